@@ -133,14 +133,14 @@ class BucketLadder:
             needed.add(self._with_steps(self._multi_step[-1], Variant.SAMPLE))
         return sorted(needed)
 
-    def stand_in(self, bucket: Bucket, missing: Container[Bucket]) -> Bucket:
+    def fallback(self, bucket: Bucket, missing: Container[Bucket]) -> Bucket:
         """The smallest bucket besides `missing` ones whose program computes every step of `bucket`.
 
         Raises ValueError if there is none; those of `needed_first` are enough.
         """
         fitting = [other for other in self._buckets if other not in missing and _holds(other, bucket)]
         if not fitting:
-            raise ValueError(f"no program can stand in for {bucket}: one of needed_first is missing")
+            raise ValueError(f"there is no fallback for {bucket}: one of needed_first is missing")
         return min(fitting, key=lambda other: (other.num_tokens, _rank(other), other.num_rows))
 
     def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:

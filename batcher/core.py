@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
+from batcher.deferred_programs import DeferredPrograms
 from batcher.delivery import Delivery, StepDelivery
-from batcher.later_programs import LaterPrograms
 from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
 from batcher.scheduling.multi_step import MultiStepScheduler
 from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.request_state import State
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.sequence import State
 from batcher.scheduling.speculation import SpeculativeScheduler
 from batcher.scheduling.static import StaticScheduler
 from batcher.stats import EngineStats
@@ -57,12 +57,12 @@ class EngineCore:
         self._failure: BaseException | None = None  # of a step in flight
         self._lost: list[StepPlan] = []  # failed steps, and those that were in flight behind them
         self._num_compiles_at_start = runner.num_compiles
-        self._later_programs = LaterPrograms(ladder, ())
+        self._deferred_programs = DeferredPrograms(ladder, ())
 
-    def warmed_up(self, later: LaterPrograms) -> None:
+    def warmed_up(self, later: DeferredPrograms) -> None:
         """The warm-up has left these programs. Other compilations are counted in `num_compiles_after_warm_up`."""
         self._num_compiles_at_start = self._runner.num_compiles
-        self._later_programs = later
+        self._deferred_programs = later
 
     # --- steps ---
 
@@ -78,7 +78,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        bucket, plan.bucket = plan.bucket, self._later_programs.or_stand_in(plan.bucket)
+        bucket, plan.bucket = plan.bucket, self._deferred_programs.or_fallback(plan.bucket)
         self._counts.num_stand_in_steps += plan.bucket != bucket
         counting.count_plan(self._counts, plan, self._clock)
         self._step_log.dispatched(plan, self._clock())
@@ -126,7 +126,7 @@ class EngineCore:
         counts.num_preemptions = scheduler.num_preemptions
         counts.prefix_cache_queries = scheduler.prefix_queries
         counts.prefix_cache_hits = scheduler.prefix_hits
-        counts.num_programs_to_come = len(self._later_programs)
+        counts.num_programs_to_come = len(self._deferred_programs)
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         counts.recent_steps = self._step_log.recent()
         return counts.copy()

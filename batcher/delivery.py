@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batcher.request import RequestOutput
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 
-Delivery = tuple[Sequence, RequestOutput]
+Delivery = tuple[RequestState, RequestOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StepDelivery:
     """What a step has for its requests. A request is in `outputs` or in the columns, never in both."""
 
     outputs: list[Delivery] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)  # those of `tokens`
+    sequences: list[RequestState] = field(default_factory=list)  # those of `tokens`
     tokens: Tokens | None = None
 
     def plain_outputs(self) -> Iterator[Delivery]:
@@ -46,7 +46,7 @@ class StepDelivery:
             yield seq, plain_output(seq, own)
 
 
-def plain_output(seq: Sequence, token_ids: tuple[int, ...]) -> RequestOutput:
+def plain_output(seq: RequestState, token_ids: tuple[int, ...]) -> RequestOutput:
     """An output with tokens and nothing else."""
     return RequestOutput(
         request_id=seq.request_id, number=seq.number, token_ids=token_ids, num_cached_tokens=seq.num_hit_tokens

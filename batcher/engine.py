@@ -46,6 +46,7 @@ from batcher.buckets import BucketLadder
 from batcher.change import Change
 from batcher.config import EngineConfig
 from batcher.core import EngineCore, InFlight
+from batcher.deferred_programs import DeferredPrograms, compile_while_serving
 from batcher.delivery import Delivery, StepDelivery, Tokens
 from batcher.errors import (
     EngineClosedError,
@@ -55,12 +56,11 @@ from batcher.errors import (
 )
 from batcher.grammar import Grammars
 from batcher.inbox import Inbox, Result
-from batcher.later_programs import LaterPrograms, compile_while_serving
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
-from batcher.requests.admission import make_sequence
+from batcher.requests.admission import make_request_state
 from batcher.requests.masks import Ask, MaskThreads, answer
 from batcher.scheduling.digests import add_digests
-from batcher.scheduling.sequence import OnOutput, Sequence
+from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.stats import EngineStats
 from batcher.step import Bucket, Runner
 
@@ -101,7 +101,7 @@ class Engine:
         self._seeds_lock = threading.Lock()
         self._core = EngineCore(runner, config, ladder, clock)
         self._on_tokens: Callable[[Tokens], None] | None = None
-        self._later_programs = LaterPrograms(ladder, ())
+        self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _say_nothing
         self._is_paused = False  # a change has left the device unable to run steps
         self._is_unchecked = False  # steps have run since the last check of integrity
@@ -119,8 +119,8 @@ class Engine:
                 programs stand in for them.
         """
         left = self._runner.warm_up(self.ladder.buckets(), report, may_wait)
-        self._later_programs, self._report = LaterPrograms(self.ladder, left), report
-        self._core.warmed_up(self._later_programs)
+        self._deferred_programs, self._report = DeferredPrograms(self.ladder, left), report
+        self._core.warmed_up(self._deferred_programs)
 
     def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
         """From now on the plain tokens of a step go to `on_tokens`, those of all requests together, after the step's
@@ -141,7 +141,7 @@ class Engine:
         grammar = request.sampling.grammar
         if grammar is not None and self._grammars is None:
             raise InvalidRequestError("grammar", "this engine serves no grammars")
-        sequence = make_sequence(
+        sequence = make_request_state(
             request,
             on_output,
             capacity=self._capacity,
@@ -154,7 +154,7 @@ class Engine:
             self._add_digests(sequence)
         self._inbox.accept(sequence)
 
-    def _add_digests(self, sequence: Sequence) -> None:
+    def _add_digests(self, sequence: RequestState) -> None:
         """Computes the digests of the prompt's pages on the caller's thread. It gives way between parts: a thread that
         computes on would keep the engine's thread from the interpreter for milliseconds."""
         while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
@@ -201,8 +201,8 @@ class Engine:
         )
         for thread in self._threads:
             thread.start()
-        if self._later_programs:
-            compiling = (self._later_programs, self._runner, self._inbox, self._report, self._clock)
+        if self._deferred_programs:
+            compiling = (self._deferred_programs, self._runner, self._inbox, self._report, self._clock)
             compiler = threading.Thread(
                 target=compile_while_serving, args=compiling, name="engine-compiler", daemon=True
             )

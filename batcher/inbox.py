@@ -13,7 +13,7 @@ from batcher.change import Change
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason
 from batcher.requests.masks import Answer
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
 
 Result = StepOutput | BaseException  # of a step; the exception that it failed with
@@ -22,8 +22,8 @@ Result = StepOutput | BaseException  # of a step; the exception that it failed w
 class News(NamedTuple):
     """What has come since the last look. Arrivals are to be taken in before aborts."""
 
-    arrived: list[Sequence]
-    aborted: list[tuple[Sequence, FinishReason]]  # not ids: those may be used again
+    arrived: list[RequestState]
+    aborted: list[tuple[RequestState, FinishReason]]  # not ids: those may be used again
     masks: list[Answer]
     forgets_prefixes: bool
 
@@ -48,7 +48,7 @@ class Inbox:
         self._changes: list[Change] = []
         self._num_hurried = 0  # masks that the next step waits for
         self._num_accepted = 0
-        self._live: dict[str, Sequence] = {}  # by request id, from `accept` to `ended`
+        self._live: dict[str, RequestState] = {}  # by request id, from `accept` to `ended`
         self._is_closed = False
         self._is_stopping = False
         self._death: BaseException | None = None
@@ -56,7 +56,7 @@ class Inbox:
 
     # --- requests ---
 
-    def accept(self, sequence: Sequence) -> None:
+    def accept(self, sequence: RequestState) -> None:
         """A request arrives. It gets its number.
 
         Raises:
@@ -204,7 +204,7 @@ class Inbox:
             self._wake.notify()
             self._idle.notify_all()
 
-    def die(self, death: BaseException) -> list[Sequence]:
+    def die(self, death: BaseException) -> list[RequestState]:
         """The engine is dead. Returns the requests that still wait for their last output."""
         with self._lock:
             self._death = death

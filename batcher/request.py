@@ -13,7 +13,7 @@ MAX_DEVICE_STOP_IDS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """The parameters of one request's sampling and of its end. `make_sequence` checks the values.
+    """The parameters of one request's sampling and of its end. `make_request_state` checks the values.
 
     Order on the device: logit_bias, penalties, the `min_tokens` ban, the grammar's mask, temperature, top_k, top_p,
     min_p.

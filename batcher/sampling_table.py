@@ -49,7 +49,7 @@ class Column:
 
 
 class Admitted(Protocol):
-    """What the columns of an admitted request are computed from. `batcher.scheduling.sequence.Sequence` has it."""
+    """What the columns of an admitted request are computed from. `batcher.scheduling.request_state.Sequence` has it."""
 
     sampling: SamplingParams
     seed: int
@@ -163,7 +163,7 @@ PARAMETERS: dict[str, Parameter] = {
         values=_has_mask,
         variant=Variant.SAMPLE,
     ),
-    # Steps need SCORE only until the prompt is computed: see `Sequence.wants_prompt_logprobs`.
+    # Steps need SCORE only until the prompt is computed: see `RequestState.wants_prompt_logprobs`.
     "prompt_logprobs": _on_host(Range(0, MAX_LOGPROBS), variant=Variant.SCORE),
 }
 

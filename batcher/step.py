@@ -150,7 +150,7 @@ class StepOutput:
     # bool[S]: whether the row's first token is what its first draft is or would have been. Of all programs with drafts;
     # if drafts are looked up, also of those without, of decodes only, that have no more rows than them. In these it has
     # a meaning only if the header says `looks_up`.
-    foretold: np.ndarray | None = None
+    would_accept: np.ndarray | None = None
     logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY
     top_ids: np.ndarray | None = None  # i32[S, D, MAX_LOGPROBS], most likely first
     top_logprobs: np.ndarray | None = None  # f32[S, D, MAX_LOGPROBS]

@@ -57,20 +57,20 @@ class PagedAttention:
         return one.size * one.dtype.itemsize
 
     def make_metadata(
-        self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool, few_queries: bool = False
+        self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool, spec_decode: bool = False
     ) -> Any:
         """The arrays that all layers of a step share, computed once per step inside the program: a pytree.
 
-        `decode_only` is static: every row of the program has at most one token (num_tokens == S). So is `few_queries`:
+        `decode_only` is static: every row of the program has at most one token (num_tokens == S). So is `spec_decode`:
         every row has a few tokens. The results are the same; a backend may compute them in another way. Raises
         ValueError if the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
-        if few_queries and self.backend is Backend.REFERENCE:
-            return reference.make_metadata_of_few_queries(batch, self.local_spec, num_tokens=num_tokens)
+        if spec_decode and self.backend is Backend.REFERENCE:
+            return reference.make_metadata_of_spec_decode(batch, self.local_spec, num_tokens=num_tokens)
         form = _form(self.backend)
         if self.backend not in (Backend.CPU, Backend.REFERENCE):
-            form |= {"few_queries": few_queries}
+            form |= {"spec_decode": spec_decode}
         return _implementation(self.backend).make_metadata(
             batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **form
         )

@@ -102,7 +102,7 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     )
 
 
-def make_metadata_of_few_queries(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int) -> AttentionMetadata:
+def make_metadata_of_spec_decode(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int) -> AttentionMetadata:
     """Makes every token a row of its own, which decodes: a tile of a few queries would cost as much as a full one. All
     K/V are appended before the first token attends, so each finds those of the tokens before it in its row."""
     rows = batch.kv_lens.shape[0]

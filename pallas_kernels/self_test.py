@@ -46,7 +46,7 @@ class Program:
 
     num_tokens: int
     num_rows: int
-    few_queries: bool = False  # every row has at most num_tokens // num_rows tokens: a speculative step
+    spec_decode: bool = False  # every row has at most num_tokens // num_rows tokens: a speculative step
 
     @property
     def decode_only(self) -> bool:
@@ -56,12 +56,12 @@ class Program:
     @property
     def most_queries(self) -> int:
         """Tokens of a row, at most."""
-        return self.num_tokens // self.num_rows if self.few_queries else self.num_tokens
+        return self.num_tokens // self.num_rows if self.spec_decode else self.num_tokens
 
     def __str__(self) -> str:
         if self.decode_only:
             return f"decode of {self.num_rows} rows"
-        if self.few_queries:
+        if self.spec_decode:
             return f"step of {self.num_rows} rows of up to {self.most_queries} tokens"
         return f"mixed step of {self.num_tokens} tokens in {self.num_rows} rows"
 
@@ -123,7 +123,7 @@ def plan_steps(
 
 def _lengthen(lengths: list[int], programs: Sequence[Program]) -> list[Step]:
     """Steps of the largest mixed program, if there is one, in which the first sequence grows to `LONG` tokens."""
-    mixed = [program for program in programs if not program.decode_only and not program.few_queries]
+    mixed = [program for program in programs if not program.decode_only and not program.spec_decode]
     steps = []
     while mixed and lengths[0] < LONG:
         program = max(mixed, key=lambda program: program.num_tokens)
@@ -250,7 +250,7 @@ class SelfTest:
                 batch,
                 num_tokens=program.num_tokens,
                 decode_only=program.decode_only,
-                few_queries=program.few_queries,
+                spec_decode=program.spec_decode,
             )
             if self._attention.takes_projection:  # as serving does
                 projection = _projection(queries, keys, values, self._attention.num_shards)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -12,13 +11,13 @@ from batcher.grammar import Matcher, num_mask_words
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, Request, SamplingParams
 from batcher.requests.bad_words import BadWords, without
 from batcher.sampling_table import PARAMETERS
-from batcher.scheduling.sequence import OnOutput, Sequence
+from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.step import Capacity
 
 _RANGES = [(name, parameter.range) for name, parameter in PARAMETERS.items() if parameter.range is not None]
 
 
-def make_sequence(
+def make_request_state(
     request: Request,
     on_output: OnOutput,
     *,
@@ -27,7 +26,7 @@ def make_sequence(
     seed: int,
     arrived_s: float,
     matcher: Matcher | None = None,
-) -> Sequence:
+) -> RequestState:
     """The engine's record of a valid request. Raises InvalidRequestError for any other.
 
     `prompt + max_tokens` may exceed the context: generation then ends there with LENGTH.
@@ -66,7 +65,7 @@ def make_sequence(
         raise InvalidRequestError("cache_salt", f"cache_salt must fit in 128 bits, not {request.cache_salt}")
     if request.embeds and capacity.pooling is None:
         raise InvalidRequestError("embeds", "this engine makes no embeddings")
-    return Sequence(
+    return RequestState(
         request,
         prompt,
         limit=1 if request.embeds else min(s.max_tokens, capacity.max_model_len - len(prompt)),
@@ -80,7 +79,7 @@ def make_sequence(
     )
 
 
-def _token_ids(name: str, ids: Seq[int], vocab_size: int) -> np.ndarray:
+def _token_ids(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """i32[n]. Raises InvalidRequestError if one is not a token of the model."""
     try:
         if not len(ids):

@@ -8,7 +8,7 @@ import numpy as np
 
 from batcher.request import FinishReason
 from batcher.scheduling.plan import StepPlan
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.stats import EngineStats
 
 
@@ -38,13 +38,13 @@ def count_gaps(counts: EngineStats, gaps: np.ndarray) -> None:
         counts.inter_token_latency.observe(float(gap), int(times))
 
 
-def count_first_token(counts: EngineStats, seq: Sequence) -> None:
+def count_first_token(counts: EngineStats, seq: RequestState) -> None:
     """A request has its first token."""
     counts.time_to_first_token.observe(seq.first_token_s - seq.arrived_s)
     counts.prefill_time.observe(seq.first_token_s - seq.started_s)
 
 
-def count_end(counts: EngineStats, seq: Sequence, reason: FinishReason) -> None:
+def count_end(counts: EngineStats, seq: RequestState, reason: FinishReason) -> None:
     """A request has ended."""
     counts.finished[reason.value] = counts.finished.get(reason.value, 0) + 1
     if reason is FinishReason.ERROR or not seq.output:

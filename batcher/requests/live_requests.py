@@ -11,8 +11,8 @@ from batcher.grammar import GrammarError
 from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.requests import counting
 from batcher.requests.masks import Answer, Ask
+from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.sequence import Sequence, State
 from batcher.stats import EngineStats
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class LiveRequests:
     """
 
     def __init__(self, scheduler: Scheduler, counts: EngineStats, clock: Callable[[], float]) -> None:
-        self.sequences: dict[str, Sequence] = {}  # waiting and running, by request id
+        self.sequences: dict[str, RequestState] = {}  # waiting and running, by request id
         self.asks: list[Ask] = []  # for masks; the engine passes them on and empties the list
         self.num_masks_wanted = 0  # asked for and not taken in yet
         self.num_compiling = 0  # whose grammar is not compiled yet
@@ -34,10 +34,10 @@ class LiveRequests:
         self._counts = counts
         self._clock = clock
         # A heap of (seconds by the clock, rank, request). The entries of admitted and of ended requests are stale.
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines: list[tuple[float, int, RequestState]] = []
         self._num_deadlines = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         """A request arrives. It joins the scheduler's queue, under a grammar when its first mask is there."""
         self.sequences[sequence.request_id] = sequence
         if sequence.matcher is None:
@@ -50,7 +50,7 @@ class LiveRequests:
             self._num_deadlines += 1
             heapq.heappush(self._deadlines, (due, self._num_deadlines, sequence))
 
-    def abort(self, sequence: Sequence, reason: FinishReason) -> list[Delivery]:
+    def abort(self, sequence: RequestState, reason: FinishReason) -> list[Delivery]:
         """Ends a request in any state. For a request that has ended it does nothing."""
         return [] if sequence.state is State.FINISHED else [self.end(sequence, reason)]
 
@@ -69,7 +69,7 @@ class LiveRequests:
             deliveries.append(self.end(sequence, FinishReason.ERROR, waited, ErrorCode.QUEUE_DEADLINE))
         return deliveries
 
-    def ask(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
+    def ask(self, seq: RequestState, tokens: tuple[int, ...]) -> None:
         """Asks for the mask of the request's next token, after these tokens."""
         self.asks.append(Ask(seq, tokens))
         self.num_masks_wanted += 1
@@ -104,7 +104,7 @@ class LiveRequests:
         return [self.end(seq, reason, error, code) for seq in list(self.sequences.values())]
 
     def end(
-        self, seq: Sequence, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None
+        self, seq: RequestState, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None
     ) -> Delivery:
         """Ends the request, with an output that has no tokens."""
         self.forget(seq, reason)
@@ -117,7 +117,7 @@ class LiveRequests:
             error_code=code,
         )
 
-    def forget(self, seq: Sequence, reason: FinishReason) -> None:
+    def forget(self, seq: RequestState, reason: FinishReason) -> None:
         """Takes an ended request out of everything. Its last output is the caller's."""
         self.num_compiling -= seq.state is State.COMPILING
         self._scheduler.finish(seq)
@@ -127,6 +127,6 @@ class LiveRequests:
         counting.count_end(self._counts, seq, reason)
 
 
-def _still_queued(seq: Sequence) -> bool:
+def _still_queued(seq: RequestState) -> bool:
     """Whether the deadline still applies. It does not for a preempted request, which was admitted before."""
     return seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from batcher.grammar import Permit
 from batcher.requests.deep_threads import deep_threads
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 
 SLOW_S = 0.002  # seconds of CPU time for one mask; most masks take 0.0001 s
 MAX_QUICK_THREADS = 4
@@ -25,14 +25,14 @@ NUM_SLOW_THREADS = 2
 class Ask(NamedTuple):
     """A sequence whose next mask is wanted, and the tokens drawn since its last one."""
 
-    sequence: Sequence
+    sequence: RequestState
     tokens: tuple[int, ...]
 
 
 class Answer(NamedTuple):
     """The next permit of a sequence, or the exception that computing it raised."""
 
-    sequence: Sequence
+    sequence: RequestState
     permit: Permit | Exception  # GrammarError: the request's own fault
     was_slow: bool
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 
 NEVER = np.iinfo(np.int64).max // 2  # tokens
 _AT_ONCE = -NEVER
@@ -29,9 +29,9 @@ class SlotColumns:
         self.last_token_s = np.zeros(num_slots)
         self.num_ended_by = np.zeros(vocab_size, np.int32)  # requests in slots that the token may end
         self._page_size = page_size
-        self._owners: list[Sequence | None] = [None] * num_slots
+        self._owners: list[RequestState | None] = [None] * num_slots
 
-    def enter(self, seq: Sequence) -> None:
+    def enter(self, seq: RequestState) -> None:
         """The request has got its slot. Its next token needs a look."""
         slot = seq.slot
         self._owners[slot] = seq
@@ -39,7 +39,7 @@ class SlotColumns:
         self.last_token_s[slot] = seq.last_token_s
         self._count_stop_ids(seq, 1)
 
-    def leave(self, seq: Sequence) -> None:
+    def leave(self, seq: RequestState) -> None:
         """The request gives up its slot, or has ended in it. Rows of it in flight need a look. It may have left
         before."""
         slot = seq.slot
@@ -50,11 +50,11 @@ class SlotColumns:
         self.left[slot], self.left_of_page[slot] = _AT_ONCE, NEVER
         self._count_stop_ids(seq, -1)
 
-    def last_token_of(self, seq: Sequence) -> float:
+    def last_token_of(self, seq: RequestState) -> float:
         """The time of its last token that was read; below 0 if there was none."""
         return float(self.last_token_s[seq.slot]) if self._is_in(seq) else seq.last_token_s
 
-    def looked(self, seq: Sequence, now: float) -> None:
+    def looked(self, seq: RequestState, now: float) -> None:
         """After a look at a row: it has a token since `now`, and its request goes on. Says when the next look is."""
         if not self._is_in(seq):
             seq.last_token_s = now
@@ -63,15 +63,15 @@ class SlotColumns:
         wants_looks = seq.matcher is not None or seq.sampling.logprobs is not None
         self.left[seq.slot] = _AT_ONCE if wants_looks else seq.limit - len(seq.output)
 
-    def look_at_page(self, seq: Sequence) -> None:
+    def look_at_page(self, seq: RequestState) -> None:
         """Says when the request's next page will be full of tokens that are known and computed."""
         if self._page_size is not None and self._is_in(seq):
             end = (seq.num_committed + 1) * self._page_size
             self.left_of_page[seq.slot] = end - min(seq.num_computed, seq.num_known)
 
-    def _is_in(self, seq: Sequence) -> bool:
+    def _is_in(self, seq: RequestState) -> bool:
         return seq.slot >= 0 and self._owners[seq.slot] is seq
 
-    def _count_stop_ids(self, seq: Sequence, change: int) -> None:
+    def _count_stop_ids(self, seq: RequestState, change: int) -> None:
         ids = [token for token in seq.stop_ids if token < self.num_ended_by.size]
         self.num_ended_by[ids] += change

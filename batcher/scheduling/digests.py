@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 
 
-def add_digests(seq: Sequence, page_size: int, most: int | None = None) -> bool:
+def add_digests(seq: RequestState, page_size: int, most: int | None = None) -> bool:
     """Adds the missing digests of a request's full pages of known tokens, at most `most`. Whether none is missing."""
     digests, count = seq.digests, seq.num_known // page_size
     stop = count if most is None else min(count, len(digests) + most)

@@ -23,7 +23,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 
 _QUANTA = 8  # of all rows: samples of about so many prompts run at once, and so many groups are served evenly
 
@@ -40,8 +40,8 @@ class _Group:
     __slots__ = ("place", "running", "waiting")
 
     def __init__(self) -> None:
-        self.running: list[Sequence] = []  # sorted by arrival, as are those that wait
-        self.waiting: list[Sequence] = []
+        self.running: list[RequestState] = []  # sorted by arrival, as are those that wait
+        self.waiting: list[RequestState] = []
         self.place: tuple[int, int, _Group] | None = None
 
 
@@ -84,13 +84,13 @@ class FairQueue:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # sorted
         self._num_waiting = 0
-        self._set_aside: dict[int, Sequence] = {}  # by arrival; these wait, but are not in the order
-        self._nothing_for: Sequence | None = None  # that could take no row, since when no row has changed hands
+        self._set_aside: dict[int, RequestState] = {}  # by arrival; these wait, but are not in the order
+        self._nothing_for: RequestState | None = None  # that could take no row, since when no row has changed hands
 
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RequestState]:
         """The waiting requests, in no order."""
         yield from self._set_aside.values()
         for level in self._levels.values():
@@ -98,7 +98,7 @@ class FairQueue:
                 for group in client.groups.values():
                     yield from group.waiting
 
-    def first(self) -> Sequence | None:
+    def first(self) -> RequestState | None:
         """The request to admit next. None: no request waits, except those that are set aside."""
         for priority in self._priorities:
             order = self._levels[priority].order
@@ -106,37 +106,37 @@ class FairQueue:
                 return order[0][2].order[0][2].waiting[0]
         return None
 
-    def key(self, seq: Sequence) -> tuple[int, int, int]:
+    def key(self, seq: RequestState) -> tuple[int, int, int]:
         """(priority, quanta that its group holds, arrival) of a waiting request: its key if it is admitted now."""
         _, _, group = self._find(seq)
         return seq.request.priority, len(group.running) // self._quantum, seq.arrival
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: RequestState) -> None:
         """The request waits."""
         level, client, group = self._find(seq)
         insort(group.waiting, seq, key=_arrival)
         self._num_waiting += 1
         self._put(level, client, group)
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: RequestState) -> None:
         """A waiting request waits no longer."""
         self._num_waiting -= 1
         if self._set_aside.pop(seq.arrival, None) is None:
             self._take_out(seq)
 
-    def set_aside(self, seq: Sequence) -> None:
+    def set_aside(self, seq: RequestState) -> None:
         """A waiting request is passed over until `put_back`."""
         self._take_out(seq)
         self._set_aside[seq.arrival] = seq
 
-    def put_back(self, seqs: Iterable[Sequence] | None = None) -> None:
+    def put_back(self, seqs: Iterable[RequestState] | None = None) -> None:
         """Requests that were set aside are in the order again; None: all of them."""
         for seq in list(self._set_aside.values()) if seqs is None else seqs:
             del self._set_aside[seq.arrival]
             self._num_waiting -= 1
             self.add(seq)
 
-    def admit(self, seq: Sequence) -> None:
+    def admit(self, seq: RequestState) -> None:
         """A waiting request has a row now."""
         level, client, group = self._find(seq)
         del group.waiting[bisect_left(group.waiting, seq.arrival, key=_arrival)]
@@ -146,7 +146,7 @@ class FairQueue:
         self._nothing_for = None
         self._put(level, client, group)
 
-    def give_row(self, seq: Sequence) -> None:
+    def give_row(self, seq: RequestState) -> None:
         """The request has no row any more."""
         level, client, group = self._find(seq)
         del group.running[bisect_left(group.running, seq.arrival, key=_arrival)]
@@ -155,7 +155,7 @@ class FairQueue:
         self._put(level, client, group)
         self._forget(seq, level, client, group)
 
-    def giver(self, taker: Sequence) -> Sequence | None:
+    def giver(self, taker: RequestState) -> RequestState | None:
         """The running request that gives its row to a waiting one by rule 4. None: `taker` waits for a row."""
         if taker is self._nothing_for:
             return None
@@ -175,13 +175,13 @@ class FairQueue:
         held, others = len(group.running), len(other.running)
         return held > others + 1 and held // self._quantum > others // self._quantum
 
-    def _take_out(self, seq: Sequence) -> None:
+    def _take_out(self, seq: RequestState) -> None:
         level, client, group = self._find(seq)
         del group.waiting[bisect_left(group.waiting, seq.arrival, key=_arrival)]
         self._put(level, client, group)
         self._forget(seq, level, client, group)
 
-    def _find(self, seq: Sequence) -> tuple[_Level, _Client, _Group]:
+    def _find(self, seq: RequestState) -> tuple[_Level, _Client, _Group]:
         request = seq.request
         level = self._levels.get(request.priority)
         if level is None:
@@ -211,7 +211,7 @@ class FairQueue:
             client.place = (client.num_rows, client.order[0][1], client)
             insort(level.order, client.place)
 
-    def _forget(self, seq: Sequence, level: _Level, client: _Client, group: _Group) -> None:
+    def _forget(self, seq: RequestState, level: _Level, client: _Client, group: _Group) -> None:
         """Drops what holds no request any more."""
         request = seq.request
         if not group.waiting and not group.running:
@@ -222,7 +222,7 @@ class FairQueue:
             del self._levels[request.priority]
             self._priorities.remove(request.priority)
 
-    def check_integrity(self, running: list[Sequence]) -> None:
+    def check_integrity(self, running: list[RequestState]) -> None:
         """Raises AssertionError if the rows or the orders are inconsistent."""
         rows = []
         for level in self._levels.values():

@@ -7,13 +7,13 @@ intervals of future steps, and keeps some standard deviations free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from batcher.scheduling.output_lengths import OutputLengths
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 
 _DEVIATIONS = 2.0  # standard deviations that are kept free above the expected pages of the next step
 _HORIZON = 64  # steps; fewer deviations are kept free for later steps, because admission can still react until then
@@ -22,20 +22,20 @@ _HORIZON = 64  # steps; fewer deviations are kept free for later steps, because 
 class Forecast(Protocol):
     """Learns from ended requests, and makes outlooks for admission."""
 
-    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+    def finished(self, sequence: RequestState, *, stopped: bool) -> None:
         """Learns from a request with output: it ended by itself (`stopped`), or at its limit, or by its client."""
 
-    def outlook(self, running: Seq[Sequence], page_size: int) -> Outlook:
+    def outlook(self, running: Sequence[RequestState], page_size: int) -> Outlook:
         """The outlook for the requests that run now."""
 
 
 class Outlook(Protocol):
     """The expected pages of a growing set of requests in future steps."""
 
-    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+    def fits(self, sequence: RequestState, num_pages: int) -> bool:
         """Whether `num_pages` are expected to suffice if `sequence` is added."""
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         """Adds `sequence` to the set."""
 
 
@@ -50,11 +50,11 @@ class OutputForecast:
         self._lengths = OutputLengths(longest)
         self._starts = _ladder(longest)
 
-    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+    def finished(self, sequence: RequestState, *, stopped: bool) -> None:
         if sequence.stop_ids:
             self._lengths.observe(len(sequence.output), stopped=stopped)
 
-    def outlook(self, running: Seq[Sequence], page_size: int) -> PageOutlook:
+    def outlook(self, running: Sequence[RequestState], page_size: int) -> PageOutlook:
         emitted = np.array([seq.num_emitted for seq in running if seq.stop_ids], np.int64)
         outlook = PageOutlook(self._lengths, self._lengths.survival(emitted), self._starts, page_size)
         outlook.extend(running)
@@ -82,19 +82,19 @@ class PageOutlook:
         self._deviations = _DEVIATIONS / np.sqrt(1 + starts / _HORIZON)
         self._sums = np.zeros((3, starts.size))
 
-    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+    def fits(self, sequence: RequestState, num_pages: int) -> bool:
         mean, variance, most = self._sums + self._moments([sequence])
         # A normal distribution has no upper bound, but the pages do: `most`, if no request ends before its limit.
         return bool((np.minimum(mean + self._deviations * np.sqrt(variance), most) <= num_pages).all())
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         self.extend([sequence])
 
-    def extend(self, sequences: Seq[Sequence]) -> None:
+    def extend(self, sequences: Sequence[RequestState]) -> None:
         if sequences:
             self._sums += self._moments(sequences)
 
-    def _moments(self, sequences: Seq[Sequence]) -> np.ndarray:
+    def _moments(self, sequences: Sequence[RequestState]) -> np.ndarray:
         """f64[3, t]: mean, variance and maximum of the pages of `sequences`."""
         emitted = np.array([seq.num_emitted for seq in sequences])[:, None]
         left = np.array([seq.limit for seq in sequences])[:, None] - emitted

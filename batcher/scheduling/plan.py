@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.step import Bucket
 
 
@@ -14,10 +14,10 @@ from batcher.step import Bucket
 class Work:
     """The requests of one step, before it has a shape."""
 
-    decodes: list[Sequence]
-    chunks: list[tuple[Sequence, int]]  # prompts and the number of their tokens in this step, at least one
-    admitted: list[Sequence]  # those of `chunks` that waited until now
-    grown: list[tuple[Sequence, int]]  # as in `StepPlan`
+    decodes: list[RequestState]
+    chunks: list[tuple[RequestState, int]]  # prompts and the number of their tokens in this step, at least one
+    admitted: list[RequestState]  # those of `chunks` that waited until now
+    grown: list[tuple[RequestState, int]]  # as in `StepPlan`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StepPlan:
 
     number: int
     bucket: Bucket
-    rows: list[Sequence]
+    rows: list[RequestState]
     slots: np.ndarray  # i64[rows]
     q_lens: list[int]
     emits: list[int]  # 0 or 1
@@ -45,6 +45,6 @@ class StepPlan:
     looks_up: bool = False  # the step has no drafts, and tells if the first one would have been right
     num_ended: int = 0  # rows of requests that have ended: static batching keeps decoding them
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
-    admitted: list[Sequence] = field(default_factory=list)
-    masks: list[tuple[Sequence, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
-    grown: list[tuple[Sequence, int]] = field(default_factory=list)  # running rows and the indices of new pages
+    admitted: list[RequestState] = field(default_factory=list)
+    masks: list[tuple[RequestState, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
+    grown: list[tuple[RequestState, int]] = field(default_factory=list)  # running rows and the indices of new pages

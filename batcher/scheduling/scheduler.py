@@ -38,8 +38,8 @@ from batcher.config import EngineConfig
 from batcher.request import Pooling
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.plan import Chunk, StepPlan, Work
-from batcher.scheduling.residency import Residency
-from batcher.scheduling.sequence import Sequence, State
+from batcher.scheduling.request_queues import RequestQueues
+from batcher.scheduling.request_state import RequestState, State
 from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
 
@@ -61,7 +61,7 @@ class Verdict(Enum):
     NO_TURN = "it waits for another long prompt; others may pass"
 
 
-class Scheduler(Residency):
+class Scheduler(RequestQueues):
     """Plans the steps of the requests that run and wait. Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
@@ -74,7 +74,7 @@ class Scheduler(Residency):
         self.step_budget = StepBudget(tokens=self.token_budget, even_context=config.even_context)
         self._time_of_a_chunk = self.step_budget.cost(0, self.long_prompts.threshold or self.token_budget)
         self.max_stalls = _MAX_STALLS
-        self._without_room: Sequence | None = None  # the first in the queue that the last step had no room for
+        self._without_room: RequestState | None = None  # the first in the queue that the last step had no room for
         self._lacks_pages = False  # and that there was a free slot for
         self._num_promised = 0  # slots that steps in flight will release to requests before it
 
@@ -100,11 +100,11 @@ class Scheduler(Residency):
         if not is_coming and (giver := self.waiting.giver(seq)) is not None:
             self.preempt(giver)
 
-    def _decodes(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+    def _decodes(self) -> tuple[list[RequestState], list[tuple[RequestState, int]]]:
         """The requests that decode in this step, each with a page to write to, and the new pages (see `StepPlan`)."""
-        rows: list[Sequence] = []
-        grown: list[tuple[Sequence, int]] = []
-        stalled: list[Sequence] = []
+        rows: list[RequestState] = []
+        grown: list[tuple[RequestState, int]] = []
+        stalled: list[RequestState] = []
         running, page_size = self.running, self.page_size
         promised = 0  # pages for requests that wait until a step in flight releases pages
         i = 0
@@ -131,10 +131,10 @@ class Scheduler(Residency):
             grown = [self._grow(seq) for seq in rows]
         return rows, grown
 
-    def _may_stall(self, seq: Sequence) -> bool:
+    def _may_stall(self, seq: RequestState) -> bool:
         return seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
 
-    def _make_room(self, sequence: Sequence, promised: int) -> bool:
+    def _make_room(self, sequence: RequestState, promised: int) -> bool:
         """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
         until a page is available or the steps in flight hold enough pages that they will release."""
         while not self.pool.num_available:
@@ -147,14 +147,14 @@ class Scheduler(Residency):
                 return False
         return True
 
-    def _prompts(self, budget: int, num_rows: int) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+    def _prompts(self, budget: int, num_rows: int) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
         """Prompt chunks (sequence, tokens) within the budget, and the requests admitted for them."""
-        chunks: list[tuple[Sequence, int]] = []
-        admitted: list[Sequence] = []
+        chunks: list[tuple[RequestState, int]] = []
+        admitted: list[RequestState] = []
         started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
         num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
-        passed: list[Sequence] = []  # those that wait for a mask or for a page of this step
+        passed: list[RequestState] = []  # those that wait for a mask or for a page of this step
         num_passed = self._num_promised = 0
         is_full = False
         if self.long_prompts.may_begin(num_long):
@@ -200,7 +200,7 @@ class Scheduler(Residency):
             self._trim(chunks, num_rows)
         return chunks, admitted
 
-    def _admit(self, seq: Sequence, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
+    def _admit(self, seq: RequestState, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
         """Admits a waiting request if there is room for it. A long prompt may have to wait for another."""
         if seq.last_step > self.last_done:  # preempted in flight
             return Verdict.NOT_READ
@@ -228,7 +228,7 @@ class Scheduler(Residency):
         self._enter(seq, num_new)
         return Verdict.ADMITTED
 
-    def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
+    def _has_room(self, seq: RequestState, num_new: int, num_revived: int) -> bool:
         """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""
         if num_new + num_revived > self.pool.num_available:
             return False
@@ -241,7 +241,7 @@ class Scheduler(Residency):
             self._outlook = self.forecast.outlook(self.running, self.page_size)
         return self._outlook.fits(seq, self.pool.num_pages - (self.pool.num_used + num_revived - num_own))
 
-    def _trim(self, chunks: list[tuple[Sequence, int]], num_decodes: int) -> None:
+    def _trim(self, chunks: list[tuple[RequestState, int]], num_decodes: int) -> None:
         """Shortens the last chunk when that saves padding."""
         seq, count = chunks[-1]
         more_to_come = bool(self.waiting) or len(seq.to_compute) > seq.num_computed + count
@@ -263,7 +263,7 @@ class Scheduler(Residency):
         q_lens = [1] * (len(decodes) + len(ones)) + [count for _, count in longer]
         emits = [1] * len(decodes)
         listed: list[Chunk] = []
-        masks: list[tuple[Sequence, np.ndarray]] = []
+        masks: list[tuple[RequestState, np.ndarray]] = []
         sampling = scoring = embedding = False
         for seq in decodes:
             seq.num_computed += 1

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.sequence import Sequence
 from batcher.step import Bucket
 
 
 class SeveralTokensScheduler(Scheduler):
     """A scheduler whose decodes may bring more than one token."""
 
-    def _fit(self, seq: Sequence, most: int, grown: list[tuple[Sequence, int]]) -> int:
+    def _fit(self, seq: RequestState, most: int, grown: list[tuple[RequestState, int]]) -> int:
         """The tokens that a row brings, at most `most`: within its limit, and within pages that are available now. They
         never make another request wait or give way."""
         most = min(most, seq.limit - seq.num_emitted)
@@ -22,7 +22,7 @@ class SeveralTokensScheduler(Scheduler):
         return min(most, len(seq.pages) * self.page_size - seq.num_computed)
 
     def _plan_several(
-        self, rows: list[tuple[Sequence, int]], bucket: Bucket, grown: list[tuple[Sequence, int]]
+        self, rows: list[tuple[RequestState, int]], bucket: Bucket, grown: list[tuple[RequestState, int]]
     ) -> StepPlan:
         """The step of these rows and the tokens that each one brings. Rows of one token come first."""
         self.last_step += 1

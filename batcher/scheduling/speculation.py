@@ -18,7 +18,7 @@ from __future__ import annotations
 from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
 from batcher.scheduling.plan import StepPlan, Work
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.several_tokens import SeveralTokensScheduler
 from batcher.step import Bucket, Capacity, Variant
 
@@ -75,17 +75,17 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         self.draft_cost = config.draft_cost
         self.num_drafts = ladder.config.num_drafts
         # Of requests without a draft of their own.
-        self._usual_rate = _FIRST_RATE if self.foretells else _FIRST_RATE_OF_A_MODEL
-        self._row_weight = _ROW_WEIGHT if self.foretells else _ROW_WEIGHT_OF_A_MODEL
-        self._retries = Retries(*(_RETRIES if self.foretells else _RETRIES_OF_A_MODEL))
+        self._usual_rate = _FIRST_RATE if self.tells_would_accept else _FIRST_RATE_OF_A_MODEL
+        self._row_weight = _ROW_WEIGHT if self.tells_would_accept else _ROW_WEIGHT_OF_A_MODEL
+        self._retries = Retries(*(_RETRIES if self.tells_would_accept else _RETRIES_OF_A_MODEL))
         self._num_retries = 0
 
     @property
-    def foretells(self) -> bool:
+    def tells_would_accept(self) -> bool:
         """Whether rows without drafts tell if the first one would have been right: it is looked up, which is cheap."""
         return self.draft_cost == 0
 
-    def learn(self, seq: Sequence, num_right: int, num_drafts: int) -> None:
+    def learn(self, seq: RequestState, num_right: int, num_drafts: int) -> None:
         """Of a row's `num_drafts`, the first `num_right` were right."""
         rate = self._rate(seq)
         for is_right in [1] * num_right + [0] * (num_right < num_drafts):
@@ -105,20 +105,20 @@ class SpeculativeScheduler(SeveralTokensScheduler):
             return super()._plan(work)
         step = self.last_step + 1
         wanted = self._wanted(decodes, bucket)
-        if wanted and (self.foretells or len(wanted) == len(decodes)):
+        if wanted and (self.tells_would_accept or len(wanted) == len(decodes)):
             self._retries.paid(step)
-        elif not self.foretells and self._retries.is_due(step):
+        elif not self.tells_would_accept and self._retries.is_due(step):
             wanted |= self._retry([seq for seq in decodes if seq not in wanted], step)
         q_lens = {seq: self._fit(seq, 1 + num_drafts, work.grown) for seq, num_drafts in wanted.items()}
         if any(q_len > 1 for q_len in q_lens.values()):
             return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], bucket, work.grown)
         plan = super()._plan(work)
-        if self.foretells and self._retries.is_due(step):
+        if self.tells_would_accept and self._retries.is_due(step):
             self._retries.tried(step)
             plan.looks_up = True
         return plan
 
-    def _wanted(self, decodes: list[Sequence], bucket: Bucket) -> dict[Sequence, int]:
+    def _wanted(self, decodes: list[RequestState], bucket: Bucket) -> dict[RequestState, int]:
         """The rows of a step that are to have drafts, with their number; none if drafts are not expected to pay."""
         lengths = {seq: self._num_worth_a_pass(seq) for seq in decodes}
         gains = {seq: self._gain(seq, length) for seq, length in lengths.items()}
@@ -130,7 +130,7 @@ class SpeculativeScheduler(SeveralTokensScheduler):
             return {}
         return {seq: lengths[seq] for seq, gain in gains.items() if gain >= _LEAST_GAIN}
 
-    def _retry(self, undrafted: list[Sequence], step: int) -> dict[Sequence, int]:
+    def _retry(self, undrafted: list[RequestState], step: int) -> dict[RequestState, int]:
         """One draft of one of the rows, of another row each time."""
         rows = [seq for seq in undrafted if may_have_drafts(seq)]
         if not rows:
@@ -139,23 +139,23 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         self._num_retries += 1
         return {rows[self._num_retries % len(rows)]: 1}
 
-    def _num_worth_a_pass(self, seq: Sequence) -> int:
+    def _num_worth_a_pass(self, seq: RequestState) -> int:
         """The drafts that are right more often than their pass costs, in the model's passes."""
         if not may_have_drafts(seq):
             return 0
         rate = self._rate(seq)
         return sum(rate**place > self.draft_cost for place in range(1, self.num_drafts + 1))
 
-    def _gain(self, seq: Sequence, num_drafts: int) -> float:
+    def _gain(self, seq: RequestState, num_drafts: int) -> float:
         """The accepted drafts that a row is expected to have in a step."""
         rate = self._rate(seq)
         return sum(rate**place for place in range(1, num_drafts + 1))
 
-    def _rate(self, seq: Sequence) -> float:
+    def _rate(self, seq: RequestState) -> float:
         return self._usual_rate if seq.draft_rate is None else seq.draft_rate
 
 
-def may_have_drafts(seq: Sequence) -> bool:
+def may_have_drafts(seq: RequestState) -> bool:
     """Whether several tokens of the request can be drawn in one step. Under a grammar, the mask of the second token
     depends on the first one."""
     return seq.matcher is None

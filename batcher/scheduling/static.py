@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batcher.scheduling.plan import StepPlan, Work
+from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler, Verdict
-from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Bucket, Variant
 
 
@@ -21,7 +21,7 @@ class StaticScheduler(Scheduler):
     _states_of_running = (State.RUNNING, State.FINISHED)
     _batch_rows = 0
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: RequestState) -> None:
         """Ends the request. Its row, slot and pages stay with the batch until the batch's last request ends."""
         if sequence.state is not State.RUNNING:
             super().finish(sequence)
@@ -33,14 +33,14 @@ class StaticScheduler(Scheduler):
             self._let_go()
 
     def schedule(self) -> StepPlan | None:
-        admitted: list[Sequence] = []
+        admitted: list[RequestState] = []
         if not self.running:
             if self._held:
                 return None  # the previous batch still has rows in flight
             while (seq := self.waiting.first()) and self._admit(seq, set()) is Verdict.ADMITTED:
                 admitted.append(seq)
             self._batch_rows = len(admitted)
-        chunks: list[tuple[Sequence, int]] = []
+        chunks: list[tuple[RequestState, int]] = []
         budget = self.token_budget
         for seq in self.running:
             if seq.state is State.RUNNING and not seq.decoding and not seq.is_blocked and budget:
@@ -75,13 +75,13 @@ class StaticScheduler(Scheduler):
             if not ended_only or seq.state is State.FINISHED:
                 self._leave(seq)
 
-    def _has_room(self, seq: Sequence, num_new: int, num_revived: int) -> bool:
+    def _has_room(self, seq: RequestState, num_new: int, num_revived: int) -> bool:
         """Whether the whole pool suffices for the batch with `seq`, until the batch ends."""
         batch = [*self.running, seq]
         longest = max(s.limit for s in batch)
         return sum(-(-self._num_stored(s, longest) // self.page_size) for s in batch) <= self.pool.num_pages
 
-    def _num_stored(self, seq: Sequence, longest: int) -> int:
+    def _num_stored(self, seq: RequestState, longest: int) -> int:
         """Tokens in the row's pages at the end of a batch whose longest output has `longest` tokens. The last token
         that a row draws is not stored."""
         return min(seq.num_prompt + longest, self.max_model_len) - 1

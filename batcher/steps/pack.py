@@ -10,7 +10,7 @@ import numpy as np
 from batcher.grammar import num_mask_words
 from batcher.sampling_table import PARAMETERS
 from batcher.scheduling.plan import StepPlan
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput
 
@@ -112,7 +112,7 @@ class Packer:
             blocks.append(block)
         return tuple(blocks)
 
-    def _mask_blocks(self, masks: list[tuple[Sequence, np.ndarray]]) -> tuple[np.ndarray, ...]:
+    def _mask_blocks(self, masks: list[tuple[RequestState, np.ndarray]]) -> tuple[np.ndarray, ...]:
         blocks = []
         for start in range(0, len(masks), MASK_BLOCK):
             block = np.zeros((MASK_BLOCK, 1 + self._num_mask_words), np.int32)
@@ -130,7 +130,7 @@ class Packer:
         return self._sections[bucket]
 
 
-def slot_state(seq: Sequence, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+def slot_state(seq: RequestState, page_size: int) -> tuple[np.ndarray, np.ndarray]:
     """(columns i64[n], values i64[n]) of a request's slot state at admission, without LAST_TOKEN.
 
     A list is sent without padding: the rest of its columns is never read.
@@ -166,5 +166,5 @@ _PLACES = [
 ]
 
 
-def _penalty_reset(seq: Sequence) -> PenaltyReset:
+def _penalty_reset(seq: RequestState) -> PenaltyReset:
     return PenaltyReset(slot=seq.slot, prompt=seq.prompt, output=np.array(seq.output, np.int32))

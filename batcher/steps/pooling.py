@@ -6,7 +6,7 @@ import numpy as np
 
 from batcher.request import Pooling
 from batcher.scheduling.plan import StepPlan
-from batcher.scheduling.sequence import Sequence, State
+from batcher.scheduling.request_state import RequestState, State
 from batcher.step import StepOutput
 
 _LEAST_NORM = 1e-12  # a vector of zeros stays one
@@ -31,7 +31,7 @@ def take_pooled(plan: StepPlan, output: StepOutput) -> None:
             seq.pooled = pooled.copy()
 
 
-def embedding(seq: Sequence) -> bytes | None:
+def embedding(seq: RequestState) -> bytes | None:
     """What was pooled, scaled to the length 1: f32[D] in little-endian bytes. None: it is not finite.
 
     A mean has the direction of its sum.

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from batcher.delivery import Delivery, StepDelivery, Tokens
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
 
 
@@ -18,13 +18,13 @@ class StepReading:
         self.output = output
         self.now = now
         self.outputs: list[Delivery] = []
-        self.rows: list[Sequence] = []  # by columns, with one token each
+        self.rows: list[RequestState] = []  # by columns, with one token each
         self.numbers = np.empty(0, np.int64)  # i64[n], of these
         self.tokens = np.empty(0, np.int32)  # i32[n], of these
-        self._looked_at: list[Sequence] = []  # those with plain tokens
+        self._looked_at: list[RequestState] = []  # those with plain tokens
         self._their_tokens: list[tuple[int, ...]] = []
 
-    def add(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
+    def add(self, seq: RequestState, tokens: tuple[int, ...]) -> None:
         """Adds the plain tokens of a request that was looked at."""
         self._looked_at.append(seq)
         self._their_tokens.append(tokens)

@@ -15,8 +15,8 @@ from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
 from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.sequence import Sequence, State
 from batcher.scheduling.speculation import SpeculativeScheduler, may_have_drafts
 from batcher.stats import EngineStats
 from batcher.step import StepOutput, Variant
@@ -53,9 +53,9 @@ class StepReader:
         """Reads a step without drafts. Its rows are decodes, then chunks."""
         output = reading.output
         num_decodes = len(plan.rows) - len(plan.chunks)
-        if plan.looks_up and output.foretold is not None:  # a program that stands in for the step's own may not look up
+        if plan.looks_up and output.would_accept is not None:  # a fallback program may not look up
             assert isinstance(self._scheduler, SpeculativeScheduler)
-            for seq, hit in zip(plan.rows, output.foretold.tolist(), strict=False):
+            for seq, hit in zip(plan.rows, output.would_accept.tolist(), strict=False):
                 if may_have_drafts(seq):
                     self._scheduler.learn(seq, int(hit), 1)
         for row in self._read_columns(plan, num_decodes, reading):
@@ -97,17 +97,19 @@ class StepReader:
     def _read_drafts(self, plan: StepPlan, reading: StepReading) -> None:
         """Reads a step with drafts: how many were accepted, and each row's tokens up to its request's end."""
         output = reading.output
-        assert output.num_drafts is not None and output.num_accepted is not None and output.foretold is not None
+        assert output.num_drafts is not None and output.num_accepted is not None and output.would_accept is not None
         assert isinstance(self._scheduler, SpeculativeScheduler)
-        proposed, accepted, foretold = (x.tolist() for x in (output.num_drafts, output.num_accepted, output.foretold))
+        proposed, accepted, would_accept = (
+            x.tolist() for x in (output.num_drafts, output.num_accepted, output.would_accept)
+        )
         tokens: list[list[int]] = output.tokens.tolist()
         for row, (seq, q_len) in enumerate(zip(plan.rows, plan.q_lens, strict=True)):
             drawn = tuple(tokens[row][: 1 + accepted[row]])
             drawn = drawn[: seq.num_to_end(drawn)]
             if seq.state is not State.FINISHED:
                 self._scheduler.take_back(seq, q_len - len(drawn))
-                if proposed[row] or (self._scheduler.foretells and may_have_drafts(seq)):
-                    self._scheduler.learn(seq, max(accepted[row], int(foretold[row])), max(q_len - 1, 1))
+                if proposed[row] or (self._scheduler.tells_would_accept and may_have_drafts(seq)):
+                    self._scheduler.learn(seq, max(accepted[row], int(would_accept[row])), max(q_len - 1, 1))
                 self._counts.speculation.observe(proposed[row], accepted[row])
                 seq.num_accepted += min(accepted[row], len(drawn))
                 seq.num_rejected += proposed[row] - accepted[row]
@@ -124,7 +126,7 @@ class StepReader:
                 self._scheduler.take_back(seq, q_len - len(drawn))
             self._look_at(seq, drawn, row, reading)
 
-    def _look_at(self, seq: Sequence, tokens: tuple[int, ...], row: int, reading: StepReading) -> None:
+    def _look_at(self, seq: RequestState, tokens: tuple[int, ...], row: int, reading: StepReading) -> None:
         """Takes in the tokens of a row; only the last of them can end its request."""
         if seq.state is State.FINISHED:  # the surplus token of an ended request is dropped
             return
@@ -159,7 +161,7 @@ class StepReader:
             self._scheduler.commit(seq)
             columns.look_at_page(seq)
 
-    def _take_first(self, seq: Sequence, output: RequestOutput, now: float) -> None:
+    def _take_first(self, seq: RequestState, output: RequestOutput, now: float) -> None:
         """A request has its first token."""
         seq.first_token_s = now
         counting.count_first_token(self._counts, seq)
@@ -168,7 +170,7 @@ class StepReader:
             output.prompt_logprobs = tuple(entry for entry in seq.prompt_logprobs if entry is not None)
             assert len(output.prompt_logprobs) == seq.num_prompt - 1, "a prompt position was not scored"
 
-    def _end_if_over(self, seq: Sequence, output: RequestOutput) -> None:
+    def _end_if_over(self, seq: RequestState, output: RequestOutput) -> None:
         """Ends the request if its last token ends it."""
         token, count = seq.output[-1], len(seq.output)
         if token in seq.stop_ids and count >= seq.sampling.min_tokens:
@@ -179,7 +181,7 @@ class StepReader:
         if output.finish_reason is not None:
             self._requests.forget(seq, output.finish_reason)
 
-    def _end_embedded(self, seq: Sequence) -> Delivery:
+    def _end_embedded(self, seq: RequestState) -> Delivery:
         vector = embedding(seq)
         if vector is None:
             return self._end_not_finite(seq)
@@ -187,7 +189,7 @@ class StepReader:
         output.embedding = vector
         return seq, output
 
-    def _end_not_finite(self, seq: Sequence) -> Delivery:
+    def _end_not_finite(self, seq: RequestState) -> Delivery:
         self._counts.corrupted_requests += 1
         position = seq.num_prompt + len(seq.output)
         message = f"the model's output for this request is not a finite number, at token {position}"

@@ -140,7 +140,7 @@ class Drafter(ABC):
             features = pages.features.at[_place_of(rows, positions, page_size)].get(mode="clip")
             features = features.reshape(positions.size, -1)
         batch = self._batch(rows, is_ready, window, end, num_rows)
-        metadata = self.attention.make_metadata(batch, num_tokens=tokens.size, decode_only=False, few_queries=True)
+        metadata = self.attention.make_metadata(batch, num_tokens=tokens.size, decode_only=False, spec_decode=True)
         hidden, kv = network.run(tokens.ravel(), positions.ravel(), features, pages.kv, metadata)
         hidden = hidden[window - 1 :: window]  # [S, E]
         drafts = jnp.full((tokens.shape[0], most), NO_TOKEN, jnp.int32)

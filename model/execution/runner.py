@@ -258,7 +258,9 @@ class ModelRunner:
         self._state, output = programs.steps[step.bucket](self._weights, self._kv_scales, state, step.packed)
         output.copy_to_host_async()
         layout = OutputLayout(
-            step.bucket, self._described.model_config.hidden_size, foretells=self._described.foretells(step.bucket)
+            step.bucket,
+            self._described.model_config.hidden_size,
+            tells_would_accept=self._described.tells_would_accept(step.bucket),
         )
         return StepResult(output, layout)
 

@@ -63,7 +63,7 @@ def make_speculative_step(
 
         tokens, positions = _tokens(rows, drafts, bucket)
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
-        metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=False, few_queries=True)
+        metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=False, spec_decode=True)
         network = drafter if isinstance(drafter, Drafter) else None
         taps = () if network is None else network.taps
         hidden, kv, tapped = run_model(
@@ -97,7 +97,7 @@ def make_speculative_step(
             "finite": (is_finite | ~is_kept).all(axis=1).astype(jnp.int32),
             "num_drafts": jnp.sum(drafts != NO_TOKEN, axis=1, dtype=jnp.int32),
             "num_accepted": num_accepted,
-            "foretold": (drawn[:, 0] == proposed[:, 0]).astype(jnp.int32),
+            "would_accept": (drawn[:, 0] == proposed[:, 0]).astype(jnp.int32),
         }
         last = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
         slots = advance(slots, rows, last, rows.past + 1 + num_accepted)
@@ -107,7 +107,7 @@ def make_speculative_step(
         if network is not None:
             assert state.draft is not None
             state = replace(state, draft=network.accept(state.draft, rows, drafts, num_accepted))
-        return state, OutputLayout(bucket, hidden.shape[1], foretells=True).join(outputs)
+        return state, OutputLayout(bucket, hidden.shape[1], tells_would_accept=True).join(outputs)
 
     return step
 

@@ -90,7 +90,7 @@ class OutputLayout:
 
     bucket: Bucket
     hidden_size: int
-    foretells: bool = False  # it says whether the first drafts are right
+    tells_would_accept: bool = False  # it says whether the first drafts are right
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """name -> shape and dtype of each section, in the order of the buffer."""
@@ -99,8 +99,8 @@ class OutputLayout:
         shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": (finite, np.int32)}
         if self.bucket.num_drafts:
             shapes |= {"num_drafts": ((s,), np.int32), "num_accepted": ((s,), np.int32)}
-        if self.foretells:
-            shapes["foretold"] = ((s,), np.int32)
+        if self.tells_would_accept:
+            shapes["would_accept"] = ((s,), np.int32)
         if self.bucket.variant is Variant.GREEDY:
             return shapes
         shapes |= _logprob_shapes("", (s, d))
@@ -123,7 +123,7 @@ class OutputLayout:
             size = int(np.prod(shape))
             fields[name] = buffer[start : start + size].view(dtype).reshape(shape)
             start += size
-        truths = {name: fields[name] != 0 for name in ("finite", "foretold") if name in fields}
+        truths = {name: fields[name] != 0 for name in ("finite", "would_accept") if name in fields}
         return StepOutput(**fields | truths)
 
 
@@ -194,9 +194,9 @@ def make_step(
         if lookup is not None:
             assert state.text is not None, "a lookup needs the text"
             # It reads the text that is returned: XLA would copy a text that is written after the lookup.
-            look = partial(_foretold, state.text, rows, drawn, lookup)
-            outputs["foretold"] = lax.cond(sent["header"][3] != 0, look, lambda: jnp.zeros_like(drawn))
-        return state, OutputLayout(bucket, hidden.shape[1], foretells=lookup is not None).join(outputs)
+            look = partial(_would_accept, state.text, rows, drawn, lookup)
+            outputs["would_accept"] = lax.cond(sent["header"][3] != 0, look, lambda: jnp.zeros_like(drawn))
+        return state, OutputLayout(bucket, hidden.shape[1], tells_would_accept=lookup is not None).join(outputs)
 
     return step
 
@@ -296,7 +296,7 @@ def _draw(
     return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
 
 
-def _foretold(text: jax.Array, rows: StepRows, drawn: jax.Array, lookup: PromptLookup) -> jax.Array:
+def _would_accept(text: jax.Array, rows: StepRows, drawn: jax.Array, lookup: PromptLookup) -> jax.Array:
     """i32[S]: 1 where a look-up would have found the token that is drawn, i32[S]. `text` has the step's tokens."""
     drafts, is_found = propose(page_text.of_pages(text, rows), rows.past, 1, lookup)
     return (is_found & (drafts[:, 0] == drawn)).astype(jnp.int32)

@@ -116,7 +116,7 @@ class StepPrograms:
         elif bucket.num_steps > 1:
             step = make_multi_step(bucket, self._rebuild, self.attention)
         else:
-            lookup = self.config.lookup if self.foretells(bucket) else None
+            lookup = self.config.lookup if self.tells_would_accept(bucket) else None
             pooling, drafter = self.config.pooling, self._drafter
             step = make_step(bucket, self._rebuild, self.attention, pooling=pooling, lookup=lookup, drafter=drafter)
         packed = self.sent((PackedLayout(bucket).size,))
@@ -152,11 +152,11 @@ class StepPrograms:
         """Of a stored program. Pooling decides the EMBED programs only, and the lookup those that use it."""
         if isinstance(key, Bucket) and key.variant is Variant.EMBED:
             return f"{key} {self.config.pooling}"
-        if isinstance(key, Bucket) and self.foretells(key):
+        if isinstance(key, Bucket) and self.tells_would_accept(key):
             return f"{key} {self.config.lookup} {self.config.draft_pass_tokens}"
         return str(key)
 
-    def foretells(self, bucket: Bucket) -> bool:
+    def tells_would_accept(self, bucket: Bucket) -> bool:
         """Whether the bucket's program has drafts, or looks some up. In plain steps this tells the scheduler whether
         they pay."""
         is_plain = bucket.decode_only and bucket.num_rows <= self.config.max_draft_rows

@@ -73,10 +73,10 @@ def make_metadata(
     *,
     num_tokens: int,
     decode_only: bool,
-    few_queries: bool = False,
+    spec_decode: bool = False,
     mma_only: bool = False,
 ) -> AttentionMetadata:
-    """See `pallas_kernels.api.PagedAttention.make_metadata`. `mma_only`: see `device.Gpu`. With `few_queries`, prefill
+    """See `pallas_kernels.api.PagedAttention.make_metadata`. `mma_only`: see `device.Gpu`. With `spec_decode`, prefill
     takes the single tokens as well: a tile of one query takes as long as one of a few, and the decode kernels are not
     launched."""
     gpu = replace(device.current(), mma_only=mma_only)
@@ -85,9 +85,9 @@ def make_metadata(
     pages, slots = append.destinations(
         batch.page_table, batch.kv_lens, batch.query_starts, num_tokens=num_tokens, page_size=spec.page_size
     )
-    num_singles = jnp.zeros_like(batch.num_singles) if few_queries and not decode_only else batch.num_singles
+    num_singles = jnp.zeros_like(batch.num_singles) if spec_decode and not decode_only else batch.num_singles
     decoding, decode_parts = None, NO_PARTS
-    if decode_only or not few_queries:
+    if decode_only or not spec_decode:
         decode_parts = tuning.decode_parts(gpu, spec, num_rows=num_rows, max_keys=max_keys)
         decoding = decode_items(
             batch.kv_lens,

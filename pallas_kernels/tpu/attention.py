@@ -26,7 +26,7 @@ from pallas_kernels.tpu.layout import Geometry
         "longest_single",
         "new_pages",
     ],
-    meta_fields=["pages_per_seq", "decode_only", "few_queries"],
+    meta_fields=["pages_per_seq", "decode_only", "spec_decode"],
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
@@ -42,11 +42,11 @@ class AttentionMetadata:
     new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens, see `append`
     pages_per_seq: int
     decode_only: bool
-    few_queries: bool
+    spec_decode: bool
 
 
 def make_metadata(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool, few_queries: bool = False
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool, spec_decode: bool = False
 ) -> AttentionMetadata:
     """See `pallas_kernels.api.PagedAttention.make_metadata`."""
     g = layout.geometry(spec)
@@ -63,7 +63,7 @@ def make_metadata(
         new_pages=None if decode_only else _new_pages(batch, g, num_tokens),
         pages_per_seq=pages_per_seq,
         decode_only=decode_only,
-        few_queries=few_queries,
+        spec_decode=spec_decode,
     )
 
 
@@ -152,7 +152,7 @@ class _Kernels:
         max_singles, num_tokens = metadata.decode_pages.shape[0], queries.shape[0]
         each = -(-num_tokens // metadata.kv_lens.shape[0])  # tokens of a row, if all have as many
         sizes = self.block_sizes or blocks.choose(
-            g, metadata.pages_per_seq, chip, max_decodes=max_singles, few_queries=each if metadata.few_queries else 0
+            g, metadata.pages_per_seq, chip, max_decodes=max_singles, spec_decode=each if metadata.spec_decode else 0
         )
         sizes.validate(g)
         # The kernels copy whole tiles of tokens.

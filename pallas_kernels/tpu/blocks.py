@@ -71,11 +71,11 @@ def default_page_size(chip: str | None) -> int:
 
 
 def choose(
-    g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1, few_queries: int = 0
+    g: Geometry, pages_per_seq: int, chip: str | None = None, *, max_decodes: int = 1, spec_decode: int = 0
 ) -> BlockSizes:
     """The tuned sizes of `chip` (a name in `chips`) if there are any, otherwise sizes by rule.
 
-    `few_queries`: tokens of a row, if every row has a few; the mixed kernel then computes so many at a time. 0: rows
+    `spec_decode`: tokens of a row, if every row has a few; the mixed kernel then computes so many at a time. 0: rows
     have any number.
 
     Raises:
@@ -84,10 +84,10 @@ def choose(
     """
     tuned = {} if chip is None else tuning.lookup(chip, key(g)) or {}
     vmem = chips.TPUS[chip].vmem_bytes if chip in chips.TPUS else SMALLEST_VMEM
-    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq, vmem, few_queries)
+    decode, mixed = _decode(g, pages_per_seq), _mixed(g, pages_per_seq, vmem, spec_decode)
     if "decode" in tuned:
         decode = _shorten(DecodeBlocks(**tuned["decode"]), g, pages_per_seq)
-    if "mixed" in tuned and not few_queries:
+    if "mixed" in tuned and not spec_decode:
         mixed = _shorten(MixedBlocks(**tuned["mixed"]), g, pages_per_seq)
     needed = decode_memory.vmem_bytes(g, decode, decode_memory.max_rows(g, max_decodes))
     if needed > vmem:
@@ -126,10 +126,10 @@ def _decode(g: Geometry, pages_per_seq: int) -> DecodeBlocks:
     return DecodeBlocks(kv_block=kv_block, items_per_turn=max(1, min(8, items)))
 
 
-def _mixed(g: Geometry, pages_per_seq: int, vmem: int, few_queries: int) -> MixedBlocks | FewBlocks:
+def _mixed(g: Geometry, pages_per_seq: int, vmem: int, spec_decode: int) -> MixedBlocks | FewBlocks:
     """The largest blocks of the rule with which the mixed kernel takes at most `vmem` bytes."""
-    if few_queries:
-        return _of_few_queries(g, pages_per_seq, vmem, few_queries)
+    if spec_decode:
+        return _of_spec_decode(g, pages_per_seq, vmem, spec_decode)
     # Powers of two of tokens, so whole tiles fill a block of queries. Two tiles if one is little work.
     tile_queries, tiles = 128, 2 if g.num_k_planes <= 4 else 1
     while tile_queries < 512 and 2 * tile_queries * g.queries_per_plane <= 1024:
@@ -144,7 +144,7 @@ def _mixed(g: Geometry, pages_per_seq: int, vmem: int, few_queries: int) -> Mixe
     return _fitting(sizes, g, pages_per_seq, vmem)
 
 
-def _of_few_queries(g: Geometry, pages_per_seq: int, vmem: int, queries: int) -> FewBlocks:
+def _of_spec_decode(g: Geometry, pages_per_seq: int, vmem: int, queries: int) -> FewBlocks:
     """Blocks of queries that hold a row of up to `token_tile` tokens wherever it begins in a tile of tokens."""
     kv_block = _kv_block(2048, g, pages_per_seq)
     sizes = FewBlocks(

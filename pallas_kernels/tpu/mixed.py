@@ -34,7 +34,7 @@ stationary operand. 128 rows of V^T stream past it, so head_dim 128 fills a 256 
 would leave half of it empty. With rows of ones below V^T, the sum of the weights is one more row of the values, without
 any vector instruction.
 
-If all rows have few queries (`FewBlocks`), `few_queries` computes instead; entries, copies and the append are the same.
+If all rows have few queries (`FewBlocks`), `spec_decode` computes instead; entries, copies and the append are the same.
 
 `masks` holds the masks of a query block's units; number 0 masks nothing. They are recomputed only if they differ from
 those of the previous query block.
@@ -61,7 +61,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import few_queries, paging, query_blocks
+from pallas_kernels.tpu import paging, query_blocks, spec_decode
 from pallas_kernels.tpu.append import Appender
 from pallas_kernels.tpu.entries import Cursor, Entry, entry_at, query_block_at
 from pallas_kernels.tpu.layout import LANES, Geometry
@@ -136,7 +136,7 @@ class _Body:
             for copy in self.query_copies(entry, q_half):
                 copy.wait()
             if isinstance(blocks, FewBlocks):
-                few_queries.begin_queries(refs, entry, q_half, g, blocks)
+                spec_decode.begin_queries(refs, entry, q_half, g, blocks)
             else:
                 _for_width(blocks, entry, g, lambda own: query_blocks.begin_queries(refs, entry, q_half, g, own))
             after_next = self.part_after(*self.part_after(row, q_index))
@@ -148,7 +148,7 @@ class _Body:
         paging.wait_words(kv, end - begin, refs.kv_sems.at[kv_half])
         _clear_dead_words(kv, end - begin, blocks.tile_tokens // g.kv_packing)
         if isinstance(blocks, FewBlocks):
-            few_queries.attend(refs, entry, kv, end - begin, g, blocks)
+            spec_decode.attend(refs, entry, kv, end - begin, g, blocks)
         else:
             _for_width(blocks, entry, g, lambda own: _attend(refs, entry, kv, g, own))
 
@@ -156,7 +156,7 @@ class _Body:
         def _() -> None:
             wait_for_outputs(refs, q_half)
             if isinstance(blocks, FewBlocks):
-                few_queries.finish_outputs(refs, entry.block, q_half, g, blocks)
+                spec_decode.finish_outputs(refs, entry.block, q_half, g, blocks)
             else:
                 _for_width(blocks, entry, g, lambda own: query_blocks.finish_outputs(refs, entry.block, q_half, g, own))
             send_outputs(refs, entry.block, q_half, g)

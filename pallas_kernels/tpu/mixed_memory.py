@@ -70,7 +70,7 @@ class Refs:
     values: Any  # f32[num_k_planes + 1, tiles, 128 + SUM_ROWS, tile_rows]: the running sums, relative to `tops`
     # Of rows of few queries only: see `tiles.FewBlocks`
     token_rows: Any  # f32[query heads, 8 + q_block + slots, 128]: queries, or outputs, of the block's tokens
-    few_queries: Any  # [chunks, groups, group_rows, planes of a group * 128]
+    spec_decode: Any  # [chunks, groups, group_rows, planes of a group * 128]
     few_tops: Any  # f32[chunks, groups, group_rows, 128]: the running maximum, sum and weighted values
     few_sums: Any
     few_values: Any
@@ -97,7 +97,7 @@ class Refs:
 OF_TILES = (
     "q_scaled scores_even scores_odd unit_tops_even unit_tops_odd v_t_even v_t_odd masks tops values mask_phase".split()
 )
-OF_FEW_QUERIES = "token_rows few_queries few_tops few_sums few_values".split()
+OF_FEW_QUERIES = "token_rows spec_decode few_tops few_sums few_values".split()
 
 
 def absent(blocks: MixedBlocks | FewBlocks) -> list[str]:
@@ -112,7 +112,7 @@ def vmem_scratch(g: Geometry, blocks: MixedBlocks | FewBlocks) -> list[Any]:
         pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
         pltpu.VMEM((2, blocks.q_block, 2 * LANES), jnp.float32),
         pltpu.VMEM((2, g.num_planes, blocks.kv_block // g.kv_packing, LANES), jnp.uint32),
-        *(_of_few_queries(g, blocks) if isinstance(blocks, FewBlocks) else _of_tiles(g, blocks)),
+        *(_of_spec_decode(g, blocks) if isinstance(blocks, FewBlocks) else _of_tiles(g, blocks)),
         pltpu.VMEM((2, blocks.q_block, g.query_columns), g.dtype),
         pltpu.VMEM((g.token_tile, g.query_columns), g.dtype),
         pltpu.VMEM((staged, g.kv_columns), g.dtype),
@@ -136,7 +136,7 @@ def _of_tiles(g: Geometry, blocks: MixedBlocks) -> list[Any]:
     ]
 
 
-def _of_few_queries(g: Geometry, blocks: FewBlocks) -> list[Any]:
+def _of_spec_decode(g: Geometry, blocks: FewBlocks) -> list[Any]:
     token_rows = FIRST_TOKEN_ROW + blocks.q_block + max(blocks.slots, paging.SUBLANES)
     per_group, rows = blocks.planes_per_group(g), blocks.group_rows(g)
     groups = blocks.max_chunks, g.num_k_planes // per_group

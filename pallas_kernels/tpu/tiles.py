@@ -133,7 +133,7 @@ class NarrowBlocks(MixedBlocks):
 
 @dataclass(frozen=True, kw_only=True)
 class FewBlocks:
-    """The sizes for rows of few queries, see `few_queries`. Powers of two, in tokens."""
+    """The sizes for rows of few queries, see `spec_decode`. Powers of two, in tokens."""
 
     q_block: int  # queries of one query block: whole tiles of the step's tokens
     kv_block: int  # fetched at a time

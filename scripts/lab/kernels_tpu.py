@@ -154,13 +154,13 @@ class Report:
         from scripts.lab.accounts.targets import tpu_target
 
         self.target, self.model, self.kv_dtype = tpu_target(target), model, kv_dtype
-        chosen, of_few_queries = (
-            blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name, few_queries=queries)
+        chosen, of_spec_decode = (
+            blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name, spec_decode=queries)
             for queries in (0, FEW_QUERIES)
         )
         jobs = [("decode", sizes) for sizes in decode or [tuple(vars(chosen.decode).values())]]
         jobs += [("mixed", sizes) for sizes in mixed or [tuple(vars(chosen.mixed).values())]]
-        jobs += [("few", sizes) for sizes in few or [tuple(vars(of_few_queries.mixed).values())]]
+        jobs += [("few", sizes) for sizes in few or [tuple(vars(of_spec_decode.mixed).values())]]
         jobs += [("shipped", sizes) for sizes in SHIPPED_BLOCKS if shipped]
         self.kernels = compiled(target, model, jobs, kv_dtype)
 

@@ -124,7 +124,7 @@ def self_test_programs(buckets: BucketConfig) -> list[Program]:
     programs = [Program(num_tokens=mixed.num_tokens, num_rows=mixed.num_rows), Program(num_tokens=most, num_rows=most)]
     if buckets.num_drafts:
         most, each = buckets.max_draft_rows, 1 + buckets.num_drafts
-        programs.append(Program(num_tokens=most * each, num_rows=most, few_queries=True))
+        programs.append(Program(num_tokens=most * each, num_rows=most, spec_decode=True))
     return programs
 
 

@@ -224,7 +224,7 @@ def reads_int4(platform: str) -> bool:
     return False
 
 
-def choose_later_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> list[Bucket]:
+def choose_deferred_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> list[Bucket]:
     """The programs that may be compiled while the engine serves.
 
     A chip has none: a GPU's compiler times kernels on the chip, and a program that does not fit must be an error at the

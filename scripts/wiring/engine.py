@@ -22,7 +22,7 @@ from batcher.step_times import StepTimes
 from scripts.wiring.attention import choose_attention
 from scripts.wiring.backends import Backends, own_backends
 from scripts.wiring.changeable import ChangeableEngine, RunnerWeights
-from scripts.wiring.choices import choose_later_programs, choose_model_len, choose_step_timeout
+from scripts.wiring.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
 from scripts.wiring.compile_turn import CompileTurn
 from scripts.wiring.device import find_device, start_jax
 from scripts.wiring.draft import ChosenDraft, choose_draft
@@ -267,7 +267,7 @@ def build_runner(
     attention = chosen.attention
     chips.pack_for(attention.backend, chips.planned)
     ladder = BucketLadder(buckets)
-    later = choose_later_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
+    later = choose_deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
     of_draft = _planned_draft(chips, backends, attention)
     runner = _make_runner(chips.planned, attention, limits, folders, of_draft)
     if others is not None:

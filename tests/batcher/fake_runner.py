@@ -173,7 +173,7 @@ class FakeRunner:
         nan_token: int | None = None,  # a row with this token in its prefix gives NaN
         healthy: bool = True,  # whether recover() succeeds
         propose: Proposal | None = None,  # of speculative steps
-        foretells: bool = True,  # as if drafts were looked up: rows without drafts tell of the first one
+        tells_would_accept: bool = True,  # as if drafts were looked up: rows without drafts tell of the first one
         on_compile: Callable[[Bucket], None] | None = None,  # before a program that was left for later is there
     ) -> None:
         self._capacity = capacity
@@ -187,7 +187,7 @@ class FakeRunner:
         self._on_result = on_result
         self._nan_token = nan_token
         self._propose = propose
-        self._foretells = foretells
+        self._tells_would_accept = tells_would_accept
         self._on_compile = on_compile
         self.num_lookups = 0  # steps without drafts that were asked whether the first ones would have been right
         self._warm: set[Bucket] = set()
@@ -289,7 +289,7 @@ class FakeRunner:
         self.num_lookups += looks_up
         slots, q_lens, emits = part["slots"], part["q_lens"], part["emits"]
         self._check_rows(bucket, num_singles, num_rows, num_tokens, slots, q_lens, emits)
-        out = _Output(bucket, foretells=bucket.num_drafts > 0 or (c.keeps_text and self._foretells))
+        out = _Output(bucket, tells_would_accept=bucket.num_drafts > 0 or (c.keeps_text and self._tells_would_accept))
         start = 0
         touched: list[tuple[set[int], set[int]]] = []
         for row in range(num_rows):
@@ -307,11 +307,11 @@ class FakeRunner:
             elif bucket.num_drafts:
                 if (tokens != -1).any() or not emits[row]:
                     self._fail(f"slot {slot} is fed {tokens} in a speculative step")
-                first = self._drafts(slot, kv_len, max(q_len - 1, int(self._foretells)))
+                first = self._drafts(slot, kv_len, max(q_len - 1, int(self._tells_would_accept)))
                 drafts = first[: q_len - 1]
                 tokens = np.array([self.state[slot, SlotLayout.LAST_TOKEN], *drafts, *[0] * q_len])[:q_len]
             elif tokens.tolist() == [-1]:
-                first = self._drafts(slot, kv_len, int(self._foretells))
+                first = self._drafts(slot, kv_len, int(self._tells_would_accept))
                 tokens[0] = self.state[slot, SlotLayout.LAST_TOKEN]
             if ((tokens < 0) | (tokens >= c.vocab_size)).any():
                 self._fail(f"slot {slot} is fed {tokens}")
@@ -338,7 +338,7 @@ class FakeRunner:
             elif emits[row]:
                 self._emit(out, row, slot, prefix)
             is_told = bool(looks_up or bucket.num_drafts)  # otherwise the value means nothing
-            out.foretold[row] = first[:1] == [int(out.tokens[row, 0])] or not is_told
+            out.would_accept[row] = first[:1] == [int(out.tokens[row, 0])] or not is_told
             self.state[slot, SlotLayout.KV_LEN] = len(prefix)
             if self._nan_token is not None and self._nan_token in prefix:
                 first_bad = int(np.argmax(prefix == self._nan_token)) - kv_len
@@ -479,15 +479,15 @@ class _Handle:
 
 
 class _Output:
-    def __init__(self, bucket: Bucket, *, foretells: bool) -> None:
-        self.foretells = foretells
+    def __init__(self, bucket: Bucket, *, tells_would_accept: bool) -> None:
+        self.tells_would_accept = tells_would_accept
         t, s = bucket.num_tokens, bucket.num_rows
         self.bucket = bucket
         d = bucket.num_steps + bucket.num_drafts
         self.tokens = np.full((s, d), POISON, np.int32)
         self.num_drafts = np.full(s, POISON, np.int32)
         self.num_accepted = np.full(s, POISON, np.int32)
-        self.foretold = np.zeros(s, bool)
+        self.would_accept = np.zeros(s, bool)
         self.finite = np.ones((s, bucket.num_steps), bool)
         self.logprobs = np.full((s, d), np.nan, np.float32)
         self.top_ids = np.full((s, d, MAX_LOGPROBS), POISON, np.int32)
@@ -500,8 +500,8 @@ class _Output:
 
     def result(self) -> StepOutput:
         common = {"tokens": self.tokens, "finite": self.finite if self.bucket.num_steps > 1 else self.finite[:, 0]}
-        if self.foretells and (self.bucket.num_drafts or self.bucket.decode_only):
-            common["foretold"] = self.foretold
+        if self.tells_would_accept and (self.bucket.num_drafts or self.bucket.decode_only):
+            common["would_accept"] = self.would_accept
         if self.bucket.num_drafts:
             common |= {"num_drafts": self.num_drafts, "num_accepted": self.num_accepted}
         if self.bucket.variant is Variant.GREEDY:

@@ -11,7 +11,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
-from batcher.scheduling.sequence import OnOutput
+from batcher.scheduling.request_state import OnOutput
 from batcher.step import Capacity
 from batcher.step_times import StepTimes
 from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens
@@ -117,7 +117,7 @@ class Drive:
 
     def compile_one(self) -> None:
         """Does what the engine's compiling thread does, once."""
-        later = self.engine._later_programs
+        later = self.engine._deferred_programs
         if (following := later.next()) is not None:
             self.runner.compile_later(following[0], print)
             later.arrived(following[0])

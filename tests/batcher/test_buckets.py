@@ -95,9 +95,9 @@ def test_the_next_larger_program_stands_in() -> None:
         Bucket(64, 32, SAMPLE): Bucket(512, 64, SCORE),  # a decode program takes no prompt tokens
     }
     for bucket, other in expected.items():
-        assert ladder.stand_in(bucket, missing) == other
-    with pytest.raises(ValueError, match="no program can stand in"):
-        ladder.stand_in(Bucket(512, 64, SCORE), ladder.buckets())
+        assert ladder.fallback(bucket, missing) == other
+    with pytest.raises(ValueError, match="there is no fallback"):
+        ladder.fallback(Bucket(512, 64, SCORE), ladder.buckets())
 
 
 @given(data=st.data())
@@ -118,8 +118,8 @@ def test_the_programs_of_a_start_hold_every_step(data: st.DataObject) -> None:
     assert len(needed) == len(set(needed)) <= 5
     assert set(needed) <= set(ladder.buckets())
     for bucket in ladder.buckets():
-        assert ladder.stand_in(bucket, set(ladder.buckets()) - set(needed)) in needed
-        assert ladder.stand_in(bucket, ()) == bucket
+        assert ladder.fallback(bucket, set(ladder.buckets()) - set(needed)) in needed
+        assert ladder.fallback(bucket, ()) == bucket
 
 
 def test_limits_that_leave_no_room_for_a_prompt_are_refused() -> None:

@@ -10,7 +10,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.core import EngineCore
 from batcher.request import ErrorCode
-from batcher.requests.admission import make_sequence
+from batcher.requests.admission import make_request_state
 from tests.batcher.fake_runner import FakeRunner
 from tests.batcher.harness import CAPACITY, EOS, make_request
 
@@ -30,7 +30,7 @@ def test_a_page_that_a_step_without_finite_logits_filled_is_not_kept() -> None:
     core = make_core()
     request = make_request("bad", [10, 11], ignore_eos=True)
     options = {"capacity": CAPACITY, "eos_token_ids": EOS, "seed": 0, "arrived_s": 0.0}
-    sequence = make_sequence(request, lambda _output: None, **options)
+    sequence = make_request_state(request, lambda _output: None, **options)
     core.requests.add(sequence)
     core.dispatch()
     core.dispatch()

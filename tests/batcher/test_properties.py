@@ -46,7 +46,7 @@ class Scenario:
         capacity = replace(self.capacity, keeps_text=self.num_drafts > 0)
         return Drive(
             self.capacity,
-            runner=FakeRunner(capacity, propose=self.propose, foretells=self.draft_cost == 0),
+            runner=FakeRunner(capacity, propose=self.propose, tells_would_accept=self.draft_cost == 0),
             draft_cost=self.draft_cost,
             buckets={"num_drafts": self.num_drafts, "max_draft_rows": self.max_draft_rows},
             prefix_caching=self.prefix_caching,

@@ -119,7 +119,7 @@ def test_units_beyond_the_diagonal_are_not_walked() -> None:
     assert estimate.bundles == entries + 6 * 500 + 2 * (16 * (30 + 5 + 2) + 2 * 9 + 8 * 50)
 
 
-def test_blocks_of_few_queries_take_narrow_tiles() -> None:
+def test_blocks_of_spec_decode_take_narrow_tiles() -> None:
     """64 queries: one tile. 65 take a wide one. 300 tokens end inside a tile of 256: dead words of 16 planes."""
     loops = mixed_loops([10, 3, 30, 9, 5, 2, 7], [100, 500], [20, 50])
     kernel = OurMixed(TARGET, "8b", (256, 512, 1024, 256, 4), loops)
@@ -132,7 +132,7 @@ def test_blocks_of_few_queries_take_narrow_tiles() -> None:
     assert wide.bundles == shared + 4 * 500 + 5 * (30 + 5 + 2) + 2 * 9 + 8 * 50
 
 
-def test_rows_of_few_queries_are_walked_in_chunks() -> None:
+def test_rows_of_spec_decode_are_walked_in_chunks() -> None:
     """9 queries take three chunks of 4 slots, and 1,100 tokens three tiles of 512, of which the last is not full."""
     loops = compiled(
         Loop(depth=1, begin=0, bundles=5000, matmuls=8),

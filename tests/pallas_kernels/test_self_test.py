@@ -16,7 +16,7 @@ from pallas_kernels.self_test import LONG, LONGEST_ON_GPUS, Program, SelfTest, S
 from pallas_kernels.spec import AttentionSpec, Backend
 
 MIXED, DECODE = Program(num_tokens=16, num_rows=3), Program(num_tokens=3, num_rows=3)
-DRAFTS = Program(num_tokens=12, num_rows=3, few_queries=True)
+DRAFTS = Program(num_tokens=12, num_rows=3, spec_decode=True)
 
 
 def spec(dtype="float32", kv_dtype=None, **fields):
@@ -32,7 +32,7 @@ def spec(dtype="float32", kv_dtype=None, **fields):
 )
 def test_steps_are_ragged_batches_of_sequences_that_grow(shapes, num_sequences, longest, seed):
     programs = [
-        Program(num_tokens=rows * (1 + more // 8), num_rows=rows, few_queries=more >= 8)
+        Program(num_tokens=rows * (1 + more // 8), num_rows=rows, spec_decode=more >= 8)
         if few
         else Program(num_tokens=rows + more, num_rows=rows)
         for rows, more, few in shapes

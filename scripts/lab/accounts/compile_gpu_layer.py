@@ -39,7 +39,7 @@ class StepShape:
     pages_per_seq: int = 128
     num_pages: int = 8192
     decode_only: bool = False
-    few_queries: bool = False
+    spec_decode: bool = False
 
 
 def lower_layer(
@@ -53,7 +53,7 @@ def lower_layer(
         batch: RaggedBatch, queries: jax.Array, keys: jax.Array, values: jax.Array, kv: jax.Array, *scales: jax.Array
     ) -> object:
         metadata = attention.make_metadata(
-            batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only, few_queries=shape.few_queries
+            batch, num_tokens=shape.num_tokens, decode_only=shape.decode_only, spec_decode=shape.spec_decode
         )
         return attention(queries, keys, values, kv, metadata, jnp.int32(0), *scales)
 

@@ -52,7 +52,7 @@ class JaxAttention(PagedAttention):
         return one.size * one.dtype.itemsize // self.num_shards
 
     def make_metadata(
-        self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool, few_queries: bool = False
+        self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool, spec_decode: bool = False
     ) -> Metadata:
         """The batch, and where the tokens' keys and values go."""
         index = jnp.arange(num_tokens, dtype=jnp.int32)

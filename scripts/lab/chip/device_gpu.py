@@ -130,7 +130,7 @@ def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
             batch,
             num_tokens=first.num_tokens,
             decode_only=first.decode_only,
-            few_queries=1 < max(query_len for query_len, _ in first.rows) <= FEW_QUERIES,
+            spec_decode=1 < max(query_len for query_len, _ in first.rows) <= FEW_QUERIES,
         )
         for layer in range(len(layers)):
             queries, pages = attention(queries, keys, values, pages, metadata, layer * first.num_pages)

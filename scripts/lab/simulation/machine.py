@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -16,10 +15,10 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.core import EngineCore
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.request import Request, RequestOutput, SamplingParams
-from batcher.requests.admission import make_sequence
+from batcher.requests.admission import make_request_state
 from batcher.scheduling.forecast import Forecast
 from batcher.scheduling.plan import StepPlan
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.step import Bucket, Capacity, StepInput, StepOutput
 
 EOS = 1
@@ -154,7 +153,7 @@ class _Device:
 
 
 def simulate(
-    requests: Seq[SimulatedRequest],
+    requests: Sequence[SimulatedRequest],
     machine: Machine,
     *,
     forecast: Forecast | None = None,
@@ -238,13 +237,13 @@ def simulate(
     return result
 
 
-def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float) -> Sequence:
+def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float) -> RequestState:
     prompt = np.full(request.num_prompt, TOKEN)
     prompt[: request.num_shared] = PREFIX_TOKEN
     prompt[min(request.num_shared, request.num_prompt - 1)] = 10 + number  # no two requests share more
     room = capacity.max_model_len - request.num_prompt
     sampling = SamplingParams(max_tokens=min(request.max_tokens or room, room), temperature=0.0, seed=0)
-    return make_sequence(
+    return make_request_state(
         Request(request_id=str(number), prompt=tuple(prompt.tolist()), sampling=sampling),
         lambda _output: None,
         capacity=capacity,
@@ -261,7 +260,9 @@ def _drawn(core: EngineCore, wanted: dict[str, int]) -> StepOutput:
     return StepOutput(tokens=np.array(tokens, np.int32)[:, None], finite=np.ones(len(tokens), bool))
 
 
-def _hear(result: Result, last_heard: dict[str, float], sequence: Sequence, output: RequestOutput, now: float) -> None:
+def _hear(
+    result: Result, last_heard: dict[str, float], sequence: RequestState, output: RequestOutput, now: float
+) -> None:
     result.output_tokens += len(output.token_ids)
     result.token_times += [now] * len(output.token_ids)
     before = last_heard.pop(sequence.request_id, None)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 
 
 class AdmitIfFree:
     """No forecast: a request is admitted when the pages of its known tokens are free."""
 
-    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+    def finished(self, sequence: RequestState, *, stopped: bool) -> None:
         pass
 
-    def outlook(self, running: Seq[Sequence], page_size: int) -> AdmitIfFree:
+    def outlook(self, running: Sequence[RequestState], page_size: int) -> AdmitIfFree:
         return self
 
-    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+    def fits(self, sequence: RequestState, num_pages: int) -> bool:
         return True
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         pass
 
 
@@ -36,20 +35,20 @@ class Clairvoyant:
     def __init__(self, output_lens: Mapping[str, int]) -> None:
         self._output_lens = output_lens
 
-    def finished(self, sequence: Sequence, *, stopped: bool) -> None:
+    def finished(self, sequence: RequestState, *, stopped: bool) -> None:
         pass
 
-    def outlook(self, running: Seq[Sequence], page_size: int) -> _ExactOutlook:
+    def outlook(self, running: Sequence[RequestState], page_size: int) -> _ExactOutlook:
         return _ExactOutlook(self._output_lens, list(running), page_size)
 
 
 class _ExactOutlook:
-    def __init__(self, output_lens: Mapping[str, int], sequences: list[Sequence], page_size: int) -> None:
+    def __init__(self, output_lens: Mapping[str, int], sequences: list[RequestState], page_size: int) -> None:
         self._output_lens = output_lens
         self._sequences = sequences
         self._page_size = page_size
 
-    def fits(self, sequence: Sequence, num_pages: int) -> bool:
+    def fits(self, sequence: RequestState, num_pages: int) -> bool:
         everyone = [*self._sequences, sequence]
         left = np.array([min(self._output_lens[s.request_id], s.limit) - s.num_emitted for s in everyone])
         own = np.array([s.num_prompt + s.num_emitted - s.num_hit_pages * self._page_size for s in everyone])
@@ -58,5 +57,5 @@ class _ExactOutlook:
         pages = np.where(left >= ends, -(-(own + ends) // self._page_size), 0).sum(axis=1)
         return int(pages.max()) <= num_pages
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         self._sequences.append(sequence)

@@ -8,8 +8,8 @@ import pytest
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import _MAX_STALLS, Scheduler
-from batcher.scheduling.sequence import Sequence, State
 from batcher.step import Capacity
 from scripts.lab.simulation.policies import AdmitIfFree
 from tests.batcher.harness import Drive, make_capacity, make_request
@@ -28,10 +28,12 @@ class Bench:
         config = EngineConfig(eos_token_ids=(), step_cost_tokens=step_cost_tokens, **options)
         self.scheduler = Scheduler(capacity, BucketLadder(limits), config)
 
-    def add(self, name: str, num_prompt: int, *, first: int = 3, max_tokens: int = 10, priority: int = 0) -> Sequence:
+    def add(
+        self, name: str, num_prompt: int, *, first: int = 3, max_tokens: int = 10, priority: int = 0
+    ) -> RequestState:
         prompt = range(first, first + num_prompt)
         request = make_request(name, prompt, max_tokens=max_tokens, priority=priority)
-        seq = Sequence(
+        seq = RequestState(
             request,
             np.array(prompt, np.int32),
             limit=min(max_tokens, self.capacity.max_model_len - num_prompt),
@@ -60,7 +62,7 @@ class Bench:
         return plan
 
 
-def waiting(bench: Bench) -> list[Sequence]:
+def waiting(bench: Bench) -> list[RequestState]:
     return sorted(bench.scheduler.waiting, key=bench.scheduler.waiting.key)
 
 
@@ -165,7 +167,7 @@ def test_pages_that_come_back_with_a_step_in_flight_are_waited_for() -> None:
     assert bench.scheduler.num_preemptions == 1
 
 
-def stalling_bench(*, second_max_tokens: int, third_priority: int = 0) -> tuple[Bench, list[Sequence]]:
+def stalling_bench(*, second_max_tokens: int, third_priority: int = 0) -> tuple[Bench, list[RequestState]]:
     """Three decoding requests and no free page; the first needs one now, the others later."""
     capacity = make_capacity(num_slots=3, page_size=32, max_model_len=96, num_pages=3)
     bench = Bench(capacity, prefix_caching=False)

@@ -53,7 +53,7 @@ PROPOSALS: tuple[Proposal, ...] = (perfect, nothing, always_wrong, mixed)
 def speculative(propose: Proposal, *, num_drafts: int = 3, max_draft_rows: int = 4, **options: object) -> Drive:
     capacity = make_capacity(keeps_text=True, **options.pop("capacity", {}))
     buckets = {"num_drafts": num_drafts, "max_draft_rows": max_draft_rows}
-    runner = FakeRunner(capacity, propose=propose, foretells=not options.get("draft_cost"))
+    runner = FakeRunner(capacity, propose=propose, tells_would_accept=not options.get("draft_cost"))
     return Drive(capacity, runner=runner, buckets=buckets, **options)
 
 
@@ -201,7 +201,7 @@ def test_rows_under_grammars_alone_run_plain_steps(draft_cost: float) -> None:
 
 
 def test_what_a_grammar_forces_teaches_nothing_about_other_rows() -> None:
-    """The drafts of the free row are wrong, and the tokens of the bound one would all have been foretold."""
+    """The drafts of the free row are wrong, and the tokens of the bound one would all have been would_accept."""
 
     def propose(known: np.ndarray, coming: list[int]) -> list[int]:
         return coming if known[2] == 8 else always_wrong(known, coming)

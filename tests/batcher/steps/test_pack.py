@@ -6,7 +6,7 @@ import numpy as np
 
 from batcher.grammar import num_mask_words
 from batcher.scheduling.plan import Chunk, StepPlan
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
 from batcher.steps.pack import Packer, slot_state
@@ -16,8 +16,8 @@ CAPACITY = make_capacity(num_slots=4, page_size=4, max_model_len=64)
 WIDTH = SlotLayout.width(CAPACITY.pages_per_seq)
 
 
-def make_sequence(name: str, prompt: list[int], slot: int, pages: list[int], **sampling: object) -> Sequence:
-    seq = Sequence(
+def make_request_state(name: str, prompt: list[int], slot: int, pages: list[int], **sampling: object) -> RequestState:
+    seq = RequestState(
         make_request(name, prompt, **sampling),
         np.array(prompt, np.int32),
         limit=10,
@@ -30,7 +30,7 @@ def make_sequence(name: str, prompt: list[int], slot: int, pages: list[int], **s
     return seq
 
 
-def make_plan(rows: list[tuple[Sequence, int, int]], bucket: Bucket, **lists: list) -> StepPlan:
+def make_plan(rows: list[tuple[RequestState, int, int]], bucket: Bucket, **lists: list) -> StepPlan:
     return StepPlan(
         number=0,
         bucket=bucket,
@@ -65,9 +65,9 @@ def bits(x: float) -> int:
 
 
 def test_a_mixed_step() -> None:
-    decoding = make_sequence("a", [5, 6], slot=2, pages=[9])
-    one = make_sequence("b", [30], slot=0, pages=[3])
-    chunk = make_sequence("c", [40, 41, 42, 43, 44], slot=1, pages=[1, 7])
+    decoding = make_request_state("a", [5, 6], slot=2, pages=[9])
+    one = make_request_state("b", [30], slot=0, pages=[3])
+    chunk = make_request_state("c", [40, 41, 42, 43, 44], slot=1, pages=[1, 7])
     plan = make_plan(
         [(decoding, 1, 1), (one, 1, 1), (chunk, 3, 0)],
         Bucket(8, 3, Variant.GREEDY),
@@ -83,7 +83,7 @@ def test_a_mixed_step() -> None:
 
 
 def test_padding_rows_point_past_the_last_slot() -> None:
-    plan = make_plan([(make_sequence("a", [5], 1, [1]), 1, 1)], Bucket(4, 4, Variant.GREEDY))
+    plan = make_plan([(make_request_state("a", [5], 1, [1]), 1, 1)], Bucket(4, 4, Variant.GREEDY))
     part = sections(Packer(CAPACITY, 2).pack(plan))  # fewer rows in use than the device has slots
     assert part["slots"] == [1, 4, 4, 4]
     assert part["q_lens"] == [1, 0, 0, 0]
@@ -92,7 +92,7 @@ def test_padding_rows_point_past_the_last_slot() -> None:
 
 
 def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
-    seq = make_sequence(
+    seq = make_request_state(
         "a",
         [5, 6, 7, 8, 9],
         slot=3,
@@ -147,7 +147,7 @@ def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
 
 
 def test_negative_seeds_travel_whole() -> None:
-    columns, values = slot_state(make_sequence("a", [5], 0, [1], seed=-1), 4)
+    columns, values = slot_state(make_request_state("a", [5], 0, [1], seed=-1), 4)
     state = dict(zip(columns.tolist(), values.tolist(), strict=True))
     assert (state[SlotLayout.at("seed")], state[SlotLayout.at("seed") + 1]) == (-1, -1)
 
@@ -155,9 +155,9 @@ def test_negative_seeds_travel_whole() -> None:
 def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
     packer = Packer(CAPACITY, 4)
     bucket = Bucket(1, 1, Variant.SAMPLE)
-    first = make_sequence("a", [5, 6], slot=1, pages=[9, 8], top_k=7)
+    first = make_request_state("a", [5, 6], slot=1, pages=[9, 8], top_k=7)
     packer.pack(make_plan([(first, 1, 1)], bucket, admitted=[first]))
-    second = make_sequence("b", [5, 6], slot=1, pages=[9, 3], top_k=7, seed=5)
+    second = make_request_state("b", [5, 6], slot=1, pages=[9, 3], top_k=7, seed=5)
     step = packer.pack(make_plan([(second, 1, 1)], bucket, admitted=[second]))
     assert patches(step) == {
         (1, SlotLayout.KV_LEN): 0,  # the device has moved it on: always sent
@@ -171,7 +171,7 @@ def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
 
 def test_a_new_page_of_a_running_row_is_one_patch() -> None:
     packer = Packer(CAPACITY, 4)
-    seq = make_sequence("a", [5, 6], slot=2, pages=[9, 8, 30])
+    seq = make_request_state("a", [5, 6], slot=2, pages=[9, 8, 30])
     step = packer.pack(make_plan([(seq, 1, 1)], Bucket(1, 1, Variant.GREEDY), grown=[(seq, len(seq.pages) - 1)]))
     assert patches(step) == {(2, SlotLayout.PAGE_TABLE + 2): 30}
     assert step.patches == ()
@@ -181,7 +181,7 @@ def test_what_does_not_fit_goes_ahead_in_blocks() -> None:
     capacity = make_capacity(num_slots=4, page_size=1, max_model_len=10_000, num_pages=20_000)
     width = SlotLayout.width(10_000)
     pages = list(range(1, 9_001))
-    seq = make_sequence("a", [5], slot=1, pages=pages)
+    seq = make_request_state("a", [5], slot=1, pages=pages)
     bucket = Bucket(1, 1, Variant.GREEDY)
     step = Packer(capacity, 4).pack(make_plan([(seq, 1, 1)], bucket, admitted=[seq]))
     assert [block.shape for block in step.patches] == [(2, PATCH_BLOCK)] * 3
@@ -197,8 +197,8 @@ def test_what_does_not_fit_goes_ahead_in_blocks() -> None:
 
 
 def test_targets_are_the_tokens_that_follow() -> None:
-    scored = make_sequence("a", [5, 6, 7, 8], slot=0, pages=[1], prompt_logprobs=1)
-    other = make_sequence("b", [9, 10], slot=1, pages=[2])
+    scored = make_request_state("a", [5, 6, 7, 8], slot=0, pages=[1], prompt_logprobs=1)
+    other = make_request_state("b", [9, 10], slot=1, pages=[2])
     bucket = Bucket(8, 2, Variant.SCORE)
     plan = make_plan([(scored, 4, 1), (other, 2, 1)], bucket, chunks=[Chunk(0, 0, 0, 4), Chunk(1, 4, 0, 2)])
     assert sections(Packer(CAPACITY, 4).pack(plan))["targets"] == [6, 7, 8, -1, -1, -1, -1, -1]
@@ -209,7 +209,7 @@ def test_targets_are_the_tokens_that_follow() -> None:
 def test_masks_travel_in_blocks_with_their_slots() -> None:
     words = num_mask_words(CAPACITY.vocab_size)
     capacity = make_capacity(num_slots=MASK_BLOCK + 4, page_size=4, max_model_len=64)
-    rows = [make_sequence(str(i), [5], slot=i, pages=[i + 1]) for i in range(MASK_BLOCK + 3)]
+    rows = [make_request_state(str(i), [5], slot=i, pages=[i + 1]) for i in range(MASK_BLOCK + 3)]
     masks = [(seq, np.full(words, seq.slot + 100, np.int32)) for seq in rows[1:]]
     bucket = Bucket(MASK_BLOCK + 3, MASK_BLOCK + 3, Variant.SAMPLE)
     step = Packer(capacity, capacity.num_slots).pack(make_plan([(seq, 1, 1) for seq in rows], bucket, masks=masks))

@@ -53,7 +53,7 @@ def test_no_line_of_speculation_is_traced(bucket, plain, monkeypatch) -> None:
         page_text: ("places", "write", "read"),
         draft_pages: ("lengths", "take_back", "fill", "keep_features"),
         speculative_step: ("make_speculative_step", "draw_after_drafts"),
-        step: ("propose", "_foretold"),
+        step: ("propose", "_would_accept"),
         Drafter: ("propose", "accept", "features"),
     }.items():
         for name in names:

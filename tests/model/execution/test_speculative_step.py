@@ -58,7 +58,7 @@ def test_steps_without_drafts_look_up_when_they_are_asked_to(runner, monkeypatch
         handle = execute(step)
         output = handle.result()
         if step.bucket.decode_only:
-            told[int(step.packed[3])].append(output.foretold.any())
+            told[int(step.packed[3])].append(output.would_accept.any())
         return handle
 
     monkeypatch.setattr(runner, "execute", spy)
@@ -155,8 +155,8 @@ def test_rows_of_few_tokens_attend_as_longer_ones_do() -> None:
     pages = jnp.array(rng.normal(size=attention.kv_pages(6).shape), jnp.float32)
 
     @partial(jax.jit, static_argnums=0)
-    def attend(few_queries: bool) -> tuple[jax.Array, jax.Array]:
-        metadata = attention.make_metadata(batch, num_tokens=16, decode_only=False, few_queries=few_queries)
+    def attend(spec_decode: bool) -> tuple[jax.Array, jax.Array]:
+        metadata = attention.make_metadata(batch, num_tokens=16, decode_only=False, spec_decode=spec_decode)
         return attention(queries, keys, values, pages, metadata)
 
     (out, kv), (few_out, few_kv) = attend(False), attend(True)

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from batcher.grammar import num_mask_words
 from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams
-from batcher.scheduling.sequence import Sequence
+from batcher.scheduling.request_state import RequestState
 from batcher.slots import SlotLayout
 from batcher.steps.pack import slot_state
 from model.network.sharding import make_mesh
@@ -474,7 +474,7 @@ def test_what_the_packer_writes_is_what_the_device_reads():
         logprobs=0,
     )
     request = Request(request_id="a", prompt=(1, 2, 3, 4), sampling=asked)
-    sequence = Sequence(
+    sequence = RequestState(
         request, np.arange(4, dtype=np.int32), limit=9, stop_ids=frozenset({8, 2}), seed=(5 << 32) + 0xFFFFFFFE,
         arrived_s=0.0, on_output=print,
     )  # fmt: skip

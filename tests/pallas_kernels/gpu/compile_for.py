@@ -28,7 +28,7 @@ from tests.pallas_kernels.gpu.offsets import page_products
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)
 DECODE = StepShape(num_tokens=64, pages_per_seq=64, decode_only=True)
-DRAFTS = StepShape(num_tokens=320, pages_per_seq=64, few_queries=True)
+DRAFTS = StepShape(num_tokens=320, pages_per_seq=64, spec_decode=True)
 # 512 sequences of up to 128k tokens each, and 8,192 tokens in a mixed step.
 LARGEST = StepShape(num_rows=512, num_tokens=8192, pages_per_seq=2048)
 
@@ -93,7 +93,7 @@ def main(target_name: str) -> None:
         assert memory is not None
         result = {
             "case": case,
-            "decodes": not shape.few_queries,
+            "decodes": not shape.spec_decode,
             "prefills": not shape.decode_only,
             "merges": merges(gpu, spec, shape),
             "kv_dtype": str(jnp.dtype(kv_dtype)),
@@ -117,7 +117,7 @@ def main(target_name: str) -> None:
 def merges(gpu: Gpu, spec: AttentionSpec, shape: StepShape) -> bool:
     """Whether a kernel may cut rows into parts, which one more kernel merges."""
     sizes = {"num_rows": shape.num_rows, "max_keys": shape.pages_per_seq * spec.page_size}
-    found = [] if shape.few_queries else [tuning.decode_parts(gpu, spec, **sizes)]
+    found = [] if shape.spec_decode else [tuning.decode_parts(gpu, spec, **sizes)]
     if not shape.decode_only:
         found.append(tuning.prefill_parts(gpu, spec, num_tokens=shape.num_tokens, **sizes))
     return any(parts.num_slots > 0 for parts in found)

@@ -49,17 +49,17 @@ def run(
     gpu: device.Gpu = HOPPER,
     *,
     decode_only: bool = False,
-    few_queries: bool = False,
+    spec_decode: bool = False,
     first_page: int = 0,
     parts: Parts | None = None,
 ) -> Findings:
     """`parts`: how chunks are cut, instead of the chip's own way."""
-    form = {"decode_only": decode_only, "few_queries": few_queries, "parts": parts}
+    form = {"decode_only": decode_only, "spec_decode": spec_decode, "parts": parts}
     with recorded_races() as kernels:
         output, pages = outputs(case, gpu, **form, first_page=first_page)
     metadata = metadata_of(case, gpu, **form)
     cuts = [parts.num_slots > 0 for parts in (metadata.decode_parts, metadata.prefill_parts)]
-    assert len(kernels) == (not few_queries) + (not decode_only) + any(cuts)
+    assert len(kernels) == (not spec_decode) + (not decode_only) + any(cuts)
     expected = case.expected()
     error = np.abs(output[: case.num_real_tokens].astype(np.float64) - expected).max(initial=0.0)
     wanted = filled_pages(case, first_page, with_step=True)
@@ -72,11 +72,11 @@ def run(
 
 
 def metadata_of(
-    case: Case, gpu: device.Gpu, *, decode_only: bool, few_queries: bool = False, parts: Parts | None = None
+    case: Case, gpu: device.Gpu, *, decode_only: bool, spec_decode: bool = False, parts: Parts | None = None
 ) -> attention.AttentionMetadata:
     with on(gpu, parts):
         return attention.make_metadata(
-            case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only, few_queries=few_queries
+            case.batch, case.spec, num_tokens=case.num_tokens, decode_only=decode_only, spec_decode=spec_decode
         )
 
 
@@ -128,12 +128,12 @@ def outputs(
     gpu: device.Gpu,
     *,
     decode_only: bool = False,
-    few_queries: bool = False,
+    spec_decode: bool = False,
     first_page: int = 0,
     parts: Parts | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     interpreter.gpu_callbacks.reset_gpu_interpret_mode_state()
-    step = compiled_step(case.spec, gpu, decode_only, few_queries, parts)
+    step = compiled_step(case.spec, gpu, decode_only, spec_decode, parts)
     operands = (case.queries, case.keys, case.values, filled_pages(case, first_page), first_page, *case.scales)
     with on(gpu, parts):
         output, pages = step(case.batch, *(jnp.asarray(x) for x in operands))
@@ -142,7 +142,7 @@ def outputs(
 
 @cache
 def compiled_step(
-    spec: AttentionSpec, gpu: device.Gpu, decode_only: bool, few_queries: bool, parts: Parts | None
+    spec: AttentionSpec, gpu: device.Gpu, decode_only: bool, spec_decode: bool, parts: Parts | None
 ) -> Callable:
     del gpu, parts  # tell programs apart; the kernels ask for them while they are traced
     interpret = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=COPYING_THREADS)
@@ -151,7 +151,7 @@ def compiled_step(
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page, *scales = operands
         metadata = attention.make_metadata(
-            batch, spec, num_tokens=queries.shape[0], decode_only=decode_only, few_queries=few_queries
+            batch, spec, num_tokens=queries.shape[0], decode_only=decode_only, spec_decode=spec_decode
         )
         operation = partial(attention.append_and_attend, spec=spec, interpret=interpret)
         if scales:

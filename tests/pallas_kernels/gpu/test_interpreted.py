@@ -182,16 +182,16 @@ def test_short_chunks_on_long_contexts_are_cut_into_parts():
     assert run(case, BLACKWELL) == Findings()
 
 
-def test_a_step_of_few_queries_needs_no_decode_kernel():
+def test_a_step_of_spec_decode_needs_no_decode_kernel():
     """Rows of a few queries, and of one; the longest is cut."""
     rows = [*decodes(70, 2100), *chunks((4, 2100), (3, 100))]
     case = make_case(spec((2, 1)), rows, num_tokens=16, num_rows=4, pages_per_seq=33)
-    assert rows_cut(case, HOPPER, few_queries=True) == {1, 2}
-    assert run(case, HOPPER, few_queries=True) == Findings()
+    assert rows_cut(case, HOPPER, spec_decode=True) == {1, 2}
+    assert run(case, HOPPER, spec_decode=True) == Findings()
 
 
-def rows_cut(case: Case, gpu: device.Gpu, *, few_queries: bool = False) -> set[int]:
-    tiles = metadata_of(case, gpu, decode_only=False, few_queries=few_queries).prefill.tiles
+def rows_cut(case: Case, gpu: device.Gpu, *, spec_decode: bool = False) -> set[int]:
+    tiles = metadata_of(case, gpu, decode_only=False, spec_decode=spec_decode).prefill.tiles
     return set(tiles[tiles[:, tile_list.TILE_PART] >= 0, tile_list.TILE_ROW].tolist())
 
 

@@ -40,7 +40,7 @@ class Shape:
     max_context: int = 8192
     num_pages: int = 2048
     kv_dtype: str = "bfloat16"
-    few_queries: bool = False
+    spec_decode: bool = False
 
 
 ODD_GROUP = "llama-3.2-3b"  # three query heads for each KV head: on one target only
@@ -58,7 +58,7 @@ SHAPES = {
     for model in ("llama-3.2-1b", "llama-3.1-8b")
 }
 DRAFTS = {
-    "llama-3.1-8b, drafts": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, num_tokens=256, few_queries=True)
+    "llama-3.1-8b, drafts": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, num_tokens=256, spec_decode=True)
 }
 # The largest that is asked of the kernels: the page table alone is 16 MiB with pages of 16. On one target only: these
 # take the longest.
@@ -114,9 +114,9 @@ def accounts(target: str, name: str, shape: Shape, folder: Path) -> dict[str, di
         return {}
     (dump,) = bundle_dumps(folder, "paged_attention_mixed")
     vmem = next(vmem for kernel, vmem in read_vmem(folder).items() if kernel.startswith("paged_attention_mixed"))
-    g, each = layout.geometry(spec_of(shape)), shape.num_tokens // shape.num_rows if shape.few_queries else 0
+    g, each = layout.geometry(spec_of(shape)), shape.num_tokens // shape.num_rows if shape.spec_decode else 0
     chip, pages = tpu_target(target).chip.name, shape.max_context // shape.page_size
-    sizes = tuple(vars(blocks.choose(g, pages, chip, few_queries=each).mixed).values())
+    sizes = tuple(vars(blocks.choose(g, pages, chip, spec_decode=each).mixed).values())
     kernel = KERNELS[kind](tpu_target(target), "8b", sizes, Compiled(loops=read_loops(dump), vmem=vmem))
     found = {}
     for batch in batches:
@@ -149,7 +149,7 @@ def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
         batch: RaggedBatch, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array, *scales: jax.Array
     ) -> object:
         metadata = attention.make_metadata(
-            batch, num_tokens=num_tokens, decode_only=shape.decode_only, few_queries=shape.few_queries
+            batch, num_tokens=num_tokens, decode_only=shape.decode_only, spec_decode=shape.spec_decode
         )
         return attention(q, k, v, kv, metadata, jnp.int32(0), *scales)
 

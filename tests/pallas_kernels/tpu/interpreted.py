@@ -99,7 +99,7 @@ def run(
     choose_blocks: bool = False,
     tile_queries: int | None = None,
     projected: bool = False,
-    few_queries: bool = False,
+    spec_decode: bool = False,
     poison_padding: bool = False,
 ) -> Findings:
     """Memory that nothing was written to is NaN: pages, blocks and scratch.
@@ -107,7 +107,7 @@ def run(
     Args:
         tile_queries: queries of the mixed kernel's tiles, in place of the fewest.
         choose_blocks: takes the block sizes that serving would take, instead of `small`.
-        few_queries: tells the kernels that every row has few tokens, and lets them choose their blocks.
+        spec_decode: tells the kernels that every row has few tokens, and lets them choose their blocks.
         projected: gives the kernels the heads as a projection makes them, turned back, and lets them rotate.
         poison_padding: the queries, keys and values of the tokens that pad the step are NaN, too.
     """
@@ -115,8 +115,8 @@ def run(
     if poison_padding:
         case = replace(case, **{name: _poisoned(case, name) for name in ("queries", "keys", "values")})
     pages = filled_pages(case, first_page)
-    sizes = None if choose_blocks or few_queries else small(case.spec, tile_queries)
-    step = compiled_step(case.spec, decode_only, sizes, projected, few_queries)
+    sizes = None if choose_blocks or spec_decode else small(case.spec, tile_queries)
+    step = compiled_step(case.spec, decode_only, sizes, projected, spec_decode)
     pltpu.reset_tpu_interpret_mode_state()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), copying(dma_mode):
@@ -156,7 +156,7 @@ def compiled_step(
     decode_only: bool,
     block_sizes: BlockSizes | None,
     projected: bool,
-    few_queries: bool,
+    spec_decode: bool,
 ) -> Callable:
     interpret = pltpu.InterpretParams(detect_races=True)
 
@@ -164,7 +164,7 @@ def compiled_step(
     def step(batch: RaggedBatch, queries: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys, values, pages, first_page, *scales = operands
         metadata = attention.make_metadata(
-            batch, spec, num_tokens=queries.shape[0], decode_only=decode_only, few_queries=few_queries
+            batch, spec, num_tokens=queries.shape[0], decode_only=decode_only, spec_decode=spec_decode
         )
         statics = {"spec": spec, "interpret": interpret, "block_sizes": block_sizes}
         if projected:

@@ -95,11 +95,11 @@ def test_sizes_fit_together(chip: str | None) -> None:
 
 
 @pytest.mark.parametrize(("queries", "slots"), [(1, 4), (4, 4), (5, 8), (16, 16), (40, 16)])
-def test_rows_of_few_queries_take_slots_for_them(queries: int, slots: int) -> None:
+def test_rows_of_spec_decode_take_slots_for_them(queries: int, slots: int) -> None:
     """A row of 16 tokens fits its block of queries wherever it begins."""
     for g in GEOMETRIES:
         for chip in (None, *CHIPS):
-            sizes = blocks.choose(g, LONG, chip, few_queries=queries)
+            sizes = blocks.choose(g, LONG, chip, spec_decode=queries)
             sizes.validate(g)
             assert isinstance(sizes.mixed, FewBlocks)
             assert sizes.mixed.slots == slots
@@ -111,7 +111,7 @@ def test_rows_of_few_queries_take_slots_for_them(queries: int, slots: int) -> No
 
 def test_slots_that_no_register_has_are_refused() -> None:
     g = geometry(32, 8, 128)
-    sizes = blocks.choose(g, LONG, few_queries=4)
+    sizes = blocks.choose(g, LONG, spec_decode=4)
     with pytest.raises(ValueError, match="slots"):
         replace(sizes, mixed=replace(sizes.mixed, slots=2)).validate(g)
 

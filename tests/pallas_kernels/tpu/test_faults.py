@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.tpu import append, entries, few_queries, paging, tiles
+from pallas_kernels.tpu import append, entries, paging, spec_decode, tiles
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.tpu.interpreted import DMA_MODES, compiled_step, run
 
@@ -46,7 +46,7 @@ def findings(
         forget_compiled()
         case = make_case(spec, rows, num_tokens=32 if few else 80, num_rows=4 if few else 8, pages_per_seq=20)
         try:
-            result = run(case, dma_mode, few_queries=few)
+            result = run(case, dma_mode, spec_decode=few)
         except jax.errors.JaxRuntimeError as error:
             if "Out-of-bounds" not in str(error):  # how the interpreter refuses an address
                 raise
@@ -207,18 +207,18 @@ WRONG = {"error", "not_finite"}
 
 def test_the_queries_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of rows of few queries that begin where the tile of tokens does."""
-    slots_of = few_queries._slots_of
-    monkeypatch.setattr(few_queries, "_slots_of", lambda refs, heads, first, *rest: slots_of(refs, heads, 8, *rest))
+    slots_of = spec_decode._slots_of
+    monkeypatch.setattr(spec_decode, "_slots_of", lambda refs, heads, first, *rest: slots_of(refs, heads, 8, *rest))
     assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
 
 
-def test_a_row_of_few_queries_without_its_second_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_queries, "_num_chunks", lambda block, blocks: 1)
+def test_a_row_of_spec_decode_without_its_second_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_decode, "_num_chunks", lambda block, blocks: 1)
     assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
 
 
 def test_the_values_of_another_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_queries, "_own_plane", lambda values, g, blocks: values[:, :128])
+    monkeypatch.setattr(spec_decode, "_own_plane", lambda values, g, blocks: values[:, :128])
     assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
 
 

@@ -89,18 +89,18 @@ DRAFTS = rows((1, 40), (4, 300), (5, 5), (4, 129), (8, 260), (16, 290), (3, 515)
 
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
 @pytest.mark.parametrize(("make_spec", "num_rows"), [(spec, 16), (int8, 8)], ids=["4 slots", "8 slots of int8"])
-def test_rows_of_few_queries(make_spec: Callable[..., AttentionSpec], num_rows: int, dma_mode: str) -> None:
+def test_rows_of_spec_decode(make_spec: Callable[..., AttentionSpec], num_rows: int, dma_mode: str) -> None:
     case = make_case(make_spec(num_query_heads=8), DRAFTS, num_tokens=48, num_rows=num_rows, pages_per_seq=40)
-    assert run(case, dma_mode, few_queries=True, poison_padding=True).clean
+    assert run(case, dma_mode, spec_decode=True, poison_padding=True).clean
 
 
 @pytest.mark.parametrize(("num_query_heads", "num_kv_heads", "head_dim"), [(3, 1, 128), (8, 4, 64), (3, 3, 64)])
-def test_rows_of_few_queries_of_a_projection(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def test_rows_of_spec_decode_of_a_projection(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """16 slots, and 4. Registers that the heads do not fill, two heads in a lane block, K and V in one plane."""
     heads = spec(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     lengths, num_rows = (rows((16, 290), (3, 40)), 2) if num_query_heads == 3 else (DRAFTS[1:4], 12)
     case = make_case(heads, lengths, num_tokens=32, num_rows=num_rows, pages_per_seq=20)
-    assert run(case, few_queries=True, projected=num_kv_heads != 3).clean
+    assert run(case, spec_decode=True, projected=num_kv_heads != 3).clean
 
 
 @pytest.mark.parametrize(("num_query_heads", "tile_queries", "dma_mode"), [(8, 128, "on_wait"), (6, 256, "eager")])

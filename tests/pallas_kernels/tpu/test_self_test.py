@@ -13,7 +13,7 @@ from pallas_kernels.tpu import paging, tiles
 from tests.pallas_kernels.tpu.test_faults import no_wait
 
 MIXED, DECODE = Program(num_tokens=16, num_rows=2), Program(num_tokens=2, num_rows=2)
-DRAFTS = Program(num_tokens=8, num_rows=2, few_queries=True)
+DRAFTS = Program(num_tokens=8, num_rows=2, spec_decode=True)
 
 
 def outcome(program: Program, kv_dtype: str = "bfloat16") -> str:

@@ -1,4 +1,4 @@
-"""The programs that a start has left to be compiled while the engine serves, and what stands in for them until then."""
+"""The programs that a start has left to be compiled while the engine serves, and their fallbacks until then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batcher.step import Bucket, Runner
 WAIT_S = 2.0  # longest wait for an idle moment in which to compile a program that no step has asked for
 
 
-class LaterPrograms:
+class DeferredPrograms:
     """The programs that are still to come. One thread plans steps, and another one compiles.
 
     A step whose program is missing runs in the next larger one that is there: its rows and tokens are padded further,
@@ -28,7 +28,7 @@ class LaterPrograms:
     def __len__(self) -> int:
         return len(self._missing)
 
-    def or_stand_in(self, bucket: Bucket) -> Bucket:
+    def or_fallback(self, bucket: Bucket) -> Bucket:
         """The bucket to run a step of `bucket` in now."""
         if not self._missing:
             return bucket
@@ -36,7 +36,7 @@ class LaterPrograms:
             if bucket not in self._missing:
                 return bucket
             self._asked_for[bucket] = None
-            return self._ladder.stand_in(bucket, self._missing)
+            return self._ladder.fallback(bucket, self._missing)
 
     def next(self) -> tuple[Bucket, bool] | None:
         """The bucket to compile next, and whether a step has asked for it. None: all are there."""
@@ -53,7 +53,7 @@ class LaterPrograms:
 
 
 def compile_while_serving(
-    later: LaterPrograms, runner: Runner, inbox: Inbox, report: Callable[[str], None], clock: Callable[[], float]
+    later: DeferredPrograms, runner: Runner, inbox: Inbox, report: Callable[[str], None], clock: Callable[[], float]
 ) -> None:
     """Compiles all that is still to come, on a thread of its own. An error ends the engine."""
     num_left, started_s = len(later), clock()

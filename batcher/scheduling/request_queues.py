@@ -20,13 +20,13 @@ from batcher.scheduling.digests import next_digest
 from batcher.scheduling.fair_queue import FairQueue
 from batcher.scheduling.forecast import Forecast, Outlook, OutputForecast
 from batcher.scheduling.pages import PagePool
-from batcher.scheduling.sequence import Sequence, State
+from batcher.scheduling.request_state import RequestState, State
 from batcher.step import Capacity
 
-_key: Callable[[Sequence], tuple[int, int, int]] = attrgetter("key")
+_key: Callable[[RequestState], tuple[int, int, int]] = attrgetter("key")
 
 
-class Residency:
+class RequestQueues:
     """Who runs, who waits, and who holds what. Not thread-safe: the engine's thread owns it.
 
     Args:
@@ -47,7 +47,7 @@ class Residency:
         self.columns = SlotColumns(num_slots, capacity.vocab_size, capacity.page_size if prefix_caching else None)
         self.prefix_caching = prefix_caching
         self.forecast: Forecast = OutputForecast(capacity.max_model_len)
-        self.running: list[Sequence] = []  # sorted by key
+        self.running: list[RequestState] = []  # sorted by key
         self.waiting = FairQueue(num_slots)
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens, at first admissions only
@@ -58,22 +58,22 @@ class Residency:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._outlook: Outlook | None = None  # of `running`; made when the first admission of a step needs it
         self._num_arrivals = 0
-        self._last_rows: list[Sequence] = []  # of the last step, and their slots
+        self._last_rows: list[RequestState] = []  # of the last step, and their slots
         self._last_slots = np.empty(0, np.int64)
-        self._to_commit: deque[Sequence] = deque()  # a page of theirs is full, or they have left since
+        self._to_commit: deque[RequestState] = deque()  # a page of theirs is full, or they have left since
         self._pages_at_limits = 0  # of the running requests if all of them reach their limits
         # (step, slot, pages) of requests that have left but still have a row in a step in flight; steps ascending
         self._held: list[tuple[int, int, list[int]]] = []
 
     # --- events from the engine ---
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RequestState) -> None:
         """A new request joins the queue."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.waiting.add(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: RequestState) -> None:
         """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
         if sequence.state is State.RUNNING:
             self.commit(sequence)
@@ -94,13 +94,13 @@ class Residency:
             keep += 1
         del self._held[:keep]
 
-    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+    def take_back(self, sequence: RequestState, num_tokens: int) -> None:
         """A step that has returned has drawn so many tokens fewer for a request than it had places for."""
         sequence.num_emitted -= num_tokens
         if sequence.state is State.RUNNING:  # otherwise it was preempted in flight, and starts anew
             sequence.num_computed -= num_tokens
 
-    def commit(self, sequence: Sequence) -> None:
+    def commit(self, sequence: RequestState) -> None:
         """Adds a request's pages to the prefix cache as far as they are full of known, dispatched tokens."""
         if not self.prefix_caching:
             return
@@ -115,7 +115,7 @@ class Residency:
             self.pool.commit(sequence.pages[page], digests[page], content)
         sequence.num_committed = count
 
-    def commit_soon(self, sequence: Sequence) -> None:
+    def commit_soon(self, sequence: RequestState) -> None:
         """A page of a decoding request is full. Requests that were admitted together fill their pages in the same step,
         and `commit_some` spreads the work over the next ones."""
         self.columns.left_of_page[sequence.slot] = NEVER
@@ -129,7 +129,7 @@ class Residency:
                 self.commit(sequence)
                 self.columns.look_at_page(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: RequestState) -> None:
         """Returns a running request to the queue, at its old rank. Its tokens are recomputed or found in the cache."""
         self.commit(sequence)
         self._leave(sequence)
@@ -140,11 +140,11 @@ class Residency:
 
     # --- slots and pages ---
 
-    def _full_pages(self, seq: Sequence) -> int:
+    def _full_pages(self, seq: RequestState) -> int:
         """Pages of a request at its limit. The K/V of its last token are never stored."""
         return -(-(seq.num_prompt + seq.limit - 1) // self.page_size)
 
-    def _enter(self, seq: Sequence, num_new: int) -> None:
+    def _enter(self, seq: RequestState, num_new: int) -> None:
         hits = self.pool.let_go(seq.prefix)
         self.pool.acquire(hits)
         seq.pages = hits + self.pool.allocate(num_new)
@@ -167,7 +167,7 @@ class Residency:
         if self._outlook is not None:
             self._outlook.add(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def _leave(self, seq: RequestState) -> None:
         """Removes a request from `running`. Slot and pages are released at once, or when its last step returns."""
         del self.running[bisect_left(self.running, seq.key, key=_key)]
         self.waiting.give_row(seq)
@@ -186,13 +186,13 @@ class Residency:
         self.pool.release(pages)
         self._free_slots.append(slot)
 
-    def _grow(self, seq: Sequence) -> tuple[Sequence, int]:
+    def _grow(self, seq: RequestState) -> tuple[RequestState, int]:
         """Gives the request one more page. Returns it with the page's index."""
         seq.pages += self.pool.allocate(1)
         seq.num_stalls = 0
         return seq, len(seq.pages) - 1
 
-    def _slots(self, rows: list[Sequence]) -> np.ndarray:
+    def _slots(self, rows: list[RequestState]) -> np.ndarray:
         """i64[rows]. A request keeps its slot from one step to the next, and most steps have the rows of the last."""
         if rows != self._last_rows:
             self._last_rows, self._last_slots = rows, np.array([seq.slot for seq in rows])

@@ -38,7 +38,7 @@ from pallas_kernels.tpu.tiles import FewBlocks
 
 
 def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: FewBlocks) -> None:
-    """Rotates and scales the queries, gathers those of each chunk into `few_queries`, and resets the state."""
+    """Rotates and scales the queries, gathers those of each chunk into `spec_decode`, and resets the state."""
     tile = g.token_tile
 
     def rotate(i: Any, carry: None) -> None:
@@ -50,7 +50,7 @@ def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: FewB
     def gather(c: Any, carry: None) -> None:
         first = FIRST_TOKEN_ROW + entry.block.skip + c * blocks.slots
         for group, heads in enumerate(_heads_of_groups(g, blocks)):
-            refs.few_queries[c, group] = _spread(_slots_of(refs.token_rows, heads, first, g, blocks), g, blocks)
+            refs.spec_decode[c, group] = _spread(_slots_of(refs.token_rows, heads, first, g, blocks), g, blocks)
         refs.few_tops[c] = jnp.full(refs.few_tops.shape[1:], paging.MASKED, jnp.float32)
         refs.few_sums[c] = jnp.zeros(refs.few_sums.shape[1:], jnp.float32)
         refs.few_values[c] = jnp.zeros(refs.few_values.shape[1:], jnp.float32)
@@ -75,7 +75,7 @@ def attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, bloc
                     jnp.concatenate([paging.unpack_kv(kv[p, words], g) for p in own], axis=1)
                     for own in (planes, [g.v_plane(p) for p in planes])
                 )
-                scores = paging.product(refs.few_queries[c, i], k, 1, g)
+                scores = paging.product(refs.spec_decode[c, i], k, 1, g)
                 token = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
                 query = lax.rem(lax.broadcasted_iota(jnp.int32, scores.shape, 0), blocks.slots)
                 scores = jnp.where(token - query <= first - t * blocks.tile_tokens, scores, paging.MASKED)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
+from batcher.deferred_programs import DeferredPrograms
 from batcher.engine import Engine
 from batcher.errors import EngineDeadError
-from batcher.later_programs import LaterPrograms
 from batcher.request import ErrorCode
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner
@@ -30,14 +30,14 @@ LATER = set(LADDER.buckets()) - set(LADDER.needed_first())
 
 def test_what_steps_ask_for_is_compiled_first_then_the_cheapest() -> None:
     one, two, four = Bucket(1, 1, GREEDY), Bucket(2, 2, GREEDY), Bucket(4, 4, GREEDY)
-    later = LaterPrograms(LADDER, {four, one, two})
+    later = DeferredPrograms(LADDER, {four, one, two})
     assert later.next() == (one, False)
-    assert later.or_stand_in(two) == Bucket(2, 2, SAMPLE)
-    assert later.or_stand_in(Bucket(1, 1, SAMPLE)) == Bucket(1, 1, SAMPLE)
+    assert later.or_fallback(two) == Bucket(2, 2, SAMPLE)
+    assert later.or_fallback(Bucket(1, 1, SAMPLE)) == Bucket(1, 1, SAMPLE)
     assert later.next() == (two, True)
     later.arrived(two)
-    assert later.or_stand_in(two) == two
-    assert later.or_stand_in(one) == Bucket(1, 1, SAMPLE)
+    assert later.or_fallback(two) == two
+    assert later.or_fallback(one) == Bucket(1, 1, SAMPLE)
     assert (later.next(), len(later)) == ((one, True), 2)
     later.arrived(one)
     later.arrived(four)
@@ -179,7 +179,7 @@ def test_a_shutdown_does_not_wait_for_the_compiler() -> None:
 
 INTERRUPTED = """
 import time
-from tests.batcher.test_later_programs import FakeRunner, CAPACITY, start
+from tests.batcher.test_deferred_programs import FakeRunner, CAPACITY, start
 
 def on_compile(bucket):
     print("begun", flush=True)

@@ -26,7 +26,7 @@ class State(Enum):
     FINISHED = "finished"
 
 
-class Sequence:
+class RequestState:
     """The engine's record of one request.
 
     Positions: the tokens `to_compute` are computed in chunks first (`num_computed` counts the K/V that dispatched steps
