@@ -14,14 +14,15 @@ from batcher.delivery import Delivery, StepDelivery
 from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
-from batcher.scheduling.multi_step import MultiStepScheduler
+from batcher.scheduling.multi_step import SeveralSteps
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import State
+from batcher.scheduling.row_tokens import OneToken
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.speculation import SpeculativeScheduler
+from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.static import StaticScheduler
 from batcher.stats import EngineStats
-from batcher.step import Runner, StepHandle, StepOutput
+from batcher.step import Capacity, Runner, StepHandle, StepOutput
 from batcher.step_log import StepLog
 from batcher.step_watch import StepWatch
 from batcher.steps.pack import Packer
@@ -43,7 +44,7 @@ class EngineCore:
 
     def __init__(self, runner: Runner, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> None:
         capacity = runner.capacity()
-        self.scheduler = _kind_of_scheduler(config, ladder)(capacity, ladder, config)
+        self.scheduler = _scheduler(capacity, config, ladder)
         self.in_flight: deque[InFlight] = deque()  # oldest first
         self._runner = runner
         self._clock = clock
@@ -112,8 +113,7 @@ class EngineCore:
         plan = self.in_flight.popleft().plan
         self.scheduler.step_returned(plan.number)
         ran_s = self.step_watch.returned(len(self.in_flight))
-        if isinstance(self.scheduler, MultiStepScheduler):
-            self.scheduler.took(plan, ran_s)
+        self.scheduler.row_tokens.took(plan, ran_s)
         return plan
 
     def stats(self) -> EngineStats:
@@ -173,13 +173,16 @@ class EngineCore:
         self.scheduler.recover()
 
 
-def _kind_of_scheduler(config: EngineConfig, ladder: BucketLadder) -> type[Scheduler]:
-    """The kind of scheduler that the settings ask for."""
+def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder) -> Scheduler:
+    """The scheduler that the settings ask for."""
     if config.scheduling is Scheduling.STATIC:
-        return StaticScheduler  # a baseline, without drafts
+        return StaticScheduler(capacity, ladder, config)  # a baseline, without drafts
+    row_tokens = OneToken()
     if ladder.config.num_steps > 1:
-        return MultiStepScheduler
-    return SpeculativeScheduler if ladder.config.num_drafts else Scheduler
+        row_tokens = SeveralSteps(ladder, config.pipeline_depth)
+    elif ladder.config.num_drafts:
+        row_tokens = Drafts(ladder, config.step_times, config.draft_cost)
+    return Scheduler(capacity, ladder, config, row_tokens)
 
 
 class _Refused:

@@ -10,49 +10,46 @@ read nor stored as a prefix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from batcher.buckets import BucketLadder
-from batcher.config import EngineConfig
-from batcher.scheduling.plan import StepPlan, Work
-from batcher.scheduling.several_tokens import SeveralTokensScheduler
-from batcher.step import Capacity, Variant
+from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.row_tokens import OneToken, SeveralTokens
+from batcher.step import Variant
 
 MOST_DELAY_S = 0.004  # of an arrival, for the steps in flight that would not be there with one step a program
 _WEIGHT = 0.2  # of the last step in the estimate of a step's time
 
 
-class MultiStepScheduler(SeveralTokensScheduler):
-    """A scheduler whose programs may have several steps."""
+class SeveralSteps(OneToken):
+    """The policy of programs with several steps: every row draws a token in each."""
 
-    def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
-        super().__init__(capacity, ladder, config)
-        self._pipeline_depth = config.pipeline_depth
+    def __init__(self, ladder: BucketLadder, pipeline_depth: int) -> None:
+        self._ladder = ladder
+        self._pipeline_depth = pipeline_depth
         self._step_s: dict[int, float] = {}  # padded rows -> seconds of one decode step
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """A plan's program has run for so long on the device."""
         if plan.chunks:
             return
         rows, last = plan.bucket.num_rows, seconds / max(plan.q_lens)
         known = self._step_s.get(rows, last)
         self._step_s[rows] = known + _WEIGHT * (last - known)
 
-    def _plan(self, work: Work) -> StepPlan:
-        decodes = work.decodes
-        no_other_work = not work.chunks and not self.waiting and len(decodes) == len(self.running)
-        if no_other_work and all(seq.matcher is None for seq in decodes):
-            variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
-            bucket = self.ladder.choose_multi_step(len(decodes), variant)
-            most = 1 if bucket is None else self._most_steps(bucket.num_rows)
-            if bucket is not None and most > 1:
-                rows = [(seq, self._fit(seq, min(most, bucket.num_steps), work.grown)) for seq in decodes]
-                return self._plan_several(rows, bucket, work.grown)
-        return super()._plan(work)
+    def several(self, decodes: Sequence[RequestState], step: int, *, is_alone: bool) -> SeveralTokens | None:
+        if not is_alone or any(seq.matcher is not None for seq in decodes):
+            return None
+        variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
+        bucket = self._ladder.choose_multi_step(len(decodes), variant)
+        most = 1 if bucket is None else min(self._most_steps(bucket.num_rows), bucket.num_steps)
+        return None if bucket is None or most == 1 else SeveralTokens(bucket, dict.fromkeys(decodes, most))
 
     def _most_steps(self, num_rows: int) -> int:
         """The steps of one program. It is one until a step's time is known."""
         step_s = self._step_s.get(num_rows)
         if step_s is None:
             return 1
-        most = self.ladder.config.num_steps
+        most = self._ladder.config.num_steps
         added_s = MOST_DELAY_S / self._pipeline_depth
         return most if (most - 1) * step_s <= added_s else 1 + int(added_s / step_s)

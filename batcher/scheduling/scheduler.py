@@ -25,6 +25,8 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
 7. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
 8. If the first request in the queue finds no room, and `fair_queue.py` names a running request of a client or a group
    that holds more, that one is preempted. Its full pages stay in the prefix cache, so little of it is computed again.
+9. In a step without prompts a row may draw several tokens, if the policy of the scheduler says so (`row_tokens.py`:
+   drafts, or several steps in one program), within its limit and the pages that are available.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from batcher.scheduling.digests import add_digests
 from batcher.scheduling.plan import Chunk, StepPlan, Work
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
+from batcher.scheduling.row_tokens import OneToken
 from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
 
@@ -64,8 +67,11 @@ class Verdict(Enum):
 class Scheduler(RequestQueues):
     """Plans the steps of the requests that run and wait. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
+    def __init__(
+        self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig, row_tokens: OneToken | None = None
+    ) -> None:
         super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=config.prefix_caching)
+        self.row_tokens = row_tokens or OneToken()
         self.max_model_len = capacity.max_model_len
         self.ladder = ladder
         self.step_cost_tokens = config.step_cost_tokens
@@ -254,6 +260,55 @@ class Scheduler(RequestQueues):
             chunks[-1] = (seq, count - rest)
 
     def _plan(self, work: Work) -> StepPlan:
+        """Rule 9."""
+        if work.chunks:
+            return self._plan_ones(work)
+        is_alone = not self.waiting and len(work.decodes) == len(self.running)
+        several = self.row_tokens.several(work.decodes, self.last_step + 1, is_alone=is_alone)
+        if several is None:
+            return self._plan_ones(work)
+        q_lens = {seq: self._fit(seq, most, work.grown) for seq, most in several.most.items()}
+        if any(q_len > 1 for q_len in q_lens.values()):
+            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in work.decodes], several.bucket, work.grown)
+        plan = self._plan_ones(work)
+        plan.looks_up = several.looks_up
+        return plan
+
+    def _fit(self, seq: RequestState, most: int, grown: list[tuple[RequestState, int]]) -> int:
+        """The tokens that a row brings, at most `most`: within its limit, and within pages that are available now. They
+        never make another request wait or give way."""
+        most = min(most, seq.limit - seq.num_emitted)
+        while seq.num_computed + most > len(seq.pages) * self.page_size and self.pool.num_available:
+            grown.append(self._grow(seq))
+        return min(most, len(seq.pages) * self.page_size - seq.num_computed)
+
+    def _plan_several(
+        self, rows: list[tuple[RequestState, int]], bucket: Bucket, grown: list[tuple[RequestState, int]]
+    ) -> StepPlan:
+        """The step of these rows and the tokens that each one brings. Rows of one token come first."""
+        self.last_step += 1
+        rows = [row for row in rows if row[1] == 1] + [row for row in rows if row[1] > 1]
+        plan = StepPlan(
+            number=self.last_step,
+            bucket=bucket,
+            rows=[seq for seq, _ in rows],
+            slots=np.array([seq.slot for seq, _ in rows]),
+            q_lens=[q_len for _, q_len in rows],
+            emits=[1] * len(rows),
+            num_singles=sum(q_len == 1 for _, q_len in rows),
+            num_tokens=sum(q_len for _, q_len in rows),
+            grown=grown,
+        )
+        for seq, q_len in rows:
+            seq.num_computed += q_len
+            seq.num_emitted += q_len
+            seq.last_step = plan.number
+            if seq.mask is not None:
+                plan.masks.append((seq, seq.take_mask()))
+        return plan
+
+    def _plan_ones(self, work: Work) -> StepPlan:
+        """The step in which each decoding row draws one token, with the chunks of prompts."""
         decodes, chunks = work.decodes, work.chunks
         self.last_step += 1
         number = self.last_step

@@ -15,12 +15,13 @@ of a draft model is one draft of one row, because the draft model must read all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from batcher.buckets import BucketLadder
-from batcher.config import EngineConfig
-from batcher.scheduling.plan import StepPlan, Work
 from batcher.scheduling.request_state import RequestState
-from batcher.scheduling.several_tokens import SeveralTokensScheduler
-from batcher.step import Bucket, Capacity, Variant
+from batcher.scheduling.row_tokens import OneToken, SeveralTokens
+from batcher.step import Bucket, Variant
+from batcher.step_times import StepTimes
 
 _LEAST_GAIN = 0.1  # accepted drafts per step; a row that expects fewer has none
 _FIRST_RATE = 0.5  # probability of a right draft before anything is known, if it is looked up
@@ -66,66 +67,58 @@ class Retries:
         self._due = step + self._first
 
 
-class SpeculativeScheduler(SeveralTokensScheduler):
-    """A scheduler whose steps may have drafts."""
+class Drafts(OneToken):
+    """The policy of steps with drafts: a row draws one token and its drafts that are right.
 
-    def __init__(self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig) -> None:
-        super().__init__(capacity, ladder, config)
-        self.time_of = config.step_times
-        self.draft_cost = config.draft_cost
-        self.num_drafts = ladder.config.num_drafts
+    Args:
+        draft_cost: time of a pass of the draft model, in passes of the model; 0: drafts are looked up, which is cheap,
+            so that rows without drafts tell if the first one would have been right.
+    """
+
+    def __init__(self, ladder: BucketLadder, time_of: StepTimes, draft_cost: float) -> None:
+        self.tells_would_accept = draft_cost == 0
+        self._ladder = ladder
+        self._time_of = time_of
+        self._draft_cost = draft_cost
+        self._num_drafts = ladder.config.num_drafts
         # Of requests without a draft of their own.
-        self._usual_rate = _FIRST_RATE if self.tells_would_accept else _FIRST_RATE_OF_A_MODEL
+        self.usual_rate = _FIRST_RATE if self.tells_would_accept else _FIRST_RATE_OF_A_MODEL
         self._row_weight = _ROW_WEIGHT if self.tells_would_accept else _ROW_WEIGHT_OF_A_MODEL
         self._retries = Retries(*(_RETRIES if self.tells_would_accept else _RETRIES_OF_A_MODEL))
         self._num_retries = 0
 
-    @property
-    def tells_would_accept(self) -> bool:
-        """Whether rows without drafts tell if the first one would have been right: it is looked up, which is cheap."""
-        return self.draft_cost == 0
-
-    def learn(self, seq: RequestState, num_right: int, num_drafts: int) -> None:
-        """Of a row's `num_drafts`, the first `num_right` were right."""
+    def learn(self, seq: RequestState, num_right: int, num_drafts: int, last_step: int) -> None:
         rate = self._rate(seq)
         for is_right in [1] * num_right + [0] * (num_right < num_drafts):
             rate += self._row_weight * (is_right - rate)
-            self._usual_rate += _USUAL_WEIGHT * (is_right - self._usual_rate)
+            self.usual_rate += _USUAL_WEIGHT * (is_right - self.usual_rate)
         seq.draft_rate = rate
         if num_right:
-            self._retries.was_right(self.last_step)
+            self._retries.was_right(last_step)
 
-    def _plan(self, work: Work) -> StepPlan:
-        if work.chunks:
-            return super()._plan(work)
-        decodes = work.decodes
+    def several(self, decodes: Sequence[RequestState], step: int, *, is_alone: bool) -> SeveralTokens | None:
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
-        bucket = self.ladder.choose_speculative(len(decodes), variant)
+        bucket = self._ladder.choose_speculative(len(decodes), variant)
         if bucket is None or not any(map(may_have_drafts, decodes)):
-            return super()._plan(work)
-        step = self.last_step + 1
+            return None
         wanted = self._wanted(decodes, bucket)
         if wanted and (self.tells_would_accept or len(wanted) == len(decodes)):
             self._retries.paid(step)
         elif not self.tells_would_accept and self._retries.is_due(step):
             wanted |= self._retry([seq for seq in decodes if seq not in wanted], step)
-        q_lens = {seq: self._fit(seq, 1 + num_drafts, work.grown) for seq, num_drafts in wanted.items()}
-        if any(q_len > 1 for q_len in q_lens.values()):
-            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], bucket, work.grown)
-        plan = super()._plan(work)
-        if self.tells_would_accept and self._retries.is_due(step):
+        looks_up = self.tells_would_accept and self._retries.is_due(step)
+        if looks_up:
             self._retries.tried(step)
-            plan.looks_up = True
-        return plan
+        return SeveralTokens(bucket, {seq: 1 + num_drafts for seq, num_drafts in wanted.items()}, looks_up)
 
-    def _wanted(self, decodes: list[RequestState], bucket: Bucket) -> dict[RequestState, int]:
+    def _wanted(self, decodes: Sequence[RequestState], bucket: Bucket) -> dict[RequestState, int]:
         """The rows of a step that are to have drafts, with their number; none if drafts are not expected to pay."""
         lengths = {seq: self._num_worth_a_pass(seq) for seq in decodes}
         gains = {seq: self._gain(seq, length) for seq, length in lengths.items()}
-        plain, speculative = self.time_of(bucket.num_rows), self.time_of(bucket.num_tokens)
+        plain, speculative = self._time_of(bucket.num_rows), self._time_of(bucket.num_tokens)
         # The draft model's first pass has two tokens a row, and each further one has one.
-        passes = self.time_of(2 * bucket.num_rows) + (max(lengths.values()) - 1) * plain
-        speculative += self.draft_cost * passes
+        passes = self._time_of(2 * bucket.num_rows) + (max(lengths.values()) - 1) * plain
+        speculative += self._draft_cost * passes
         if (len(decodes) + sum(gains.values())) * plain <= len(decodes) * speculative:
             return {}
         return {seq: lengths[seq] for seq, gain in gains.items() if gain >= _LEAST_GAIN}
@@ -144,7 +137,7 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         if not may_have_drafts(seq):
             return 0
         rate = self._rate(seq)
-        return sum(rate**place > self.draft_cost for place in range(1, self.num_drafts + 1))
+        return sum(rate**place > self._draft_cost for place in range(1, self._num_drafts + 1))
 
     def _gain(self, seq: RequestState, num_drafts: int) -> float:
         """The accepted drafts that a row is expected to have in a step."""
@@ -152,7 +145,7 @@ class SpeculativeScheduler(SeveralTokensScheduler):
         return sum(rate**place for place in range(1, num_drafts + 1))
 
     def _rate(self, seq: RequestState) -> float:
-        return self._usual_rate if seq.draft_rate is None else seq.draft_rate
+        return self.usual_rate if seq.draft_rate is None else seq.draft_rate
 
 
 def may_have_drafts(seq: RequestState) -> bool:

@@ -17,7 +17,7 @@ from batcher.requests.live_requests import LiveRequests
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
-from batcher.scheduling.speculation import SpeculativeScheduler, may_have_drafts
+from batcher.scheduling.speculation import may_have_drafts
 from batcher.stats import EngineStats
 from batcher.step import StepOutput, Variant
 from batcher.steps.pooling import embedding, take_pooled
@@ -54,10 +54,9 @@ class StepReader:
         output = reading.output
         num_decodes = len(plan.rows) - len(plan.chunks)
         if plan.looks_up and output.would_accept is not None:  # a fallback program may not look up
-            assert isinstance(self._scheduler, SpeculativeScheduler)
             for seq, hit in zip(plan.rows, output.would_accept.tolist(), strict=False):
                 if may_have_drafts(seq):
-                    self._scheduler.learn(seq, int(hit), 1)
+                    self._learn(seq, int(hit), 1)
         for row in self._read_columns(plan, num_decodes, reading):
             self._look_at(plan.rows[row], (int(output.tokens[row, 0]),), row, reading)
         for row in range(num_decodes, len(plan.rows)):
@@ -98,7 +97,6 @@ class StepReader:
         """Reads a step with drafts: how many were accepted, and each row's tokens up to its request's end."""
         output = reading.output
         assert output.num_drafts is not None and output.num_accepted is not None and output.would_accept is not None
-        assert isinstance(self._scheduler, SpeculativeScheduler)
         proposed, accepted, would_accept = (
             x.tolist() for x in (output.num_drafts, output.num_accepted, output.would_accept)
         )
@@ -108,13 +106,16 @@ class StepReader:
             drawn = drawn[: seq.num_to_end(drawn)]
             if seq.state is not State.FINISHED:
                 self._scheduler.take_back(seq, q_len - len(drawn))
-                if proposed[row] or (self._scheduler.tells_would_accept and may_have_drafts(seq)):
-                    self._scheduler.learn(seq, max(accepted[row], int(would_accept[row])), max(q_len - 1, 1))
+                if proposed[row] or (self._scheduler.row_tokens.tells_would_accept and may_have_drafts(seq)):
+                    self._learn(seq, max(accepted[row], int(would_accept[row])), max(q_len - 1, 1))
                 self._counts.speculation.observe(proposed[row], accepted[row])
                 seq.num_accepted += min(accepted[row], len(drawn))
                 seq.num_rejected += proposed[row] - accepted[row]
                 self._counts.speculation.num_undrafted_rows += not may_have_drafts(seq)
             self._look_at(seq, drawn, row, reading)
+
+    def _learn(self, seq: RequestState, num_right: int, num_drafts: int) -> None:
+        self._scheduler.row_tokens.learn(seq, num_right, num_drafts, self._scheduler.last_step)
 
     def _read_steps(self, plan: StepPlan, reading: StepReading) -> None:
         """Reads a program of several steps: each row's tokens up to its request's end."""

@@ -35,7 +35,7 @@ from tests.soak.attacks import ATTACKS, Attack
 from tests.soak.questions import CONSTRAINED, TEXTS, TEXTS_TO_EMBED, Answer, Question, ask, same
 from tests.soak.victim import Victim
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 START_S = 600.0
 IDLE_S = 60.0  # for requests that still run at the end
 SAMPLE_S = 2.0  # between two readings of the memory

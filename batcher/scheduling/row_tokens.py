@@ -1,0 +1,46 @@
+"""How many tokens a row may draw in a step without prompts: one, or as many as a policy says.
+
+The scheduler asks its policy once a step, and fits the answer to each request's limit and to the pages. What returns
+from the device is told to the policy, which learns from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.request_state import RequestState
+from batcher.step import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralTokens:
+    """A step in which rows may draw several tokens.
+
+    If no row can draw more than one, or `most` is empty, the step is a plain one.
+    """
+
+    bucket: Bucket  # of the step's program
+    most: Mapping[RequestState, int] = field(default_factory=dict)  # tokens of a row; of the others one
+    looks_up: bool = False  # the plain step tells which drafts would have been right
+
+
+class OneToken:
+    """The policy of a scheduler whose rows draw one token a step."""
+
+    # Whether rows without drafts tell if the first one would have been right.
+    tells_would_accept = False
+
+    def several(self, decodes: Sequence[RequestState], step: int, *, is_alone: bool) -> SeveralTokens | None:
+        """What the rows of step number `step` may draw; None: one token each.
+
+        `is_alone`: all running requests decode in the step, and none waits.
+        """
+        return None
+
+    def learn(self, seq: RequestState, num_right: int, num_drafts: int, last_step: int) -> None:
+        """Of a row's `num_drafts`, the first `num_right` were right. `last_step` is the last one that was planned."""
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """The device ran a plan's program for this time."""
