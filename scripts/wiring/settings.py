@@ -123,8 +123,9 @@ class EngineSettings:
             )
         if self.num_scheduler_steps > 1 and (self.speculation is not None or self.scheduling == "static"):
             raise ValueError(
-                "--num-scheduler-steps needs --scheduling continuous and no --speculative-config: drafts and static "
-                "batches take one step a program"
+                "--num-scheduler-steps needs --scheduling continuous and no --speculative-config: drafts are made from "
+                "the text that each step stores, and a program of several steps stores none; a static batch takes one "
+                "step a program"
             )
         if self.speculation is not None and self.scheduling == "static":
             raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")

@@ -1,7 +1,6 @@
 """An LLM whose model is the batcher's fake runner: everything above the device is real."""
 
 import json
-import socket
 from dataclasses import replace
 
 import pytest
@@ -35,10 +34,3 @@ def make_llm(monkeypatch, model_folder):
         return LLM(str(model_folder), load_format="dummy", served_model_name="m")
 
     return make
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

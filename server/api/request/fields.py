@@ -19,12 +19,15 @@ from server.api.request.schemas import (
     CompletionRequest,
     ContentPart,
     DetokenizeRequest,
+    Document,
     EmbeddingRequest,
     FunctionCall,
     FunctionSpec,
     JsonSchemaFormat,
     Message,
+    RerankRequest,
     ResponseFormat,
+    ScoreRequest,
     StreamOptions,
     TokenizeRequest,
     ToolCall,
@@ -236,23 +239,32 @@ COMPLETION_FIELDS = FieldTable(
     without_effect=_WITHOUT_EFFECT,
     inner={"response_format": _RESPONSE_FORMAT, "stream_options": _STREAM_OPTIONS},
 )
+_EMBEDDING = {
+    "chat_template": NO_EMBEDDED_CHATS,
+    "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
+    "endianness": Refused("another order of bytes is not supported yet", ("little", "native")),
+    "input_type": NO_PROMPTS_OF_INPUTS,
+    "instruction": NO_PROMPTS_OF_INPUTS,
+    "messages": NO_EMBEDDED_CHATS,
+    "mm_processor_kwargs": NO_OTHER_INPUT,
+    "padding": Refused("padding of inputs is not supported yet", ("do_not_pad",)),
+    "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
+    "prompt_name": NO_PROMPTS_OF_INPUTS,
+    "softmax": Refused("scores of classes are not supported: the model has none", (True,)),
+}
+_WITHOUT_EFFECT_ON_VECTORS = frozenset({"user", "request_id"})
 EMBEDDING_FIELDS = FieldTable(
     kind=EmbeddingRequest,
-    refused={
-        "chat_template": NO_EMBEDDED_CHATS,
-        "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
-        "endianness": Refused("another order of bytes is not supported yet", ("little", "native")),
-        "input_type": NO_PROMPTS_OF_INPUTS,
-        "instruction": NO_PROMPTS_OF_INPUTS,
-        "messages": NO_EMBEDDED_CHATS,
-        "mm_processor_kwargs": NO_OTHER_INPUT,
-        "padding": Refused("padding of inputs is not supported yet", ("do_not_pad",)),
-        "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
-        "prompt": Refused("this route has `input` for it"),
-        "prompt_name": NO_PROMPTS_OF_INPUTS,
-        "task": NO_PROMPTS_OF_INPUTS,
-    },
-    without_effect=frozenset({"user", "request_id"}),
+    refused=_EMBEDDING
+    | {"prompt": Refused("this route has `input` for it"), "task": Refused("there is one task", ("embed", "encode"))},
+    without_effect=_WITHOUT_EFFECT_ON_VECTORS,
+)
+SCORE_FIELDS = FieldTable(kind=ScoreRequest, refused=_EMBEDDING, without_effect=_WITHOUT_EFFECT_ON_VECTORS)
+RERANK_FIELDS = FieldTable(
+    kind=RerankRequest,
+    refused=_EMBEDDING | {"max_chunks_per_doc": Refused("documents are not cut into chunks", (1,))},
+    without_effect=_WITHOUT_EFFECT_ON_VECTORS,
+    inner={"documents": FieldTable(kind=Document)},
 )
 TOKENIZE_FIELDS = FieldTable(
     kind=TokenizeRequest,

@@ -186,14 +186,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
 
 
-class EmbeddingRequest(Declared, kw_only=True):
-    """The body of a request for embeddings."""
+class EmbedFields(Declared, kw_only=True):
+    """What the routes share whose answers are made of embeddings."""
 
     model: str | None = None
-    input: Prompts | None = None
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    # beyond OpenAI's
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
@@ -202,6 +198,38 @@ class EmbeddingRequest(Declared, kw_only=True):
     cache_salt: str | None = None
     normalize: bool | None = None
     use_activation: bool | None = None  # vLLM's newer name of `normalize`
+
+
+class EmbeddingRequest(EmbedFields, kw_only=True):
+    """The body of a request for embeddings, and of one to `/pooling`."""
+
+    input: Prompts | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+
+class ScoreRequest(EmbedFields, kw_only=True):
+    """The body of a request to compare texts: one with all others, or each with the one at its place."""
+
+    text_1: str | Annotated[list[str], ITEMS] | None = None
+    text_2: str | Annotated[list[str], ITEMS] | None = None
+    queries: str | Annotated[list[str], ITEMS] | None = None  # newer names of the two
+    documents: str | Annotated[list[str], ITEMS] | None = None
+
+
+class Document(Declared):
+    """A document to rank."""
+
+    text: str
+
+
+class RerankRequest(EmbedFields, kw_only=True):
+    """The body of a request to rank documents by their similarity to a query."""
+
+    query: str
+    documents: Annotated[list[str | Document], ITEMS]
+    top_n: int | None = None  # None or 0: all
+    return_documents: bool | None = None  # None: true
 
 
 class TokenizeRequest(Declared, kw_only=True):

@@ -1,18 +1,20 @@
-"""POST /v1/embeddings: vectors of length 1, pooled from the model's hidden states.
+"""Embeddings, and what is made of them: /v1/embeddings, /pooling, /score and /rerank.
 
-A text is only text: the name of a special token in it is no token. The tokenizer's begin-of-text is put before it,
-unless `add_special_tokens` is false. Token ids are taken as they are.
+A vector has the length 1 and is pooled from the model's hidden states. A text is only text: the name of a special token
+in it is no token. The tokenizer's begin-of-text is put before it, unless `add_special_tokens` is false. Token ids are
+taken as they are. The score of two texts is the cosine of their vectors, as vLLM's is for embedding models.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 import sys
 import time
 import uuid
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,56 +23,139 @@ from starlette.types import Receive, Scope, Send
 from batcher.request import SamplingParams
 from server.api.answers.answer import ClientGone, LongJson, watched
 from server.api.request.body import BodyReader
-from server.api.request.fields import EMBEDDING_FIELDS
-from server.api.request.limits import Truncation, check_kinds, check_text_length, listed
+from server.api.request.fields import EMBEDDING_FIELDS, RERANK_FIELDS, SCORE_FIELDS
+from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
 from server.api.request.plan import LEAST_LEFT_S, TIMEOUT_HEADER, cache_salt_of, deadline_of
 from server.api.request.sampling import check_ids, check_priority
-from server.api.request.schemas import EmbeddingRequest
-from server.api.route import ApiRoute
+from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
+from server.api.route import ApiRoute, Endpoint
 from server.api.state import ServerState
 from server.engine import wire
 from server.engine.embedding import Embeddings
 from server.http.auth import current_client
-from server.http.encoding import NestedList, json_pieces, list_of
+from server.http.encoding import LongText, NestedList, json_pieces, list_of
 from server.http.request_error import NOT_FOUND, RequestError, invalid, too_long
 
-PATH = "/v1/embeddings"
 FORMATS = ("float", "base64")
 _NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
+Fields = dict[str, Any]
+
 
 def embedding_routes(state: ServerState) -> list[ApiRoute]:
-    """The route of embeddings. An engine without them answers 404 there, in words."""
+    """The routes of embeddings. An engine without them answers 404 there, in words."""
+    routes = EmbeddingRoutes(state)
+    rerank = ("/rerank", "/v1/rerank", "/v2/rerank")
     return [
-        ApiRoute(
-            path=PATH,
-            endpoint=EmbeddingRoute(state).__call__,
-            method="POST",
-            generates=True,
-            body=EmbeddingRequest,
-            summary="Turns texts into vectors (--enable-embeddings).",
-        )
+        _route("/v1/embeddings", routes.embeddings, EmbeddingRequest, "Turns texts into vectors."),
+        _route("/pooling", routes.pooling, EmbeddingRequest, "As /v1/embeddings, in vLLM's form."),
+        *(_route(path, routes.score, ScoreRequest, "How similar texts are.") for path in ("/score", "/v1/score")),
+        *(_route(path, routes.rerank, RerankRequest, "Ranks documents by a query.") for path in rerank),
     ]
 
 
-class EmbeddingRoute:
-    """Answers `/v1/embeddings`."""
+def _route(path: str, endpoint: Endpoint, body: type[EmbedFields], summary: str) -> ApiRoute:
+    needs = f"{summary.removesuffix('.')} (--enable-embeddings)."
+    return ApiRoute(path=path, endpoint=endpoint, method="POST", generates=True, body=body, summary=needs)
+
+
+class Started(NamedTuple):
+    """Inputs that the engine embeds."""
+
+    embeddings: Embeddings
+    id: str
+    model: str
+    num_tokens: int
+
+
+class EmbeddingRoutes:
+    """Answers the routes of `embedding_routes`."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = BodyReader(EmbeddingRequest, EMBEDDING_FIELDS, strict=state.settings.strict_fields)
+        strict = state.settings.strict_fields
+        self._embedding_reader = BodyReader(EmbeddingRequest, EMBEDDING_FIELDS, strict=strict)
+        self._score_reader = BodyReader(ScoreRequest, SCORE_FIELDS, strict=strict)
+        self._rerank_reader = BodyReader(RerankRequest, RERANK_FIELDS, strict=strict)
 
-    async def __call__(self, request: Request) -> Response:
-        state = self._state
-        size = state.client.info.embedding_size
-        if size is None:
+    async def embeddings(self, request: Request) -> Response:
+        """OpenAI's form."""
+        return await self._vectors(request, kind="embedding", field="embedding")
+
+    async def pooling(self, request: Request) -> Response:
+        """vLLM's form."""
+        return await self._vectors(request, kind="pooling", field="data")
+
+    async def _vectors(self, request: Request, *, kind: str, field: str) -> Response:
+        self._check_engine()
+        body = await self._embedding_reader.read(request, self._state.body_limits, self._state.threads)
+        _check_format(body, self._state.client.info.embedding_size)
+        started = await self._start(request, body, {"input": body.input})
+        as_base64 = body.encoding_format == "base64"
+
+        def data(vectors: Sequence[bytes]) -> NestedList:
+            return NestedList(
+                {"object": kind, "index": index, field: _encoded(vector, as_base64=as_base64)}
+                for index, vector in enumerate(vectors)
+            )
+
+        return VectorsAnswer(self._state, started, lambda vectors: {"object": "list", "data": data(vectors)})
+
+    async def score(self, request: Request) -> Response:
+        """The similarity of texts."""
+        self._check_engine()
+        body = await self._score_reader.read(request, self._state.body_limits, self._state.threads)
+        first = body.text_1 if body.queries is None else body.queries
+        second = body.text_2 if body.documents is None else body.documents
+        queries, documents = (listed(name, texts) for name, texts in (("text_1", first), ("text_2", second)))
+        if len(queries) not in (1, len(documents)):
+            raise invalid("text_1", f"must be one text or {len(documents)}, as many as text_2, got {len(queries)}")
+        started = await self._start(request, body, {"text_1": first, "text_2": second})
+
+        def scores(vectors: Sequence[bytes]) -> Fields:
+            own = [_numbers(vector) for vector in vectors[: len(queries)]] * (len(documents) // len(queries))
+            pairs = zip(own, map(_numbers, vectors[len(queries) :]), strict=True)
+            data = [
+                {"index": index, "object": "score", "score": math.sumprod(*pair)} for index, pair in enumerate(pairs)
+            ]
+            return {"id": started.id, "object": "list", "created": int(time.time()), "data": list_of(data, len(data))}
+
+        return VectorsAnswer(self._state, started, scores)
+
+    async def rerank(self, request: Request) -> Response:
+        """The documents, those most similar to the query first."""
+        self._check_engine()
+        body = await self._rerank_reader.read(request, self._state.body_limits, self._state.threads)
+        texts = [document.text if isinstance(document, Document) else document for document in body.documents]
+        if body.top_n is not None and body.top_n < 0:
+            raise invalid("top_n", f"must be at least 0, got {body.top_n}")
+        started = await self._start(request, body, {"query": body.query, "documents": texts})
+
+        def results(vectors: Sequence[bytes]) -> Fields:
+            query, *others = map(_numbers, vectors)
+            scores = [math.sumprod(query, other) for other in others]
+            order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n or None]
+            ranked = NestedList(_ranked(i, texts[i], scores[i], body.return_documents) for i in order)
+            return {"id": started.id, "results": ranked}
+
+        return VectorsAnswer(self._state, started, results)
+
+    def _check_engine(self) -> None:
+        """Raises RequestError 404 if the engine makes no embeddings."""
+        if self._state.client.info.embedding_size is None:
             message = "This server makes no embeddings: start it with --enable-embeddings."
             raise RequestError(404, message, type=NOT_FOUND)
-        body = await self._reader.read(request, state.body_limits, state.threads)
+
+    async def _start(self, request: Request, body: EmbedFields, fields: dict[str, Given]) -> Started:
+        """Submits the inputs of the fields, one after the other. Raises RequestError."""
+        state = self._state
         model = state.check_model(body.model)
         deadline = deadline_of(body.timeout_s, request.headers.get(TIMEOUT_HEADER))
-        _check(body, size)
-        prompts = await self._prompts(body)
+        for param, value in (("normalize", body.normalize), ("use_activation", body.use_activation)):
+            if value is False:
+                raise invalid(param, "vectors always have the length 1")
+        check_priority(body.priority)
+        prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
         num_tokens = sum(map(len, prompts))
         packed = await state.threads.in_thread(num_tokens, wire.packed_prompts, prompts)
         left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
@@ -78,25 +163,23 @@ class EmbeddingRoute:
         id = f"embd-{uuid.uuid4().hex}"
         embeddings.submit(self._requests(id, body, packed, left_s), timeout_s=left_s)
         state.generations[id] = embeddings
-        return EmbeddingsAnswer(
-            state, embeddings, model=model, num_tokens=num_tokens, as_base64=body.encoding_format == "base64"
-        )
+        return Started(embeddings, id, model, num_tokens)
 
-    async def _prompts(self, body: EmbeddingRequest) -> list[list[int]]:
+    async def _prompts(self, body: EmbedFields, param: str, inputs: Given) -> list[list[int]]:
         state, most = self._state, self._state.settings.max_embedding_inputs
-        given = listed("input", body.input)
+        given = listed(param, inputs)
         if len(given) > most:
-            raise invalid("input", f"at most {most} inputs per request are allowed, got {len(given)}")
-        check_kinds("input", body.input)
+            raise invalid(param, f"at most {most} inputs per request are allowed, got {len(given)}")
+        check_kinds(param, inputs)
         max_model_len = state.client.info.max_model_len
         for prompt in given:
             if isinstance(prompt, str):
                 check_text_length(len(prompt), state.tokenizer, max_model_len)
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
         kept = Truncation.of(wanted, side, max_model_len, default="right").kept(least_output=1)
-        return await state.threads.in_thread(sum(map(len, given)), self._encode, body, given, kept)
+        return await state.threads.in_thread(sum(map(len, given)), self._encode, body, param, given, kept)
 
-    def _encode(self, body: EmbeddingRequest, given: Sequence[str | list[int]], kept: slice) -> list[list[int]]:
+    def _encode(self, body: EmbedFields, param: str, given: Sequence[str | list[int]], kept: slice) -> list[list[int]]:
         tokenizer, info = self._state.tokenizer, self._state.client.info
         encoded = iter(tokenizer.encode_plain([prompt for prompt in given if isinstance(prompt, str)]))
         prompts = []
@@ -105,22 +188,22 @@ class EmbeddingRoute:
                 ids = next(encoded)
                 ids = ids if body.add_special_tokens is False else tokenizer.with_affixes(ids)
             else:
-                check_ids("input", prompt, info.vocab_size)
+                check_ids(param, prompt, info.vocab_size)
                 ids = prompt
             ids = ids[kept]
             if not ids:
-                raise invalid("input", f"input number {number} is empty")
+                raise invalid(param, f"input number {number} is empty")
             if len(ids) >= info.max_model_len:
                 raise too_long(
                     f"This model embeds at most {info.max_model_len - 1} tokens at once, and input number {number} has "
                     f"{len(ids)}. Please shorten it, or give `truncate_prompt_tokens`.",
-                    param="input",
+                    param=param,
                 )
             prompts.append(ids)
         return prompts
 
     def _requests(
-        self, id: str, body: EmbeddingRequest, packed: Sequence[bytes], left_s: float | None
+        self, id: str, body: EmbedFields, packed: Sequence[bytes], left_s: float | None
     ) -> list[wire.WireRequest]:
         salt = cache_salt_of(self._state, body.cache_salt)
         waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
@@ -140,55 +223,59 @@ class EmbeddingRoute:
         ]
 
 
-class EmbeddingsAnswer(Response):
-    """An ASGI response that waits for all vectors, or for its client to go away."""
+class VectorsAnswer(Response):
+    """An ASGI response that waits for all vectors, or for its client to go away.
 
-    def __init__(
-        self, state: ServerState, embeddings: Embeddings, *, model: str, num_tokens: int, as_base64: bool
-    ) -> None:
+    `fields` makes the answer of them, in a thread if they are many.
+    """
+
+    def __init__(self, state: ServerState, started: Started, fields: Callable[[Sequence[bytes]], Fields]) -> None:
         self._state = state
-        self._embeddings = embeddings
-        self._model = model
-        self._num_tokens = num_tokens
-        self._as_base64 = as_base64
+        self._started = started
+        self._fields = fields
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with watched(self._embeddings, receive):
-            vectors = await self._embeddings.wait()
-            await LongJson(self._state.turns, self._pieces(vectors), self._check_client)(scope, receive, send)
+        async with watched(self._started.embeddings, receive):
+            vectors = await self._started.embeddings.wait()
+            fields = await self._state.threads.in_thread(sum(map(len, vectors)) // 4, self._fields, vectors)
+            await LongJson(self._state.turns, self._pieces(fields), self._check_client)(scope, receive, send)
 
     def _check_client(self) -> None:
-        if isinstance(self._embeddings.error, ClientGone):
-            raise self._embeddings.error
+        if isinstance(self._started.embeddings.error, ClientGone):
+            raise self._started.embeddings.error
 
-    def _pieces(self, vectors: Sequence[bytes]) -> Iterator[bytes]:
-        usage: dict[str, Any] = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
+    def _pieces(self, fields: Fields) -> Iterator[bytes]:
+        num_tokens = self._started.num_tokens
+        usage: Fields = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         if self._state.settings.show_cached_tokens:
-            usage["prompt_tokens_details"] = {"cached_tokens": self._embeddings.num_cached_tokens}
-        data = NestedList(
-            {"object": "embedding", "index": index, "embedding": self._embedding(vector)}
-            for index, vector in enumerate(vectors)
-        )
-        return json_pieces({"object": "list", "data": data, "model": self._model, "usage": usage})
-
-    def _embedding(self, vector: bytes) -> Any:
-        if self._as_base64:
-            return base64.b64encode(vector).decode()
-        numbers = array("f", vector)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return list_of(numbers, len(numbers))
+            usage["prompt_tokens_details"] = {"cached_tokens": self._started.embeddings.num_cached_tokens}
+        return json_pieces({**fields, "model": self._started.model, "usage": usage})
 
 
-def _check(body: EmbeddingRequest, size: int) -> None:
+def _numbers(vector: bytes) -> array[float]:
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _encoded(vector: bytes, *, as_base64: bool) -> Any:
+    if as_base64:
+        return base64.b64encode(vector).decode()
+    numbers = _numbers(vector)
+    return list_of(numbers, len(numbers))
+
+
+def _ranked(index: int, text: str, score: float, shows_document: bool | None) -> Fields:
+    document = {} if shows_document is False else {"document": {"text": LongText(text)}}
+    return {"index": index, **document, "relevance_score": score}
+
+
+def _check_format(body: EmbeddingRequest, size: int | None) -> None:
     """Raises RequestError 400 for vectors that cannot be had."""
     if body.encoding_format not in (None, *FORMATS):
         raise invalid("encoding_format", f"must be one of {', '.join(FORMATS)}, got {body.encoding_format[:40]!r}")
     if body.dimensions not in (None, size):
         message = f"this model's vectors have {size} numbers, and it was not trained for fewer"
         raise invalid("dimensions", message)
-    for param, value in (("normalize", body.normalize), ("use_activation", body.use_activation)):
-        if value is False:
-            raise invalid(param, "vectors always have the length 1")
-    check_priority(body.priority)
