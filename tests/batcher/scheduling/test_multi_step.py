@@ -44,7 +44,7 @@ def test_every_text_is_its_own_however_many_steps_a_program_has(scenario: Scenar
 @given(scenarios(), st.integers(2, 7))
 def test_with_room_for_all_requests_none_is_preempted(scenario: Scenario, num_steps: int) -> None:
     c = scenario.capacity
-    roomy = replace(scenario, capacity=replace(c, num_pages=c.num_slots * c.pages_per_seq))
+    roomy = replace(scenario.of_equals(), capacity=replace(c, num_pages=c.num_slots * c.pages_per_seq))
     drive = play(replace(roomy, scheduling=Scheduling.CONTINUOUS), drive_of(roomy, num_steps))
     assert drive.engine.stats().num_preemptions == 0
 
