@@ -99,9 +99,12 @@ class RunningServer:
 
     def engine_processes(self) -> list[psutil.Process]:
         """The children that run engines, in their order (another one tracks multiprocessing's resources)."""
-        children = psutil.Process(self.process.pid).children()
-        engines = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        return sorted(engines, key=lambda child: (child.create_time(), child.pid))
+        engines = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and its parent does not know yet
+                if "spawn_main" in " ".join(child.cmdline()):
+                    engines.append((child.create_time(), child.pid, child))
+        return [child for *_, child in sorted(engines, key=lambda engine: engine[:2])]
 
 
 @contextlib.contextmanager
