@@ -21,7 +21,7 @@ from scripts.lab.demo.arithmetic import (
 )
 from scripts.lab.demo.corpus import Chat, Corpus, Document
 from scripts.lab.demo.phrasing import typed
-from scripts.lab.demo.story_text import ANIMALS, BOYS, FANTASTIC, GIRLS, THINGS
+from scripts.lab.demo.stories import TEXT
 
 NUM_SAMPLES = 6000
 
@@ -215,7 +215,8 @@ def test_stories_are_whole_and_various() -> None:
 
 def test_a_story_is_about_what_was_asked() -> None:
     rng = random.Random(3)
-    people_and_things = {*ANIMALS, *FANTASTIC, *THINGS, "girl", "boy", *(name.lower() for name in GIRLS + BOYS)}
+    people_and_things = {"girl", "boy", *TEXT["animals"], *TEXT["fantastic"], *TEXT["things"]}
+    people_and_things |= {name.lower() for name in TEXT["girls"] + TEXT["boys"]}
     named = 0
     for _ in range(500):
         question, text = stories.told(rng)
