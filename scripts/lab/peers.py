@@ -25,10 +25,10 @@ import uvloop
 from model.inputs.paths import local_path
 from scripts.lab.load.client import Target, run
 from scripts.lab.load.metrics import summary
+from scripts.lab.load.servers import serving
 from scripts.lab.load.workload import BenchRequest, from_file
 from scripts.wiring.errors import add_debug_flag, run_command
 from scripts.wiring.repeated import EachCounts
-from scripts.wiring.serving import serving
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from scripts.lab.load.goodput import Trial, find_rate, passes
 from scripts.lab.load.goodput import table as goodput_table
 from scripts.lab.load.metrics import summary
 from scripts.lab.load.scenarios import SCENARIOS, Scenario, Size, Variant, chats, closed_loop
+from scripts.lab.load.servers import serving
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
-from scripts.wiring.serving import serving
 
 GOODPUT = "goodput"
 SLOS = {"ttft": 500.0, "tpot": 50.0}

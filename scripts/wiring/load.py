@@ -12,7 +12,6 @@ from batcher.buckets import BucketConfig
 from scripts.wiring.choices import choose_kv_dtype
 from scripts.wiring.draft import ChosenDraft
 from scripts.wiring.head import ChosenHead
-from scripts.wiring.kv_scales import find_kv_scales
 from scripts.wiring.model_on_chips import ModelOnChips
 from scripts.wiring.settings import EngineSettings
 from scripts.wiring.weights import ChosenWeights
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
+    from pallas_kernels.spec import AttentionSpec
 
 Report = Callable[[str], None]
 GIB = 1 << 30
@@ -133,3 +133,24 @@ def phase(name: str, report: Report) -> Iterator[Report]:
     said: list[str] = []
     yield said.append
     report(f"  {name:<9}{time.perf_counter() - started:6.1f} s  {'; '.join(said)}")
+
+
+def find_kv_scales(model: Llama, stored: np.ndarray | None, spec: AttentionSpec) -> tuple[np.ndarray, str]:
+    """The scales f32[L, 2, K] for the stored KV heads, and their origin in words.
+
+    Args:
+        model: its weights are in place.
+        stored: the ranges that the checkpoint has (`StoredWeights.kv_ranges`); None: they are measured, on all hosts
+            at once.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    from model.execution.kv_range import measured_range
+    from pallas_kernels.quantised import scales_of
+
+    ranges, origin = stored, "with the checkpoint's scales"
+    if ranges is None:
+        ranges, origin = measured_range(model), "with scales measured on fixed tokens"
+    ranges = np.repeat(ranges, spec.num_kv_heads // ranges.shape[2], axis=2)  # KV heads may be stored repeated
+    return np.asarray(scales_of(jnp.asarray(ranges), spec.kv_dtype)), origin
