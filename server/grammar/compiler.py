@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from batcher.grammar import GrammarError
+from server.grammar.schemas import subschemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -18,9 +19,6 @@ STEP_LIMITS = {"max_items_in_row": 4_000, "step_max_items": 200_000, "step_lexer
 COMPILE_LIMITS = {"initial_lexer_fuel": 500_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000}
 MAX_MESSAGE_CHARS = 500
 MAX_TRIES = 200  # compilations, to find the place
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SCHEMAS = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
 _SHARED = ("$defs", "definitions")
 
 
@@ -133,7 +131,7 @@ def place_of_fault(schema: Mapping[str, Any], fault: str, compile: Callable[[Map
     found: bool = True
     while found:
         found = False
-        for step, inner in _subschemas(here):
+        for step, inner in subschemas(here):
             tries += 1
             if tries > MAX_TRIES:
                 return pointer
@@ -141,22 +139,3 @@ def place_of_fault(schema: Mapping[str, Any], fault: str, compile: Callable[[Map
                 pointer, here, found = f"{pointer}/{step}", inner, True
                 break
     return pointer
-
-
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name in _MAPS:
-        inner = schema.get(name)
-        if isinstance(inner, Mapping):
-            yield from ((f"{name}/{_escaped(key)}", s) for key, s in inner.items() if isinstance(s, Mapping))
-    for name in _LISTS:
-        inner = schema.get(name)
-        if isinstance(inner, list):
-            yield from ((f"{name}/{i}", s) for i, s in enumerate(inner) if isinstance(s, Mapping))
-    for name in _SCHEMAS:
-        inner = schema.get(name)
-        if isinstance(inner, Mapping):
-            yield name, inner
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")

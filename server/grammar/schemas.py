@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
@@ -30,9 +30,9 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 _SAME_FORMATS = {f"uuid{version}": "uuid" for version in range(1, 9)}  # pydantic's names
-SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SCHEMAS = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
            "unevaluatedProperties", "unevaluatedItems")  # fmt: skip
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 _TYPES = ("null", "boolean", "number", "string", "array", "object")  # `integer` is a kind of `number`
@@ -86,11 +86,11 @@ class _Reader:
                 self.unenforced.append(f"{name} (at {place})"[:MAX_PLACE_CHARS])
         here = {name: value for name, value in here.items() if name in _KEPT or name not in _REWRITTEN}
         for name, value in here.items():
-            if name in SCHEMA_MAPS:
+            if name in _MAPS:
                 here[name] = {key: self.read(inner, f"{place}/{name}/{_escaped(key)}") for key, inner in value.items()}
-            elif (name in SCHEMA_LISTS or name == "items") and isinstance(value, list):
+            elif (name in _LISTS or name == "items") and isinstance(value, list):
                 here[name] = [self.read(inner, f"{place}/{name}/{i}") for i, inner in enumerate(value)]
-            elif name in SCHEMAS or name == "items":
+            elif name in _SCHEMAS or name == "items":
                 here[name] = self.read(value, f"{place}/{name}")
         return here
 
@@ -107,8 +107,8 @@ def _is_malformed(schema: Mapping[str, Any]) -> bool:
     """Whether a keyword has a value of the wrong kind, which the compiler refuses by name."""
     types = schema.get("type", "")
     return (
-        any(name in schema and not isinstance(schema[name], Mapping) for name in SCHEMA_MAPS)
-        or any(name in schema and not isinstance(schema[name], list) for name in (*SCHEMA_LISTS, "enum"))
+        any(name in schema and not isinstance(schema[name], Mapping) for name in _MAPS)
+        or any(name in schema and not isinstance(schema[name], list) for name in (*_LISTS, "enum"))
         or not all(isinstance(name, str) for name in ([types] if not isinstance(types, list) else types))
     )
 
@@ -309,6 +309,22 @@ def _unheld(_: _Reader, here: Schema) -> bool:
 def _is_regex(pattern: str) -> bool:
     """Whether the compiler's engine of regular expressions has all that the pattern uses."""
     return not _UNKNOWN_TO_ENGINE.search(pattern)
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly inside a schema, with the end of their JSON pointers."""
+    for name in _MAPS:
+        inner = schema.get(name)
+        if isinstance(inner, Mapping):
+            yield from ((f"{name}/{_escaped(key)}", s) for key, s in inner.items() if isinstance(s, Mapping))
+    for name in (*_LISTS, "items"):
+        inner = schema.get(name)
+        if isinstance(inner, list):
+            yield from ((f"{name}/{i}", s) for i, s in enumerate(inner) if isinstance(s, Mapping))
+    for name in (*_SCHEMAS, "items"):
+        inner = schema.get(name)
+        if isinstance(inner, Mapping):
+            yield name, inner
 
 
 def _escaped(key: str) -> str:
