@@ -1,9 +1,9 @@
 """The table of sampling parameters: one entry for each field of `SamplingParams`.
 
 An entry holds a parameter's range, its columns in a slot's state, and the program variant that it needs. Admission, the
-packer, the server's checks and the device's unpacking read the table. A new parameter takes four edits: its field in
-`batcher/request.py` (type and default), its entry here, its field in `server/api/request/schemas.py`, and its column
-and use in `model/sampling/sampling.py`.
+packer, the server's checks and the device's unpacking read the table. A new parameter takes five edits: its field in
+`batcher/request.py` (type and default), its entry here, its field in `server/api/request/schemas.py` and, for `LLM`, in
+`scripts/offline/arguments.py`, and its column and use in `model/sampling/sampling.py`.
 """
 
 from __future__ import annotations

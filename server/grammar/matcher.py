@@ -140,7 +140,8 @@ class TokenMatcher:
             if self._thinking is not None:
                 self._thinking.take(token)
                 self._thinking = None if self._thinking.is_over else self._thinking
-            self._number_chars = self._grammars.number_bound.length_after(self._number_chars, token)
+            if self._has_json:
+                self._number_chars = self._grammars.number_bound.length_after(self._number_chars, token)
         mask = np.zeros(num_mask_words(vocabulary.size), np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():

@@ -68,6 +68,7 @@ class ReasoningReader:
         self._calls = calls
         self._is_shown = is_shown
         self._is_open = is_open_after(format, prompt_end)
+        self.is_reasoning = self._is_open  # whether the text is inside its reasoning
         self._read = self._read_start
         self._held = ""  # white space, or the beginning of a tag
         self._reasoning: list[str] = []
@@ -75,13 +76,6 @@ class ReasoningReader:
         self._num_chars = 0  # read
         self._answer_start = 0  # the place of the answer in the text
         self._num_taken = 0  # characters of the answer
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the text is inside its reasoning."""
-        return self._read in (self._read_first, self._read_reasoning) or (
-            self._is_open and self._read == self._read_start
-        )
 
     @property
     def num_calls(self) -> int:
@@ -131,6 +125,7 @@ class ReasoningReader:
         opened = may_open and begun.startswith(start)
         held, self._held = self._held, ""
         if opened or self._is_open:
+            self.is_reasoning = True
             self._read = self._read_first
             self._read_first(begun.removeprefix(start))
         else:
@@ -149,6 +144,7 @@ class ReasoningReader:
         if at >= 0:
             self._reasoning.append(text[:at].rstrip())
             self._held = ""
+            self.is_reasoning = False
             self._read = self._read_gap
             if rest := text[at + len(end) :]:
                 self._read_gap(rest)

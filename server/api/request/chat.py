@@ -43,7 +43,7 @@ class ChatPlan:
     echo: str
     shows_reasoning: bool
     thinking_budget: int | None  # the most tokens of the reasoning
-    lowers_max_tokens: bool = False
+    lowers_max_tokens: bool
 
     @property
     def options(self) -> ChatOptions:
@@ -64,8 +64,10 @@ async def start_chat(
 
     `lowers_max_tokens`: where the context has less room than `max_tokens`, the output ends with the context.
     """
-    plan = await check_chat(state, body, id_prefix=id_prefix, timeout_header=request.headers.get(TIMEOUT_HEADER))
-    plan.lowers_max_tokens = lowers_max_tokens
+    header = request.headers.get(TIMEOUT_HEADER)
+    plan = await check_chat(
+        state, body, id_prefix=id_prefix, timeout_header=header, lowers_max_tokens=lowers_max_tokens
+    )
     await render(state, plan)
     await constrain(state, plan)
     fit(state, plan)
@@ -73,7 +75,7 @@ async def start_chat(
 
 
 async def check_chat(
-    state: ServerState, body: ChatRequest, *, id_prefix: str, timeout_header: str | None = None
+    state: ServerState, body: ChatRequest, *, id_prefix: str, timeout_header: str | None, lowers_max_tokens: bool
 ) -> ChatPlan:
     """Reads all fields of the body. Raises RequestError for the first that is invalid."""
     generation = await check_generation(state, body, id_prefix=id_prefix, timeout_header=timeout_header)
@@ -93,6 +95,7 @@ async def check_chat(
         truncation=Truncation.of(body.truncate_prompt_tokens, body.truncation_side, state.client.info.max_model_len),
         max_tokens=max_tokens,
         max_tokens_field=field,
+        lowers_max_tokens=lowers_max_tokens,
         echo=_echo(body),
         shows_reasoning=body.include_reasoning is not False,
         thinking_budget=_thinking_budget(body),
