@@ -7,7 +7,7 @@
     reader.take()                       # [Reasoning(" is four."), Content("4", 30)]
 
 The tags and the white space next to them belong to neither. Text that may be the beginning of a tag is held back until
-it is certain. Each character is read once, whatever the cuts are.
+it is certain. The pieces do not depend on how the text is cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reasoning is told from the answer, whatever the cuts of the text are."""
+"""Reasoning and answer are separated in the same way, however the text is cut."""
 
 from __future__ import annotations
 
