@@ -33,7 +33,7 @@ echo = server_of(EchoConfig(), scope="session")
 REPLY = "Héllo, wörld! 🙂 Stop here. END of text"
 
 
-# Says REPLY and ends its turn, whatever the prompt.
+# Answers every prompt with REPLY and ends its turn.
 scripted = server_of(EchoConfig(reply=tuple(REPLY.encode()), step_s=0.002), scope="session")
 
 

@@ -56,7 +56,7 @@ def test_each_frontend_hears_its_own_requests(data: st.DataObject) -> None:
         for frontend, own in sorter.sort(items).items():
             for message in outbox.messages(own):
                 if frontend == FIRST:
-                    raise AssertionError("nobody has asked by the first frontend")
+                    raise AssertionError("the first frontend has sent no request")
                 receivers[frontend].take(message)
         items.clear()
 
