@@ -36,12 +36,11 @@ class TpuChip:
     # Cores that share the device's matrix units. XLA's products use all of them. A kernel whose grid has no parallel
     # dimension, as those of attention, runs on the first: by its final bundles the other jumps to the kernel's end.
     cores: int = 1
-    # True if weights in fp8 are widened inside a product at the memory's speed. Other chips convert fp8 slowly and int8
-    # quickly: the compilers' accounts are in scripts/lab/results/decisions.md.
-    reads_fp8: bool = False
-    # True if `tpu.int4_product` takes little longer than its weights are read at 16 rows, and no longer than a product
-    # with int8 at 512, by the compiler's account: scripts/lab/results/2026-11-23-int4.md.
-    reads_int4: bool = False
+    # The forms of weights that a product dequantises at the memory's speed. All chips convert int8 quickly, and others
+    # fp8 slowly: the compilers' accounts are in scripts/lab/results/decisions.md. "int4" is one if `tpu.int4_product`
+    # takes little longer than its weights are read at 16 rows, and no longer than a product with int8 at 512, by the
+    # compiler's account: scripts/lab/results/2026-11-23-int4.md.
+    reads: frozenset[str] = frozenset({"int8"})
     # "int8" or "fp8" -> the rows of a step from which its products with inputs rounded to that type, and the rounding,
     # take less time than its products with inputs in bfloat16: scripts/lab/results/2026-11-22-rounded-inputs.md.
     rounded_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -65,10 +64,10 @@ TPUS = {
         #       name     GiB    bytes/s clock  FLOP/cycle  VMEM     page
         TpuChip("v5e",   15.75,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}, max_host_chips=8),
         TpuChip("v5p",   95.73, 2765e9, 1.75e9, 262144,  64 * MIB, 256, cores=2, rounded_rows={"int8": 1}),
-        TpuChip("v6e",   31.24, 1638e9, 1.75e9, 524288, 128 * MIB, 128, reads_int4=True, rounded_rows={"int8": 512},
-                max_host_chips=8),
-        TpuChip("tpu7x", 94.74, 3690e9, 2.20e9, 524288,  64 * MIB, 256, reads_fp8=True, rounded_rows={"fp8": 512},
-                devices_per_chip=2),
+        TpuChip("v6e",   31.24, 1638e9, 1.75e9, 524288, 128 * MIB, 128, rounded_rows={"int8": 512},
+                reads=frozenset({"int8", "int4"}), max_host_chips=8),
+        TpuChip("tpu7x", 94.74, 3690e9, 2.20e9, 524288,  64 * MIB, 256, rounded_rows={"fp8": 512},
+                reads=frozenset({"int8", "fp8"}), devices_per_chip=2),
     )
 }  # fmt: skip
 
@@ -81,7 +80,8 @@ def tpu_name(chip_version: str) -> str:
 # Products of two numbers of 8 bits, as a multiple of bfloat16's rate, where `rounded_rows` has the type: data sheets.
 EIGHT_BIT_SPEED = 2.0
 
-# As `TpuChip.rounded_rows`, of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md.
+# As of `TpuChip`; the rows are those of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md.
+CPU_READS = frozenset({"int8"})
 CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1}
 
 
@@ -105,15 +105,11 @@ SHARED_MEMORY = {
 }
 
 
-def arch_reads_fp8(arch: tuple[int, int]) -> bool:
-    """Whether weights in fp8 are widened inside a product. Below Hopper a wide copy of them is written every time."""
-    return arch >= (9, 0)
-
-
-def arch_reads_int4(arch: tuple[int, int]) -> bool:
-    """Whether int4 kernels with scales of groups are dequantised inside a product: XLA's compiler does it for every
-    architecture that is compiled for, see scripts/lab/results/2026-11-23-int4.md."""
-    return arch >= (8, 0)
+def arch_reads(arch: tuple[int, int]) -> frozenset[str]:
+    """As `TpuChip.reads`. XLA's compiler dequantises int4 kernels with scales of groups inside a product for every
+    architecture that is compiled for: scripts/lab/results/2026-11-23-int4.md. Below Hopper it writes a copy of fp8
+    weights in a wider type every time."""
+    return frozenset({"int8", "int4", "fp8"} if arch >= (9, 0) else {"int8", "int4"})
 
 
 def arch_rounded_rows(arch: tuple[int, int]) -> Mapping[str, int]:
@@ -159,14 +155,9 @@ class GpuChip:
         return SHARED_MEMORY[self.arch]
 
     @property
-    def reads_fp8(self) -> bool:
-        """As `TpuChip.reads_fp8`."""
-        return arch_reads_fp8(self.arch)
-
-    @property
-    def reads_int4(self) -> bool:
-        """As `TpuChip.reads_int4`."""
-        return arch_reads_int4(self.arch)
+    def reads(self) -> frozenset[str]:
+        """As `TpuChip.reads`."""
+        return arch_reads(self.arch)
 
     @property
     def rounded_rows(self) -> Mapping[str, int]:

@@ -94,14 +94,14 @@ def _convert(
     jax.config.update("jax_platforms", "cpu")
     from model.loading.orbax_format import check_place, save_orbax
     from model.loading.stored_weights import CONVERTED, find_weights
-    from model.quantization.forms import INT4, Activations, FourBit, Rounding, form_named
+    from model.quantization.forms import Activations, Rounding, described, form_named
 
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
     form = stored.quantization
     if quantization is not None:
-        is_kept = quantization == INT4 and stored.four_bit is not None
+        is_kept = stored.four_bit is not None and quantization == stored.four_bit.kind
         form = stored.four_bit if is_kept else form_named(quantization, stored.config.projection_inputs)
     activations = stored.activations
     if activations is Activations.STATIC and form != stored.quantization:
@@ -117,12 +117,9 @@ def _convert(
     write_config(raw, folder, stored.config, kept)
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
-    if isinstance(form, FourBit):
+    if form is not None:
         how = "kept" if form == stored.four_bit else "requantised"
-        made_from = f", {how} from {stored.packing}" if stored.packing else ""
-        print(f"projections are {form.in_words()}{made_from}; the head is int8")
-    elif form is not None:
-        print(f"projections and head are {form}" + (f", requantised from {stored.packing}" if stored.packing else ""))
+        print(described(form) + (f", {how} from {stored.packing}" if stored.packing else ""))
     if stored.remark:
         print(stored.remark)
 

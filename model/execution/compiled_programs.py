@@ -17,7 +17,7 @@ from model.compiling.compile_cache import CompileCounter, compiling_anew
 from model.compiling.compiler_options import compiler_options
 from model.compiling.exported_programs import ExportedPrograms, executable_fingerprint
 from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
-from model.execution import memory_plan, wide_copies
+from model.execution import dequantized_copies, memory_plan
 from model.execution.device_memory import device_memory
 from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, StepPrograms
 from model.inputs.paths import Place
@@ -99,7 +99,7 @@ class CompiledPrograms:
             raise ValueError("start_compiling was given other buckets than warm_up")
         self.steps = {bucket: programs[bucket] for bucket in buckets if bucket in programs}
         self._check_temporaries()
-        self._check_wide_copies(self.steps, report)
+        self._check_dequantized_copies(self.steps, report)
         report(self._account(compilation, waiting_since))
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
@@ -109,7 +109,7 @@ class CompiledPrograms:
             program = self._compiled_now(bucket)
         else:
             self.untried.add(bucket)
-        self._check_wide_copies({bucket: program}, report)
+        self._check_dequantized_copies({bucket: program}, report)
         self.steps[bucket] = program
 
     def compile_anew(self, report: Callable[[str], None]) -> None:
@@ -156,10 +156,10 @@ class CompiledPrograms:
                 f"{free / memory_plan.GIB:.2f} GiB are free: lower --memory-utilization or --max-num-batched-tokens"
             )
 
-    def _check_wide_copies(self, programs: dict[Bucket, Any], report: Callable[[str], None]) -> None:
+    def _check_dequantized_copies(self, programs: dict[Bucket, Any], report: Callable[[str], None]) -> None:
         described = self._described
-        for remark in wide_copies.check(
-            programs, described.narrow_kernels, described.model_config, described.attention
+        for remark in dequantized_copies.check(
+            programs, described.quantized_kernels, described.model_config, described.attention
         ):
             report(remark)
 

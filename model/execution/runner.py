@@ -201,7 +201,7 @@ class ModelRunner:
         on padding before its first step.
 
         Raises:
-            ValueError: as `wide_copies.check`.
+            ValueError: as `dequantized_copies.check`.
         """
         self._programs.compile_later(bucket, report)
 

@@ -17,7 +17,7 @@ from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
 from model.compiling.traced_programs import Program
-from model.execution import wide_copies
+from model.execution import dequantized_copies
 from model.execution.draft_model import DraftModel
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
@@ -89,7 +89,7 @@ class StepPrograms:
         scales: Any = jax.ShapeDtypeStruct((2, attention.spec.num_kv_heads), jnp.float32, sharding=by_head)
         self.kv_scales_like: list[Any] = [scales if attention.spec.has_kv_scales else None] * model.config.num_layers
         self.state_like = self._describe_state()
-        self.narrow_kernels = wide_copies.narrow_kernels(model, self.device.platform, attention.mesh)
+        self.quantized_kernels = dequantized_copies.quantized_kernels(model, self.device.platform, attention.mesh)
 
     @property
     def device(self) -> jax.Device:

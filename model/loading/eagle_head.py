@@ -243,7 +243,7 @@ def random_head(
     def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         if path in tables:
             return jax.device_put(tables[path], like.sharding)
-        return random_values(next(remaining), likes=(like,))[0]
+        return random_values(next(remaining), likes=((path, like),))[path]
 
     return fill_each(head, make, threads=1)
 

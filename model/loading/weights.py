@@ -22,12 +22,11 @@ from model.inputs.paths import Place, place
 from model.loading.checkpoint import Checkpoint, Tensors, open_checkpoint
 from model.loading.hf_format import Source, sources
 from model.loading.tensor_files import Reader
-from model.network.linear import INIT_STDDEV
+from model.network.linear import INIT_STDDEV, methods_of
+from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.eight_bit import quantize
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
-from model.quantization.four_bit import quantize_groups
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -56,8 +55,8 @@ def load_hf(
         config = files.with_own_head()
         form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
         model = abstract_model(config, **form)
-        is_kept = isinstance(quantization, FourBit) and quantization == files.in_four_bits()[0]
-        filled = fill(model, partial(_read_module, files=files, config=config, mesh=mesh, is_kept=is_kept))
+        methods, (kept, _) = methods_of(model), files.in_four_bits()
+        filled = fill(model, partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, kept=kept))
         files.check_unchanged()
         return filled
 
@@ -77,10 +76,11 @@ def random_weights(
     model = abstract_model(config, **form)
     seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
     remaining = iter(seeds.astype(np.uint32))
+    methods = methods_of(model)
 
     def make(path: str, likes: Described) -> Mapping[str, jax.Array]:
         first, *_ = [next(remaining) for _ in likes]
-        return dict(zip(likes, random_values(first, likes=tuple(likes.values())), strict=True))
+        return random_values(first, likes=tuple(likes.items()), method=methods.get(path))
 
     return fill(model, make, threads=1)
 
@@ -129,38 +129,48 @@ def fill_each[M: nnx.Module](
 
 
 def _read_module(
-    module: str, likes: Described, *, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None, is_kept: bool
+    module: str,
+    likes: Described,
+    *,
+    files: Checkpoint,
+    config: LlamaConfig,
+    mesh: Mesh | None,
+    methods: Mapping[str, LinearMethod],
+    kept: FourBit | None,
 ) -> Mapping[str, jax.Array]:
-    """A module's parameters. `is_kept`: the files hold 4-bit kernels in the form of the model."""
+    """A module's parameters.
+
+    Args:
+        methods: of the modules that are a `Linear`.
+        kept: the form in which the files hold 4-bit kernels; None: they hold none that is read as it is.
+    """
     likes = dict(likes)
     of_inputs = likes.pop("input_scale", None)
-    (name, like), *rest = likes.items()  # the weights, and the scale that they are quantised with
+    name, like = next(iter(likes.items()))  # the weights; the other parameters are what they are quantised with
     parts = sources(f"{module}.{name}" if module else name)
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
-    if is_kept and like.dtype == jnp.int4:
-        kept = {name: _read_four_bit(name, like, files, parts, config, mesh) for name, like in likes.items()}
+    method = methods.get(module, Unquantized())
+    if method.form is not None and method.form == kept:
+        stored = {name: _read_four_bit(name, like, files, parts, config, mesh) for name, like in likes.items()}
         return jax.block_until_ready(
             {
                 name: join(raw, groups=groups, dtype=likes[name].dtype, sharding=likes[name].sharding)
-                for name, raw in kept.items()
+                for name, raw in stored.items()
             }
         )
     raw = [read_source(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
-    if rest:
-        ((_, scale),) = rest
-        shardings = (like.sharding, scale.sharding)
+    if method.form is not None:
         scales = [_read_scales(files, part, config, num_shards_of(mesh)) for part in parts if files.has_scale(part.key)]
-        arrays = _join_quantized(
+        values = _join_quantized(
             raw,
             scales,
             groups=groups,
             block=files.columns_of_a_scale,
-            form=_form_of(like, scale),
-            shardings=shardings,
+            method=method,
+            shardings=tuple((name, like.sharding) for name, like in likes.items()),
         )
     else:
-        arrays = (join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding),)
-    values = dict(zip(likes, arrays, strict=True))
+        values = {name: join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding)}
     if of_inputs is not None:  # fused projections have the same inputs, and one scale that is large enough for all
         largest = max(files.input_scale(part.key) for part in parts)
         values["input_scale"] = jax.device_put(largest, of_inputs.sharding)
@@ -246,16 +256,16 @@ def join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) -
     return jax.lax.with_sharding_constraint(_joined(raw, groups).astype(dtype), sharding)
 
 
-@partial(jax.jit, static_argnames=("groups", "block", "form", "shardings"))
+@partial(jax.jit, static_argnames=("groups", "block", "method", "shardings"))
 def _join_quantized(
     raw: list[jax.Array],
     scales: Sequence[jax.Array | np.ndarray],
     *,
     groups: int,
     block: int | None,
-    form: WeightForm,
-    shardings: tuple[Sharding, Sharding],
-) -> tuple[jax.Array, jax.Array]:
+    method: LinearMethod,
+    shardings: tuple[tuple[str, Sharding], ...],
+) -> dict[str, jax.Array]:
     """The kernel and its scale, from weights, or from kernels and the f32[out, n] scales that they are stored with.
 
     Kernels of the wanted form with one scale per row stay unchanged. Other rows are quantised one by one: the values
@@ -264,29 +274,19 @@ def _join_quantized(
     Args:
         scales: one for each of `raw`, or none.
         block: number of weights of a row that share a scale; None: all of them.
+        shardings: of each parameter.
     """
     if not scales:
-        made = _quantized(_joined(raw, groups), form)
-    elif isinstance(form, EightBit) and block is None and raw[0].dtype == form.dtype:
-        made = _joined(raw, groups), _joined(scales, groups)[:, 0]
+        made = method.quantize(_joined(raw, groups))
+    elif block is None and isinstance(method.form, EightBit) and raw[0].dtype == method.form.dtype:
+        made = {"kernel": _joined(raw, groups), "scale": _joined(scales, groups)[:, 0]}
     else:
-        wide = [_widened(kernel, scale, block) for kernel, scale in zip(raw, scales, strict=True)]
-        made = _quantized(_joined(wide, groups), form)
-    return jax.lax.with_sharding_constraint(made, shardings)
+        weights = [_dequantized(kernel, scale, block) for kernel, scale in zip(raw, scales, strict=True)]
+        made = method.quantize(_joined(weights, groups))
+    return jax.lax.with_sharding_constraint(made, dict(shardings))
 
 
-def _quantized(weights: jax.Array, form: WeightForm) -> tuple[jax.Array, jax.Array]:
-    return quantize_groups(weights, form.group) if isinstance(form, FourBit) else quantize(weights, form)
-
-
-def _form_of(kernel: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct) -> WeightForm:
-    """The form without zeros of a kernel and its scale."""
-    if kernel.dtype == jnp.int4:
-        return FourBit(group=kernel.shape[1] // scale.shape[1])
-    return EightBit.of(kernel.dtype)
-
-
-def _widened(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int | None) -> jax.Array:
+def _dequantized(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int | None) -> jax.Array:
     """f32[out, in]"""
     if block is not None:
         scales = scales[:, np.arange(kernel.shape[1]) // block]
@@ -301,17 +301,19 @@ def _joined(raw: Sequence[jax.Array | np.ndarray], groups: int) -> jax.Array:
     return jnp.concatenate(cut, axis=1).reshape(-1, raw[0].shape[1])
 
 
-@partial(jax.jit, static_argnames="likes")
-def random_values(seed: jax.Array, *, likes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnames=("likes", "method"))
+def random_values(
+    seed: jax.Array, *, likes: tuple[tuple[str, jax.ShapeDtypeStruct], ...], method: LinearMethod | None = None
+) -> dict[str, jax.Array]:
     """Noise for a matrix, ones for a norm, quantised noise for a kernel with a scale."""
-    like = likes[0]
+    name, like = likes[0]
     if len(like.shape) == 1:
-        made: tuple[jax.Array, ...] = (jnp.ones(like.shape, like.dtype),)
-    elif len(likes) == 1:
-        made = (_noise(seed, like.shape).astype(like.dtype),)
+        made = {name: jnp.ones(like.shape, like.dtype)}
+    elif method is None or method.form is None:
+        made = {name: _noise(seed, like.shape).astype(like.dtype)}
     else:
-        made = _quantized(_noise(seed, like.shape), _form_of(*likes))
-    return jax.lax.with_sharding_constraint(made, tuple(like.sharding for like in likes))
+        made = method.quantize(_noise(seed, like.shape))
+    return jax.lax.with_sharding_constraint(made, {name: like.sharding for name, like in likes})
 
 
 def _noise(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -17,9 +17,10 @@ from flax import nnx
 
 from model.config import LlamaConfig
 from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
-from model.network.linear import Linear, multiply, normal_param, rows_of
+from model.network.linear import Linear, normal_param, rows_of
+from model.network.linear_method import multiply
 from model.network.rope import inverse_frequencies, rotation
-from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
+from model.quantization.forms import Rounding, WeightForm
 
 
 class Llama(nnx.Module):
@@ -32,7 +33,7 @@ class Llama(nnx.Module):
         num_shards: chips over which the heads are split. The order of rows in the fused projections (`layers`) depends
             on it, so weights stored for one number of chips do not fit another.
         quantization: of the projections and the head. A tied head then becomes a separate kernel; the embedding stays
-            unquantised. With projections in 4 bits, the head has int8.
+            unquantised. Some forms keep the head in another form (`in_head`).
         rounding: of the inputs of quantised products.
         for_cpu: multiplies a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
     """
@@ -66,8 +67,7 @@ class Llama(nnx.Module):
         # None: the embedding is also the head's kernel.
         is_shared = config.tie_word_embeddings and quantization is None
         of_head = replace(rounding, is_static=False) if rounding is not None and rounding.with_head else None
-        in_head = EightBit.INT8 if isinstance(quantization, FourBit) else quantization
-        as_head = partial(linear, quantization=in_head, rounding=of_head)
+        as_head = partial(linear, quantization=quantization and quantization.in_head, rounding=of_head)
         self.head = None if is_shared else as_head((vocab, embed), ("vocab", "embed"))
 
     def __call__(

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
@@ -19,7 +18,6 @@ from model.network.layers import Attention, Mlp, RMSNorm
 from model.network.linear import Linear
 from model.network.llama import Llama
 from model.network.sharding import RULES, sharding_of
-from model.network.tpu_groups import TpuGroups
 from pallas_kernels.cpu import products
 
 
@@ -32,7 +30,7 @@ def pack[M: Llama | EagleHead](model: M) -> M:
     Raises:
         ValueError: inputs are rounded in some steps only. The packed kernels are for all steps or for none.
     """
-    kernels = [(x.kernel, _together(x)) for _, x in nnx.iter_graph(model) if isinstance(x, Linear)]
+    kernels = [(x.kernel, x.method.rows_together()) for _, x in nnx.iter_graph(model) if isinstance(x, Linear)]
     if isinstance(model, Llama) and model.head is None:
         kernels.append((model.embedding, None))
     for kernel, together in kernels:
@@ -45,34 +43,23 @@ def pack[M: Llama | EagleHead](model: M) -> M:
     return model
 
 
-def _together(linear: Linear) -> int | None:
-    """As for `products.pack`."""
-    if linear.rounding is None or linear.kernel.get_value().dtype != jnp.int8:
-        return None
-    if linear.rounding.min_rows > 1:
-        raise ValueError(f"a CPU rounds inputs in all steps or in none, not from {linear.rounding.min_rows} rows on")
-    return products.TOGETHER_ROUNDED
-
-
 def pack_for_tpu[M: nnx.Module](model: M, mesh: Mesh | AbstractMesh | None, *, interpret: bool = False) -> M:
-    """Stores the 4-bit kernels of a model or a `Linear` as [in, out], with scales and zeros [in / group, out], in place
-    and one by one; of an abstract model, their shapes. Returns the model.
+    """Transposes the parameters of those `Linear` for which TPUs have a method of their own (`LinearMethod.on_tpu`), in
+    place and one by one; of an abstract model, their shapes. Returns the model.
 
     Args:
         mesh: on which the model is; None: on one chip.
         interpret: a CPU computes what the TPU would.
     """
-    linears = [module for _, module in nnx.iter_graph(model) if isinstance(module, Linear)]
-    for module in linears:
-        if module.kernel.get_value().dtype != jnp.int4 or module.on_tpu is not None:
-            continue
+    for module in [module for _, module in nnx.iter_graph(model) if isinstance(module, Linear)]:
         axes = module.kernel.get_metadata("axes")
         out_axis, in_axis = (None if mesh is None else RULES[axis] for axis in axes)
-        for name in ("kernel", "scale", "zero"):
-            if (param := getattr(module, name)) is not None:
-                turned = _turned(param.get_value(), axes[::-1], mesh)
-                setattr(module, name, nnx.Param(turned, axes=axes[::-1]))
-        module.on_tpu = TpuGroups(mesh=mesh, out_axis=out_axis, in_axis=in_axis, interpret=interpret)
+        method = module.method.on_tpu(mesh, (out_axis, in_axis), interpret=interpret)
+        if method is None:
+            continue
+        for name, param in module.parameters().items():
+            setattr(module, name, nnx.Param(_turned(param.get_value(), axes[::-1], mesh), axes=axes[::-1]))
+        module.method = method
     return model
 
 

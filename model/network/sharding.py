@@ -17,7 +17,7 @@ from model.config import LlamaConfig
 from model.eagle_config import NUM_TAPS, EagleConfig
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
-from model.quantization.forms import FourBit, Rounding, WeightForm
+from model.quantization.forms import Rounding, WeightForm
 
 TENSOR_AXIS = "tensor"
 
@@ -85,7 +85,7 @@ def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
     return replace(config, num_kv_heads=kv_heads)
 
 
-def check_groups(config: LlamaConfig, form: FourBit, num_shards: int) -> None:
+def check_groups(config: LlamaConfig, form: WeightForm, num_shards: int) -> None:
     """Raises ValueError if a chip's inputs of a kernel are no whole groups. The outputs of a layer's second products
     are summed over the chips, so these products are split by inputs."""
     hidden, attended, mlp = config.projection_inputs
@@ -113,11 +113,11 @@ def abstract_model(
     Programs can be compiled from it before the weights are loaded into it.
 
     Raises:
-        ValueError: sizes do not divide over the chips, or groups of 4-bit weights would be cut.
+        ValueError: sizes do not divide over the chips, or groups of weights that share a scale would be cut.
     """
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)
-    if isinstance(quantization, FourBit):
+    if quantization is not None:
         check_groups(config, quantization, num_shards)
     form = {"quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
     return _abstract(Llama, stored, mesh, dtype=jnp.dtype(dtype), num_shards=num_shards, **form)

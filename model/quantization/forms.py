@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 
 class EightBit(StrEnum):
@@ -14,6 +15,30 @@ class EightBit(StrEnum):
 
     INT8 = "int8"
     FP8 = "fp8"  # e4m3, finite values only
+
+    @property
+    def kind(self) -> str:
+        """The name by which a user asks for it, and `pallas_kernels.chips` says which chips read it."""
+        return str(self)
+
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 8
+
+    @property
+    def group(self) -> int:
+        """The number of inputs that a chip's part of a kernel is a multiple of."""
+        return 1
+
+    @property
+    def in_head(self) -> EightBit:
+        """The form of the head if the projections have this one."""
+        return self
+
+    def in_words(self) -> str:
+        """For messages."""
+        return str(self)
 
     @classmethod
     def of(cls, dtype: object) -> EightBit:
@@ -42,22 +67,25 @@ class FourBit:
 
     group: int  # inputs that share a scale
     has_zeros: bool = False  # each group has a zero, too, which is subtracted from its values
+    # As of `EightBit`.
+    kind: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+    in_head: ClassVar[EightBit] = EightBit.INT8
 
     def __post_init__(self) -> None:
         if self.group < MIN_GROUP:
             raise ValueError(f"int4 needs groups of {MIN_GROUP} inputs or more: {self.group=}")
 
     def __str__(self) -> str:
-        return f"{INT4}-g{self.group}" + ("-zeros" if self.has_zeros else "")
+        return f"{self.kind}-g{self.group}" + ("-zeros" if self.has_zeros else "")
 
     def in_words(self) -> str:
         """For messages."""
-        return f"{INT4}, groups of {self.group}" + (" with zero points" if self.has_zeros else "")
+        return f"{self.kind}, groups of {self.group}" + (" with zero points" if self.has_zeros else "")
 
 
 WeightForm = EightBit | FourBit
-INT4 = "int4"
-FORM_NAMES = (*map(str, EightBit), INT4)  # as a user names them
+FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # as a user names them
 # Of inputs. With larger groups hardly any bytes are saved: a scale has 16 bits, and 128 weights have 512.
 MAX_GROUP, MIN_GROUP = 128, 16
 
@@ -68,7 +96,7 @@ def largest_group(widths: Iterable[int], limit: int = MAX_GROUP) -> int | None:
     return group if group >= MIN_GROUP else None
 
 
-_FORM_NAME = re.compile(INT4 + r"(?:-g(\d{1,5})(-zeros)?)?")
+_FORM_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(-zeros)?)?")
 
 
 def is_form_name(name: object) -> bool:
@@ -91,6 +119,13 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     return FourBit(group=group, has_zeros=match[2] is not None)
 
 
+def described(form: WeightForm) -> str:
+    """Of a model with projections in `form`, in words."""
+    if form.in_head == form:
+        return f"projections and head are {form.in_words()}"
+    return f"projections are {form.in_words()}, and the head is {form.in_head.in_words()}"
+
+
 class Activations(StrEnum):
     """What a quantised checkpoint says of the inputs of its projections."""
 
@@ -101,7 +136,7 @@ class Activations(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product are narrow."""
+    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits."""
 
     min_rows: int = 1  # products of fewer rows keep the activations' type
     is_static: bool = False  # each projection has an `input_scale`; the head has none

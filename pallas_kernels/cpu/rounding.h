@@ -1,4 +1,4 @@
-// Inputs rounded to int8, to nearest even, as `model/network/narrow_products.py` does: each row with a scale of its own,
+// Inputs rounded to int8, to nearest even, as `model/network/eight_bit.py` does: each row with a scale of its own,
 // or all with a stored one.
 #pragma once
 #include "vectors.h"

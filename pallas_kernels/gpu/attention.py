@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import arch_converts_fp8
-from pallas_kernels.gpu import append, combine, decode, device, prefill_hopper, prefill_mma, tuning, widening
+from pallas_kernels.gpu import append, combine, conversion, decode, device, prefill_hopper, prefill_mma, tuning
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_body import PrefillOperands
 from pallas_kernels.gpu.prefill_tile import TileShape
@@ -145,7 +145,7 @@ def append_and_attend(
     kv_pages = append.append(kv_pages, keys, values, pages, metadata.token_slots)
     gpu = replace(device.current(), mma_only=mma_only)
     options = {"spec": spec, "gpu": gpu, "interpret": _interpreter(interpret)}
-    queries = queries.astype(widening.product_dtype(spec.dtype, spec.kv_dtype))
+    queries = queries.astype(conversion.product_dtype(spec.dtype, spec.kv_dtype))
     output = attend(queries, kv_pages, metadata, first_page.reshape(1), **options)
     return output.astype(spec.dtype), kv_pages
 

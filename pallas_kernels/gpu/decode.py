@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, online_softmax, persistent, vector, widening
+from pallas_kernels.gpu import conversion, matmul, online_softmax, persistent, vector
 from pallas_kernels.gpu.parts import Parts
 from pallas_kernels.gpu.ring import BlockShape, Following, Ring, Source
 from pallas_kernels.gpu.work_list import ITEM_FIRST_BLOCK, ITEM_KV_LEN, ITEM_NUM_BLOCKS, ITEM_PART, ITEM_ROW
@@ -95,8 +95,8 @@ class Refs:
     v_smem: Any
     p_or_out_smem: Any  # the weights [16, block_kv], and in their place the result f32[16, H]
     arrived: Any = None  # barriers of the ring; None: cp.async
-    k_wide: Any = None  # [block_kv, H], of 8-bit tiles
-    v_wide: Any = None
+    k_converted: Any = None  # [block_kv, H], of 8-bit tiles
+    v_converted: Any = None
 
 
 class Item(NamedTuple):
@@ -157,7 +157,7 @@ def decode(
     if tiles.use_tma:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * blocks.copies, num_barriers=tiles.num_stages)
     if kv_dtype != dtype:
-        scratch["k_wide"] = scratch["v_wide"] = widening.wide_tile((tiles.block_kv, head_dim), dtype)
+        scratch["k_converted"] = scratch["v_converted"] = conversion.converted_tile((tiles.block_kv, head_dim), dtype)
     results = [jax.ShapeDtypeStruct((num_rows, head_dim), dtype)]
     if parts.num_slots:
         sums_shape = (num_kv_heads, TILE_M, parts.num_slots + parts.vector)
@@ -225,7 +225,8 @@ class _Body:
         )  # fmt: skip
         return Ring(
             source=source, first_block=item.first_block, num_blocks=item.num_blocks, num_stages=self.tiles.num_stages,
-            k_smem=refs.k_smem, v_smem=refs.v_smem, arrived=refs.arrived, k_wide=refs.k_wide, v_wide=refs.v_wide,
+            k_smem=refs.k_smem, v_smem=refs.v_smem, arrived=refs.arrived,
+            k_converted=refs.k_converted, v_converted=refs.v_converted,
             **runs,
         )  # fmt: skip
 

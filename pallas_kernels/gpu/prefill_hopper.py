@@ -94,8 +94,8 @@ class _Refs(PrefillRefs):
     arrived: Any  # barriers, alternately of K and of V of each stage
     met: Any  # barriers, see `prefill`
     tail_arrived: Any = None  # barrier, see `prefill_memory.CopyingMemory`
-    narrow_smem: Any = None  # [stages of K and V, block_kv, H], see `prefill_memory.WideningMemory`
-    narrow_arrived: Any = None  # barriers
+    kv8_smem: Any = None  # [stages of K and V, block_kv, H], see `prefill_memory.ConvertingMemory`
+    kv8_arrived: Any = None  # barriers
     scores: Any = None  # f32[warpgroups, 64, block_kv], of the interpreter only
     acc: Any = None  # f32[warpgroups, 64, H], of the interpreter only
 

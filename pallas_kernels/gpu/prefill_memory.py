@@ -16,13 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, prefill_tile, widening
+from pallas_kernels.gpu import conversion, matmul, prefill_tile
 from pallas_kernels.gpu.prefill_body import PrefillBody
 from pallas_kernels.gpu.prefill_tile import Tile
 from pallas_kernels.gpu.ring import KEYS, VALUES, Source
 
 COMPUTE_WARPGROUPS = 2
-NARROW_STAGES = 2  # blocks of 8 bits that are copied at a time
+KV8_STAGES = 2  # blocks of 8 bits that are copied at a time
 TAIL_ROWS = 16  # of V that are cleared at a time: few registers
 
 
@@ -155,71 +155,71 @@ class CopyingMemory(Memory):
         plgpu.commit_smem()
 
 
-class WideningMemory(Memory):
+class ConvertingMemory(Memory):
     """Pages of 8 bits."""
 
     @staticmethod
     def scratch(body: PrefillBody) -> dict[str, Any]:
         """Tiles of keys and of values as they are stored, and the barriers of their copies and of the ring."""
-        shape = (2 * NARROW_STAGES, body.sizes.block_kv, body.head_dim)
+        shape = (2 * KV8_STAGES, body.sizes.block_kv, body.head_dim)
         swizzled = matmul.swizzled(body.head_dim, body.kv_dtype)
         return {
             "arrived": plgpu.Barrier(num_barriers=2 * body.sizes.num_stages),
-            "narrow_smem": plgpu.SMEM(shape, body.kv_dtype, transforms=swizzled),
-            "narrow_arrived": plgpu.Barrier(num_arrivals=body.blocks.copies, num_barriers=2 * NARROW_STAGES),
+            "kv8_smem": plgpu.SMEM(shape, body.kv_dtype, transforms=swizzled),
+            "kv8_arrived": plgpu.Barrier(num_arrivals=body.blocks.copies, num_barriers=2 * KV8_STAGES),
         }
 
     def start(self, source: Source, tile: Tile, blocks_before) -> None:
         """See `Memory`."""
 
-        @pl.loop(0, jnp.minimum(tile.num_blocks, NARROW_STAGES))
+        @pl.loop(0, jnp.minimum(tile.num_blocks, KV8_STAGES))
         def _(i):
             for kind in (KEYS, VALUES):
-                self.fetch_narrow(source, tile.first_block + i, kind, blocks_before + i)
+                self.fetch_kv8(source, tile.first_block + i, kind, blocks_before + i)
 
     def feed_block(self, source: Source, tile: Tile, i, index) -> None:
         """See `Memory`."""
-        block, ahead = tile.first_block + i, NARROW_STAGES
+        block, ahead = tile.first_block + i, KV8_STAGES
         for kind in (KEYS, VALUES):
             self.convert(block, kind, tile, index)
-            fetch = partial(self.fetch_narrow, source, block + ahead, kind, index + ahead)
+            fetch = partial(self.fetch_kv8, source, block + ahead, kind, index + ahead)
             pl.when(i + ahead < tile.num_blocks)(fetch)
 
-    def narrow_place(self, kind: int, index) -> Any:
+    def kv8_place(self, kind: int, index) -> Any:
         """The tile, and the barrier, of a block's keys or values as they are stored."""
-        return 2 * lax.rem(index, jnp.int32(NARROW_STAGES)) + kind
+        return 2 * lax.rem(index, jnp.int32(KV8_STAGES)) + kind
 
-    def fetch_narrow(self, source: Source, block, kind: int, index) -> None:
+    def fetch_kv8(self, source: Source, block, kind: int, index) -> None:
         """Starts the copies of a block's keys or values, as they are stored."""
-        place = self.narrow_place(kind, index)
-        self.fetch(source, block, kind, self.refs.narrow_smem.at[place], self.refs.narrow_arrived.at[place])
+        place = self.kv8_place(kind, index)
+        self.fetch(source, block, kind, self.refs.kv8_smem.at[place], self.refs.kv8_arrived.at[place])
 
     def convert(self, block, kind: int, tile: Tile, index) -> None:
         """Converts a block's keys or values, when they have arrived, to their slot, when it is free."""
         refs, slot = self.refs, self.slot_of(index)
-        narrow = self.narrow_place(kind, index)
-        plgpu.barrier_wait(refs.narrow_arrived.at[narrow])
+        place = self.kv8_place(kind, index)
+        plgpu.barrier_wait(refs.kv8_arrived.at[place])
         pl.when(index >= self.body.sizes.num_stages)(lambda: plgpu.barrier_wait(refs.met.at[2 * slot + kind]))
         smem = refs.k_smem if kind == KEYS else refs.v_smem
-        self.widen(kind, narrow, smem, slot, tile.kv_len - block * self.body.sizes.block_kv)
+        self.convert_tile(kind, place, smem, slot, tile.kv_len - block * self.body.sizes.block_kv)
         # Orders the reads before the next copy, and the writes before the others' products.
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.arrived.at[2 * slot + kind])
 
-    def widen(self, kind: int, narrow, smem, slot, num_valid) -> None:
+    def convert_tile(self, kind: int, place, smem, slot, num_valid) -> None:
         """Converts a tile, with zeros for the values after the sequence's last key, as in `clear_tail`."""
 
-        @pl.loop(0, self.body.sizes.block_kv // widening.ROWS)
+        @pl.loop(0, self.body.sizes.block_kv // conversion.ROWS)
         def _(part):
-            first = pl.multiple_of(part * widening.ROWS, widening.ROWS)
-            rows = pl.ds(first, widening.ROWS)
-            values = widening.load(self.refs.narrow_smem.at[narrow, rows], self.body.dtype)
+            first = pl.multiple_of(part * conversion.ROWS, conversion.ROWS)
+            rows = pl.ds(first, conversion.ROWS)
+            values = conversion.load(self.refs.kv8_smem.at[place, rows], self.body.dtype)
             if kind == VALUES:
-                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=widening.LAYOUT)
+                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=conversion.LAYOUT)
                 values = jnp.where(key + first < num_valid, values, jnp.zeros_like(values))
             smem[slot, rows] = values
 
 
-def memory_of(body: PrefillBody) -> type[CopyingMemory] | type[WideningMemory]:
+def memory_of(body: PrefillBody) -> type[CopyingMemory] | type[ConvertingMemory]:
     """The kind that the body's pages need."""
-    return CopyingMemory if body.kv_dtype == body.dtype else WideningMemory
+    return CopyingMemory if body.kv_dtype == body.dtype else ConvertingMemory

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import matmul, online_softmax, persistent, prefill_tile, vector, widening
+from pallas_kernels.gpu import conversion, matmul, online_softmax, persistent, prefill_tile, vector
 from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_body import PrefillBody, PrefillOperands, PrefillRefs, results
@@ -58,7 +58,7 @@ def prefill(
         scratch["q_arrived"] = plgpu.Barrier(num_arrivals=body.shape.heads)
         scratch["arrived"] = plgpu.Barrier(num_arrivals=2 * blocks.copies, num_barriers=sizes.num_stages)
     if kv_dtype != dtype:
-        scratch["k_wide"] = scratch["v_wide"] = widening.wide_tile((sizes.block_kv, head_dim), dtype)
+        scratch["k_converted"] = scratch["v_converted"] = conversion.converted_tile((sizes.block_kv, head_dim), dtype)
     return plgpu.kernel(
         body,
         out_type=results(body, operands, output is None, parts, warpgroups=1),
@@ -79,8 +79,8 @@ class _Refs(PrefillRefs):
     p_smem: Any  # [64, block_kv]
     q_arrived: Any = None  # barrier; None: cp.async
     arrived: Any = None  # barriers of the ring; None: cp.async
-    k_wide: Any = None  # [block_kv, H], of 8-bit tiles
-    v_wide: Any = None
+    k_converted: Any = None  # [block_kv, H], of 8-bit tiles
+    v_converted: Any = None
 
 
 class _Body(PrefillBody):
@@ -104,7 +104,7 @@ class _Body(PrefillBody):
         ring = Ring(
             source=source, first_block=tile.first_block, num_blocks=tile.num_blocks,
             num_stages=self.sizes.num_stages, k_smem=k_smem, v_smem=refs.v_smem, arrived=refs.arrived,
-            k_wide=refs.k_wide, v_wide=refs.v_wide,
+            k_converted=refs.k_converted, v_converted=refs.v_converted,
         )  # fmt: skip
         self.load_queries(refs.queries, refs.q_smem, tile, refs.q_arrived)
         output, sums = self.attend(tile, ring, refs.q_smem, refs.p_smem)

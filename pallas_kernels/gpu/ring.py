@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import widening
+from pallas_kernels.gpu import conversion
 
 KEYS, VALUES = 0, 1  # on the second axis of the pages
 
@@ -99,8 +99,8 @@ class Ring:
     k_smem: Any  # [stages, block_kv, H]
     v_smem: Any
     arrived: Any  # barriers, 2 * copies arrivals each; None: cp.async
-    k_wide: Any = None  # [block_kv, H], for blocks of 8-bit keys and values
-    v_wide: Any = None
+    k_converted: Any = None  # [block_kv, H], for blocks of 8-bit keys and values
+    v_converted: Any = None
     blocks_before: Any = 0  # of the runs before
     following: Following | None = None
 
@@ -124,9 +124,9 @@ class Ring:
     def tiles(self, slot: Any) -> tuple[Any, Any]:
         """The keys and values of the block in `slot`, [block_kv, H] each, in the type of the products."""
         keys, values = self.k_smem.at[slot], self.v_smem.at[slot]
-        if self.k_wide is None:
+        if self.k_converted is None:
             return keys, values
-        return widening.widen(keys, self.k_wide), widening.widen(values, self.v_wide)
+        return conversion.convert(keys, self.k_converted), conversion.convert(values, self.v_converted)
 
     def drain(self) -> None:
         """Waits for all copies. The tiles may then be used for something else."""

@@ -14,7 +14,7 @@ from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
-from pallas_kernels.gpu.prefill_memory import NARROW_STAGES
+from pallas_kernels.gpu.prefill_memory import KV8_STAGES
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec
@@ -128,7 +128,7 @@ def prefill_blocks_under_way(gpu: Gpu, spec: AttentionSpec) -> int:
     if not gpu.has_wgmma:
         return mma_prefill_tiles(gpu, spec).num_stages - 1
     if spec.has_kv_scales:
-        return NARROW_STAGES
+        return KV8_STAGES
     return hopper_prefill_tiles(spec).num_stages - 2  # the values of two blocks are in use
 
 

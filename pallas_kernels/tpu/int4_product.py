@@ -1,7 +1,7 @@
 """Products with int4 kernels whose groups of inputs have scales of their own.
 
-XLA writes such a kernel out in bfloat16 before every product. Here a block of it is widened in VMEM and multiplied with
-its scales there: memory delivers 4 bits a weight. Each tile of rows widens all blocks, while the matrix units multiply.
+XLA writes such a kernel out in bfloat16 before every product. Here a block of it is dequantised in VMEM: memory
+delivers 4 bits a weight. Each tile of rows dequantises all blocks, while the matrix units multiply.
 
 The kernel is stored as [in, out]. The scales of a group are then one row of lanes. Stored as [out, in], each scale
 would have to be spread over lanes, which takes more instructions than the product.
@@ -23,7 +23,7 @@ from pallas_kernels.tpu import vmem
 
 MIB = 1 << 20
 INPUT_BYTES = 32 * MIB  # of VMEM for a block of inputs, and the next one
-KERNEL_BYTES = 16 * MIB  # of VMEM for a block of the kernel in 4 bits, the next one, and a wide block
+KERNEL_BYTES = 16 * MIB  # of VMEM for a block of the kernel in 4 bits, the next one, and a dequantised block
 MAX_ROWS, MIN_ROWS = 512, 128  # of a block
 MAX_OUT, MIN_OUT = 512, 256  # outputs of a block; with fewer, a matrix unit of a v6e would be half idle
 
@@ -73,7 +73,7 @@ def multiply(
     rows, num_in = inputs.shape
     groups, num_out = scale.shape
     blocks = blocks or choose_blocks(rows, num_in, num_out, inputs.dtype.itemsize)
-    wide = pltpu.VMEM((num_in, blocks.out), inputs.dtype)
+    dequantized = pltpu.VMEM((num_in, blocks.out), inputs.dtype)
     of_groups = pl.BlockSpec((groups, blocks.out), lambda t, n: (0, n))
     zeros = [] if zero is None else [zero]
     buffers = [
@@ -83,7 +83,7 @@ def multiply(
     ]
     return pl.pallas_call(
         functools.partial(_kernel, group=num_in // groups),
-        # A block of inputs stays for all blocks of outputs: what is read again for other rows is the narrow kernel.
+        # A block of inputs stays for all blocks of outputs: what is read again for other rows is the int4 kernel.
         grid=(pl.cdiv(rows, blocks.rows), pl.cdiv(num_out, blocks.out)),
         in_specs=[
             pl.BlockSpec((blocks.rows, num_in), lambda t, n: (t, 0)),
@@ -92,9 +92,9 @@ def multiply(
         ],
         out_specs=pl.BlockSpec((blocks.rows, blocks.out), lambda t, n: (t, n)),
         out_shape=jax.ShapeDtypeStruct((rows, num_out), out_dtype),
-        scratch_shapes=[wide],
+        scratch_shapes=[dequantized],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem.bytes_with([wide, *buffers])
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem.bytes_with([dequantized, *buffers])
         ),
         interpret=interpret,
         name="int4_product",
@@ -103,14 +103,14 @@ def multiply(
 
 def _kernel(inputs: Any, kernel: Any, scale: Any, *rest: Any, group: int) -> None:
     """References to blocks: [rows, in], int4[in, out], [groups, out] once or twice, [rows, out] and [in, out]. Straight
-    code: the compiler widens the last weights while the first are multiplied."""
-    *zero, out, wide = rest
-    for g in range(wide.shape[0] // group):
+    code: the compiler dequantises the last weights while the first are multiplied."""
+    *zero, out, dequantized = rest
+    for g in range(dequantized.shape[0] // group):
         within = slice(g * group, (g + 1) * group)
-        weights = kernel[within].astype(wide.dtype)
+        weights = kernel[within].astype(dequantized.dtype)
         for z in zero:
-            weights = weights - z[g : g + 1].astype(wide.dtype)
-        wide[within] = weights * scale[g : g + 1].astype(wide.dtype)
-    precision = lax.Precision.HIGHEST if wide.dtype == jnp.float32 else None
-    product = jnp.dot(inputs[...], wide[...], precision=precision, preferred_element_type=jnp.float32)
+            weights = weights - z[g : g + 1].astype(dequantized.dtype)
+        dequantized[within] = weights * scale[g : g + 1].astype(dequantized.dtype)
+    precision = lax.Precision.HIGHEST if dequantized.dtype == jnp.float32 else None
+    product = jnp.dot(inputs[...], dequantized[...], precision=precision, preferred_element_type=jnp.float32)
     out[...] = product.astype(out.dtype)

@@ -4,7 +4,7 @@ A TPU register is 8 sublanes x 128 lanes x 32 bits, a copy engine moves whole 32
 takes bf16 rows packed in such words in pairs. So a page is `uint32[planes, page_size / kv_packing, 128]`:
 
 - One word row holds `kv_packing` consecutive tokens: one of float32, two of bf16, four of int8. The matrix unit reads
-  it without any rearrangement (int8 is widened first), and one new token costs one row of 512 bytes per plane.
+  it without any rearrangement (int8 is converted first), and one new token costs one row of 512 bytes per plane.
 - A plane is 128 lanes of K or of V. head_dim 128: one head each. head_dim 64: two heads side by side, or K and V of one
   head side by side if the head count is odd, so nothing is padded. Queries have zeros in the lanes of other heads.
   Nothing else in the kernels depends on the head dim.

@@ -125,7 +125,7 @@ def wait_rows(tokens: Any, num_rows: Any, sem: Any) -> None:
 def unpack_kv(words: jax.Array, g: Geometry) -> jax.Array:
     """uint32[n, 128] -> dtype[n * kv_packing, 128]: K or V for products with the queries.
 
-    On the chip the bitcast moves nothing: the registers stay the same. 8-bit values are widened, exactly.
+    On the chip the bitcast moves nothing: the registers stay the same. 8-bit values are converted, exactly.
     """
     return pltpu.bitcast(words, g.kv_dtype).astype(g.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from batcher.step import Bucket
     from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
-    from model.quantization.forms import FourBit, Rounding, WeightForm
+    from model.quantization.forms import Rounding, WeightForm
     from pallas_kernels.spec import Backend
 
 STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
@@ -48,99 +48,80 @@ def choose_quantization(
     stored: StoredWeights | None,
     config: LlamaConfig,
     *,
-    reads_fp8: bool,
+    reads: Set[str],
     rounded_rows: Mapping[str, int],
-    reads_int4: bool = False,
 ) -> tuple[WeightForm | None, str | None]:
     """The stored form of the projections and the head (None: the computation's dtype), and a remark for the report.
 
-    A checkpoint in 4 bits is kept so if the chip reads int4, and if the 4-bit form holds it.
+    A packed checkpoint is kept in its form if the chip reads that, and if a form holds it. Where the chip does not read
+    a form, int8 is taken.
 
     Args:
-        reads_fp8: whether the chip converts fp8 as fast as it reads it, see `chips`.
-        rounded_rows: of the chip, see `chips`. If it multiplies any number of rows in fp8, it need not convert fp8,
-            unless the checkpoint's activations are exact.
-        reads_int4: whether the chip dequantises int4 in groups inside a product, see `chips`.
+        reads: of the chip, see `chips`.
+        rounded_rows: of the chip, see `chips`. A form that it multiplies with any number of rounded rows need not be
+            read, unless the checkpoint's activations are exact.
 
     Raises:
         ValueError: a converted checkpoint has another form than `asked`, or a form that the chip reads slowly. Or the
             model's sizes have no common groups for int4.
     """
-    from model.quantization.forms import INT4, Activations, EightBit, FourBit, form_named
+    from model.quantization.forms import Activations, EightBit, described, form_named
 
-    can_round = stored is None or stored.activations is not Activations.EXACT
-    reads_fp8 = reads_fp8 or (can_round and rounded_rows.get(EightBit.FP8) == 1)
+    if stored is None or stored.activations is not Activations.EXACT:
+        reads = reads | {kind for kind, rows in rounded_rows.items() if rows == 1}
     held = None if stored is None else stored.quantization
     kept = None if stored is None else stored.four_bit
-    if asked == INT4 and isinstance(held, FourBit):
-        form: WeightForm | None = held
-    elif asked is not None:
-        form = kept if asked == INT4 and kept else form_named(asked, config.projection_inputs)
+    if asked is None:
+        form = kept if kept is not None and kept.kind in reads else held
     else:
-        form = kept if kept and reads_int4 else held
+        form = next((has for has in (held, kept) if has is not None and has.kind == asked), None)
+        form = form or form_named(asked, config.projection_inputs)
     if stored is not None and stored.is_converted:
         if form != held:
             raise ValueError(f"--quantization {asked}: the checkpoint was converted to {held or 'none'}; convert again")
-        if form is EightBit.FP8 and not reads_fp8:
+        if form is not None and form.kind not in reads:
             raise ValueError(
-                "the checkpoint was converted to fp8, which this device reads no faster than bfloat16: convert again "
-                "with --quantization int8"
+                f"the checkpoint was converted to {form.kind}, which this device reads slowly: convert again with "
+                f"--quantization int8"
             )
-        if isinstance(form, FourBit) and not reads_int4:
-            raise ValueError(
-                "the checkpoint was converted to int4, which this device does not read inside its products: convert "
-                "again with --quantization int8"
-            )
-        if isinstance(form, FourBit):
-            return form, f"projections are {form.in_words()}, and the head is int8, as converted"
-        return form, form and f"projections and head are {form}, as converted"
+        return form, None if form is None else f"{described(form)}, as converted"
     if form is None:
         return None, None
-    if isinstance(form, FourBit) and reads_int4:
-        return form, _four_bit_remark(form, stored)
-    reason = ""
-    chosen = form
-    if isinstance(form, FourBit) or (form is EightBit.FP8 and not reads_fp8):
-        chosen = EightBit.INT8
-        reason = f", not {INT4 if isinstance(form, FourBit) else form}: this device reads that slowly"
-    if stored is not None and stored.packing is not None:
-        if asked is None and reads_int4 and stored.four_bit_fault is not None:
-            reason = f", not kept as {INT4}: {stored.four_bit_fault}"
-        return chosen, f"{stored.packing} checkpoint: requantised to {chosen} per row{reason}"
-    return chosen, f"projections and head in {chosen}{reason}" + (f"; the checkpoint holds {held}" if held else "")
-
-
-def _four_bit_remark(form: FourBit, stored: StoredWeights | None) -> str:
+    if form.kind in reads:
+        chosen, reason = form, ""
+    else:
+        chosen, reason = EightBit.INT8, f", not {form.kind}: this device reads that slowly"
     if stored is None or stored.packing is None:
-        held = "" if stored is None or stored.quantization is None else f"; the checkpoint holds {stored.quantization}"
-        return f"projections in {form.in_words()}, each weight rounded to nearest; the head in int8{held}"
-    if form == stored.four_bit:
-        return f"{stored.packing} checkpoint: projections kept in {form.in_words()}; the head in int8"
-    return f"{stored.packing} checkpoint: requantised to {form.in_words()}; the head in int8 ({stored.four_bit_fault})"
+        rounded = ", each weight rounded to nearest" if chosen.in_head != chosen else ""
+        return chosen, described(chosen) + rounded + reason + (f"; the checkpoint holds {held}" if held else "")
+    if chosen == kept:
+        return chosen, f"{stored.packing} checkpoint, kept: {described(chosen)}"
+    if stored.four_bit_fault is not None and "int4" in reads and asked in (None, "int4"):
+        reason = f", not kept in 4 bits: {stored.four_bit_fault}"
+    return chosen, f"{stored.packing} checkpoint, requantised: {described(chosen)}{reason}"
 
 
 def choose_rounding(
-    form: WeightForm | None, stored: StoredWeights | None, *, reads_fp8: bool, rounded_rows: Mapping[str, int]
+    form: WeightForm | None, stored: StoredWeights | None, *, reads: Set[str], rounded_rows: Mapping[str, int]
 ) -> tuple[Rounding | None, str | None]:
     """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
 
-    With 4-bit weights they are not. A checkpoint whose activations are exact keeps them so. One whose activations are
-    quantised is computed as it is written, for any number of rows. For others the chip decides by the rows of the step.
+    Of forms that the chip has no product for, with rounded inputs, they are not. A checkpoint whose activations are
+    exact keeps them so. One whose activations are quantised is computed as it is written, for any number of rows. For
+    others the chip decides by the rows of the step.
 
     Args:
-        reads_fp8: whether the chip converts fp8 as fast as it reads it. Otherwise the head's inputs are rounded, too.
+        reads: of the chip, see `chips`. If it does not read the form, the head's inputs are rounded, too.
         rounded_rows: of the chip, see `chips`.
     """
-    from model.quantization.forms import Activations, EightBit, Rounding
+    from model.quantization.forms import Activations, Rounding
 
     stated = None if stored is None else stored.activations
-    if not isinstance(form, EightBit) or form not in rounded_rows or stated is Activations.EXACT:
+    if form is None or form.kind not in rounded_rows or stated is Activations.EXACT:
         return None, None
     is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
     rounding = Rounding(
-        min_rows=rounded_rows[form] if stated is None else 1,
-        is_static=is_static,
-        with_head=form is EightBit.FP8 and not reads_fp8,
+        min_rows=rounded_rows[form.kind] if stated is None else 1, is_static=is_static, with_head=form.kind not in reads
     )
     scales = "with the checkpoint's scales" if is_static else "each token with its own scale"
     steps = f" in steps of {rounding.min_rows} tokens or more" if rounding.min_rows > 1 else ""
@@ -180,48 +161,32 @@ def choose_model_len(asked: int | None, trained: int) -> int:
     return asked or trained
 
 
-def eight_bit_products(platform: str) -> dict[str, Any]:
-    """The attached devices' `reads_fp8` and `rounded_rows`, as `chips` has them.
+def chip_products(platform: str) -> dict[str, Any]:
+    """The attached devices' `reads` and `rounded_rows`, as `chips` has them.
 
     They do not depend on the attention backend. So `--attention-backend reference` rounds the same numbers as a CPU's
     C code, to be compared with it. XLA's own products of int8 with int8 are slow.
     """
     import jax
 
-    from pallas_kernels.chips import CPU_ROUNDED_ROWS, TPUS, arch_reads_fp8, arch_rounded_rows
+    from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, arch_reads, arch_rounded_rows
 
     if platform == "gpu":
         major, minor = map(int, jax.devices()[0].compute_capability.split("."))
-        return {"reads_fp8": arch_reads_fp8((major, minor)), "rounded_rows": arch_rounded_rows((major, minor))}
+        return {"reads": arch_reads((major, minor)), "rounded_rows": arch_rounded_rows((major, minor))}
     if platform == "tpu":
         from pallas_kernels.tpu.blocks import this_chip
 
         chip = TPUS[this_chip()]
-        return {"reads_fp8": chip.reads_fp8, "rounded_rows": chip.rounded_rows}
+        return {"reads": chip.reads, "rounded_rows": chip.rounded_rows}
     from pallas_kernels.cpu.library import find_compiler
     from pallas_kernels.spec import UnavailableError
 
     try:
         find_compiler()
     except UnavailableError:  # XLA's loops read int8 fastest with inputs as they are; the start says what is missing
-        return {"reads_fp8": False, "rounded_rows": {}}
-    return {"reads_fp8": False, "rounded_rows": CPU_ROUNDED_ROWS}
-
-
-def reads_int4(platform: str) -> bool:
-    """Whether the attached devices dequantise int4 in groups inside a product, as `chips` has it."""
-    import jax
-
-    from pallas_kernels.chips import TPUS, arch_reads_int4
-
-    if platform == "gpu":
-        major, minor = map(int, jax.devices()[0].compute_capability.split("."))
-        return arch_reads_int4((major, minor))
-    if platform == "tpu":
-        from pallas_kernels.tpu.blocks import this_chip
-
-        return TPUS[this_chip()].reads_int4
-    return False
+        return {"reads": CPU_READS, "rounded_rows": {}}
+    return {"reads": CPU_READS, "rounded_rows": CPU_ROUNDED_ROWS}
 
 
 def choose_deferred_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> list[Bucket]:

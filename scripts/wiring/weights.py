@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from model.loading.source import ModelSource, resolve
-from model.quantization.forms import FourBit
 from scripts.wiring.choices import (
+    chip_products,
     choose_dtype,
     choose_quantization,
     choose_rounding,
-    eight_bit_products,
-    reads_int4,
 )
 from scripts.wiring.end_tokens import EndToken, find_end_tokens
 from scripts.wiring.settings import EngineSettings
@@ -69,10 +67,8 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
     config = source.config if stored is None else stored.config
     dtypes = () if stored is None else stored.dtypes
     dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform, dtypes)
-    chip = eight_bit_products(platform)
-    quantization, remark = choose_quantization(
-        settings.quantization, stored, config, reads_int4=reads_int4(platform), **chip
-    )
+    chip = chip_products(platform)
+    quantization, remark = choose_quantization(settings.quantization, stored, config, **chip)
     rounding, rounding_remark = choose_rounding(quantization, stored, **chip)
     return ChosenWeights(
         source=source,
@@ -93,7 +89,7 @@ def bits_of_a_weight(form: WeightForm | None, dtype: str) -> int:
     """Of the projections in `form`; None: in `dtype`, that of the computation."""
     if form is None:
         return 32 if dtype == "float32" else 16
-    return 4 if isinstance(form, FourBit) else 8
+    return form.bits
 
 
 def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:

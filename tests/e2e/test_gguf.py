@@ -34,5 +34,5 @@ def test_the_server_answers_as_from_safetensors(tmp_path, server, engine_flags):
     path = gguf_files.write(tmp_path / "demo.gguf", config, tensors, Type.Q8_0, tokenizer=DEMO_FOLDER)
     with serve_exported("--model", str(path), *engine_flags, *FEW_SHAPES) as gguf_server:
         said = "".join(gguf_server.lines)
-        assert "GGUF Q8_0 checkpoint: requantised to int8 per row" in said
+        assert "GGUF Q8_0 checkpoint, requantised: projections and head are int8" in said
         assert answers(gguf_server, str(path)) == answers(server, "demo")

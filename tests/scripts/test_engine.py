@@ -90,24 +90,25 @@ def test_eight_bits_are_chosen_by_what_the_chip_reads():
             quantization=held,
             activations=activations,
         )
-        return choose_quantization(asked, stored, TINY, reads_fp8=reads_fp8, rounded_rows=rounded_rows)
+        reads = {"int8", "fp8"} if reads_fp8 else {"int8"}
+        return choose_quantization(asked, stored, TINY, reads=reads, rounded_rows=rounded_rows)
 
     assert choose(None, True) == (None, None)
-    assert choose("int8", True) == (INT8, "projections and head in int8")
-    assert choose("fp8", True) == (FP8, "projections and head in fp8")
-    slow = "projections and head in int8, not fp8: this device reads that slowly"
+    assert choose("int8", True) == (INT8, "projections and head are int8")
+    assert choose("fp8", True) == (FP8, "projections and head are fp8")
+    slow = "projections and head are int8, not fp8: this device reads that slowly"
     assert choose("fp8", False) == (INT8, slow)
     assert choose(None, False, FP8) == (INT8, slow + "; the checkpoint holds fp8")
-    assert choose(None, True, FP8) == (FP8, "projections and head in fp8; the checkpoint holds fp8")
+    assert choose(None, True, FP8) == (FP8, "projections and head are fp8; the checkpoint holds fp8")
     assert choose(None, False, INT8, is_converted=True) == (INT8, "projections and head are int8, as converted")
     with pytest.raises(ValueError, match="converted to int8; convert again"):
         choose("fp8", True, INT8, is_converted=True)
     with pytest.raises(ValueError, match="converted to none; convert again"):
         choose("int8", True, None, is_converted=True)
-    with pytest.raises(ValueError, match="fp8, which this device reads no faster"):
+    with pytest.raises(ValueError, match="fp8, which this device reads slowly"):
         choose(None, False, FP8, is_converted=True)
     ada = {"rounded_rows": GPUS["l4"].rounded_rows}
-    assert choose("fp8", False, **ada) == (FP8, "projections and head in fp8")
+    assert choose("fp8", False, **ada) == (FP8, "projections and head are fp8")
     assert choose(None, False, FP8, activations=Activations.DYNAMIC, **ada)[0] is FP8
     assert choose(None, False, FP8, activations=Activations.EXACT, **ada)[0] is INT8
 
@@ -118,37 +119,36 @@ def test_four_bits_are_kept_or_made_where_the_chip_reads_them():
 
     def choose(asked, reads_int4, **held):
         stored = StoredWeights(path=Path(), config=config, dtypes=(), remark=None, **{"is_converted": False} | held)
-        return choose_quantization(
-            asked, stored, config, reads_fp8=True, rounded_rows=MappingProxyType({}), reads_int4=reads_int4
-        )
+        reads = {"int8", "fp8", *(["int4"] if reads_int4 else [])}
+        return choose_quantization(asked, stored, config, reads=reads, rounded_rows=MappingProxyType({}))
 
     awq = {"quantization": INT8, "packing": "AWQ int4", "activations": Activations.EXACT}
     fits, not_fit = awq | {"four_bit": zeros}, awq | {"four_bit_fault": "its groups are odd"}
-    kept = "AWQ int4 checkpoint: projections kept in int4, groups of 128 with zero points; the head in int8"
-    assert choose(None, True, **fits) == choose("int4", True, **fits) == (zeros, kept)
-    assert choose(None, False, **fits) == (INT8, "AWQ int4 checkpoint: requantised to int8 per row")
-    slow = "requantised to int8 per row, not int4: this device reads that slowly"
-    assert choose("int4", False, **fits) == (INT8, f"AWQ int4 checkpoint: {slow}")
-    assert choose("int8", True, **fits) == (INT8, "AWQ int4 checkpoint: requantised to int8 per row")
-    assert choose("fp8", True, **fits) == (FP8, "AWQ int4 checkpoint: requantised to fp8 per row")
-    reason = "requantised to int8 per row, not kept as int4: its groups are odd"
-    assert choose(None, True, **not_fit) == (INT8, f"AWQ int4 checkpoint: {reason}")
-    again = "requantised to int4, groups of 128; the head in int8 (its groups are odd)"
-    assert choose("int4", True, **not_fit) == (plain, f"AWQ int4 checkpoint: {again}")
-    rounded = "projections in int4, groups of 128, each weight rounded to nearest; the head in int8"
+    kept = "projections are int4, groups of 128 with zero points, and the head is int8"
+    int8, fp8 = (f"AWQ int4 checkpoint, requantised: projections and head are {form}" for form in ("int8", "fp8"))
+    assert choose(None, True, **fits) == choose("int4", True, **fits) == (zeros, f"AWQ int4 checkpoint, kept: {kept}")
+    assert choose(None, False, **fits) == (INT8, int8)
+    assert choose("int4", False, **fits) == (INT8, f"{int8}, not int4: this device reads that slowly")
+    assert choose("int8", True, **fits) == (INT8, int8)
+    assert choose("fp8", True, **fits) == (FP8, fp8)
+    odd = ", not kept in 4 bits: its groups are odd"
+    assert choose(None, True, **not_fit) == (INT8, int8 + odd)
+    int4 = "projections are int4, groups of 128, and the head is int8"
+    assert choose("int4", True, **not_fit) == (plain, f"AWQ int4 checkpoint, requantised: {int4}{odd}")
+    rounded = f"{int4}, each weight rounded to nearest"
     assert choose("int4", True) == (plain, rounded)
     assert choose("int4", True, quantization=FP8) == (plain, rounded + "; the checkpoint holds fp8")
-    assert choose("int4", False) == (INT8, "projections and head in int8, not int4: this device reads that slowly")
+    assert choose("int4", False) == (INT8, "projections and head are int8, not int4: this device reads that slowly")
     converted = {"quantization": zeros, "is_converted": True}
-    as_converted = "projections are int4, groups of 128 with zero points, and the head is int8, as converted"
+    as_converted = f"{kept}, as converted"
     assert choose(None, True, **converted) == choose("int4", True, **converted) == (zeros, as_converted)
     with pytest.raises(ValueError, match=r"converted to int4, .* convert again with --quantization int8"):
         choose(None, False, **converted)
     with pytest.raises(ValueError, match=r"converted to int4-g128-zeros; convert again"):
         choose("int8", True, **converted)
-    assert choose_rounding(zeros, None, reads_fp8=True, rounded_rows={"int8": 1}) == (None, None)
-    assert all(chip.reads_int4 for chip in GPUS.values())
-    assert [chip.name for chip in TPUS.values() if chip.reads_int4] == ["v6e"]
+    assert choose_rounding(zeros, None, reads={"int8", "int4"}, rounded_rows={"int8": 1}) == (None, None)
+    assert all("int4" in chip.reads for chip in GPUS.values())
+    assert [chip.name for chip in TPUS.values() if "int4" in chip.reads] == ["v6e"]
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():
@@ -157,7 +157,7 @@ def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():
             path=Path(), is_converted=False, config=TINY, dtypes=(), remark=None, quantization=held or form,
             activations=activations,
         )  # fmt: skip
-        return choose_rounding(form, stored, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows)
+        return choose_rounding(form, stored, reads=chip.reads, rounded_rows=chip.rounded_rows)
 
     a100, l4, h200, v5e = GPUS["a100"], GPUS["l4"], GPUS["h200"], TPUS["v5e"]
     assert choose(None, v5e) == choose(FP8, a100) == choose(INT8, v5e, Activations.EXACT) == (None, None)
@@ -230,7 +230,7 @@ def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):
 
 def test_a_quantised_checkpoint_starts_and_is_converted_as_it_would_start(tmp_path):
     write_quantized(tmp_path / "fp8", "channel", FP8.dtype)
-    assert "projections and head in int8, not fp8" in start(tmp_path / "fp8")
+    assert "projections and head are int8, not fp8" in start(tmp_path / "fp8")
     convert(resolve(str(tmp_path / "fp8")), tmp_path / "fp8", tmp_path / "out", dtype=None,
             quantization="int8")  # fmt: skip
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

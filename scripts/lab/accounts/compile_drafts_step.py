@@ -119,7 +119,7 @@ def _network(name: str, config: LlamaConfig, mesh: Mesh, chip: TpuChip | GpuChip
         name, _, asked = name.partition(":")
         own = preset(name)
         form = form_named(asked, own.projection_inputs) if asked else None
-        rounding, _ = choose_rounding(form, None, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows)
+        rounding, _ = choose_rounding(form, None, reads=chip.reads, rounded_rows=chip.rounded_rows)
         return abstract_model(own, dtype=jnp.bfloat16, mesh=mesh, quantization=form, rounding=rounding)
     raw = config.to_hf() | {"num_hidden_layers": 1, "tie_word_embeddings": False}
     if name == EagleForm.EAGLE3:

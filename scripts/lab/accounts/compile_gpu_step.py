@@ -26,9 +26,9 @@ import jax.numpy as jnp
 
 from batcher.step import Bucket, Variant
 from model.compiling.compiler_options import compiler_options
+from model.execution.dequantized_copies import find
 from model.execution.memory_plan import RunnerConfig
 from model.execution.step_programs import StepPrograms
-from model.execution.wide_copies import find
 from model.network.sharding import make_mesh
 from pallas_kernels.spec import Backend
 from scripts.lab.accounts.step_bytes import step_bytes
@@ -95,7 +95,7 @@ def compile_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "kv_bytes": sum(page.size * page.dtype.itemsize for page in pages) // args.chips,
         "alias_bytes": memory.alias_size_in_bytes, "temp_mib": round(memory.temp_size_in_bytes / MIB, 1),
         "temp_bytes": memory.temp_size_in_bytes,
-        "wide_copies": find(text, programs.narrow_kernels),
+        "dequantized_copies": find(text, programs.quantized_kernels),
         **step_bytes(model, attention, num_rows=args.rows, context=args.context),
         **read_thunks(_dumped(folder, "thunk_sequence_after_thunk_passes")),
         **read_buffers(_dumped(folder, "gpu_after_optimizations-buffer-assignment")),

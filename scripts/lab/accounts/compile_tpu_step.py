@@ -25,9 +25,9 @@ import jax.numpy as jnp
 
 from batcher.step import Bucket, Variant
 from model.compiling.compiler_options import compiler_options
+from model.execution.dequantized_copies import find, told_apart
 from model.execution.memory_plan import RunnerConfig
 from model.execution.step_programs import StepPrograms
-from model.execution.wide_copies import find, told_apart
 from model.network.packed import pack_for_tpu
 from model.network.sharding import make_mesh
 from pallas_kernels.spec import Backend
@@ -96,7 +96,7 @@ def compile_step(
         "product_cycles": layer and round(layer.products),
         "glue_cycles": layer and round(layer.glue),
         **read_logits(text, config.vocab_size),
-        "wide_copies": find(text, told_apart(programs.narrow_kernels, num_tokens, NUM_ROWS)),
+        "dequantized_copies": find(text, told_apart(programs.quantized_kernels, num_tokens, NUM_ROWS)),
         "argument_bytes": memory.argument_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.chips import GPUS
 from scripts.estimates.roofline import Roofline, roofline
@@ -172,15 +172,9 @@ def size_up(
     if settings.load_format != "dummy" and source.weights is not None and has_weights(source.weights):
         stored = find_weights(source.weights, config, settings.load_format)
         config = stored.config
-    quantization, _ = choose_quantization(
-        settings.quantization,
-        stored,
-        config,
-        reads_fp8=chip.reads_fp8,
-        rounded_rows=chip.rounded_rows,
-        reads_int4=chip.reads_int4,
-    )
-    rounding, _ = choose_rounding(quantization, stored, reads_fp8=chip.reads_fp8, rounded_rows=chip.rounded_rows)
+    products: dict[str, Any] = {"reads": chip.reads, "rounded_rows": chip.rounded_rows}
+    quantization, _ = choose_quantization(settings.quantization, stored, config, **products)
+    rounding, _ = choose_rounding(quantization, stored, **products)
     if num_layers is not None:
         config = replace(config, num_layers=num_layers)
     mesh = mesh or AbstractMesh((chips,), (TENSOR_AXIS,))

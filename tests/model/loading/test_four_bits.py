@@ -209,8 +209,8 @@ def test_random_weights_are_quantised_noise():
 
 @pytest.mark.parametrize(
     ("packed", "said"),
-    [(True, "projections are int4, groups of 32 with zero points, kept from AWQ int4; the head is int8"),
-     (False, "projections are int4, groups of 32; the head is int8")],
+    [(True, "projections are int4, groups of 32 with zero points, and the head is int8, kept from AWQ int4"),
+     (False, "projections are int4, groups of 32, and the head is int8")],
 )  # fmt: skip
 def test_a_conversion_holds_what_loading_makes(tmp_path, capsys, packed, said):
     folder, out = tmp_path / "source", tmp_path / "out"

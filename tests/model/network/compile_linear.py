@@ -31,8 +31,8 @@ ROWS = (1, 16, 64, 512)
 def forms(chip: TpuChip | GpuChip) -> list[tuple[WeightForm | None, Rounding | None]]:
     """Those that the chip has a fast form for. Rounded inputs are compiled for any number of rows: a checkpoint may ask
     for them."""
-    weights: list[WeightForm] = [form for form in EightBit if form is EightBit.INT8 or chip.reads_fp8]
-    if chip.reads_int4:
+    weights: list[WeightForm] = [form for form in EightBit if form in chip.reads]
+    if "int4" in chip.reads:
         weights += [FourBit(group=128), FourBit(group=32, has_zeros=True)]
     return [(None, None), *((form, None) for form in weights), *((EightBit(f), Rounding()) for f in chip.rounded_rows)]
 

@@ -65,7 +65,7 @@ def test_a_whole_decode_step_is_the_one_of_bfloat16(target, form):
     assert sum(narrow["inside"].values()) <= sum(wide["inside"].values()) + 1
     assert narrow["temp_mib"] <= wide["temp_mib"] + 1
     assert narrow["argument_gib"] < wide["argument_gib"]
-    assert narrow["wide_copies"] == {}
+    assert narrow["dequantized_copies"] == {}
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -74,7 +74,7 @@ def test_a_whole_decode_step_of_fp8_with_rounded_inputs_fits_ada(rows):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax_cuda13_plugin is not installed: scripts/test --all installs it")
     step = compile_step("l4", "--quantization", "fp8", "--rounded-rows", "1", "--rounded-head", rows=rows)
-    assert step["wide_copies"] == {} and step["copied_arguments"] == []
+    assert step["dequantized_copies"] == {} and step["copied_arguments"] == []
     assert step["command_buffers"] == 1
     assert step["temp_mib"] < 64
 
@@ -83,7 +83,7 @@ def test_a_wide_copy_of_a_weight_is_found_where_the_compiler_writes_one():
     """Which is why an L4 gets int8 for `--quantization fp8`."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax_cuda13_plugin is not installed: scripts/test --all installs it")
-    copies = compile_step("l4", "--quantization", "fp8")["wide_copies"]
+    copies = compile_step("l4", "--quantization", "fp8")["dequantized_copies"]
     assert copies["head.kernel: bf16[128256,4096]"] == 128256 * 4096 * 2
     assert "layers.0.mlp.gate_up.kernel: bf16[28672,4096]" in copies
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.execution.wide_copies import narrow_kernels
+from model.execution.dequantized_copies import quantized_kernels
 from model.loading.weights import random_weights
 from model.network.linear import Linear
 from model.network.packed import pack, pack_for_tpu
@@ -108,7 +108,7 @@ def test_a_tpus_form_of_4_bits_gives_the_same_logits(has_zeros, num_shards):
     packed = pack_for_tpu(model, mesh, interpret=True)
     kernel, scale = packed.layers[0].mlp.down.kernel, packed.layers[0].mlp.down.scale
     assert (kernel.shape, kernel.dtype, scale.shape) == ((128, 64), jnp.int4, (4, 64))
-    assert packed.head.on_tpu is None
+    assert packed.head.method.form is EightBit.INT8
     np.testing.assert_allclose(logits(packed), expected, atol=1e-5 * np.abs(expected).max())
     if not has_zeros:
         planned = pack_for_tpu(abstract_model(config, **options), mesh, interpret=True)
@@ -117,8 +117,8 @@ def test_a_tpus_form_of_4_bits_gives_the_same_logits(has_zeros, num_shards):
         assert all(like.sharding.is_equivalent_to(x.sharding, x.ndim) for like, x in zip(plans, values, strict=True))
         assert repr(nnx.split(planned)[0]) == repr(nnx.split(packed)[0])
     of_chip = (4 // num_shards, 32, 64)  # of `down`, with its groups apart
-    assert tuple(sorted(of_chip)) in narrow_kernels(packed, "tpu", mesh)
-    assert pack_for_tpu(packed, mesh) is packed and packed.layers[0].mlp.down.on_tpu.interpret
+    assert tuple(sorted(of_chip)) in quantized_kernels(packed, "tpu", mesh)
+    assert pack_for_tpu(packed, mesh) is packed and packed.layers[0].mlp.down.method.interpret
 
 
 def add_zeros(model) -> None:
@@ -128,4 +128,4 @@ def add_zeros(model) -> None:
         for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
             scale = linear.scale.get_value()
             zero = jax.device_put(jnp.asarray(rng.uniform(-4, 4, scale.shape), jnp.bfloat16), scale.sharding)
-            linear.zero = nnx.data(nnx.Param(zero, axes=linear.scale.get_metadata("axes")))
+            linear.zero = nnx.Param(zero, axes=linear.scale.get_metadata("axes"))

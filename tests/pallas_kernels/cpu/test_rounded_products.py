@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.network.narrow_products import LEAST_RANGE, multiply_narrow
+from model.network.eight_bit import LEAST_RANGE, multiply_rounded
 from pallas_kernels.cpu import products
 from pallas_kernels.cpu.products import PANEL, TOGETHER_ROUNDED
 
@@ -86,7 +86,7 @@ def test_the_largest_sums(sign):
 def test_it_rounds_as_the_products_of_chips_do():
     kernel, scale = kernel_of(2 * PANEL, 200)
     inputs = inputs_of(40, 200)
-    found = np.asarray(jax.jit(multiply_narrow)(inputs, kernel)) * scale
+    found = np.asarray(jax.jit(multiply_rounded)(inputs, kernel)) * scale
     np.testing.assert_array_equal(product(inputs, kernel, scale), found)
 
 

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import (
     attention,
     combine,
+    conversion,
     decode,
     matmul,
     prefill_hopper,
@@ -31,7 +32,6 @@ from pallas_kernels.gpu import (
     prefill_tile,
     ring,
     tile_list,
-    widening,
 )
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import MERGE_PARTS, Parts
@@ -150,13 +150,13 @@ def one_place_for_all_parts(*args, **options):
     return replace(found, tiles=found.tiles.at[:, tile_list.TILE_SHIFT].set(0))
 
 
-def only_returned(narrow, wide):
-    del narrow
-    return wide
+def only_returned(tile, converted):
+    del tile
+    return converted
 
 
-def widen_all(self, kind, narrow, smem, slot, num_valid):
-    widen_tile(self, kind, narrow, smem, slot, jnp.int32(self.body.sizes.block_kv))
+def to_the_end(self, kind, place, smem, slot, num_valid):
+    convert_tile(self, kind, place, smem, slot, jnp.int32(self.body.sizes.block_kv))
 
 
 def no_tail(self, num_valid, slot):
@@ -197,7 +197,7 @@ def queries_of_later_tokens(q_ref, q_smem, shape, tile, first_token, barrier=Non
 
 
 whole_combine, prefill_tiles = combine.combine, attention.prefill_tiles
-widen_tile = prefill_memory.WideningMemory.widen
+convert_tile = prefill_memory.ConvertingMemory.convert_tile
 start_scores, start_values = prefill_hopper._Run.start_scores, prefill_hopper._Run.start_values
 following = ring.Following
 parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
@@ -306,9 +306,11 @@ FAULTS = {
         },
     ),
     "8 bits, no fence in the ring": Fault(DECODE, without_fences_in(ring), ONE_HOPPER, EIGHT_BIT),
-    "8 bits, tiles not converted anew": Fault(DECODE, {(widening, "widen"): only_returned}, spec=EIGHT_BIT),
+    "8 bits, tiles not converted anew": Fault(DECODE, {(conversion, "convert"): only_returned}, spec=EIGHT_BIT),
     "8 bits, no fence": Fault(PREFILL, without_fences_in(prefill_memory), spec=EIGHT_BIT),
-    "8 bits, no tail": Fault(SHORT_PREFILL, {(prefill_memory.WideningMemory, "widen"): widen_all}, spec=EIGHT_BIT),
+    "8 bits, no tail": Fault(
+        SHORT_PREFILL, {(prefill_memory.ConvertingMemory, "convert_tile"): to_the_end}, spec=EIGHT_BIT
+    ),
 }
 MAY_HANG = {
     # The copy that it waits for is issued after the wait.
@@ -318,7 +320,7 @@ MAY_HANG = {
     ),
     "no wait for the queries' place": Fault(TWO_TILES_EACH, without_waits_for_the_queries_place(), ONE_HOPPER),
     **{f"no wait at {name}": Fault(PREFILL, without_waits_at(name)) for name in ("arrived", "met", "q_arrived")},
-    "8 bits, no wait": Fault(PREFILL, without_waits_at("narrow_arrived"), spec=EIGHT_BIT),
+    "8 bits, no wait": Fault(PREFILL, without_waits_at("kv8_arrived"), spec=EIGHT_BIT),
 }
 
 if __name__ == "__main__":

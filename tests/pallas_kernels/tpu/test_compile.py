@@ -95,7 +95,7 @@ def test_whole_steps_in_4_bits_write_no_wide_weight() -> None:
     for target, num_chips, sizes in (("v6e:1x1", 1, ("64", "512")), ("v6e:2x4", 8, ("64",))):
         flags = ("--target", target, "--layers", "2", "--quantization", "int4")
         for result in compile_in_a_process_of_its_own(STEPS, *flags, *(f"--tokens={size}" for size in sizes)):
-            assert result["wide_copies"] == {}, result
+            assert result["dequantized_copies"] == {}, result
             assert result["temp_bytes"] <= 16 << 20, result  # the smallest weight takes 32 MiB in bfloat16
             assert result["weights_read"] <= most / num_chips, result
 
@@ -126,7 +126,7 @@ def test_steps_copy_neither_activations_nor_weights_nor_pages() -> None:
         assert result["alias_bytes"] >= result["kv_bytes"], result
         # The smallest weight of a layer takes 32 MiB in bfloat16, and its pages more.
         assert result["temp_bytes"] <= exact["temp_bytes"] + (8 << 20), (exact, result)
-        assert result["wide_copies"] == {}
+        assert result["dequantized_copies"] == {}
         read = result["weights_read"] + result["kv_read"]
         assert read <= 0.55 * (exact["weights_read"] + exact["kv_read"]), (exact, result)
 

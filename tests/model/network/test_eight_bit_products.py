@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from model.network.eight_bit import MIN_ROWS, multiply_rounded
 from model.network.linear import Linear
 from model.network.llama import Llama
-from model.network.narrow_products import MIN_ROWS, multiply_narrow
 from model.quantization.forms import EightBit, Rounding
 from tests.model.network.test_llama import TINY
 
 NUMPY = {EightBit.INT8: np.int8, EightBit.FP8: ml_dtypes.float8_e4m3fn}
 WIDTH = 80
 
-multiply = jax.jit(multiply_narrow)
+multiply = jax.jit(multiply_rounded)
 
 
 def make(form: EightBit, rounding: Rounding | None) -> Linear:
@@ -99,6 +99,6 @@ def test_products_of_few_rows_keep_the_activations():
 def test_the_head_is_rounded_only_if_asked_and_has_no_stored_scale(with_head):
     rounding = Rounding(is_static=True, with_head=with_head)
     model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=EightBit.FP8, rounding=rounding)
-    assert model.layers[0].mlp.down.input_scale is not None
-    assert model.head is not None and model.head.input_scale is None
-    assert (model.head.rounding is not None) == with_head
+    assert "input_scale" in model.layers[0].mlp.down.parameters()
+    assert model.head is not None and "input_scale" not in model.head.parameters()
+    assert (model.head.method.rounding is not None) == with_head

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.network.group_products import multiply_groups
+from model.network.four_bit import multiply_groups
 from model.network.linear import Linear
 from model.quantization.forms import FourBit, Rounding
 from model.quantization.four_bit import dequantize_groups

@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -22,6 +21,7 @@ from batcher.step import Bucket
 from model.config import LlamaConfig
 from model.execution.memory_plan import step_temporaries
 from model.network import cpu_products
+from model.network.linear import Linear
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
@@ -41,46 +41,45 @@ _FUSED = re.compile(r" fusion\(.*?calls=%?([\w.\-]+)")
 Shape = tuple[int, ...]
 
 
-class Narrow(NamedTuple):
+class Quantized(NamedTuple):
     """A quantised kernel."""
 
     name: str  # of a parameter of this shape
     bits: int = 8
 
 
-def narrow_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape, Narrow]:
-    """The quantised kernels of which no program may write a wide copy: their shapes on one device, as sorted sizes
-    without ones. A 4-bit kernel has a second shape, cut into its groups. On a CPU, small kernels are converted whole,
-    and so are all in a mesh and all of 4 bits."""
+def quantized_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape, Quantized]:
+    """The quantised kernels of which no program may write a dequantised copy: their shapes on one device, as sorted
+    sizes without ones. A 4-bit kernel has a second shape, cut into its groups. On a CPU, small kernels are converted
+    whole, and so are all in a mesh and all of 4 bits."""
     if platform == "cpu" and mesh is not None:
         return {}
     min_weights = cpu_products.BLOCK_WEIGHTS if platform == "cpu" else 0
-    kernels: dict[Shape, Narrow] = {}
-    values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
-    for path, value in values.items():
-        if value.ndim != 2 or value.dtype.itemsize != 1:
+    kernels: dict[Shape, Quantized] = {}
+    for path, module in nnx.iter_graph(model):
+        if not isinstance(module, Linear) or (form := module.method.form) is None:
             continue
-        shape, name = value.sharding.shard_shape(value.shape), ".".join(map(str, path))
-        if value.dtype == jnp.int4 and platform != "cpu":
-            scales = values[(*path[:-1], "scale")].shape
-            inputs = next(axis for axis in (0, 1) if scales[axis] != value.shape[axis])  # a TPU's kernel is [in, out]
-            group = value.shape[inputs] // scales[inputs]
-            for cut in (shape, (shape[1 - inputs], shape[inputs] // group, group)):
-                kernels.setdefault(_normal(cut), Narrow(name, 4))
-        elif value.dtype != jnp.int4 and math.prod(shape) > min_weights:
-            kernels.setdefault(_normal(shape), Narrow(name))
+        kernel = module.kernel.get_value()
+        if kernel.ndim != 2:  # it is packed
+            continue
+        shape = kernel.sharding.shard_shape(kernel.shape)
+        if platform == "cpu" and (form.bits < 8 or math.prod(shape) <= min_weights):
+            continue
+        name = ".".join(map(str, (*path, "kernel")))
+        for written in module.method.shapes(shape):
+            kernels.setdefault(_normal(written), Quantized(name, form.bits))
     return kernels
 
 
-def told_apart(kernels: Mapping[Shape, Narrow], num_tokens: int, num_rows: int) -> dict[Shape, Narrow]:
+def told_apart(kernels: Mapping[Shape, Quantized], num_tokens: int, num_rows: int) -> dict[Shape, Quantized]:
     """Those that no tensor of the step is taken for: a product's output can have the shape of a kernel if its tokens
     are as many as a kernel's rows or columns."""
     return {shape: kernel for shape, kernel in kernels.items() if num_tokens not in shape and num_rows not in shape}
 
 
-def find(text: str, kernels: Mapping[Shape, Narrow]) -> dict[str, int]:
-    """The arrays in an optimised program that have a kernel's shape and a wide type, as `name: type[shape]`, with their
-    bytes. Values inside a fusion are not written to memory and do not count."""
+def find(text: str, kernels: Mapping[Shape, Quantized]) -> dict[str, int]:
+    """The arrays in an optimised program that have a kernel's shape and a wider type, as `name: type[shape]`, with
+    their bytes. Values inside a fusion are not written to memory and do not count."""
     fused = set(_FUSED.findall(text))
     found: dict[str, int] = {}
     computation = ""
@@ -100,16 +99,19 @@ def find(text: str, kernels: Mapping[Shape, Narrow]) -> dict[str, int]:
 
 
 def check(
-    programs: Mapping[Bucket, Any], kernels: Mapping[Shape, Narrow], config: LlamaConfig, attention: PagedAttention
+    programs: Mapping[Bucket, Any],
+    kernels: Mapping[Shape, Quantized],
+    config: LlamaConfig,
+    attention: PagedAttention,
 ) -> list[str]:
     """Checks compiled programs. Returns a remark for every copy that the compiler may have chosen for its speed.
 
     Args:
-        kernels: of `narrow_kernels`; if there are none, nothing is checked.
+        kernels: of `quantized_kernels`; if there are none, nothing is checked.
         config: with `attention`, says what a program may need if its weights are not quantised.
 
     Raises:
-        ValueError: a program of few tokens writes a kernel in a wide type. The message names the program, the kernels
+        ValueError: a program of few tokens writes a kernel in a wider type. The message names the program, the kernels
             and the sizes.
     """
     remarks = []

@@ -11,7 +11,7 @@ from flax import nnx
 
 from batcher.step import Bucket, Variant
 from model.compiling.compiler_options import compiler_options
-from model.execution import wide_copies
+from model.execution import dequantized_copies
 from model.network import cpu_products
 from model.network.linear import Linear
 from model.network.llama import Llama
@@ -19,7 +19,7 @@ from model.network.sharding import abstract_model
 from model.quantization.forms import EightBit, FourBit
 from tests.model.driver import TINY, tiny_runner
 
-KERNELS = {(4096, 14336): wide_copies.Narrow("layers.0.mlp.down.kernel")}
+KERNELS = {(4096, 14336): dequantized_copies.Quantized("layers.0.mlp.down.kernel")}
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
 
@@ -51,7 +51,7 @@ ENTRY %main (w: s8[4096,14336], e: bf16[4096,14336], x: bf16[8,14336]) -> bf16[8
 )
 def test_what_is_written_outside_of_fusions_is_found(line, found):
     expected = {f"layers.0.mlp.down.kernel: {array}": mib << 20 for array, mib in found.items()}
-    assert wide_copies.find(PROGRAM.replace("@", line), KERNELS) == expected
+    assert dequantized_copies.find(PROGRAM.replace("@", line), KERNELS) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_what_is_written_outside_of_fusions_is_found(line, found):
 def test_a_4_bit_kernel_has_copies_in_8_bits_and_in_groups(array, bytes_found):
     config = replace(TINY, hidden_size=256, intermediate_size=512, head_dim=64)
     model = abstract_model(config, dtype=jnp.bfloat16, quantization=FourBit(group=128))
-    kernels = wide_copies.narrow_kernels(model, "gpu", None)
-    assert wide_copies.narrow_kernels(model, "cpu", None) == {}
+    kernels = dequantized_copies.quantized_kernels(model, "gpu", None)
+    assert dequantized_copies.quantized_kernels(model, "cpu", None) == {}
     width = model.layers[0].attention.qkv.kernel.shape[0]
     for shape in ((256, width), (2, 128, width)):
-        assert kernels[tuple(sorted(shape))] == wide_copies.Narrow("layers.0.attention.qkv.kernel", 4)
+        assert kernels[tuple(sorted(shape))] == dequantized_copies.Quantized("layers.0.attention.qkv.kernel", 4)
     line = f"  %c = {array.replace('512', str(width))} fusion(%w), kind=kLoop, calls=%f"
-    assert sum(wide_copies.find(PROGRAM.replace("@", line), kernels).values()) == bytes_found * width * 256
+    assert sum(dequantized_copies.find(PROGRAM.replace("@", line), kernels).values()) == bytes_found * width * 256
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -80,7 +80,7 @@ def test_a_cpu_writes_a_wide_copy_unless_the_product_has_a_form_for_it(rows):
         graph, state = nnx.split(linear)
         lowered = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, jnp.ones((rows, 512)))
         text = lowered.compile(compiler_options=compiler_options("cpu")).as_text()
-        assert len(wide_copies.find(text, {(512, 2048): wide_copies.Narrow("kernel")})) == num_found
+        assert len(dequantized_copies.find(text, {(512, 2048): dequantized_copies.Quantized("kernel")})) == num_found
 
 
 def test_a_start_fails_and_names_program_and_kernel(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_start_fails_and_names_program_and_kernel(monkeypatch):
 
 def test_with_many_tokens_it_is_a_remark(monkeypatch):
     monkeypatch.setattr(cpu_products, "BLOCK_WEIGHTS", 0)
-    monkeypatch.setattr(wide_copies, "MAX_TOKENS", 7)
+    monkeypatch.setattr(dequantized_copies, "MAX_TOKENS", 7)
     model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=EightBit.INT8)
     said = []
     tiny_runner(model).warm_up([Bucket(8, 4, Variant.GREEDY)], said.append)

@@ -33,17 +33,17 @@ def product_dtype(queries_dtype: Any, kv_dtype: Any) -> Any:
     return jnp.dtype(queries_dtype if jnp.dtype(kv_dtype).itemsize > 1 else jnp.float16)
 
 
-def wide_tile(shape: tuple[int, ...], dtype: Any) -> Any:
+def converted_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """The SMEM of a converted tile [keys, H]."""
     return plgpu.SMEM(shape, dtype, transforms=matmul.swizzled(shape[-1], dtype))
 
 
-def load(narrow: Any, dtype: Any) -> jax.Array:
-    """The tile `narrow` [keys, H] in registers, as `dtype`. All threads of a warpgroup take part."""
-    return plgpu.load(narrow, layout=LAYOUT, optimized=False).astype(dtype)
+def load(tile: Any, dtype: Any) -> jax.Array:
+    """The 8-bit tile [keys, H] in registers, as `dtype`. All threads of a warpgroup take part."""
+    return plgpu.load(tile, layout=LAYOUT, optimized=False).astype(dtype)
 
 
-def widen(narrow: Any, wide: Any) -> Any:
-    """Converts the tile `narrow` [keys, H] to `wide`, which is returned."""
-    wide[...] = load(narrow, wide.dtype)
-    return wide
+def convert(tile: Any, converted: Any) -> Any:
+    """Converts the 8-bit tile [keys, H] to the tile `converted`, which is returned."""
+    converted[...] = load(tile, converted.dtype)
+    return converted

@@ -1,0 +1,95 @@
+"""How a `Linear` keeps its kernel and multiplies with it: one method for each form of weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from model.network.cpu_products import multiply_few
+from model.quantization.forms import WeightForm
+from pallas_kernels.cpu import products
+
+Weights = Mapping[str, jax.Array]  # the parameters of a `Linear`, by name
+Axes = tuple[str, ...]  # the logical names of an array's dimensions
+
+
+class LinearMethod(ABC):
+    """A value: modules with equal methods trace the same program, and its `repr` is part of a program's identity."""
+
+    form: WeightForm | None  # None: the kernel is not quantised
+
+    @abstractmethod
+    def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:
+        """The parameters that follow from a kernel [out, in] of any float type, by name."""
+
+    @abstractmethod
+    def create(self, kernel: jax.Array, axes: Axes) -> dict[str, tuple[jax.Array, Axes]]:
+        """All parameters for a kernel [out, in] with the logical `axes`, each with its own axes."""
+
+    @abstractmethod
+    def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
+        """inputs [T, in] times the transpose of the kernel: [T, out]. The kernel may be packed (`packed.pack`)."""
+
+    def rows_together(self) -> int | None:
+        """As `together` of `products.pack`. Raises ValueError if the C code of CPUs has no such product."""
+        return None
+
+    def on_tpu(
+        self, mesh: Mesh | AbstractMesh | None, axes: tuple[str | None, str | None], *, interpret: bool
+    ) -> LinearMethod | None:
+        """The method for parameters that are all transposed, with which a TPU multiplies; None: it uses this one.
+
+        Args:
+            mesh: the chips; None: one.
+            axes: of the mesh, over which outputs and inputs are split; None: each chip has all.
+            interpret: a CPU computes what the TPU would.
+        """
+        return None
+
+    def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shapes in which a program could write the weights of a kernel of this shape."""
+        return (kernel,)
+
+
+@dataclass(frozen=True)
+class Unquantized(LinearMethod):
+    """A kernel in the dtype of the computation.
+
+    Args:
+        for_cpu: uses the forms of `cpu_products` where they are faster.
+    """
+
+    for_cpu: bool = False
+    form = None
+
+    def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:
+        return {"kernel": kernel}
+
+    def create(self, kernel: jax.Array, axes: Axes) -> dict[str, tuple[jax.Array, Axes]]:
+        return {"kernel": (kernel, axes)}
+
+    def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
+        return multiply(inputs, weights["kernel"], for_cpu=self.for_cpu, out_dtype=out_dtype)
+
+
+def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:
+    """inputs [T, in] times the transpose of kernel [out, in], which may be packed: [T, out]. Float32 products have full
+    precision on every chip, instead of a chip's fast mode."""
+    out_dtype = out_dtype or inputs.dtype
+    if kernel.ndim == 3:
+        return products.multiply(inputs, kernel, out_dtype)
+    if for_cpu and (product := multiply_few(inputs, kernel, out_dtype)) is not None:
+        return product
+    return jax.lax.dot_general(
+        inputs,
+        kernel,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype,
+    )
