@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.config import Scheduling
+from model.network.linear import linear_method
 from model.presets import preset
 from model.quantization.forms import Rounding
 from scripts import launch
@@ -83,7 +84,7 @@ def test_products_in_8_bits_are_planned_where_the_engine_has_them(target, quanti
     settings = EngineSettings(model="preset:llama-3.1-8b", load_format="dummy", quantization=quantization)
     sizes = size_up(settings, parse_target(target), 1)
     assert sizes.rounding == sizes.roofline().rounding == rounding
-    assert sizes.model.layers[0].mlp.down.method.rounding == rounding
+    assert sizes.model.layers[0].mlp.down.method == linear_method(sizes.model.quantization, rounding)
 
 
 def test_inputs_of_8_bits_double_the_products_speed_from_so_many_rows_on():
