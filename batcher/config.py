@@ -9,6 +9,8 @@ from enum import StrEnum
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.step_times import StepTimes
 
+DEFAULT_MAX_WAITING = 1024
+DEFAULT_PIPELINE_DEPTH = 2  # step N+1 is dispatched before step N is read
 # Reading the weights takes as long as computing 16 tokens, and both take their time.
 _ANY_TIMES = StepTimes(num_tokens=(0, 1), times=(16, 17))
 
@@ -29,8 +31,8 @@ class EngineConfig:
     prefix_caching: bool = True
     long_prompts: LongPrompts = ANY_LENGTH
     even_context: float = math.inf  # tokens of context, see `StepBudget`; inf: a step's budget counts tokens
-    max_waiting: int = 1024  # requests that may wait beyond the ones that the slots can hold
-    pipeline_depth: int = 2  # steps in flight; 2: step N+1 is dispatched before step N is read. 1: no overlap
+    max_waiting: int = DEFAULT_MAX_WAITING  # requests that may wait beyond the ones that the slots can hold
+    pipeline_depth: int = DEFAULT_PIPELINE_DEPTH  # steps in flight; 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
     step_times: StepTimes = _ANY_TIMES  # of decodes, by their tokens: whether drafts pay
     draft_cost: float = 0.0  # time of a pass of the draft model, in passes of the model; 0: drafts are looked up

@@ -1,5 +1,5 @@
 """Wires the packages together. Each module here is a command, `python -m scripts.NAME`, except `llm`: import it.
 
-`wiring` turns settings into a running engine, `offline` answers without HTTP, `benchmarks` measures, and `demo` trains
-the embedded checkpoint.
+`flags` reads the command line, `building` makes a running engine of its settings, `offline` answers without HTTP,
+`estimates` says how long steps take, and `lab` measures.
 """

@@ -22,8 +22,8 @@ from model.inputs.json_file import check_size, read_object
 from model.inputs.limits import MAX_TOKENIZER_BYTES
 from model.inputs.paths import Place, place_argument, write_whole
 from model.loading.source import UNFINISHED, Kind, ModelSource, resolve
-from scripts.wiring.errors import add_debug_flag, failed
-from scripts.wiring.settings import QUANTIZATIONS
+from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.settings import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
@@ -72,7 +72,7 @@ def convert(
     Raises:
         ValueError: the model or its tokenizer cannot be read, or the folder cannot be used, see `claimed`.
     """
-    from scripts.wiring.conversion_folder import claimed
+    from scripts.building.conversion_folder import claimed
 
     raw, files = _small_files(source)
     with claimed(folder, list(files)):
@@ -139,9 +139,9 @@ def _small_files(source: ModelSource) -> tuple[dict[str, Any], dict[str, bytes]]
     """The content of `config.json`, and the other small files by name. ValueError or OSError if they cannot be read."""
     assert source.path is not None, "a preset has no weights"
     if source.kind is Kind.GGUF:
-        from scripts.wiring.gguf_files import small_files
+        from scripts.building.conversion_folder import gguf_small_files
 
-        return small_files(source.path)
+        return gguf_small_files(source.path)
     found = [path for pattern in SMALL_FILES for path in sorted(source.path.glob(pattern))]
     paths = {str(path.relative_to(source.path)): path for path in found}
     for path in paths.values():

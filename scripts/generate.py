@@ -22,6 +22,9 @@ from batcher.errors import EngineDeadError
 from model.inputs.json_file import json_argument
 from model.inputs.paths import place_argument
 from model.inputs.remote import RemotePath
+from scripts.building.kept_folders import users_cache_folder
+from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.llm import LLM
 from scripts.offline.batch_file import (
     Line,
@@ -35,9 +38,7 @@ from scripts.offline.batch_file import (
 from scripts.offline.batch_input import BatchInput
 from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
-from scripts.wiring.errors import add_debug_flag, failed
-from scripts.wiring.kept_folders import users_cache_folder
-from scripts.wiring.settings import EngineSettings, add_engine_flags, flag
+from server.flag import flag_name
 
 Key = tuple[int, str]  # a line's number and its digest
 # A journal's records are taken up only by a run with the same: they change answers. The others change speed.
@@ -170,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
             return LLM(tokenizer=args.tokenizer, served_model_name=args.served_model_name, report=_say, **keywords)
 
-        answering = {flag(name): getattr(settings, name) for name in ANSWERING} | {
+        answering = {flag_name(EngineSettings, name): getattr(settings, name) for name in ANSWERING} | {
             "--params": args.params,
             "--pooling-type": settings.pooling and settings.pooling.value,
             "--tokenizer": args.tokenizer and str(args.tokenizer),

@@ -11,45 +11,37 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.paths import local_path, place, place_argument
 from model.loading.source import DEMO, Kind, ModelSource, local_folder, resolve
-from scripts.wiring.cluster import add_cluster_flags, cluster_of
-from scripts.wiring.compatibility import add_compatibility_flags, log_warnings
-from scripts.wiring.completion import PrintCompletion
-from scripts.wiring.config_file import CONFIG, with_config
-from scripts.wiring.device import runs_on_tpu
-from scripts.wiring.errors import add_debug_flag, failed
-from scripts.wiring.grouped_help import add_grouped_help
-from scripts.wiring.repeated import EachCounts
-from scripts.wiring.replicas import add_replica_flags, replicas_of
-from scripts.wiring.settings import EngineSettings, ServedSettings, add_engine_flags
-from scripts.wiring.stand_in_tokenizer import tokenizer_folder
-from scripts.wiring.tls import add_tls_flags, tls_files
+from scripts.building.device import runs_on_tpu
+from scripts.building.replicas import add_replica_flags, replicas_of
+from scripts.building.stand_in_tokenizer import tokenizer_folder
+from scripts.flags.cluster import add_cluster_flags, cluster_of
+from scripts.flags.compatibility import add_compatibility_flags, log_warnings
+from scripts.flags.config_file import CONFIG, with_config
+from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.parsing import EachCounts, PrintCompletion, add_grouped_help
+from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
+from scripts.flags.tls import add_tls_flags, tls_files
 from server.engine.scratch_folder import ScratchFolder
+from server.flag import add_flags, check_range, flags_of
 from server.http.descriptors import open_standard_streams
 from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
-from server.settings import (
-    DEFAULT_MAX_REQUEST_LOGPROBS,
-    DEFAULT_METRICS_PREFIX,
-    GenerationDefaults,
-    Settings,
-    check_range,
-    flag_of,
-)
+from server.settings import GROUPS, GenerationDefaults, Settings
 from server.text.reasoning import REASONING_FORMATS
 from server.text.tool_calls.formats import FORMATS
 
 logger = logging.getLogger("pallas_serve")
 
-ENGINE = "scripts.wiring.engine:build_served"
-LEADER = "scripts.wiring.several_hosts:build_leader"
-FOLLOWER = "scripts.wiring.several_hosts:build_follower"
+ENGINE = "scripts.building.build:build_served"
+LEADER = "scripts.building.several_hosts:build_leader"
+FOLLOWER = "scripts.building.several_hosts:build_follower"
 MOST_REPLICAS = 1024
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 # Those of `--help` without a group.
@@ -57,19 +49,6 @@ COMMON_FLAGS = (
     "--model --max-model-len --quantization --kv-cache-dtype --tensor-parallel-size --data-parallel-size "
     "--memory-utilization --max-num-seqs --host --port --api-key --config"
 ).split()
-CONNECTION_FLAGS = {
-    "max_connections": (
-        "N",
-        int,
-        "Connections. For one more, the one that has waited longest is closed, or the new one is answered 503 "
-        "(default: what `ulimit -Hn` allows, at most 8192).",
-    ),
-    "head_timeout_s": ("S", float, "Seconds for the head of a request, and for the first byte on a connection"),
-    "body_timeout_s": ("S", float, "Seconds within each of which a body must come at 1 KiB/s"),
-    "idle_timeout_s": ("S", float, "Seconds between the requests of a connection; a load balancer's must be shorter"),
-    "send_timeout_s": ("S", float, "Seconds in which a client must read some of what waits for it"),
-    "max_body_memory_mib": ("N", int, "MiB of all requests that are being read. Beyond it they are answered 503"),
-}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,43 +71,20 @@ def parser() -> argparse.ArgumentParser:
     add_replica_flags(p)
     add_cluster_flags(p)
     add_compatibility_flags(p)
-    _add_server_flags(p.add_argument_group("server", "The address, the processes and the log."))
-    _add_access_flags(p.add_argument_group("access", "API keys and origins."))
+    parsers: dict[str, Collection[str]] = {"tool_call_parser": FORMATS, "reasoning_parser": REASONING_FORMATS}
+    groups = add_flags(p, Settings, GROUPS, choices=parsers)
+    _add_server_flags(groups["server"])
+    _add_access_flags(groups["access"])
+    _add_request_flags(groups["requests"])
     add_tls_flags(p.add_argument_group("tls", "HTTPS in place of HTTP."))
-    _add_request_flags(p.add_argument_group("requests", "Defaults and limits of requests."))
-    _add_connection_flags(p.add_argument_group("connections", "What a client may take, for the server's own sake."))
     return p
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="The address to listen on (default: 127.0.0.1).")
-    group.add_argument("--port", type=int, default=8000, help="The port; 0: any free one (default: 8000).")
-    group.add_argument(
-        "--api-server-count", type=int, default=1, metavar="N",
-        help="HTTP processes that share the address and the engines (default: 1).",
-    )  # fmt: skip
-    group.add_argument("--uds", type=local_path, metavar="PATH", help="A Unix socket in place of host and port.")
-    group.add_argument(
-        "--root-path", default="", metavar="PATH",
-        help="The path under which a proxy serves this server, for /openapi.json (default: none).",
-    )  # fmt: skip
     group.add_argument(
         "--served-model-name", nargs="+", action=EachCounts, metavar="NAME",
         help="The names of the model for clients; answers have the first (default: as --model).",
     )  # fmt: skip
-    group.add_argument("--no-ui", dest="ui", action="store_false", help="There is no page at /.")
-    group.add_argument(
-        "--metrics-prefix", metavar="P", default=DEFAULT_METRICS_PREFIX,
-        help="The prefix of the metrics' names; `vllm:` keeps existing dashboards (default: %(default)s).",
-    )  # fmt: skip
-    group.add_argument(
-        "--otlp-traces-endpoint", metavar="URL",
-        help="The collector that gets an OpenTelemetry span of each request. It needs the extra `otel` "
-        "(default: none).",
-    )  # fmt: skip
-    group.add_argument(
-        "--enable-tokenizer-info-endpoint", action="store_true", help="The server answers /tokenizer_info."
-    )
     group.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"),
         help="The least severe lines of the log (default: info).",
@@ -144,18 +100,9 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         "--api-key-file", type=local_path, action="append", default=[], metavar="FILE",
         help=f"A file with one key a line. Unlike --api-key, `ps` shows neither it nor ${KEY_VARIABLE}.",
     )  # fmt: skip
-    group.add_argument("--api-key-all-routes", action="store_true", help="Probes, /metrics and /docs need a key, too.")
     group.add_argument(
         "--admin-api-key", nargs="+", action=EachCounts, default=[], metavar="KEY",
         help="The keys of the administrators' routes (default: these routes are closed).",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-concurrent-per-key", type=int, metavar="N",
-        help="Requests that one API key may have running. One more is answered 429 (default: any number).",
-    )  # fmt: skip
-    group.add_argument(
-        "--prefix-caching-per-key", action="store_true",
-        help="An API key finds cached prefixes of its own requests only.",
     )  # fmt: skip
     group.add_argument(
         "--allowed-origins", nargs="+", action=EachCounts, default=["*"], metavar="ORIGIN",
@@ -173,9 +120,6 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         help="A Jinja file in place of the model's chat templates (default: the model's own).",
     )  # fmt: skip
     group.add_argument(
-        "--trust-request-chat-template", action="store_true", help="A request may have a chat template of its own."
-    )
-    group.add_argument(
         "--generation-config", default="auto", metavar="FROM",
         help="Defaults of requests: `auto` (the model's), `vllm` (none of the model's) or a folder's "
         "generation_config.json (default: auto). Its `max_new_tokens` is the most output of any request.",
@@ -184,44 +128,6 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         "--override-generation-config", metavar="JSON",
         help="""Defaults of requests that count before those, such as '{"temperature": 0.5}'.""",
     )  # fmt: skip
-    group.add_argument(
-        "--tool-call-parser", choices=FORMATS,
-        help="The form in which the model writes tool calls (default: hermes if the template has <tool_call>, else "
-        "llama3_json).",
-    )  # fmt: skip
-    group.add_argument(
-        "--reasoning-parser", choices=REASONING_FORMATS,
-        help="How the model marks its reasoning, which answers have apart from their content; `none` leaves it in the "
-        "content (default: qwen3 if the template has </think>, else none).",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-enable-auto-tool-choice", dest="enable_auto_tool_choice", action="store_false",
-        help="A request with tools must say by `tool_choice` whether one is called.",
-    )  # fmt: skip
-    group.add_argument("--enable-auto-tool-choice", action="store_true", default=True, help=argparse.SUPPRESS)
-    group.add_argument(
-        "--enable-force-include-usage", action="store_true", help="Every stream ends with its usage, asked for or not."
-    )
-    group.add_argument(
-        "--strict-fields", action="store_true", help="A request with an unknown field is refused, not only logged."
-    )
-    group.add_argument(
-        "--queue-timeout", type=float, metavar="S",
-        help="Seconds that a request may wait for its first step before it is answered 503 (default: any time).",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-request-logprobs", type=int, default=DEFAULT_MAX_REQUEST_LOGPROBS, metavar="N",
-        help="Log-probabilities of one request: n x max_tokens x (logprobs + 1), and those of its prompt "
-        "(default: %(default)s).",
-    )  # fmt: skip
-
-
-def _add_connection_flags(group: argparse._ArgumentGroup) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
-    for name, (metavar, kind, text) in CONNECTION_FLAGS.items():
-        default = defaults[name]
-        text = text if default is None else f"{text} (default: {default:g})."
-        group.add_argument(flag_of(name), dest=name, type=kind, default=default, metavar=metavar, help=text)
 
 
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
@@ -232,35 +138,15 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         vocab_size=source.config.vocab_size,
         model_names=tuple(names),
         model_root=str(source.weights or source.name),
-        host=args.host,
-        port=args.port,
-        uds=args.uds,
-        api_server_count=args.api_server_count,
+        version=version(),
         tls=tls_files(args),
-        root_path=args.root_path,
         api_keys=api_keys(args),
-        api_key_all_routes=args.api_key_all_routes,
         admin_api_keys=tuple(args.admin_api_key),
-        enable_tokenizer_info=args.enable_tokenizer_info_endpoint,
         allowed_origins=tuple(args.allowed_origins),
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
-        enable_auto_tool_choice=args.enable_auto_tool_choice,
-        reasoning_parser=args.reasoning_parser,
-        tool_call_parser=args.tool_call_parser,
         generation_defaults=_generation_defaults(args, source),
-        metrics_prefix=args.metrics_prefix,
-        ui=args.ui,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-        version=version(),
-        force_usage=args.enable_force_include_usage,
-        queue_timeout_s=args.queue_timeout,
-        strict_fields=args.strict_fields,
-        trust_request_chat_template=args.trust_request_chat_template,
-        max_concurrent_per_key=args.max_concurrent_per_key,
-        prefix_caching_per_key=args.prefix_caching_per_key,
         debug=args.debug,
-        max_request_logprobs=args.max_request_logprobs,
-        **{name: getattr(args, name) for name in CONNECTION_FLAGS},
+        **{name: getattr(args, name) for name in flags_of(Settings)},
     )
 
 

@@ -27,6 +27,9 @@ from batcher.errors import EngineDeadError
 from batcher.stats import EngineStats
 from model.inputs.paths import place
 from model.loading.source import resolve
+from scripts.building.build import build
+from scripts.building.stand_in_tokenizer import tokenizer_folder
+from scripts.flags.settings import EngineSettings
 from scripts.offline.arguments import (
     Message,
     Params,
@@ -38,9 +41,6 @@ from scripts.offline.arguments import (
 )
 from scripts.offline.in_process import InProcessEngineClient, LoopThread, post
 from scripts.offline.results import Embedding, RequestOutput, embedding, request_output
-from scripts.wiring.engine import build
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.app import create_app, create_state
 from server.engine.scratch_folder import ScratchFolder
 from server.settings import GenerationDefaults, Settings
@@ -72,7 +72,7 @@ class LLM:
         tokenizer: a folder, here or in a bucket, with a tokenizer that replaces the model's own.
         served_model_name: the model's name in request bodies; by default `model`.
         report: is called with the lines of the start-up report.
-        settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.wiring.settings.EngineSettings`).
+        settings: the other engine flags by name, such as `max_num_seqs=16` (`scripts.flags.settings.EngineSettings`).
 
     Raises:
         ValueError: a setting is unknown, or the model is not found or does not fit.

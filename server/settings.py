@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -12,12 +13,12 @@ import msgspec
 from batcher.sampling_table import PARAMETERS
 from model.inputs.json_file import read_fields
 from model.inputs.limits import MAX_VOCAB_SIZE
+from model.inputs.paths import local_path
 from model.inputs.schema import TRUTH, integer, number, number_above
+from server.flag import MOST_COUNT, MOST_SECONDS, check_flags, check_range, setting
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
-MOST_SECONDS = 10**6
-MOST_COUNT = 2**62  # of anything: a larger number overflows
 MOST_API_SERVERS = 64
 TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
 
@@ -106,64 +107,120 @@ class TlsFiles:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities that sign clients' certificates")
 
 
+GROUPS = {
+    "server": "The address, the processes and the log.",
+    "access": "API keys and origins.",
+    "requests": "Defaults and limits of requests.",
+    "connections": "What a client may take, for the server's own sake.",
+}
+_of_server, _of_access, _of_requests, _of_connections = (partial(setting, group=group) for group in GROUPS)
+_seconds = partial(_of_connections, type=float, metavar="S", above=0, most=MOST_SECONDS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The HTTP side's settings."""
+    """The HTTP side's settings. Those with a flag are `setting`s; the command makes the others of several flags."""
 
     tokenizer_folder: Path
     vocab_size: int = MAX_VOCAB_SIZE  # the model's; only a tokenizer's special tokens may have ids beyond it
     model_names: tuple[str, ...]  # answers have the first; requests may have any of them
     model_root: str = ""  # the source of the weights, for /v1/models
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
-    api_server_count: int = 1  # HTTP processes that share the address and the engines
-    uds: Path | None = None  # a Unix socket in place of the host and the port
+    version: str = "0.0.0"
     tls: TlsFiles | None = None  # None: plain HTTP
-    root_path: str = ""  # the path prefix at which a proxy serves this server
     api_keys: tuple[str, ...] = ()  # none: open to all
-    api_key_all_routes: bool = False  # health checks and metrics need a key too
     admin_api_keys: tuple[str, ...] = ()  # none: the administrators' routes are closed
-    enable_tokenizer_info: bool = False  # the route /tokenizer_info
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None  # replaces the tokenizer's own
-    trust_request_chat_template: bool = False  # requests may have templates, which are programs
-    enable_auto_tool_choice: bool = True  # tool_choice "auto" is allowed
-    reasoning_parser: str | None = None  # how the model marks its reasoning; None: as the template shows it
-    tool_call_parser: str | None = None  # the format of the model's calls; None: the one that the template shows
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    metrics_prefix: str = DEFAULT_METRICS_PREFIX
-    version: str = "0.0.0"
-    ui: bool = True  # the page at `/`
-    force_usage: bool = False  # all streams have usage, even if they do not ask for it
-    otlp_traces_endpoint: str | None = None  # the URL that gets a span of each request; None: there are no traces
     debug: bool = False  # the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
-    queue_timeout_s: float | None = None  # a request that waits longer is refused; None: no limit
-    max_concurrent_per_key: int | None = None  # running requests per key; None: no limit
-    prefix_caching_per_key: bool = False  # requests find the cached prefixes of their own API key only
-    strict_fields: bool = False  # unknown fields are refused, not ignored
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
     max_embedding_inputs: int = 2048  # of one HTTP request
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
-    max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS  # of one HTTP request: see score_limit
     template_timeout_s: float = 10.0  # for the chat template of one conversation
     grace_period_s: float = 30.0  # after SIGTERM, for running requests
     heartbeat_timeout_s: float = 60.0  # an engine silent for longer is reported as unhealthy
     death_linger_s: float = 3.0  # after the engine's death /health answers 503 for this time, then the server exits
-    max_connections: int | None = None  # None: as many as there are descriptors, up to MOST_CONNECTIONS
-    head_timeout_s: float = 20.0  # for a request's head from its first byte, and for a new connection's first byte
-    body_timeout_s: float = 30.0  # in which as much of a body must come as at MIN_BODY_RATE
-    idle_timeout_s: float = 30.0  # between requests on one connection
-    send_timeout_s: float = 300.0  # for a client to read some of the bytes sent to it
-    max_body_memory_mib: int = 256  # of all requests that one HTTP process is reading; beyond it, they are refused
+
+    host: str = _of_server("127.0.0.1", "The address to listen on")
+    port: int = _of_server(8000, "The port; 0: any free one", type=int, least=0, most=65535)
+    api_server_count: int = _of_server(
+        1, "HTTP processes that share the address and the engines", type=int, metavar="N", least=1,
+        most=MOST_API_SERVERS,
+    )  # fmt: skip
+    uds: Path | None = _of_server(  # noqa: RUF009
+        None, "A Unix socket in place of host and port", type=local_path, metavar="PATH",
+    )  # fmt: skip
+    root_path: str = _of_server(
+        "", "The path under which a proxy serves this server, for /openapi.json", metavar="PATH",
+    )  # fmt: skip
+    ui: bool = _of_server(True, "There is no page at /")
+    metrics_prefix: str = _of_server(
+        DEFAULT_METRICS_PREFIX, "The prefix of the metrics' names; `vllm:` keeps existing dashboards", metavar="P",
+    )  # fmt: skip
+    otlp_traces_endpoint: str | None = _of_server(
+        None, "The collector that gets an OpenTelemetry span of each request. It needs the extra `otel`", metavar="URL",
+    )  # fmt: skip
+    enable_tokenizer_info_endpoint: bool = _of_server(False, "The server answers /tokenizer_info")
+
+    api_key_all_routes: bool = _of_access(False, "Probes, /metrics and /docs need a key, too")
+    max_concurrent_per_key: int | None = _of_access(
+        None, "Requests that one API key may have running. One more is answered 429", unset="any number", type=int,
+        metavar="N", least=1,
+    )  # fmt: skip
+    prefix_caching_per_key: bool = _of_access(False, "An API key finds cached prefixes of its own requests only")
+
+    trust_request_chat_template: bool = _of_requests(
+        False, "A request may have a chat template of its own, which is a program",
+    )  # fmt: skip
+    tool_call_parser: str | None = _of_requests(
+        None, "The form in which the model writes tool calls",
+        unset="hermes if the template has <tool_call>, else llama3_json",
+    )  # fmt: skip
+    reasoning_parser: str | None = _of_requests(
+        None, "How the model marks its reasoning, which answers have apart from their content; `none` leaves it in the "
+        "content", unset="qwen3 if the template has </think>, else none",
+    )  # fmt: skip
+    enable_auto_tool_choice: bool = _of_requests(
+        True, "A request with tools must say by `tool_choice` whether one is called",
+    )  # fmt: skip
+    enable_force_include_usage: bool = _of_requests(False, "Every stream ends with its usage, asked for or not")
+    strict_fields: bool = _of_requests(False, "A request with an unknown field is refused, not only logged")
+    queue_timeout_s: float | None = _of_requests(
+        None, "Seconds that a request may wait for its first step before it is answered 503", unset="any time",
+        type=float, metavar="S", above=0, most=MOST_SECONDS, name="--queue-timeout",
+    )  # fmt: skip
+    max_request_logprobs: int = _of_requests(
+        DEFAULT_MAX_REQUEST_LOGPROBS,
+        "Log-probabilities of one request: n x max_tokens x (logprobs + 1), and those of its prompt", type=int,
+        metavar="N", least=1,
+    )  # fmt: skip
+
+    max_connections: int | None = _of_connections(
+        None, "Connections. For one more, the one that has waited longest is closed, or the new one is answered 503",
+        unset="what `ulimit -Hn` allows, at most 8192", type=int, metavar="N", least=1,
+    )  # fmt: skip
+    head_timeout_s: float = _seconds(
+        20.0, "Seconds for the head of a request, and for the first byte on a connection", name="--head-timeout",
+    )  # fmt: skip
+    body_timeout_s: float = _seconds(
+        30.0, "Seconds within each of which a body must come at 1 KiB/s", name="--body-timeout",
+    )  # fmt: skip
+    idle_timeout_s: float = _seconds(
+        30.0, "Seconds between the requests of a connection; a load balancer's must be shorter", name="--idle-timeout",
+    )  # fmt: skip
+    send_timeout_s: float = _seconds(
+        300.0, "Seconds in which a client must read some of what waits for it", name="--send-timeout",
+    )  # fmt: skip
+    max_body_memory_mib: int = _of_connections(
+        256, "MiB of all requests that are being read. Beyond it they are answered 503", type=int, metavar="N", least=1,
+        name="--max-body-memory",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
+        check_flags(self)
         if not self.model_names or not all(self.model_names):
             raise ValueError(f"--served-model-name: a name is empty, or there is none: {', '.join(self.model_names)!r}")
-        if not 1 <= self.api_server_count <= MOST_API_SERVERS:
-            message = f"--api-server-count is 1 to {MOST_API_SERVERS}, not {self.api_server_count}"
-            raise ValueError(f"{message}: the HTTP processes that share the address")
-        check_range("--port", self.port, 0, 65535)
         keys = (*self.api_keys, *self.admin_api_keys)
         if not all(keys):
             raise ValueError("an API key is empty: everybody would have it")
@@ -176,13 +233,6 @@ class Settings:
             check_range(name, getattr(self, name), 0, MOST_SECONDS)
         for name in ("max_body_bytes", "max_embedding_inputs", "max_choices"):
             check_range(name, getattr(self, name), 1, MOST_COUNT)
-        for name in ("max_request_logprobs", "max_concurrent_per_key", "max_connections"):
-            check_range(flag_of(name), getattr(self, name), 1, MOST_COUNT)
-        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s", "queue_timeout_s"):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 < seconds <= MOST_SECONDS:
-                raise ValueError(f"{flag_of(name)} must be above 0 and at most {MOST_SECONDS} seconds, not {seconds:g}")
-        check_range("--max-body-memory", self.max_body_memory_mib, 1, MOST_COUNT)
         if not 2 * self.max_body_bytes <= self.max_body_memory_mib * 2**20:
             least = -(-2 * self.max_body_bytes // 2**20)
             raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")
@@ -190,19 +240,6 @@ class Settings:
             raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
         if self.prefix_caching_per_key and not self.api_keys:
             raise ValueError("--prefix-caching-per-key tells clients apart by their API key: it needs --api-key")
-
-
-def flag_of(name: str) -> str:
-    """The command-line flag of a field of `Settings`."""
-    return "--" + name.removesuffix("_s").removesuffix("_mib").replace("_", "-")
-
-
-def check_range(name: str, value: float | None, least: float, most: float) -> None:
-    """Raises ValueError, with the name of the flag or field, for a number that is out of range. None is no number."""
-    if value is None or least <= value <= most:
-        return
-    limit = f"at most {most}" if value > most else f"at least {least}"
-    raise ValueError(f"{name} must be {limit}, not {value}")
 
 
 def _is_url(text: str) -> bool:

@@ -32,9 +32,9 @@ from starlette.types import Message, Scope
 
 from model.loading.source import resolve
 from scripts import launch
+from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.deploy.affinity import affinity_key, ranked
-from scripts.wiring.settings import EngineSettings, ServedSettings
-from scripts.wiring.stand_in_tokenizer import tokenizer_folder
+from scripts.flags.settings import EngineSettings, ServedSettings
 from server.api.answers.errors import OPENAI_ERRORS
 from server.app import create_app, create_state
 from server.engine.client import ProcessEngineClient

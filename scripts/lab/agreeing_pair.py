@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.flax import save_file
 
 from model.config import LlamaConfig
-from scripts.wiring.stand_in_tokenizer import write_stand_in_tokenizer
+from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 
 _LEAST_HIDDEN_SIZE = 128
 

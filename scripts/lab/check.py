@@ -16,14 +16,14 @@ import argparse
 from pathlib import Path
 
 from model.inputs.paths import local_path
+from scripts.building.device import find_device
+from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.flags.settings import DEVICES
 from scripts.lab.chip import PARTS
 from scripts.lab.chip.kit import make_kit
 from scripts.lab.chip.options import DEFAULT_MODELS, Options
 from scripts.lab.chip.progress import Progress
 from scripts.lab.chip.report import write_report
-from scripts.wiring.device import find_device
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
-from scripts.wiring.settings import DEVICES
 
 
 def parser() -> argparse.ArgumentParser:

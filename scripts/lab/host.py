@@ -27,7 +27,7 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.step import Bucket, Capacity, StepInput, StepOutput
-from scripts.wiring.repeated import EachCounts
+from scripts.flags.parsing import EachCounts
 from server.engine import outbox
 
 PAGE_SIZE = 16

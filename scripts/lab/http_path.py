@@ -30,8 +30,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from scripts.flags.parsing import EachCounts
 from scripts.lab.instant_engine import InstantConfig
-from scripts.wiring.repeated import EachCounts
 from server.main import run
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer

@@ -23,16 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from batcher.config import Scheduling
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
+from scripts.building.build import Built, build_runner
+from scripts.building.stand_in_tokenizer import tokenizer_folder
+from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.workload import random_ids
-from scripts.wiring.engine import Built, build_runner
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
-from scripts.wiring.settings import SCHEDULING, EngineSettings, add_engine_flags
-from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.engine.scratch_folder import ScratchFolder
 from server.grammar.forms import json_schema_grammar
 from server.grammar.matcher import TokenGrammars, vocabulary_of
@@ -76,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     work.add_argument("--temperature", type=float, default=0.0)
     work.add_argument(
-        "--compare", choices=(*SCHEDULING, GRAMMAR), help="run this way too, on the same requests: see above"
+        "--compare", choices=(*Scheduling, GRAMMAR), help="run this way too, on the same requests: see above"
     )
     work.add_argument("--repeats", type=int, default=1, help="of each, alternating; the best of each is compared")
     work.add_argument("--output-json", type=local_path)

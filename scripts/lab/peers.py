@@ -23,12 +23,12 @@ import psutil
 import uvloop
 
 from model.inputs.paths import local_path
+from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.parsing import EachCounts
 from scripts.lab.load.client import Target, run
 from scripts.lab.load.metrics import summary
 from scripts.lab.load.servers import serving
 from scripts.lab.load.workload import BenchRequest, from_file
-from scripts.wiring.errors import add_debug_flag, run_command
-from scripts.wiring.repeated import EachCounts
 
 
 @dataclass(frozen=True)

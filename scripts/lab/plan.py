@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 
 from model.inputs.paths import local_path
+from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.settings import add_engine_flags
 from scripts.lab.planning.planner import COMPILE, Planner
 from scripts.lab.planning.plot import check_installed
-from scripts.wiring.errors import add_debug_flag, run_command
-from scripts.wiring.settings import add_engine_flags
 
 
 def parser() -> argparse.ArgumentParser:

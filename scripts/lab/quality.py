@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
-from scripts.wiring.errors import add_debug_flag, failed
-from scripts.wiring.repeated import EachCounts
-from scripts.wiring.settings import QUANTIZATIONS
+from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.parsing import EachCounts
+from scripts.flags.settings import QUANTIZATIONS
 
 
 def parser() -> argparse.ArgumentParser:

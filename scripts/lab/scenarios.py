@@ -28,6 +28,7 @@ import uvloop
 
 from model.inputs.paths import local_path
 from model.loading.source import DEMO
+from scripts.flags.errors import FailedError, add_debug_flag, run_command
 from scripts.lab.load.arrivals import arrival_times
 from scripts.lab.load.client import Outcome, Target, run
 from scripts.lab.load.goodput import Trial, find_rate, passes
@@ -35,7 +36,6 @@ from scripts.lab.load.goodput import table as goodput_table
 from scripts.lab.load.metrics import summary
 from scripts.lab.load.scenarios import SCENARIOS, Scenario, Size, Variant, chats, closed_loop
 from scripts.lab.load.servers import serving
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 
 GOODPUT = "goodput"
 SLOS = {"ttft": 500.0, "tpot": 50.0}

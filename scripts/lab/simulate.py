@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 
 from batcher.long_prompts import LongPrompts
+from scripts.flags.parsing import EachCounts
 from scripts.lab.load.arrivals import arrival_times
 from scripts.lab.load.lengths import Trace
 from scripts.lab.load.presets import TRAFFIC
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
-from scripts.wiring.repeated import EachCounts
 
 PAGE_SIZE = 64  # tokens
 LONG = 100_000  # tokens of a long prompt

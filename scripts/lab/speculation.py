@@ -25,12 +25,12 @@ from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
+from scripts.building.build import Built, build_runner
+from scripts.building.stand_in_tokenizer import tokenizer_folder
+from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.flags.parsing import EachCounts
+from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.agreeing_pair import write_pair
-from scripts.wiring.engine import Built, build_runner
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
-from scripts.wiring.repeated import EachCounts
-from scripts.wiring.settings import EngineSettings, add_engine_flags
-from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.engine.scratch_folder import ScratchFolder
 from server.text.tokenizer import ByteLevelTokenizer
 

@@ -26,8 +26,8 @@ from statistics import median
 import psutil
 
 from model.inputs.paths import local_path
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
-from scripts.wiring.repeated import EachCounts
+from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.flags.parsing import EachCounts
 
 ROOT = Path(__file__).parents[2]
 # Lines that the server prints at its start. Each phase is named by its line.

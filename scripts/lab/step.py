@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from batcher.step import Bucket, Variant
 from model.inputs.paths import local_path
+from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.step_timing import Timing, time_bucket
-from scripts.wiring.errors import add_debug_flag, run_command
-from scripts.wiring.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
@@ -49,8 +49,8 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
     """Times each step and its matrix products alone, prints them, and returns the exit code."""
     if args.dispatch:
         return bench_dispatch(args.dispatch)
+    from scripts.building.build import build_runner
     from scripts.lab.in_engine import num_drawn
-    from scripts.wiring.engine import build_runner
 
     budget = max([*args.prefill, max(args.rows) + 1])
     drawn = num_drawn(max(args.rows), args.context, args.steps, budget) if args.in_engine else args.steps + 8

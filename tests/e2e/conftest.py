@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.wiring.engine import Built, build_runner
-from scripts.wiring.settings import EngineSettings
+from scripts.building.build import Built, build_runner
+from scripts.flags.settings import EngineSettings
 from tests.conftest import EXPORTED
 from tests.e2e.replay import LIMITS
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures

@@ -45,6 +45,6 @@ def test_the_demo(server, tmp_path):
 def test_a_server_with_keys(tmp_path):
     keys = {"api_keys": ("key",), "admin_api_keys": ("boss",)}
     config = EchoConfig(reply=tuple(b"abc"))
-    with running_server(tmp_path, ECHO, config, enable_tokenizer_info=True, **keys) as server:
+    with running_server(tmp_path, ECHO, config, enable_tokenizer_info_endpoint=True, **keys) as server:
         header = ("--header", "Authorization: Bearer boss")
         attack(tmp_path, server.url, *header, "--include-path-regex", WITHOUT_A_MODEL)

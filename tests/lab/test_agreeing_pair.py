@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 
 from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
+from scripts.building.chosen_weights import choose_weights
+from scripts.flags.settings import EngineSettings
 from scripts.lab.agreeing_pair import write_pair
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.weights import choose_weights
 
 VOCAB_SIZE = 1000
 

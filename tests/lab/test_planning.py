@@ -15,8 +15,10 @@ from model.network.linear import linear_method
 from model.presets import preset
 from model.quantization.forms import Rounding
 from scripts import launch
+from scripts.building.replicas import claim_chips, replicas_of
 from scripts.estimates.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
 from scripts.estimates.target import LINKS, parse_target
+from scripts.flags.settings import EngineSettings, ServedSettings
 from scripts.lab import plan
 from scripts.lab.planning import compiled, sweep
 from scripts.lab.planning.compiled import extrapolated
@@ -25,8 +27,6 @@ from scripts.lab.planning.memory import GIB, Account, size_up
 from scripts.lab.planning.planner import limits_to_try
 from scripts.lab.planning.workload import arriving, parse_objectives, parse_workload
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
-from scripts.wiring.replicas import claim_chips, replicas_of
-from scripts.wiring.settings import EngineSettings, ServedSettings
 from tests.examples import examples
 
 V6E = parse_target("v6e")

@@ -7,8 +7,8 @@ import pytest
 
 from model.presets import preset
 from scripts import llm as llm_module
+from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 from scripts.llm import LLM
-from scripts.wiring.stand_in_tokenizer import write_stand_in_tokenizer
 from tests.scripts.generating import CAPACITY, build_fake
 
 

@@ -16,10 +16,9 @@ import msgspec
 from batcher.buckets import BucketConfig
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
-from scripts.wiring.attention import Chosen, choose_attention
-from scripts.wiring.backends import Backends, paged_attention
-from scripts.wiring.engine import build, build_runner
-from scripts.wiring.settings import EngineSettings
+from scripts.building.attention_backend import Backends, Chosen, choose_attention, paged_attention
+from scripts.building.build import build, build_runner
+from scripts.flags.settings import EngineSettings
 from tests.server.support import real_engine
 from tests.server.support.real_engine import RealConfig
 

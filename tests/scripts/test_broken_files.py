@@ -31,8 +31,8 @@ from model.loading.source import resolve
 from model.loading.stored_weights import find_weights
 from model.loading.torch_file import read_torch_file
 from model.loading.weights import load_hf
-from scripts.wiring.config_file import with_config
-from scripts.wiring.end_tokens import find_end_tokens
+from scripts.building.end_tokens import find_end_tokens
+from scripts.flags.config_file import with_config
 from server.settings import GenerationDefaults
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples

@@ -7,9 +7,9 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.wiring.changeable import ChangeableEngine, RunnerWeights
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.weights import ChosenWeights, choose_weights
+from scripts.building.changeable import ChangeableEngine, RunnerWeights
+from scripts.building.chosen_weights import ChosenWeights, choose_weights
+from scripts.flags.settings import EngineSettings
 from server.engine.wire import ChangeWeights, WeightsChange
 from tests.batcher.harness import Drive
 from tests.model.driver import paged_attention, tiny_model
@@ -21,7 +21,7 @@ RELOAD, SLEEP, WAKE_UP = (
 
 
 class OtherModel:
-    """`scripts.wiring.load.Loader`, of a model of other values. It fails at `fault`."""
+    """`scripts.building.load.Loader`, of a model of other values. It fails at `fault`."""
 
     def __init__(self, runner: ModelRunner, fault: str | None = None) -> None:
         self.runner = runner

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.wiring.cluster import SECRET_VARIABLE, Place, add_cluster_flags, cluster_of, find_place, first_node
+from scripts.flags.cluster import SECRET_VARIABLE, Place, add_cluster_flags, cluster_of, find_place, first_node
 
 SECRET = "0123456789abcdef"
 LWS = {"LWS_LEADER_ADDRESS": "s-0.s.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}

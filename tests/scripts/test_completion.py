@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from scripts import launch
-from scripts.wiring.completion import completion
+from scripts.flags.parsing import completion
 
 
 @pytest.mark.parametrize(

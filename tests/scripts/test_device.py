@@ -13,8 +13,8 @@ from tests.c_compiler import compiler
 
 START = """
 import sys
-from scripts.wiring.device import start_jax
-from scripts.wiring.settings import EngineSettings
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 try:
     print(start_jax(EngineSettings(device=sys.argv[1], compile_cache="none")))
 except ValueError as error:

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from model.config import LlamaConfig, projections
 from model.loading.source import DEMO, DEMO_FOLDER
-from scripts.wiring.draft import DEMO_DRAFT, choose_draft, draft_cost
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.weights import ChosenWeights, choose_weights
+from scripts.building.chosen_weights import ChosenWeights, choose_weights
+from scripts.building.draft import DEMO_DRAFT, choose_draft, draft_cost
+from scripts.flags.settings import EngineSettings
 from tests.model.checkpoints import write_tensors
 from tests.model.quantization.test_checkpoint_form import compressed
 

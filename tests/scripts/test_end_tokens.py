@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER, resolve
+from scripts.building.end_tokens import find_end_tokens, listed
 from scripts.llm import LLM, RefusedError
-from scripts.wiring.end_tokens import find_end_tokens, listed
 from server.text.tiktoken_model import special_tokens
 from tests.conftest import COMPILED
 from tests.model import gguf_files

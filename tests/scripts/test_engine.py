@@ -18,16 +18,16 @@ from model.loading.stored_weights import StoredWeights, find_weights
 from model.quantization.forms import Activations, EightBit, FourBit, Rounding
 from pallas_kernels.chips import GPUS, TPUS
 from pallas_kernels.spec import Backend
-from scripts.convert_checkpoint import convert
-from scripts.wiring.choices import (
+from scripts.building.build import OtherHosts, build_runner
+from scripts.building.choices import (
     choose_dtype,
     choose_kv_dtype,
     choose_quantization,
     choose_rounding,
     choose_step_timeout,
 )
-from scripts.wiring.engine import OtherHosts, build_runner
-from scripts.wiring.settings import EngineSettings
+from scripts.convert_checkpoint import convert
+from scripts.flags.settings import EngineSettings
 from tests.c_compiler import compiler
 from tests.conftest import COMPILED
 from tests.model import checkpoints

@@ -16,11 +16,11 @@ from model.compiling.compile_cache import keep_compilations
 from model.inputs.words import MAX_LINE_CHARS
 from model.loading.source import DEMO_FOLDER
 from scripts import convert_checkpoint, generate, launch
+from scripts.building.kept_folders import compile_cache_folder
+from scripts.flags.errors import failed
+from scripts.flags.settings import EngineSettings
 from scripts.lab import offline, plan, serving
 from scripts.llm import LLM
-from scripts.wiring.errors import failed
-from scripts.wiring.kept_folders import compile_cache_folder
-from scripts.wiring.settings import EngineSettings
 from server.engine.link import EngineFailedError
 from tests.conftest import COMPILED
 from tests.server.support.requests import wait_until

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.wiring.kept_folders import kept_folders, users_cache_folder
-from scripts.wiring.settings import EngineSettings
+from scripts.building.kept_folders import kept_folders, users_cache_folder
+from scripts.flags.settings import EngineSettings
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from scripts import launch
-from scripts.wiring.cluster import SECRET_VARIABLE, cluster_of
+from scripts.flags.cluster import SECRET_VARIABLE, cluster_of
 from server.settings import Settings
 from tests.scripts.kubernetes_fields import problems
 

@@ -12,10 +12,10 @@ import pytest
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from model.loading.source import resolve
 from scripts import launch
-from scripts.wiring.compatibility import HARMLESS, REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
-from scripts.wiring.limits import long_prompts
-from scripts.wiring.settings import EngineSettings, add_engine_flags
-from scripts.wiring.tls import tls_files
+from scripts.building.limits import long_prompts
+from scripts.flags.compatibility import HARMLESS, REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
+from scripts.flags.settings import EngineSettings, add_engine_flags
+from scripts.flags.tls import tls_files
 from server.settings import GenerationDefaults, TlsFiles
 
 
@@ -28,7 +28,7 @@ def parse(*flags: str) -> argparse.Namespace:
     [
         ("scripts.launch", {"jax", "transformers", "gguf"}),
         ("scripts.lab.check", {"jax", "transformers", "gguf"}),
-        ("scripts.wiring.engine, model.execution.runner", {"transformers", "gguf"}),
+        ("scripts.building.build, model.execution.runner", {"transformers", "gguf"}),
     ],
     ids=["server", "check", "engine"],
 )
@@ -418,7 +418,7 @@ def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, t
 
 def test_usage_in_all_streams_is_a_setting(model_folder):
     args = parse("--model", str(model_folder), "--enable-force-include-usage")
-    assert launch.server_settings(args, resolve(args.model), model_folder).force_usage
+    assert launch.server_settings(args, resolve(args.model), model_folder).enable_force_include_usage
 
 
 def test_how_long_prompts_share_the_steps():

@@ -13,10 +13,10 @@ from model.execution.memory_plan import DoesNotFitError, RunnerConfig, check_fit
 from model.loading.source import resolve
 from pallas_kernels.api import candidates
 from pallas_kernels.spec import Backend, UnavailableError
-from scripts.wiring.backends import paged_attention
-from scripts.wiring.model_on_chips import ModelOnChips
-from scripts.wiring.parallel import CONTEXT_STEP, choose_chips_and_context, choose_num_chips, describe_idle
-from scripts.wiring.settings import EngineSettings
+from scripts.building.attention_backend import paged_attention
+from scripts.building.model_on_chips import ModelOnChips
+from scripts.building.parallel import CONTEXT_STEP, choose_chips_and_context, choose_num_chips, describe_idle
+from scripts.flags.settings import EngineSettings
 
 
 def fits_on(least: int):

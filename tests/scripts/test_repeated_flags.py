@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from scripts import launch
+from scripts.flags.parsing import EachCounts, Once
 from scripts.lab.chip import PARTS
-from scripts.wiring.repeated import EachCounts, Once
 
 SCRIPTS = Path(launch.__file__).parent
 COMMANDS = sorted(

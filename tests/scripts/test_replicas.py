@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.wiring.replicas import claim_chips, replicas_of
-from scripts.wiring.settings import EngineSettings, ServedSettings
+from scripts.building.replicas import claim_chips, replicas_of
+from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.cluster import Cluster
 
 EIGHT = [str(number) for number in range(8)]

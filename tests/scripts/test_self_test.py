@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from batcher.buckets import BucketConfig
 from pallas_kernels.cpu import library, products
 from pallas_kernels.self_test import Program
-from scripts.wiring.attention import NOT_TESTED, self_test_programs
-from scripts.wiring.engine import build_runner
-from scripts.wiring.limits import bucket_config
-from scripts.wiring.settings import EngineSettings
+from scripts.building.attention_backend import NOT_TESTED, self_test_programs
+from scripts.building.build import build_runner
+from scripts.building.limits import bucket_config
+from scripts.flags.settings import EngineSettings
 from server.settings import Settings
 from tests.c_compiler import compiler
 from tests.conftest import COMPILED

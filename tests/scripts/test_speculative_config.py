@@ -7,9 +7,9 @@ import json
 import pytest
 
 from batcher.buckets import BucketLadder
-from scripts.wiring.limits import bucket_config, runner_config
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.speculation import SpeculativeConfig
+from scripts.building.limits import bucket_config, runner_config
+from scripts.flags.settings import EngineSettings
+from scripts.flags.speculation import SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from model.loading.source import resolve
-from scripts.wiring.stand_in_tokenizer import tokenizer_folder, write_stand_in_tokenizer
+from scripts.building.stand_in_tokenizer import tokenizer_folder, write_stand_in_tokenizer
 from server.text.tokenizer import ByteLevelTokenizer
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from model.presets import preset
 from pallas_kernels.chips import GPUS, TPUS
-from scripts.wiring.step_times import CPU_TIMES, attached_chip, chip_times, choose_step_times
+from scripts.building.step_times import CPU_TIMES, attached_chip, chip_times, choose_step_times
 
 MODEL = preset("llama-3.1-8b")
 

@@ -41,12 +41,12 @@ from model.quantization.forms import form_named
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import TPUS, GpuChip, TpuChip
 from pallas_kernels.spec import Backend
+from scripts.building.choices import choose_rounding
 from scripts.lab.accounts import gpu_report
 from scripts.lab.accounts.compile_gpu_step import read_thunks
 from scripts.lab.accounts.step_bytes import step_bytes
 from scripts.lab.accounts.targets import gpu_target, tpu_target
 from scripts.lab.accounts.whole_step import add_model_flags, attention_of, model_of
-from scripts.wiring.choices import choose_rounding
 
 NUM_PAGES = 511  # besides the null page
 LIMITS = RunnerConfig(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192, draft_pass_tokens=256)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import tempfile
 
+from scripts.building.replicas import chips_of_this_host
 from scripts.lab.chip.options import Options
 from scripts.lab.chip.result import Result
 from scripts.lab.chip.text import answers_of, compare, small_server
-from scripts.wiring.replicas import chips_of_this_host
 
 ENGINES = 2
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.building.child import ChildError, in_child
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.options import Options
 from scripts.lab.chip.result import Result
-from scripts.wiring.child import ChildError, in_child
-from scripts.wiring.device import start_jax
-from scripts.wiring.settings import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)

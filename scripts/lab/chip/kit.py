@@ -21,8 +21,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from scripts.flags.errors import FailedError
 from scripts.lab.chip.options import ROOT
-from scripts.wiring.errors import FailedError
 
 PACKAGE = "pallas-serve"
 THERE = ("jax", "jaxlib", "flax")  # on the machine, with all that they need

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.wiring.settings import EngineSettings
+from scripts.flags.settings import EngineSettings
 
 DEFAULT_MODELS = ("llama-3.2-1b", "llama-3.1-8b")
 ROOT = Path(__file__).parents[3]

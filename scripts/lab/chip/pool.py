@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from scripts.building.child import ChildError, in_child
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.kernels import chip_backends, spec_of
 from scripts.lab.chip.options import Options
 from scripts.lab.chip.result import Result
-from scripts.wiring.child import ChildError, in_child
-from scripts.wiring.device import start_jax
-from scripts.wiring.settings import EngineSettings
 
 FIRST_ELEMENT = 1 << 31  # of the pages that are used
 ROWS, TOKENS, LONGEST = 1024, 2048, 40  # of a step; tokens of a sequence

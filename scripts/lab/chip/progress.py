@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+from scripts.building.child import how_it_ended
 from scripts.lab.chip import PARTS
 from scripts.lab.chip.options import ROOT, Options
 from scripts.lab.chip.result import Result
-from scripts.wiring.child import how_it_ended
 
 # Seconds of each part at most; a part also ends when all time is used. Their sum is more: few parts need their limit.
 LIMITS_S = {

@@ -8,11 +8,11 @@ from typing import Any
 
 from model.inputs.words import described
 from pallas_kernels.spec import Backend
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.kernels import chip_backends, spec_of
 from scripts.lab.chip.options import Options
 from scripts.lab.chip.result import Result
-from scripts.wiring.device import start_jax
-from scripts.wiring.settings import EngineSettings
 
 
 def run(options: Options, result: Result) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from batcher.step import Bucket, Variant
 from model.config import LlamaConfig
 from model.loading.source import resolve
+from scripts.building.build import build_runner
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.bounds import work_of_step
 from scripts.lab.chip.options import Options
 from scripts.lab.chip.result import Result
 from scripts.lab.step_timing import admit, full_step, time_bucket
-from scripts.wiring.device import start_jax
-from scripts.wiring.engine import build_runner
-from scripts.wiring.settings import EngineSettings
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 PROFILED_STEPS = 5

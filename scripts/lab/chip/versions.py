@@ -8,10 +8,10 @@ import platform
 import subprocess
 
 from pallas_kernels.chips import GPUS
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.options import ROOT, Options
 from scripts.lab.chip.result import Result
-from scripts.wiring.device import start_jax
-from scripts.wiring.settings import EngineSettings
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "libtpu", "flax", "numpy")
 NVIDIA = (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from scripts.wiring.errors import FailedError
+from scripts.flags.errors import FailedError
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from model.compiling.compiler_options import compiler_options
 from model.execution.step_programs import StepPrograms
 from model.network.packed import pack_for_tpu
 from model.network.sharding import make_mesh
+from scripts.building.limits import bucket_config, runner_config
 from scripts.lab.accounts.targets import gpu_target, tpu_target
 from scripts.lab.planning.compiled import Question
 from scripts.lab.planning.memory import size_up
-from scripts.wiring.limits import bucket_config, runner_config
 
 
 def main() -> None:

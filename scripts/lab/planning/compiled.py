@@ -18,7 +18,7 @@ from scripts.estimates.target import Target
 from scripts.lab.planning.memory import Account, MemoryPlan, Sizes
 
 if TYPE_CHECKING:
-    from scripts.wiring.settings import EngineSettings
+    from scripts.flags.settings import EngineSettings
 
 SHALLOW = (1, 2)  # layers
 _INSTALL = ".venv/bin/python -m pip install -c scripts/constraints.txt"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pallas_kernels.chips import GPUS
 from scripts.estimates.roofline import Roofline, roofline
 from scripts.estimates.target import Target
-from scripts.wiring.settings import EngineSettings
+from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -90,7 +90,7 @@ class Sizes:
         """
         from model.execution.device_memory import DeviceMemory
         from model.execution.memory_plan import memory_needs, plan_pages
-        from scripts.wiring.limits import bucket_config, runner_config
+        from scripts.building.limits import bucket_config, runner_config
 
         buckets = bucket_config(settings, self.target.platform)
         limits = runner_config(settings, buckets, self.max_model_len)
@@ -156,15 +156,15 @@ def size_up(
     from model.network.sharding import TENSOR_AXIS, abstract_model
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
-    from scripts.wiring.backends import paged_attention
-    from scripts.wiring.choices import (
+    from scripts.building.attention_backend import paged_attention
+    from scripts.building.choices import (
         choose_dtype,
         choose_kv_dtype,
         choose_model_len,
         choose_quantization,
         choose_rounding,
     )
-    from scripts.wiring.device import GPU_POOL_SHARE
+    from scripts.building.device import GPU_POOL_SHARE
 
     platform, chip = target.platform, target.chip
     source = resolve(settings.model, weights=False)

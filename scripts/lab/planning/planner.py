@@ -13,6 +13,8 @@ from typing import Any
 from batcher.buckets import BucketLadder
 from model.loading.source import resolve
 from scripts.estimates.target import Target, parse_target
+from scripts.flags.errors import FailedError
+from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.compiled import compiled_account, obstacle
 from scripts.lab.planning.cost import Cost, cost
 from scripts.lab.planning.memory import Account, Sizes, size_up
@@ -45,8 +47,6 @@ from scripts.lab.planning.sweep import (
     static_against_continuous,
 )
 from scripts.lab.planning.workload import DEFAULT_PERCENTILE, Workload, parse_objectives, parse_workload
-from scripts.wiring.errors import FailedError
-from scripts.wiring.settings import EngineSettings
 
 NAMES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 COMPILE = ("full", "layers", "none")  # what the target's compiler counts; not given: all layers, if it is installed

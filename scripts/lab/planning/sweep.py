@@ -9,10 +9,10 @@ import numpy as np
 
 from batcher.config import Scheduling
 from scripts.estimates.roofline import HOST_ROW_S, HOST_STEP_S
+from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import MemoryPlan, Sizes
 from scripts.lab.planning.workload import METRICS, Objectives, Workload, arriving
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
-from scripts.wiring.settings import EngineSettings
 
 SEQS = (256, 64, 128, 512)
 TOKENS = (2048, 512, 1024, 4096, 8192)

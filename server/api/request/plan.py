@@ -17,11 +17,11 @@ from server.api.state import ServerState
 from server.api.tracing import current_trace
 from server.engine import wire
 from server.engine.generation import Choice, Generation
+from server.flag import MOST_SECONDS
 from server.grammar.forms import Grammar
 from server.http.auth import current_client, current_key
 from server.http.request_error import invalid
 from server.logs import ThrottledLog
-from server.settings import MOST_SECONDS
 from server.text.reasoning import ReasoningReader
 from server.text.stop_strings import StopStrings
 from server.text.stream import TextStream
@@ -186,7 +186,7 @@ def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
         raise invalid("prompt_logprobs", "is not available when `stream` is true")
     asked = bool(options and options.include_usage)
     return UsageOptions(
-        in_stream=asked or state.settings.force_usage,
+        in_stream=asked or state.settings.enable_force_include_usage,
         in_every_chunk=asked and bool(options and options.continuous_usage_stats),
         show_cached=state.settings.show_cached_tokens,
         show_drafts=bool(body.return_draft_counts),

@@ -68,7 +68,7 @@ def info_routes(state: ServerState) -> list[ApiRoute]:
             summary="The text of token ids.",
         ),
     ]
-    if state.settings.enable_tokenizer_info:
+    if state.settings.enable_tokenizer_info_endpoint:
         summary = "The tokenizer's special tokens and chat template."
         routes.append(ApiRoute(path="/tokenizer_info", endpoint=info.tokenizer_info, summary=summary))
     return routes

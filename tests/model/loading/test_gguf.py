@@ -25,8 +25,8 @@ from model.loading.weights import load_hf
 from model.network.rope import inverse_frequencies
 from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit
+from scripts.building.end_tokens import find_end_tokens
 from scripts.convert_checkpoint import convert
-from scripts.wiring.end_tokens import find_end_tokens
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.examples import examples
 from tests.model import checkpoints, gguf_blocks, gguf_files

@@ -24,7 +24,9 @@ def guarded(tmp_path_factory) -> Iterator[RunningServer]:
     keys = {"api_keys": ("key", "another"), "admin_api_keys": ("boss",), "api_key_all_routes": True}
     config = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02)
     folder = tmp_path_factory.mktemp("guarded")
-    with running_server(folder, ECHO, config, enable_tokenizer_info=True, body_timeout_s=0.3, **keys) as server:
+    with running_server(
+        folder, ECHO, config, enable_tokenizer_info_endpoint=True, body_timeout_s=0.3, **keys
+    ) as server:
         yield server
 
 

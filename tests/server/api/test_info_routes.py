@@ -28,7 +28,7 @@ ROUTES = [
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("keyed")
-    options = {"api_keys": ("key-one", "key-twø"), "metrics_prefix": "vllm:", "force_usage": True}
+    options = {"api_keys": ("key-one", "key-twø"), "metrics_prefix": "vllm:", "enable_force_include_usage": True}
     with running_server(folder, ECHO, EchoConfig(), template=None, **options) as server:
         yield server
 

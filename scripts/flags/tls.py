@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from model.inputs.paths import local_path
-from scripts.wiring.repeated import Once
+from scripts.flags.parsing import Once
 from server.settings import TlsFiles
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from model.eagle_config import EagleConfig, EagleForm
 from model.loading.source import head_folder
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.weights import ChosenWeights
+from scripts.building.chosen_weights import ChosenWeights
+from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

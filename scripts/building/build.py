@@ -19,24 +19,23 @@ from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
-from scripts.wiring.attention import choose_attention
-from scripts.wiring.backends import Backends, own_backends
-from scripts.wiring.changeable import ChangeableEngine, RunnerWeights
-from scripts.wiring.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
-from scripts.wiring.compile_turn import CompileTurn
-from scripts.wiring.device import find_device, start_jax
-from scripts.wiring.draft import ChosenDraft, choose_draft
-from scripts.wiring.end_tokens import listed
-from scripts.wiring.head import ChosenHead
-from scripts.wiring.kept_folders import KeptFolders, kept_folders
-from scripts.wiring.limits import bucket_config, even_context, long_prompts, runner_config
-from scripts.wiring.load import Loader, Report, phase
-from scripts.wiring.model_on_chips import ModelOnChips
-from scripts.wiring.parallel import choose_chips_and_context, describe_idle
-from scripts.wiring.replicas import claim_chips
-from scripts.wiring.settings import EngineSettings, ServedSettings
-from scripts.wiring.step_times import choose_step_times
-from scripts.wiring.weights import ChosenWeights, bits_of_a_weight, choose_weights
+from scripts.building.attention_backend import Backends, choose_attention, own_backends
+from scripts.building.changeable import ChangeableEngine, RunnerWeights
+from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
+from scripts.building.chosen_weights import ChosenWeights, bits_of_a_weight, choose_weights
+from scripts.building.compile_turn import CompileTurn
+from scripts.building.device import find_device, start_jax
+from scripts.building.draft import ChosenDraft, choose_draft
+from scripts.building.end_tokens import listed
+from scripts.building.head import ChosenHead
+from scripts.building.kept_folders import KeptFolders, kept_folders
+from scripts.building.limits import bucket_config, even_context, long_prompts, runner_config
+from scripts.building.load import Loader, Report, phase
+from scripts.building.model_on_chips import ModelOnChips
+from scripts.building.parallel import choose_chips_and_context, describe_idle
+from scripts.building.replicas import claim_chips
+from scripts.building.step_times import choose_step_times
+from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 

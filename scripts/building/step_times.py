@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from batcher.step_times import StepTimes
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
+from scripts.building.draft import num_multiplied
 from scripts.estimates.roofline import roofline
 from scripts.estimates.target import Target
-from scripts.wiring.draft import num_multiplied
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig

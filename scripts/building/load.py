@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig
-from scripts.wiring.choices import choose_kv_dtype
-from scripts.wiring.draft import ChosenDraft
-from scripts.wiring.head import ChosenHead
-from scripts.wiring.model_on_chips import ModelOnChips
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.weights import ChosenWeights
+from scripts.building.choices import choose_kv_dtype
+from scripts.building.chosen_weights import ChosenWeights
+from scripts.building.draft import ChosenDraft
+from scripts.building.head import ChosenHead
+from scripts.building.model_on_chips import ModelOnChips
+from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
     import numpy as np

@@ -30,15 +30,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from scripts.wiring.child import ChildError, in_child
-from scripts.wiring.device import start_jax
-from scripts.wiring.settings import EngineSettings
+from scripts.building.child import ChildError, in_child
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 from server.engine.wire import AttentionInfo
 
 if TYPE_CHECKING:
     from batcher.buckets import BucketConfig
+    from model.config import LlamaConfig
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.self_test import Program, SelfTestError
     from pallas_kernels.spec import Backend
@@ -50,6 +51,45 @@ LONG_S = 60.0
 LIMIT_S = 300.0  # of a test: ten times what a form's first compilation takes on one core
 HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
 NOT_TESTED = "not needed: the reference is what kernels are compared with"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backends:
+    """The attention backends that a start may choose from."""
+
+    candidates: Callable[[str, str], tuple[Backend, ...]]  # as `pallas_kernels.api.candidates`
+    make: Callable[..., PagedAttention]  # as `paged_attention`
+
+
+def own_backends() -> Backends:
+    """The candidates of `pallas_kernels.api`."""
+    from pallas_kernels.api import candidates
+
+    return Backends(candidates=candidates, make=paged_attention)
+
+
+def paged_attention(
+    config: LlamaConfig,
+    backend: Backend,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    page_size: int,
+    mesh: Any,  # a Mesh; an AbstractMesh is enough for a plan; None for one chip
+) -> PagedAttention:
+    """The attention of a model in its stored form: `config` has the repeated KV heads (`sharding.stored_config`)."""
+    from pallas_kernels.api import PagedAttention
+    from pallas_kernels.spec import AttentionSpec
+
+    spec = AttentionSpec(
+        num_query_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    return PagedAttention(spec, backend, mesh)
 
 
 @dataclass(frozen=True, kw_only=True)

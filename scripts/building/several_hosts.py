@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from model.inputs.words import described
-from scripts.wiring.changeable import ChangeableEngine
-from scripts.wiring.engine import OtherHosts, build_runner, served_tokenizer, warm_engine
-from scripts.wiring.settings import EngineSettings, ServedSettings, flag
+from scripts.building.build import OtherHosts, build_runner, served_tokenizer, warm_engine
+from scripts.building.changeable import ChangeableEngine
+from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
@@ -20,6 +20,7 @@ from server.engine.hosts.served import BroadcastRunner, FollowingEngine, Leading
 from server.engine.hosts.weights import AllWeights, FollowersWeights
 from server.engine.process import Reporter
 from server.engine.wire import EngineInfo
+from server.flag import flag_name
 
 # JAX ends all processes when it has not heard of one for so long. ZeroMQ's heartbeats notice it before.
 JAX_SILENCE_S = 30
@@ -79,7 +80,7 @@ def _telling(fail: Callable[[str], None]) -> Iterator[None]:
 def _settings(settings: EngineSettings) -> dict[str, str]:
     """The settings that must be equal on all hosts, by flag."""
     fields = dataclasses.asdict(settings)
-    own = {flag(name): str(value) for name, value in fields.items() if name not in OF_ONE_HOST}
+    own = {flag_name(EngineSettings, name): str(value) for name, value in fields.items() if name not in OF_ONE_HOST}
     return own | {"the version": importlib.metadata.version("pallas-serve")}
 
 

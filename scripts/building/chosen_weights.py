@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from model.loading.source import ModelSource, resolve
-from scripts.wiring.choices import (
+from scripts.building.choices import (
     chip_products,
     choose_dtype,
     choose_quantization,
     choose_rounding,
 )
-from scripts.wiring.end_tokens import EndToken, find_end_tokens
-from scripts.wiring.settings import EngineSettings
+from scripts.building.end_tokens import EndToken, find_end_tokens
+from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

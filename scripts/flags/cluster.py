@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.inputs.paths import local_path
-from scripts.wiring.repeated import Once
+from scripts.flags.parsing import Once
 from server.engine.hosts.cluster import Cluster
 
 SECRET_VARIABLE = "PALLAS_SERVE_HOSTS_SECRET"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pallas_kernels.chips import TPUS
-from scripts.wiring.settings import EngineSettings, ServedSettings
+from scripts.flags.settings import EngineSettings, ServedSettings
 
 # Chips of one TPU process -> their arrangement, as libtpu wants it.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}

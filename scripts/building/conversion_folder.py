@@ -10,13 +10,16 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from model.inputs.gguf import GgufFile
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 from model.inputs.words import shown
+from model.loading.gguf_config import hf_config
 from model.loading.source import UNFINISHED
 from model.loading.stored_weights import CONVERTED
+from server.text.gguf_tokenizer import read_gguf_tokenizer
 
 CONFIG = "config.json"
 _UNCERTAIN = "holds an unfinished conversion, which may be running: delete it if not, or name another folder"
@@ -112,3 +115,16 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def gguf_small_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The content of `config.json`, and the tokenizer's files by name, of a GGUF file. ValueError if its metadata
+    cannot be used."""
+    tokenizer = read_gguf_tokenizer(path)
+    template = tokenizer.chat_templates.for_transformers()
+    settings = tokenizer.variables | ({"chat_template": template} if template else {})
+    files = {
+        "tokenizer.json": tokenizer.backend.to_str(pretty=True).encode(),
+        "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
+    }
+    return hf_config(GgufFile.read(path)), files

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from scripts.wiring.choices import choose_kv_dtype
-from scripts.wiring.settings import EngineSettings
+from scripts.building.choices import choose_kv_dtype
+from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from model.inputs.paths import Place, check_local, expanded, place
 from model.inputs.remote import RemotePath
-from scripts.wiring.settings import EngineSettings
+from scripts.flags.settings import EngineSettings
 
 logger = logging.getLogger("pallas_serve")
 

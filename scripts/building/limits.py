@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from batcher.buckets import BucketConfig
 from batcher.long_prompts import LongPrompts
-from scripts.wiring.settings import EngineSettings
+from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig

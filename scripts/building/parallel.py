@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scripts.wiring.choices import choose_model_len
+from scripts.building.choices import choose_model_len
 
 CONTEXT_STEP = 256  # tokens
 

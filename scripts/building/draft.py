@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
 from model.loading.source import DEMO_FOLDER, Kind, ModelSource
-from scripts.wiring.head import ChosenHead, choose_head
-from scripts.wiring.limits import LEAST_DRAFT_WEIGHTS
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.speculation import FLAG
-from scripts.wiring.weights import ChosenWeights, bits_of_a_weight, choose_weights
+from scripts.building.chosen_weights import ChosenWeights, bits_of_a_weight, choose_weights
+from scripts.building.head import ChosenHead, choose_head
+from scripts.building.limits import LEAST_DRAFT_WEIGHTS
+from scripts.flags.settings import EngineSettings
+from scripts.flags.speculation import FLAG
 
 DEMO_DRAFT = DEMO_FOLDER / "draft"
 

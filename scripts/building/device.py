@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.wiring.kept_folders import KeptFolders, kept_folders
-from scripts.wiring.settings import EngineSettings
+from scripts.building.kept_folders import KeptFolders, kept_folders
+from scripts.flags.settings import EngineSettings
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # by device, as jax names them
 CUDA = 13  # of jax's packages

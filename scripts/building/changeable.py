@@ -11,9 +11,9 @@ from batcher.change import Change
 from batcher.engine import Engine
 from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
-from scripts.wiring.load import Loaded, Loader
-from scripts.wiring.settings import EngineSettings
-from scripts.wiring.weights import ChosenWeights, choose_weights
+from scripts.building.chosen_weights import ChosenWeights, choose_weights
+from scripts.building.load import Loaded, Loader
+from scripts.flags.settings import EngineSettings
 from server.engine.process import EngineWrapper, Weights
 from server.engine.wire import ChangeWeights, WeightsChange
 

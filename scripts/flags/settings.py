@@ -1,0 +1,239 @@
+"""The engine's settings: one frozen record, built from flags or keywords and sent to the engine's process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH, Scheduling
+from batcher.request import Pooling
+from model.inputs.paths import is_url, place
+from model.loading.source import DEMO
+from model.quantization.forms import FORM_NAMES
+from scripts.flags.speculation import SpeculativeConfig, merged
+from server.engine.hosts.cluster import Cluster
+from server.flag import MOST_SECONDS, add_flags, check_flags, flag_name, setting
+
+DEVICES = ("auto", "cpu", "tpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZATIONS = FORM_NAMES
+KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+GROUPS = {
+    "model": "The checkpoint, and the types it is computed in.",
+    "batching": "What the requests of one step share.",
+    "device": "The chips, their memory, and the programs for them.",
+}
+_of_model, _of_batching, _of_device = (partial(setting, group=group) for group in GROUPS)
+# Of counts without a limit of their own. No machine has so many: a larger number is a slip of the pen, which would
+# become an error of memory.
+_MANY = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """The settings of an engine, with their flags. None: the engine chooses, from the model and the device.
+
+    Flags with a counterpart in vLLM have vLLM's names.
+    """
+
+    model: str = _of_model(
+        DEMO, "A checkpoint folder, a GGUF file, a Hugging Face name, a folder in a bucket, or preset:NAME with "
+        "--load-format dummy",
+    )  # fmt: skip
+    load_format: str = _of_model(
+        "auto", "The form of the weights. `auto` finds it, `dummy` draws random weights on the device",
+        choices=LOAD_FORMATS,
+    )  # fmt: skip
+    dtype: str = _of_model(
+        "auto", "The type of the computation. `auto` is the checkpoint's own, and float32 on a CPU", choices=DTYPES,
+    )  # fmt: skip
+    quantization: str | None = _of_model(
+        None, "The weights are quantised to 8 or 4 bits at load", unset="they stay as they are stored",
+        choices=QUANTIZATIONS, also=("-q",),
+    )  # fmt: skip
+    kv_cache_dtype: str = _of_model(
+        "auto", "The type of the K/V pages. 8 bits hold twice the tokens; `auto` is that of the computation",
+        choices=KV_CACHE_DTYPES,
+    )  # fmt: skip
+    calculate_kv_scales: bool = _of_model(
+        False, "The scales of 8-bit K/V are measured at the start, also if the checkpoint has some",
+    )  # fmt: skip
+    max_model_len: int | None = _of_model(
+        None, "Tokens of prompt and output together",
+        unset="the length that the model was trained for, or the longest for which the memory has room", type=int,
+        metavar="N", least=1, most=_MANY,
+    )  # fmt: skip
+    enable_embeddings: bool = _of_model(False, "The server answers /v1/embeddings, too")
+    pooling_type: str = _of_model(
+        Pooling.LAST.value, "An embedding is the vector of the `last` token or the `mean` of all",
+        choices=tuple(Pooling), metavar="TYPE",
+    )  # fmt: skip
+    max_num_seqs: int | None = _of_batching(
+        None, "Sequences that run at once", unset="64 on a CPU, 256 on a chip", type=int, metavar="N", least=1,
+        most=2**16,
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = _of_batching(
+        None, "Tokens of one step, those of prompts and of decodes together", unset="512 on a CPU, 2048 on a chip",
+        type=int, metavar="N", least=1, most=2**20,
+    )  # fmt: skip
+    long_prefill_token_threshold: int = _of_batching(
+        0, "Tokens of one prompt that a step computes at most; 0: a prompt may take a whole step", type=int,
+        metavar="N", least=0, most=_MANY,
+    )  # fmt: skip
+    max_num_partial_prefills: int | None = _of_batching(
+        None, "Longer prompts that are computed at once; shorter ones do not wait for them", unset="any number",
+        type=int, metavar="N", least=1, most=_MANY,
+    )  # fmt: skip
+    step_budget: str = _of_batching(
+        "tokens", "The budget of a step counts `tokens` or estimated `time`, which a long context makes longer",
+        choices=("tokens", "time"), metavar="KIND",
+    )  # fmt: skip
+    enable_prefix_caching: bool = _of_batching(True, "Pages of earlier prompts are not used again")
+    scheduling: str = _of_batching(
+        Scheduling.CONTINUOUS.value,
+        "Each step is planned anew (`continuous`), or a batch runs until its longest request ends (`static`, a "
+        "baseline for measurements)", choices=tuple(Scheduling),
+    )  # fmt: skip
+    speculative_config: str | Mapping[str, Any] | None = _of_batching(
+        None, "Drafts of several tokens a step, such as "
+        """'{"method": "ngram", "num_speculative_tokens": 3}'""", metavar="JSON",
+    )  # fmt: skip
+    num_scheduler_steps: int = _of_batching(
+        1, "Decode steps of one program at most, while no request waits", type=int, metavar="N", least=1, most=1024,
+    )  # fmt: skip
+    max_queue: int = _of_batching(
+        DEFAULT_MAX_WAITING, "Requests that may wait. One more is answered 429", type=int, metavar="N", least=0,
+        most=_MANY,
+    )  # fmt: skip
+    pipeline_depth: int = _of_batching(
+        DEFAULT_PIPELINE_DEPTH, "Steps in flight. With 1, the host and the device take turns", type=int, metavar="N",
+        least=1, most=64,
+    )  # fmt: skip
+    seed: int | None = _of_batching(
+        None, "The seed of the draws of requests without a seed of their own", unset="random", type=int,
+    )  # fmt: skip
+    device: str = _of_device("auto", "Where the model runs. `auto` takes the machine's chips", choices=DEVICES)
+    tensor_parallel_size: int | None = _of_device(
+        None, "Chips that share the model", unset="the least power of two on which it fits", type=int, metavar="N",
+        least=1, most=2**16, also=("-tp",),
+    )  # fmt: skip
+    attention_backend: str = _of_device(
+        "auto",
+        "The kernels: tpu, gpu, gpu-mma, cpu or reference; `-interpret` after one of the first three interprets them "
+        "on a CPU", metavar="B",
+    )  # fmt: skip
+    memory_utilization: float = _of_device(
+        0.9, "The share of the device's memory for weights, programs and K/V pages together", type=float,
+        metavar="SHARE", above=0, most=1, also=("--gpu-memory-utilization",),
+    )  # fmt: skip
+    page_size: int | None = _of_device(
+        None, "Tokens of one K/V page", unset="by the device, and said at the start", type=int, metavar="N", least=1,
+        most=2**16, also=("--block-size",),
+    )  # fmt: skip
+    num_pages: int | None = _of_device(
+        None, "K/V pages", unset="as many as the memory has room for", type=int, metavar="N", least=1, most=_MANY,
+        also=("--num-gpu-blocks-override",),
+    )  # fmt: skip
+    step_timeout: float | None = _of_device(
+        None, "Seconds after which a step that does not return ends the server; 0: never",
+        unset="30 on a chip, 0 on a CPU", type=float, metavar="S", least=0, most=MOST_SECONDS,
+    )  # fmt: skip
+    compile_all_first: bool = _of_device(
+        False,
+        "All programs are compiled before the server is ready. By default a CPU compiles most of them while it serves",
+    )  # fmt: skip
+    compile_cache: str | None = _of_device(
+        None, "The folder of compiled programs; `none` keeps none", unset="in the user's cache folder", metavar="DIR",
+    )  # fmt: skip
+    export_cache: str | None = _of_device(
+        None, "The folder of loaded executables, with which later starts do not compile", metavar="DIR",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        for name in ("model", "compile_cache"):
+            place(getattr(self, name) or "", flag_name(EngineSettings, name))
+        if is_url(self.export_cache or ""):
+            raise ValueError(
+                f"--export-cache {self.export_cache!r}: executables run as this user's code, so they are kept in a "
+                "folder of this machine that only this user can write to; --compile-cache may be in a bucket"
+            )
+        tokens, rows = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and rows is not None and tokens <= rows:
+            raise ValueError(
+                f"--max-num-batched-tokens {tokens} must be above --max-num-seqs {rows}: a step takes a token of every "
+                "running request, and at least one of a prompt"
+            )
+        if self.scheduling == "static" and self.step_budget != "tokens":
+            raise ValueError("--step-budget time needs --scheduling continuous: static batches compute whole prompts")
+        if self.scheduling == "static" and (self.long_prefill_token_threshold or self.max_num_partial_prefills):
+            raise ValueError(
+                "--long-prefill-token-threshold and --max-num-partial-prefills need --scheduling continuous: static "
+                "batches compute all their prompts first"
+            )
+        if self.num_scheduler_steps > 1 and (self.speculation is not None or self.scheduling == "static"):
+            raise ValueError(
+                "--num-scheduler-steps needs --scheduling continuous and no --speculative-config: drafts are made from "
+                "the text that each step stores, and a program of several steps stores none; a static batch takes one "
+                "step a program"
+            )
+        if self.speculation is not None and self.scheduling == "static":
+            raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The parsed `speculative_config`. Raises ValueError if it cannot be used."""
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Of requests that embed; None: there can be none."""
+        return Pooling(self.pooling_type) if self.enable_embeddings else None
+
+    @classmethod
+    def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
+        """The settings from parsed flags. Raises ValueError if a value is out of range."""
+        asked = {name: getattr(args, name) for name in cls.field_names()}
+        plain = {name: getattr(args, f"spec_{name}", None) for name in ("method", "model", "tokens")}
+        return cls(**asked | {"speculative_config": merged(asked["speculative_config"], **plain)})
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> EngineSettings:
+        """The settings from keywords. Raises ValueError for an unknown keyword."""
+        unknown = sorted(set(keywords) - set(cls.field_names()))
+        if unknown:
+            raise ValueError(f"unknown settings {', '.join(unknown)}; there are {', '.join(cls.field_names())}")
+        return cls(**keywords)
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The names of all settings."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedSettings:
+    """The settings that the engine's process gets."""
+
+    engine: EngineSettings
+    tokenizer: Path  # a folder or a GGUF file, for grammars and end tokens
+    cluster: Cluster | None = None  # the hosts of one engine; None: this host alone
+    replica: int = 0  # the engine's number among `num_replicas` engines, which divide this host's chips
+    num_replicas: int = 1
+    compile_turn: Path | None = None  # the file of `CompileTurn`; None: there is one engine, or no cache of programs
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of every command that runs an engine."""
+    batching = add_flags(parser, EngineSettings, GROUPS)["batching"]
+    for name, value_type in (("method", str), ("model", str), ("tokens", int)):
+        field = "num_speculative_tokens" if name == "tokens" else name
+        batching.add_argument(
+            f"--spec-{name}", type=value_type, help=f"The `{field}` of --speculative-config, as a plain flag."
+        )
