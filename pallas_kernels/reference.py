@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -267,7 +268,7 @@ def _attend_tiles(
         tile = lax.dynamic_slice_in_dim(queries, token, TILE_QUERIES)  # [Q, K, G, H]
         tile = tile.transpose(1, 0, 2, 3).reshape(1, heads, TILE_QUERIES * per_head, head_dim)
 
-        def attend_block(block, carry):
+        def attend_block(block: jax.Array, carry: Any) -> Any:
             pages = lax.dynamic_slice(table, (row, block * pages_per_block), (1, pages_per_block))
             kv_positions = block * block_tokens + jnp.arange(block_tokens)
             keys, values = _read_pages(kv_pages, pages, (kv_positions < live_tokens)[None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import override
@@ -148,7 +148,7 @@ class CompileCounter:
 # listener holds its counter by a weak reference and does nothing after the counter is gone.
 
 
-def _forward_duration(counter: weakref.ref[CompileCounter]):
+def _forward_duration(counter: weakref.ref[CompileCounter]) -> Callable[..., None]:
     def listen(event: str, duration_s: float, **_: object) -> None:
         if (target := counter()) is not None:
             target.count(event)
@@ -156,7 +156,7 @@ def _forward_duration(counter: weakref.ref[CompileCounter]):
     return listen
 
 
-def _forward_event(counter: weakref.ref[CompileCounter]):
+def _forward_event(counter: weakref.ref[CompileCounter]) -> Callable[..., None]:
     def listen(event: str, **_: object) -> None:
         if (target := counter()) is not None:
             target.count(event)

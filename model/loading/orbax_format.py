@@ -23,8 +23,8 @@ import tensorstore as ts
 from flax import nnx
 from jax.sharding import Mesh
 
-from model.config import LlamaConfig, read_object
-from model.inputs.json_file import check_is_file
+from model.config import LlamaConfig
+from model.inputs.json_file import check_is_file, read_object
 from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
 from model.loading.kv_ranges import save_kv_ranges

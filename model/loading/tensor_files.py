@@ -14,8 +14,8 @@ from typing import Any, Self
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from model.config import LlamaConfig, read_object
-from model.inputs.json_file import check_is_file
+from model.config import LlamaConfig
+from model.inputs.json_file import check_is_file, read_object
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 from model.loading.float8_slice import FLOAT8, Float8Slice

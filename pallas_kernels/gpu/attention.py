@@ -19,7 +19,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import arch_converts_fp8
-from pallas_kernels.gpu import append, combine, conversion, decode, device, prefill_hopper, prefill_mma, tuning
+from pallas_kernels.gpu import (
+    append,
+    combine,
+    conversion,
+    decode,
+    device,
+    prefill_hopper,
+    prefill_memory,
+    prefill_mma,
+    tuning,
+)
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_body import PrefillOperands
 from pallas_kernels.gpu.prefill_tile import TileShape
@@ -29,7 +39,7 @@ from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)  # tokens
-INTERPRETER_THREADS = prefill_hopper.COMPUTE_WARPGROUPS + 2  # and one for the program around the kernel
+INTERPRETER_THREADS = prefill_memory.COMPUTE_WARPGROUPS + 2  # and one for the program around the kernel
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -209,7 +219,14 @@ def attend(
 
 
 def _decode(
-    queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    metadata: AttentionMetadata,
+    first_page: jax.Array,
+    *,
+    spec: AttentionSpec,
+    gpu: device.Gpu,
+    interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """[T * N, H], of which only the decode rows are written, and the partial results, if rows may be cut."""
     _, num_heads, head_dim = queries.shape
@@ -230,7 +247,15 @@ def _decode(
 
 
 def _prefill(
-    output_ref, queries, kv_pages, metadata: AttentionMetadata, first_page, *, spec, gpu, interpret
+    output_ref: Any,
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    metadata: AttentionMetadata,
+    first_page: jax.Array,
+    *,
+    spec: AttentionSpec,
+    gpu: device.Gpu,
+    interpret: Any,
 ) -> tuple[Any, list[jax.Array]]:
     """The Ref [T, N * H], with the chunks' rows, and zeros after the last token: that of the decodes, whose rows stay,
     or a new one. And the partial results, if rows may be cut."""

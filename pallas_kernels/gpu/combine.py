@@ -112,13 +112,13 @@ def combine(
     """Writes the tokens of every row that was cut. All other rows stay unchanged."""
     num_heads, dtype = output.shape[1] // head_dim, output.dtype
 
-    def body(*refs):
+    def body(*refs: Any) -> None:
         cta = lax.axis_index("cta")
         arrays, out_ref, weights = refs[: 4 * len(kinds)], refs[4 * len(kinds)], refs[4 * len(kinds) + 1 :]
         for i, kind in enumerate(kinds):
             cta = merge_kind(kind.parts, kind.place, cta, *arrays[4 * i : 4 * i + 4], out_ref, weights[i])
 
-    def merge_kind(parts, place, cta, *refs):
+    def merge_kind(parts: Any, place: Callable[..., Any], cta: jax.Array, *refs: Any) -> Any:
         """Returns the CTA's place in the order of those that merge the next kind: first those with nothing to do."""
         num_merges, most_parts = refs[3][0], refs[3][1]
         fewest = fewest_heads(group, head_dim, parts.max_parts)
@@ -135,16 +135,27 @@ def combine(
             merge(group, parts, place, cta, *refs)
         return lax.rem(cta + num_ctas - lax.rem(units_of(num_merges, heads), jnp.int32(num_ctas)), jnp.int32(num_ctas))
 
-    def units_of(num_merges, heads):
+    def units_of(num_merges: jax.Array, heads: Any) -> Any:
         return num_merges * lax.div(jnp.int32(num_heads), heads)
 
-    def merge(heads, parts, place, cta, partial_ref, sums_ref, merges_ref, num_merges_ref, out_ref, weight_smem):
+    def merge(
+        heads: Any,
+        parts: Any,
+        place: Callable[..., Any],
+        cta: jax.Array,
+        partial_ref: Any,
+        sums_ref: Any,
+        merges_ref: Any,
+        num_merges_ref: Any,
+        out_ref: Any,
+        weight_smem: Any,
+    ) -> None:
         """Merges `heads` at once. The results' bits do not depend on how many these are."""
         per_token = jnp.int32(num_heads // heads)
         units = units_of(num_merges_ref[0], jnp.int32(heads))
 
         @pl.loop(cta, units, step=num_ctas)
-        def _(unit):
+        def _(unit: jax.Array) -> None:
             index, first_head = lax.div(unit, per_token), lax.rem(unit, per_token) * heads
             fields = (MERGE_TOKEN, MERGE_FIRST_SLOT, MERGE_SLOT_STRIDE, MERGE_FIRST_PART, MERGE_PARTS, MERGE_OFFSET)
             token, slot, stride, first_part, num_parts, offset = (merges_ref[index, field] for field in fields)
@@ -190,7 +201,7 @@ def _merged(
 
     at_once = parts_at_once(heads, head_dim)
 
-    def step(i, accs):
+    def step(i: jax.Array, accs: Any) -> Any:
         accs = list(accs)
         for u in range(at_once):
             part = i * at_once + u

@@ -202,7 +202,7 @@ class _Body:
         first = item_of(cta)
         self.ring(refs, first).fill()
 
-        def one(round_, carry):
+        def one(round_: jax.Array, carry: Any) -> Any:
             item, blocks_before = carry
             unit, next_unit = (persistent.unit_of(round_ + i, cta, self.num_ctas) for i in range(2))
             next_item = item_of(next_unit)
@@ -251,13 +251,13 @@ class _Body:
         pl.when(item.part < 0)(store_output)
 
         @pl.when(item.part >= 0)
-        def _():
+        def _() -> None:
             refs.sums[item.kv_head, :, item.part] = sums
             for g in range(self.rows.group):
                 columns = vector.head_columns(item.kv_head * self.rows.group + g, self.head_dim)
                 refs.partial[item.part, columns] = result(g)
 
-    def attend(self, q_ref, loaded_row, ring, p_smem, kv_len):
+    def attend(self, q_ref: Any, loaded_row: jax.Array, ring: Any, p_smem: Any, kv_len: jax.Array) -> Any:
         """The item's attention output f32[16, H], normalised, and the log2 of its softmax's denominator."""
         layout = plgpu.Layout
         acc_layout = layout.MMA_ACC(self.dtype, m_warps=1)
@@ -266,7 +266,7 @@ class _Body:
         shape = (TILE_M, block_kv)
         q = plgpu.load(q_ref.at[pl.ds(loaded_row, TILE_M)], layout=lhs, optimized=False)
 
-        def step(i, carry, *, tail):
+        def step(i: jax.Array, carry: Any, *, tail: bool) -> Any:
             acc, peak, total = carry
             k_tile, v_tile = ring.tiles(ring.advance(i))
             k = plgpu.load(k_tile.transpose((1, 0)), layout=rhs, optimized=False)

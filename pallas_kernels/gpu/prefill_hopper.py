@@ -106,12 +106,12 @@ class _Body(PrefillBody):
         warpgroup = lax.axis_index("warpgroup")
         cta = lax.axis_index("cta")
 
-        def for_each_tile(do):
+        def for_each_tile(do: Any) -> Any:
             """Calls `do(unit, tile, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
             units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
             rounds = persistent.rounds(units, self.num_ctas)
 
-            def one(round_, num_blocks):
+            def one(round_: jax.Array, num_blocks: jax.Array) -> Any:
                 unit = persistent.unit_of(round_, cta, self.num_ctas)
                 known = jnp.minimum(unit, units - 1)
                 tile = self.tile(refs, known)
@@ -121,11 +121,11 @@ class _Body(PrefillBody):
             return lax.fori_loop(0, rounds, one, jnp.int32(0))
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
-        def _():
+        def _() -> None:
             plgpu.barrier_arrive(queries_place(refs, self))  # it is free at the start
             plgpu.set_max_registers(kind.compute_registers, action="increase")
 
-            def compute(*accumulators):
+            def compute(*accumulators: Any) -> None:
                 for_each_tile(partial(self.attend, refs, warpgroup, accumulators))
 
             if self.interpret is None:
@@ -136,15 +136,17 @@ class _Body(PrefillBody):
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
-        def _():
+        def _() -> None:
             plgpu.set_max_registers(kind.registers, action="decrease")
             memory = kind(self, refs)
             memory.drain(for_each_tile(lambda _, tile, num_blocks: memory.feed(tile, num_blocks)))
 
-    def tile(self, refs: _Refs, unit) -> Tile:
+    def tile(self, refs: _Refs, unit: jax.Array) -> Tile:
         return Tile.read(refs.tiles, unit, self.shape, self.num_kv_heads)
 
-    def attend(self, refs: _Refs, warpgroup, accumulators, unit, tile: Tile, blocks_before) -> None:
+    def attend(
+        self, refs: _Refs, warpgroup: Any, accumulators: Any, unit: jax.Array, tile: Tile, blocks_before: jax.Array
+    ) -> None:
         """One compute warpgroup's part of a tile. `accumulators`: of scores [64, block_kv] and of results [64, H]."""
         scores, acc = accumulators
         result = _Run(self, refs, warpgroup, scores, acc, tile, blocks_before).attend()
@@ -197,13 +199,13 @@ class _Run:
         peak, total, _ = lax.fori_loop(last, tile.end_block, self.end, carry)
         return online_softmax.finish(matmul.result(self.acc, interpret=body.interpret), peak, total)
 
-    def begin(self, i, carry):
+    def begin(self, i: jax.Array, carry: Any) -> Any:
         """The first block's scores."""
         peak, total, _ = carry
         self.start_scores(i)
         return peak, total, self.finish_scores(i)
 
-    def step(self, i, carry, *, masked: bool):
+    def step(self, i: jax.Array, carry: Any, *, masked: bool) -> Any:
         """A block that is not the last, whose scores are in `carry`."""
         peak, total, scores = carry
         self.start_scores(i + 1)
@@ -213,7 +215,7 @@ class _Run:
         self.start_values(i, online_softmax.scaled(acc, alpha), weights)
         return peak, total, scores
 
-    def end(self, i, carry):
+    def end(self, i: jax.Array, carry: Any) -> Any:
         """The last block. Its mask is harmless where every key is seen."""
         peak, total, scores = carry
         weights, alpha, peak, total = self.softmax(i, scores, peak, total, masked=True)
@@ -221,7 +223,7 @@ class _Run:
         self.finish_values(i)
         return peak, total, scores
 
-    def softmax(self, i, scores, peak, total, *, masked: bool):
+    def softmax(self, i: jax.Array, scores: jax.Array, peak: jax.Array, total: jax.Array, *, masked: bool) -> Any:
         """See `online_softmax.step`; the weights are in the type of the products."""
         body, block_kv = self.body, self.body.sizes.block_kv
         if masked:
@@ -233,7 +235,7 @@ class _Run:
         weights, alpha = lax.optimization_barrier((weights.astype(body.dtype), alpha))
         return weights, alpha, peak, total
 
-    def start_scores(self, i) -> None:
+    def start_scores(self, i: jax.Array) -> None:
         """Starts the product of a block's keys with the queries."""
         slot = self.slot(i)
         plgpu.barrier_wait(self.refs.arrived.at[2 * slot])
@@ -241,7 +243,7 @@ class _Run:
         keys = self.refs.k_smem.at[slot].transpose((1, 0))
         matmul.start_wgmma(self.scores, self.queries, keys, interpret=self.body.interpret)
 
-    def finish_scores(self, i) -> jax.Array:
+    def finish_scores(self, i: jax.Array) -> jax.Array:
         """The block's scores, when the products have ended. Its keys are released."""
         slot, interpret = self.slot(i), self.body.interpret
         scores = matmul.result(self.scores, interpret=interpret)
@@ -249,26 +251,26 @@ class _Run:
         plgpu.barrier_arrive(self.refs.met.at[2 * slot])
         return scores
 
-    def start_values(self, i, acc, weights) -> None:
+    def start_values(self, i: jax.Array, acc: Any, weights: jax.Array) -> None:
         """Starts the product of a block's weights with its values, which is added to `acc`."""
         slot = self.slot(i)
         self.acc[...] = acc
         plgpu.barrier_wait(self.refs.arrived.at[2 * slot + 1])
         matmul.start_wgmma(self.acc, weights, self.refs.v_smem.at[slot], interpret=self.body.interpret)
 
-    def finish_values(self, i) -> jax.Array:
+    def finish_values(self, i: jax.Array) -> jax.Array:
         """The sum, when the products have ended. The block's values are released, if the tile has the block."""
         slot, interpret = self.slot(i), self.body.interpret
         acc = matmul.result(self.acc, interpret=interpret)
 
         @pl.when(i >= self.tile.first_block)
-        def _():
+        def _() -> None:
             matmul.read_until_here(self.acc, self.refs.v_smem.at[slot], interpret=interpret)
             plgpu.barrier_arrive(self.refs.met.at[2 * slot + 1])
 
         return acc
 
-    def slot(self, i) -> Any:
+    def slot(self, i: jax.Array) -> Any:
         """The ring's slot of a block."""
         return lax.rem(self.blocks_before + (i - self.tile.first_block), jnp.int32(self.body.sizes.num_stages))
 
@@ -276,12 +278,12 @@ class _Run:
 class _Results:
     """Where one warpgroup's results of a tile go."""
 
-    def __init__(self, body: _Body, refs: _Refs, warpgroup, tile: Tile) -> None:
+    def __init__(self, body: _Body, refs: _Refs, warpgroup: Any, tile: Tile) -> None:
         self.body, self.refs, self.warpgroup, self.tile = body, refs, warpgroup, tile
         self.out_smem = refs.out_smem.at[warpgroup]
         self.first_token = tile.token + warpgroup * body.shape.tokens
 
-    def store(self, acc, sums) -> None:
+    def store(self, acc: Any, sums: Any) -> None:
         """Writes the result of the tile's own tokens, to the output or, of a part, to the partial results."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left the buffer
         self.out_smem[...] = acc.astype(self.body.dtype)
@@ -292,7 +294,7 @@ class _Results:
         pl.when(self.tile.part < 0)(self.store_output)
 
         @pl.when(self.tile.part >= 0)
-        def _():
+        def _() -> None:
             self.refs.sums[self.tile.heads, pl.ds(self.warpgroup * TILE_M, TILE_M), self.tile.part] = sums
             self.store_part()
 
@@ -306,7 +308,7 @@ class _Results:
             start = begin + lax.div(count, jnp.int32(2 * size)) * (2 * size)
 
             @pl.when(lax.rem(lax.div(count, jnp.int32(size)), jnp.int32(2)) == 1)
-            def _(start=start, size=size):
+            def _(start: Any = start, size: int = size) -> None:
                 self.copy_out(start, self.refs.out, self.first_token + start, size)
 
             size //= 2
@@ -318,11 +320,11 @@ class _Results:
             token = self.first_token + start
 
             @pl.when((token + TOKEN_ALIGNMENT > tile.begin) & (token < tile.end))
-            def _(start=start, token=token):
+            def _(start: Any = start, token: jax.Array = token) -> None:
                 place = pl.multiple_of(token + tile.shift, TOKEN_ALIGNMENT)
                 self.copy_out(start, self.refs.partial, place, TOKEN_ALIGNMENT)
 
-    def copy_out(self, start, out_ref, first_row, size: int) -> None:
+    def copy_out(self, start: jax.Array | int, out_ref: Any, first_row: jax.Array, size: int) -> None:
         """Copies `size` tokens of the tile's own heads, from its token `start` on, to `out_ref` from `first_row` on.
 
         `start` may be any row, so the source begins at a multiple of 128 bytes only. The copy engine takes a swizzle of

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -45,7 +46,7 @@ class Memory:
         self.first_page = refs.first_page[0]
         self.q_free = queries_place(refs, body)
 
-    def feed(self, tile: Tile, blocks_before) -> None:
+    def feed(self, tile: Tile, blocks_before: jax.Array) -> None:
         """Brings a tile's queries, and all of its blocks. `blocks_before` have gone through the ring before them.
 
         The first block comes before the queries: its slot is free before the previous tile's last product has ended,
@@ -58,7 +59,7 @@ class Memory:
         self.start(source, tile, blocks_before)
 
         @pl.loop(0, jnp.maximum(tile.num_blocks, 1))
-        def _(i):
+        def _(i: jax.Array) -> None:
             pl.when(i < tile.num_blocks)(lambda: self.feed_block(source, tile, i, blocks_before + i))
             pl.when(i == 0)(lambda: self.feed_queries(tile))
 
@@ -68,7 +69,7 @@ class Memory:
         plgpu.barrier_wait(self.q_free)
 
         @pl.loop(0, COMPUTE_WARPGROUPS)
-        def _(wg):
+        def _(wg: Any) -> None:
             # The heads' places are computed here: no register holds them while blocks are copied.
             there = replace(tile, first_head=lax.optimization_barrier(tile.first_head))
             first_token = tile.token + wg * body.shape.tokens
@@ -76,31 +77,31 @@ class Memory:
                 refs.queries, refs.q_smem.at[wg], body.shape, there, first_token, refs.q_arrived.at[wg]
             )
 
-    def start(self, source: Source, tile: Tile, blocks_before) -> None:
+    def start(self, source: Source, tile: Tile, blocks_before: jax.Array) -> None:
         """Is called before the tile's first block."""
 
-    def feed_block(self, source: Source, tile: Tile, i, index) -> None:
+    def feed_block(self, source: Source, tile: Tile, i: jax.Array, index: jax.Array) -> None:
         """Brings keys and values of the tile's block number `i` to their slots, when those are free. `index` blocks
         have gone through the ring before."""
         raise NotImplementedError
 
-    def slot_of(self, index) -> Any:
+    def slot_of(self, index: jax.Array) -> Any:
         """The ring's slot of a block, counted from the first tile's first on."""
         return lax.rem(index, jnp.int32(self.body.sizes.num_stages))
 
-    def fetch(self, source: Source, block, kind: int, smem, barrier) -> None:
+    def fetch(self, source: Source, block: jax.Array, kind: int, smem: Any, barrier: Any) -> None:
         """Starts the copies of a block's keys or values to the tile `smem`."""
         for offset, *halves in source.parts(block):
             rows = pl.ds(offset, self.body.blocks.copy_tokens)
             plgpu.copy_gmem_to_smem(halves[kind], smem.at[rows], barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
-    def drain(self, num_blocks) -> None:
+    def drain(self, num_blocks: jax.Array) -> None:
         """Waits until the other warpgroups have released all slots, so no arrival is left without a wait."""
         stages = self.body.sizes.num_stages
         plgpu.barrier_wait(self.q_free)
 
         @pl.loop(jnp.maximum(num_blocks - stages, 0), num_blocks)
-        def _(block):
+        def _(block: jax.Array) -> None:
             slot = lax.rem(block, jnp.int32(stages))
             plgpu.barrier_wait(self.refs.met.at[2 * slot])
             plgpu.barrier_wait(self.refs.met.at[2 * slot + 1])
@@ -118,7 +119,7 @@ class CopyingMemory(Memory):
             "tail_arrived": plgpu.Barrier(num_arrivals=copies),  # awaited by this warpgroup
         }
 
-    def feed_block(self, source: Source, tile: Tile, i, index) -> None:
+    def feed_block(self, source: Source, tile: Tile, i: jax.Array, index: jax.Array) -> None:
         """See `Memory`."""
         body, refs = self.body, self.refs
         slot, block = self.slot_of(index), tile.first_block + i
@@ -129,22 +130,22 @@ class CopyingMemory(Memory):
         num_valid = tile.kv_len - block * body.sizes.block_kv
 
         @pl.when(num_valid >= body.sizes.block_kv)
-        def _():
+        def _() -> None:
             self.fetch(source, block, VALUES, refs.v_smem.at[slot], refs.arrived.at[2 * slot + 1])
 
         @pl.when(num_valid < body.sizes.block_kv)
-        def _():
+        def _() -> None:
             self.fetch(source, block, VALUES, refs.v_smem.at[slot], refs.tail_arrived)
             plgpu.barrier_wait(refs.tail_arrived)
             self.clear_tail(num_valid, slot)
             for _ in range(body.blocks.copies):
                 plgpu.barrier_arrive(refs.arrived.at[2 * slot + 1])
 
-    def clear_tail(self, num_valid, slot) -> None:
+    def clear_tail(self, num_valid: jax.Array, slot: jax.Array) -> None:
         """Zeroes the values after the sequence's last key. They may hold anything, and 0 * NaN is NaN."""
 
         @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
-        def _(part):
+        def _(part: jax.Array) -> None:
             first = pl.multiple_of(part * TAIL_ROWS, TAIL_ROWS)
             rows = self.refs.v_smem.at[slot, pl.ds(first, TAIL_ROWS)]
             layout = plgpu.Layout.MMA_ACC(self.body.dtype, m_warps=1)
@@ -169,15 +170,15 @@ class ConvertingMemory(Memory):
             "kv8_arrived": plgpu.Barrier(num_arrivals=body.blocks.copies, num_barriers=2 * KV8_STAGES),
         }
 
-    def start(self, source: Source, tile: Tile, blocks_before) -> None:
+    def start(self, source: Source, tile: Tile, blocks_before: jax.Array) -> None:
         """See `Memory`."""
 
         @pl.loop(0, jnp.minimum(tile.num_blocks, KV8_STAGES))
-        def _(i):
+        def _(i: jax.Array) -> None:
             for kind in (KEYS, VALUES):
                 self.fetch_kv8(source, tile.first_block + i, kind, blocks_before + i)
 
-    def feed_block(self, source: Source, tile: Tile, i, index) -> None:
+    def feed_block(self, source: Source, tile: Tile, i: jax.Array, index: jax.Array) -> None:
         """See `Memory`."""
         block, ahead = tile.first_block + i, KV8_STAGES
         for kind in (KEYS, VALUES):
@@ -185,16 +186,16 @@ class ConvertingMemory(Memory):
             fetch = partial(self.fetch_kv8, source, block + ahead, kind, index + ahead)
             pl.when(i + ahead < tile.num_blocks)(fetch)
 
-    def kv8_place(self, kind: int, index) -> Any:
+    def kv8_place(self, kind: int, index: jax.Array) -> Any:
         """The tile, and the barrier, of a block's keys or values as they are stored."""
         return 2 * lax.rem(index, jnp.int32(KV8_STAGES)) + kind
 
-    def fetch_kv8(self, source: Source, block, kind: int, index) -> None:
+    def fetch_kv8(self, source: Source, block: jax.Array, kind: int, index: jax.Array) -> None:
         """Starts the copies of a block's keys or values, as they are stored."""
         place = self.kv8_place(kind, index)
         self.fetch(source, block, kind, self.refs.kv8_smem.at[place], self.refs.kv8_arrived.at[place])
 
-    def convert(self, block, kind: int, tile: Tile, index) -> None:
+    def convert(self, block: jax.Array, kind: int, tile: Tile, index: jax.Array) -> None:
         """Converts a block's keys or values, when they have arrived, to their slot, when it is free."""
         refs, slot = self.refs, self.slot_of(index)
         place = self.kv8_place(kind, index)
@@ -206,11 +207,11 @@ class ConvertingMemory(Memory):
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.arrived.at[2 * slot + kind])
 
-    def convert_tile(self, kind: int, place, smem, slot, num_valid) -> None:
+    def convert_tile(self, kind: int, place: jax.Array, smem: Any, slot: jax.Array, num_valid: jax.Array) -> None:
         """Converts a tile, with zeros for the values after the sequence's last key, as in `clear_tail`."""
 
         @pl.loop(0, self.body.sizes.block_kv // conversion.ROWS)
-        def _(part):
+        def _(part: jax.Array) -> None:
             first = pl.multiple_of(part * conversion.ROWS, conversion.ROWS)
             rows = pl.ds(first, conversion.ROWS)
             values = conversion.load(self.refs.kv8_smem.at[place, rows], self.body.dtype)

@@ -90,7 +90,7 @@ class _Body(PrefillBody):
         units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
 
         @pl.loop(0, persistent.rounds(units, self.num_ctas))
-        def _(round_):
+        def _(round_: jax.Array) -> None:
             unit = persistent.unit_of(round_, cta, self.num_ctas)
             pl.when(unit < units)(lambda: self.attend_unit(refs, unit))
 
@@ -111,14 +111,14 @@ class _Body(PrefillBody):
         out_smem[...] = output.astype(self.dtype)
         self.store(refs, tile, sums, out_smem)
 
-    def load_queries(self, q_ref, q_smem, tile: Tile, arrived) -> None:
+    def load_queries(self, q_ref: Any, q_smem: Any, tile: Tile, arrived: Any) -> None:
         prefill_tile.load_queries(q_ref, q_smem, self.shape, tile, tile.token, arrived)
         if arrived is None:
             plgpu.wait_gmem_to_smem(0)
         else:
             plgpu.barrier_wait(arrived)
 
-    def attend(self, tile: Tile, ring: Ring, q_smem, p_smem):
+    def attend(self, tile: Tile, ring: Ring, q_smem: Any, p_smem: Any) -> Any:
         """The tile's attention output f32[64, H], normalised, and the log2 of its softmax's divisor f32[64]."""
         layout = plgpu.Layout
         acc_layout = layout.MMA_ACC(self.dtype, m_warps=4)
@@ -127,7 +127,7 @@ class _Body(PrefillBody):
         shape = (TILE_M, block_kv)
         ring.fill()
 
-        def step(i, carry, *, masked):
+        def step(i: jax.Array, carry: Any, *, masked: bool) -> Any:
             acc, peak, total = carry
             k_tile, v_tile = ring.tiles(ring.advance(i - tile.first_block))
             q = plgpu.load(q_smem, layout=lhs, optimized=False)
@@ -155,7 +155,7 @@ class _Body(PrefillBody):
         ring.drain()
         return online_softmax.finish(*carry)
 
-    def store(self, refs: _Refs, tile: Tile, sums, out_smem) -> None:
+    def store(self, refs: _Refs, tile: Tile, sums: Any, out_smem: Any) -> None:
         """Writes the result of the tile's own tokens, to the output or, of a part, to the partial results."""
         if refs.partial is None:
             self.store_rows(tile, out_smem, refs.out, 0)
@@ -163,27 +163,27 @@ class _Body(PrefillBody):
             pl.when(tile.part < 0)(lambda: self.store_rows(tile, out_smem, refs.out, 0))
 
             @pl.when(tile.part >= 0)
-            def _():
+            def _() -> None:
                 refs.sums[tile.heads, :, tile.part] = sums
                 self.store_rows(tile, out_smem, refs.partial, tile.shift)
 
         if self.sizes.use_tma:
             plgpu.commit_smem()  # the next tile's copies overwrite this one's queries, keys and output
 
-    def store_rows(self, tile: Tile, out_smem, out_ref, shift) -> None:
+    def store_rows(self, tile: Tile, out_smem: Any, out_ref: Any, shift: jax.Array | int) -> None:
         """Blocks of tokens in stores of 16 bytes a thread. A block that is not all the tile's own is stored by rows."""
         tokens, dim = self.shape.tokens, self.head_dim
         together = min(tokens, vector.rows_together(dim, self.dtype.itemsize))
         layout = vector.rows_layout(together, dim)
 
         @pl.loop(0, tokens // together)
-        def _(block):
+        def _(block: jax.Array) -> None:
             first = block * together
             begin, end = tile.token + first, tile.token + first + together
             is_own = (tile.begin <= begin) & (end <= tile.end)
 
             @pl.when(is_own)
-            def _():
+            def _() -> None:
                 def store(g: int) -> None:
                     rows = out_smem.at[pl.ds(g * tokens + first, together)]
                     columns = vector.head_columns(tile.first_head + g, dim)
@@ -192,9 +192,9 @@ class _Body(PrefillBody):
                 prefill_tile.for_own_heads(self.shape, tile, store)
 
             @pl.when(~is_own)
-            def _():
+            def _() -> None:
                 @pl.loop(jnp.maximum(tile.begin, begin), jnp.minimum(tile.end, end))
-                def _(token):
+                def _(token: jax.Array) -> None:
                     def store(g: int) -> None:
                         row = vector.load(out_smem.at[g * tokens + token - tile.token], dim)
                         out_ref[token + shift, vector.head_columns(tile.first_head + g, dim)] = row

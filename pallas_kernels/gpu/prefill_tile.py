@@ -90,7 +90,7 @@ class Tile:
     first_head: jax.Array
 
     @classmethod
-    def read(cls, tiles_ref, unit: jax.Array, shape: TileShape, num_kv_heads: int) -> Tile:
+    def read(cls, tiles_ref: Any, unit: jax.Array, shape: TileShape, num_kv_heads: int) -> Tile:
         """Unit `unit` of the launch, whose units are the tiles of the list for all heads, tile by tile."""
         parts = num_kv_heads * shape.tiles_per_group
         index, heads = lax.div(unit, jnp.int32(parts)), lax.rem(unit, jnp.int32(parts))
@@ -140,7 +140,9 @@ def for_own_heads(shape: TileShape, tile: Tile, do: Callable[[int], None]) -> No
             pl.when(g >= shape.first_own(part))(partial(do, g))
 
 
-def load_queries(q_ref, q_smem, shape: TileShape, tile: Tile, first_token, barrier=None) -> None:
+def load_queries(
+    q_ref: Any, q_smem: Any, shape: TileShape, tile: Tile, first_token: jax.Array, barrier: Any = None
+) -> None:
     """Copies [tokens, H] of every head from [T, N * H] into its rows of the tile, asynchronously."""
     tokens = pl.ds(pl.multiple_of(first_token, TOKEN_ALIGNMENT), shape.tokens)
     for g in range(shape.heads):

@@ -13,8 +13,8 @@ from pallas_kernels.gpu.decode import TILE_M as DECODE_ROWS
 from pallas_kernels.gpu.decode import RingTiles
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
-from pallas_kernels.gpu.prefill_hopper import COMPUTE_WARPGROUPS, PrefillTiles
-from pallas_kernels.gpu.prefill_memory import KV8_STAGES
+from pallas_kernels.gpu.prefill_hopper import PrefillTiles
+from pallas_kernels.gpu.prefill_memory import COMPUTE_WARPGROUPS, KV8_STAGES
 from pallas_kernels.gpu.prefill_tile import TILE_M, TileShape
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 from pallas_kernels.spec import AttentionSpec

@@ -148,19 +148,25 @@ HARMLESS = {
 
 
 class _Warn(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
         getattr(namespace, self.dest).append(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
 
 
 class _Refuse(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
         if values in HARMLESS.get(flag, ()):
             return
         parser.error(f"{flag}: {REFUSED[flag]}")
 
 
 class _Embed(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
         namespace.enable_embeddings = EMBEDDING_FLAGS[flag][values] or namespace.enable_embeddings
 
 

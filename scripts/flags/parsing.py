@@ -97,7 +97,9 @@ def completion(parser: argparse.ArgumentParser) -> str:
 class EachCounts(argparse.Action):
     """Of a flag with a list: the values of each time count. They replace the default."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
         before = getattr(namespace, self.dest)
         setattr(namespace, self.dest, [*values] if before is self.default else [*before, *values])
 
@@ -105,7 +107,9 @@ class EachCounts(argparse.Action):
 class Once(argparse.Action):
     """Of a flag with a secret: the last time would drop the first one in silence, so it is refused."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
         if getattr(namespace, self.dest) is not self.default:
             parser.error(f"{flag}: it is given twice, and there can be one only")
         setattr(namespace, self.dest, values)
