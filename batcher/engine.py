@@ -74,7 +74,7 @@ IDLE_CHECK_S = 1.0  # time without requests after which the engine checks its in
 
 class Engine:
     """See the module's docstring. `clock` gives seconds from any origin and never goes back. Without `grammars`,
-    requests with a grammar are refused."""
+    requests with a grammar are refused. `core` schedules, dispatches and completes steps, in the engine's thread."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Engine:
         self._mask_threads = MaskThreads(self._inbox.computed)
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
-        self._core = EngineCore(runner, config, ladder, clock)
+        self.core = EngineCore(runner, config, ladder, clock)
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _say_nothing
@@ -120,7 +120,7 @@ class Engine:
         """
         left = self._runner.warm_up(self.ladder.buckets(), report, may_wait)
         self._deferred_programs, self._report = DeferredPrograms(self.ladder, left), report
-        self._core.warmed_up(self._deferred_programs)
+        self.core.warmed_up(self._deferred_programs)
 
     def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
         """From now on the plain tokens of a step go to `on_tokens`, those of all requests together, after the step's
@@ -176,7 +176,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
         self._inbox.check_alive()
-        stats = self._core.stats()
+        stats = self.core.stats()
         stats.num_requests_waiting += self._inbox.num_arrived
         return stats
 
@@ -233,8 +233,8 @@ class Engine:
                 reader.join()
         elif self.death is None:
             self._stop()
-            while self._core.in_flight:
-                self._take([_result(self._core.in_flight[0])])
+            while self.core.in_flight:
+                self._take([_result(self.core.in_flight[0])])
         self._mask_threads.close()
 
     # --- without threads ---
@@ -251,9 +251,9 @@ class Engine:
             self._take_inbox()
             self._make_changes()
             self._ask_for_masks(self._answer_here)
-            dispatched = self._can_dispatch() and self._core.dispatch() is not None
-            if self._core.in_flight and not (dispatched and self._can_dispatch()):
-                self._take([_result(self._core.in_flight[0])])
+            dispatched = self._can_dispatch() and self.core.dispatch() is not None
+            if self.core.in_flight and not (dispatched and self._can_dispatch()):
+                self._take([_result(self.core.in_flight[0])])
             elif not dispatched:
                 self._check_not_stuck()
         except Exception as error:
@@ -274,12 +274,12 @@ class Engine:
                     break
                 self._make_changes()
                 self._ask_for_masks(self._mask_threads.ask)
-                while self._can_dispatch() and (step := self._core.dispatch()) is not None:
+                while self._can_dispatch() and (step := self.core.dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
                 self._check_not_stuck()
             self._stop()
-            while self._core.in_flight:
+            while self.core.in_flight:
                 self._take(self._wait())
         except Exception as error:
             self._die(error)
@@ -293,7 +293,7 @@ class Engine:
 
     def _wait(self) -> list[Result]:
         """Sleeps until there is something to do; takes the results that have arrived."""
-        core = self._core
+        core = self.core
         if self._is_unchecked and not core.requests.sequences and not core.in_flight:
             self._check_when_idle()
         times = [time for time in (core.requests.next_deadline(), core.step_watch.next_check()) if time is not None]
@@ -308,36 +308,36 @@ class Engine:
         """Checks the core's integrity if nothing arrives for `IDLE_CHECK_S`."""
         if not self._inbox.wait(IDLE_CHECK_S, is_idle=True):
             self._is_unchecked = False
-            self._core.check_integrity()
+            self.core.check_integrity()
 
     def _take(self, results: list[Result]) -> None:
         for result in results:
             if isinstance(result, BaseException):
-                self._deliver(self._core.fail(result))
+                self._deliver(self.core.fail(result))
             else:
-                self._deliver_step(self._core.complete(result))
+                self._deliver_step(self.core.complete(result))
 
     def _take_inbox(self) -> None:
         """Takes in arrivals before aborts, so an abort never comes before its request."""
         news = self._inbox.take()
         if news.forgets_prefixes:
-            self._core.scheduler.pool.clear_cache()
+            self.core.scheduler.pool.clear_cache()
         for sequence in news.arrived:
-            self._core.requests.add(sequence)
+            self.core.requests.add(sequence)
         for sequence, reason in news.aborted:
-            self._deliver(self._core.requests.abort(sequence, reason))
+            self._deliver(self.core.requests.abort(sequence, reason))
         for mask in news.masks:
-            self._deliver(self._core.requests.take_mask(mask))
-        self._deliver(self._core.requests.expire())
+            self._deliver(self.core.requests.take_mask(mask))
+        self._deliver(self.core.requests.expire())
 
     def _can_dispatch(self) -> bool:
-        return self._core.can_dispatch() and not self._inbox.has_changes and not self._is_paused
+        return self.core.can_dispatch() and not self._inbox.has_changes and not self._is_paused
 
     def _make_changes(self) -> None:
         """Makes the changes that wait, if no step is in flight."""
-        while not self._core.in_flight and (change := self._inbox.take_change()) is not None:
+        while not self.core.in_flight and (change := self._inbox.take_change()) is not None:
             try:
-                self._core.change(change.work)
+                self.core.change(change.work)
             except Exception as error:
                 change.on_done(error)
                 if not isinstance(error, ValueError | OSError):
@@ -372,8 +372,8 @@ class Engine:
     # --- masks ---
 
     def _ask_for_masks(self, ask: Callable[[list[Ask]], None]) -> None:
-        if self._core.requests.asks:
-            asks, self._core.requests.asks = self._core.requests.asks, []
+        if self.core.requests.asks:
+            asks, self.core.requests.asks = self.core.requests.asks, []
             ask(asks)
 
     def _hurry(self, asks: list[Ask]) -> None:
@@ -386,16 +386,16 @@ class Engine:
     def _answer_here(self, asks: list[Ask]) -> None:
         """Without threads: computes the masks on the caller's thread."""
         for ask in asks:
-            self._deliver(self._core.requests.take_mask(answer(ask)))
+            self._deliver(self.core.requests.take_mask(answer(ask)))
 
     def _stop(self) -> None:
         self._take_inbox()
         while (change := self._inbox.take_change()) is not None:
             change.on_done(EngineClosedError("the engine is shutting down"))
-        self._deliver(self._core.requests.end_all(FinishReason.ABORT))
+        self._deliver(self.core.requests.end_all(FinishReason.ABORT))
 
     def _check_not_stuck(self) -> None:
-        core = self._core
+        core = self.core
         is_waiting = core.in_flight or core.requests.num_masks_wanted or self._inbox.has_changes or self._is_paused
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 

@@ -63,6 +63,12 @@ class ModelRunner:
         draft: a small model with the same vocabulary or an EAGLE head, as `model`, and its attention over pages of the
             same size.
 
+    Attributes:
+        described: the shapes of the programs' arguments.
+        programs: those that are compiled.
+        weights: the arrays of all models, which a program takes first.
+        state: the arrays that steps pass on; each step's program takes and replaces them.
+
     Raises:
         ValueError: the model does not fit (see `memory_plan.plan_pages`), or `export_folder` is open to others.
     """
@@ -87,9 +93,9 @@ class ModelRunner:
                 f"one request of {config.max_model_len=} tokens needs {self._pages_per_seq} pages of "
                 f"{attention.spec.page_size} tokens: {config.num_pages=}"
             )
-        self._described = StepPrograms(model, attention, config, self._num_pages, draft)
-        self._programs = CompiledPrograms(self._described, traced_folder=traced_folder, export_folder=export_folder)
-        self._make_state = _maker_of(self._described.state_like)
+        self.described = StepPrograms(model, attention, config, self._num_pages, draft)
+        self.programs = CompiledPrograms(self.described, traced_folder=traced_folder, export_folder=export_folder)
+        self._make_state = _maker_of(self.described.state_like)
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
 
@@ -102,26 +108,26 @@ class ModelRunner:
             kv_scales: f32[L, 2, K], the scales of keys and values in 8-bit pages; None for other pages.
             draft: the draft model or head, if the runner was made with one.
         """
-        weights = self._described.weights_of([model] if draft is None else [model, draft])
+        weights = self.described.weights_of([model] if draft is None else [model, draft])
         if (kv_scales is not None) != self._attention.spec.has_kv_scales:
             raise ValueError(f"K/V scales come with pages of 8 bits only: {self._attention.spec.kv_dtype=}")
-        scales_of_layers: KvScales = self._described.kv_scales_like
+        scales_of_layers: KvScales = self.described.kv_scales_like
         if kv_scales is not None:
             scales_of_layers = [
                 jax.device_put(scales, like.sharding)
-                for scales, like in zip(kv_scales, self._described.kv_scales_like, strict=True)
+                for scales, like in zip(kv_scales, self.described.kv_scales_like, strict=True)
             ]
-        self._state = self._make_state()
-        self._weights, self._kv_scales = weights, scales_of_layers
+        self.state = self._make_state()
+        self.weights, self._kv_scales = weights, scales_of_layers
 
     def copied(self) -> list[HostCopy]:
         """The weights in the host's memory. Those on the devices stay. No step is in flight."""
-        return [HostCopy.of(array) for array in self._weights]
+        return [HostCopy.of(array) for array in self.weights]
 
     def release(self) -> None:
         """Frees the memory of the weights and of the state on the device. No step is in flight, and none may run before
         `restore` or `place`."""
-        for array in self._weights:
+        for array in self.weights:
             array.delete()
         self._free_state()
 
@@ -135,12 +141,12 @@ class ModelRunner:
             for copy in weights:
                 restored.append(copy.on_devices())
             jax.block_until_ready(restored)
-            self._state = self._make_state()
+            self.state = self._make_state()
         except BaseException:
             for array in restored:
                 array.delete()
             raise
-        self._weights = restored
+        self.weights = restored
 
     def capacity(self) -> Capacity:
         """The limits of the scheduler."""
@@ -150,16 +156,16 @@ class ModelRunner:
             page_size=self._attention.spec.page_size,
             max_model_len=self._config.max_model_len,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
-            vocab_size=self._described.model_config.vocab_size,
+            vocab_size=self.described.model_config.vocab_size,
             pooling=self._config.pooling,
-            keeps_text=self._described.has_drafts,
+            keeps_text=self.described.has_drafts,
         )
 
     @property
     def num_compiles(self) -> int:
         """Programs compiled, or read from the disk, by this process since the runner was made: unplanned ones, too, and
         none of `compile_later`."""
-        return self._programs.num_compiles
+        return self.programs.num_compiles
 
     def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = ()) -> None:
         """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that does not
@@ -168,11 +174,11 @@ class ModelRunner:
         Args:
             may_wait: buckets whose programs are left for `compile_later`, except for those on the disk.
         """
-        self._programs.start_compiling(buckets, may_wait)
+        self.programs.start_compiling(buckets, may_wait)
 
     def stop_compiling(self) -> None:
         """Cancels the compilation that `start_compiling` began."""
-        self._programs.stop_compiling()
+        self.programs.stop_compiling()
 
     def warm_up(
         self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
@@ -180,7 +186,7 @@ class ModelRunner:
         """`compile`, then `run_each`. Returns the buckets that are left for `compile_later`."""
         self.compile(buckets, report, may_wait)
         self.run_each(self.execute, report)
-        return self._programs.left
+        return self.programs.left
 
     def compile(
         self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
@@ -193,7 +199,7 @@ class ModelRunner:
         Raises:
             ValueError: the temporaries of the programs need more memory than the device has free.
         """
-        self._programs.compile(buckets, report, may_wait)
+        self.programs.compile(buckets, report, may_wait)
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
         """Compiles the program of a bucket that `warm_up` has left, or loads it if it was exported, while other threads
@@ -203,32 +209,32 @@ class ModelRunner:
         Raises:
             ValueError: as `dequantized_copies.check`.
         """
-        self._programs.compile_later(bucket, report)
+        self.programs.compile_later(bucket, report)
 
     def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
         """Runs every program once on padding, by `execute`: first calls are slow, and may fail. The smallest bucket
         runs first. On a CPU a first call is only a tenth of a second slower, and one call may take much longer than
         that: there, the runs stop after two seconds. Exported programs are all run. If one fails, all are compiled."""
         started = time.perf_counter()
-        exported = self._programs.exported
+        exported = self.programs.exported
         try:
             num_run = self._run_each(execute, exported)
         except jax.errors.JaxRuntimeError as error:
             if not exported:
                 raise
             report(f"an exported program fails, and all are compiled: {one_line(str(error))}")
-            self._programs.compile_anew(report)
+            self.programs.compile_anew(report)
             self._reallocate()
             num_run = self._run_each(execute, exported)
-        report(f"ran {num_run} of {len(self._programs.steps)} programs once in {time.perf_counter() - started:.1f} s")
+        report(f"ran {num_run} of {len(self.programs.steps)} programs once in {time.perf_counter() - started:.1f} s")
 
     def _run_each(self, execute: Callable[[StepInput], StepHandle], exported: Container[Bucket | str]) -> int:
         """The number of programs that have run: as many as there is time for, and those in `exported`."""
         started, num_run = time.perf_counter(), 0
-        enough_s = CPU_FIRST_RUNS_S if self._described.device.platform == "cpu" else math.inf
-        for bucket in sorted(self._programs.steps):
+        enough_s = CPU_FIRST_RUNS_S if self.described.device.platform == "cpu" else math.inf
+        for bucket in sorted(self.programs.steps):
             if num_run == 0 or bucket in exported or time.perf_counter() - started <= enough_s:
-                execute(self._described.padding(bucket)).result()
+                execute(self.described.padding(bucket)).result()
                 num_run += 1
         return num_run
 
@@ -239,12 +245,12 @@ class ModelRunner:
         Raises:
             KeyError: the bucket was not warmed up.
         """
-        described, programs = self._described, self._programs
+        described, programs = self.described, self.programs
         if step.bucket not in programs.steps:
             raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
         if step.bucket in programs.untried:
             self._try(step.bucket)
-        state = self._state
+        state = self.state
         slots, history, masks = state.slots, state.history, state.masks
         for patches in step.patches:
             slots = programs.patch(slots, patches)
@@ -255,49 +261,49 @@ class ModelRunner:
         for block in step.masks:
             masks = programs.bring_masks(masks, block)
         state = DeviceState(slots=slots, history=history, masks=masks, kv=state.kv, text=state.text, draft=state.draft)
-        self._state, output = programs.steps[step.bucket](self._weights, self._kv_scales, state, step.packed)
+        self.state, output = programs.steps[step.bucket](self.weights, self._kv_scales, state, step.packed)
         output.copy_to_host_async()
         layout = OutputLayout(
             step.bucket,
-            self._described.model_config.hidden_size,
-            tells_would_accept=self._described.tells_would_accept(step.bucket),
+            self.described.model_config.hidden_size,
+            tells_would_accept=self.described.tells_would_accept(step.bucket),
         )
         return StepResult(output, layout)
 
     def _try(self, bucket: Bucket) -> None:
         """Runs an exported program on padding before its first step, and waits for it. If it fails, it is compiled
         while all requests wait, and JAX's error is raised: the failure has cost the state, so the step fails, too."""
-        self._programs.untried.discard(bucket)
-        padding = replace(self._described.padding(bucket), patches=(), penalty_resets=(), masks=())
+        self.programs.untried.discard(bucket)
+        padding = replace(self.described.padding(bucket), patches=(), penalty_resets=(), masks=())
         try:
             self.execute(padding).result()
         except jax.errors.JaxRuntimeError as error:
             logger.warning("an exported program fails, and is compiled: %s: %s", bucket, one_line(str(error)))
-            self._programs.compile_in_place(bucket)
+            self.programs.compile_in_place(bucket)
             raise
 
     def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
         """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""
-        described = self._described
+        described = self.described
         tokens = np.zeros(bucket.num_tokens, np.int32)
         program = jax.jit(described.products(bucket), out_shardings=described.everywhere)
         lowered = program.lower(described.weights_like, described.sent(tokens.shape))
         compiled = lowered.compile(compiler_options=compiler_options(described.device.platform))
-        return lambda: compiled(self._weights, tokens)
+        return lambda: compiled(self.weights, tokens)
 
     def recover(self) -> None:
         """Allocates a new state after a failed step, with no step in flight: a failed program may have consumed the
         donated state. Slots, histories and pages are empty afterwards. Errors of the device are raised."""
         self._reallocate()
-        smallest = min(tuple(self._programs.steps))  # another thread may be adding one
-        self.execute(self._described.padding(smallest)).result()
+        smallest = min(tuple(self.programs.steps))  # another thread may be adding one
+        self.execute(self.described.padding(smallest)).result()
 
     def _reallocate(self) -> None:
         self._free_state()
-        self._state = self._make_state()
+        self.state = self._make_state()
 
     def _free_state(self) -> None:
-        for array in jax.tree.leaves(self._state):
+        for array in jax.tree.leaves(self.state):
             if not array.is_deleted():
                 array.delete()
 

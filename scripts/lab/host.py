@@ -194,7 +194,7 @@ def measure(
     for _ in range(WARM_UP_STEPS):
         engine.step()
     sender.drop(sender.send())
-    timed, core = Timed(), engine._core
+    timed, core = Timed(), engine.core
     timed.wrap(core.scheduler, "schedule")
     timed.wrap(core._packer, "pack")
     timed.wrap(core, "complete")

@@ -99,7 +99,7 @@ class Drive:
 
     @property
     def scheduler(self):
-        return self.engine._core.scheduler
+        return self.engine.core.scheduler
 
     def add(self, request: Request) -> Heard:
         heard = Heard()
@@ -132,7 +132,7 @@ class Drive:
 
     def check_idle(self) -> None:
         """Nothing is held by anybody when nothing is live."""
-        while self.engine._core.in_flight:
+        while self.engine.core.in_flight:
             self.step()
         pool = self.scheduler.pool
         assert pool.num_used == 0

@@ -14,7 +14,7 @@ def changed(drive: Drive, error: Exception | None = None, *, serves_after: bool 
     done: list[Exception | None] = []
 
     def work() -> None:
-        assert not drive.engine._core.in_flight, "a step is in flight"
+        assert not drive.engine.core.in_flight, "a step is in flight"
         if error is not None:
             raise error
 

@@ -76,7 +76,7 @@ def running(runner: FakeRunner, **config: object) -> Iterator[Engine]:
     finally:
         engine.shutdown()
     assert runner.violations == []
-    assert engine._core.scheduler.pool.num_used == 0
+    assert engine.core.scheduler.pool.num_used == 0
 
 
 def check(requests: list[Request], listener: Listener) -> None:
@@ -271,17 +271,17 @@ def test_an_idle_engine_checks_its_own_integrity_once_per_idle_period(
     monkeypatch.setattr(engine_module, "IDLE_CHECK_S", 0.01)
     with running(FakeRunner(CAPACITY)) as engine:
         checked = threading.Semaphore(0)
-        check = engine._core.check_integrity
+        check = engine.core.check_integrity
 
         def check_and_tell() -> None:
             if damage:
-                engine._core.scheduler.pool._free.append(1)  # page 1 is free twice
+                engine.core.scheduler.pool._free.append(1)  # page 1 is free twice
             check()
             if damage:
-                engine._core.scheduler.pool._free.pop()
+                engine.core.scheduler.pool._free.pop()
             checked.release()
 
-        monkeypatch.setattr(engine._core, "check_integrity", check_and_tell)
+        monkeypatch.setattr(engine.core, "check_integrity", check_and_tell)
         for name in ("a", "b"):
             listener = Listener()
             engine.add_request(make_request(name, [10, 11, 12]), listener)
@@ -320,4 +320,4 @@ def test_a_step_that_returns_within_the_grace_is_no_fault() -> None:
         assert gate.reached.wait(PATIENCE_S)
         gate.open.set()
         assert listener.end("a").finish_reason is FinishReason.LENGTH
-        assert engine._core.step_watch.next_check() is None
+        assert engine.core.step_watch.next_check() is None

@@ -188,7 +188,7 @@ class Running:
         self.open.set()
         self.engine.shutdown()
         assert self.runner.violations == []
-        assert self.engine._core.scheduler.pool.num_used == 0
+        assert self.engine.core.scheduler.pool.num_used == 0
 
     def add(self, name: str, grammar: str | None) -> None:
         request = make_request(name, [10, 11], grammar=grammar, max_tokens=9, ignore_eos=True)

@@ -67,7 +67,7 @@ def drive(engine: Engine, requests: Sequence[Request], *, together: bool) -> dic
         for request in group:
             engine.add_request(request, on_output)
         while engine.step():
-            engine._core.scheduler.check_integrity()
+            engine.core.scheduler.check_integrity()
     return tokens
 
 

@@ -32,7 +32,7 @@ class OtherModel:
         return None
 
     def read(self, weights: ChosenWeights) -> OtherModel:
-        assert all(array.is_deleted() for array in self.runner._weights), "there is room for one of the two only"
+        assert all(array.is_deleted() for array in self.runner.weights), "there is room for one of the two only"
         self._fail("read")
         self.model = tiny_model(seed=1)
         return self
@@ -54,22 +54,22 @@ class Changed:
 
     def __init__(self, fault: str | None = None) -> None:
         self.runner = ModelRunner(tiny_model(), paged_attention(), LIMITS)
-        self.first, self.state = self.values(), self.runner._state
+        self.first, self.state = self.values(), self.runner.state
         self.loader, settings = OtherModel(self.runner, fault), EngineSettings(device="cpu")
         self.weights = RunnerWeights(self.loader, settings, choose_weights(settings, "cpu"), "cpu")
 
     def values(self) -> list[np.ndarray]:
-        return [np.array(array) for array in self.runner._weights]
+        return [np.array(array) for array in self.runner.weights]
 
     def are_the_first(self) -> bool:
         """The weights of the start are in place, with an empty state."""
-        for array, like in zip(self.runner._weights, self.runner._described.weights_like, strict=True):
+        for array, like in zip(self.runner.weights, self.runner.described.weights_like, strict=True):
             assert array.sharding == like.sharding
-        assert not self.runner._state.slots.is_deleted()
+        assert not self.runner.state.slots.is_deleted()
         return all(map(np.array_equal, self.values(), self.first))
 
     def are_away(self) -> bool:
-        away = {array.is_deleted() for array in (*self.runner._weights, self.runner._state.slots)}
+        away = {array.is_deleted() for array in (*self.runner.weights, self.runner.state.slots)}
         assert len(away) == 1
         return away == {True}
 
@@ -118,7 +118,7 @@ def test_what_is_prepared_is_undone_or_ended():
     others = changed.loader.model
     prepare(WAKE_UP)
     weights.commit()
-    expected = changed.runner._described.weights_of([tiny_model(seed=1)])
+    expected = changed.runner.described.weights_of([tiny_model(seed=1)])
     assert others is not None and all(map(np.array_equal, changed.values(), map(np.asarray, expected)))
 
 

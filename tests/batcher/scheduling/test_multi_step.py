@@ -139,7 +139,7 @@ def test_the_longer_a_step_the_fewer_are_in_a_program(step_s, most) -> None:
     drive = Drive(buckets=FOUR)
 
     def tick(_number: int) -> None:
-        drive.clock.now += step_s * max(drive.engine._core.in_flight[0].plan.q_lens)
+        drive.clock.now += step_s * max(drive.engine.core.in_flight[0].plan.q_lens)
 
     drive.runner._on_result = tick
     drive.add(make_request("a", [5, 6, 7], max_tokens=25, ignore_eos=True))

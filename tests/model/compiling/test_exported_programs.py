@@ -169,7 +169,7 @@ def test_programs_that_may_wait_are_exported_and_loaded_while_serving(tmp_path):
 
 def break_program(folder: Path) -> None:
     """On a CPU, an executable that came from JAX's cache is exported without a part of its code, and loads."""
-    program = made_runner(None)._described.step(BUCKETS[0])
+    program = made_runner(None).described.step(BUCKETS[0])
     exported = ExportedPrograms(folder, next(folder.iterdir()).name, {"k": program}, {"k": str(BUCKETS[0])})
     assert exported._path("k").exists()
     options, counter = compiler_options("cpu"), CompileCounter()
@@ -194,7 +194,7 @@ def test_a_program_that_fails_while_serving_fails_one_step_and_is_compiled(tmp_p
     (left,) = runner.warm_up(BUCKETS, print, BUCKETS[:1])
     runner.compile_later(left, print)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        runner.execute(runner._described.padding(left))
+        runner.execute(runner.described.padding(left))
     assert f"an exported program fails, and is compiled: {left}" in caplog.text
     runner.recover()
     assert generate(runner) == tokens

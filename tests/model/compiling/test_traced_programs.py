@@ -181,7 +181,7 @@ def test_steps_from_the_disk_are_the_steps_as_traced(tmp_path):
 def test_a_stored_step_compiles_to_the_same_operations(num_shards, bucket, two_passes):
     mesh = None if num_shards is None else make_mesh(num_shards)
     model = abstract_model(replace(TINY, vocab_size=200), dtype=jnp.float32, mesh=mesh)
-    program = ModelRunner(model, paged_attention(model.config, mesh=mesh), LIMITS)._described.step(bucket)
+    program = ModelRunner(model, paged_attention(model.config, mesh=mesh), LIMITS).described.step(bucket)
     traced, read = (which.lower().compile() for which in (program, program.as_read()))
     operations = [Counter(re.findall(r"= \S+ ([\w-]+)\(", compiled.as_text())) for compiled in (traced, read)]
     assert operations[0] == operations[1]

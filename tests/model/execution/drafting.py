@@ -93,12 +93,12 @@ def serve(
     compiles = runner.num_compiles
     for request in requests:
         engine.add_request(request, lambda output: outputs[output.request_id].append(output))
-    scheduler, num_rounds = engine._core.scheduler, 0
-    while engine.step() or engine._core.in_flight:
+    scheduler, num_rounds = engine.core.scheduler, 0
+    while engine.step() or engine.core.in_flight:
         num_rounds += 1
         if preempts_every and num_rounds % preempts_every == 0 and scheduler.running:
             scheduler.preempt(scheduler.running[-1])
-    engine._core.check_integrity()
+    engine.core.check_integrity()
     assert engine.stats().integrity_failures == 0
     assert runner.num_compiles == compiles
     return outputs, engine.stats()

@@ -141,10 +141,10 @@ def test_each_draft_is_that_of_a_head_that_has_read_the_whole_text(runner, among
         if not step.bucket.num_drafts:
             return execute(step)
         slot = step.packed[PackedLayout(step.bucket).sections()["slots"]][0]
-        past = int(np.asarray(runner._state.slots)[slot, SlotLayout.KV_LEN])
+        past = int(np.asarray(runner.state.slots)[slot, SlotLayout.KV_LEN])
         handle = execute(step)
-        output, text = handle.result(), np.asarray(runner._state.text)
-        pages = np.asarray(runner._state.slots)[slot, SlotLayout.PAGE_TABLE :]
+        output, text = handle.result(), np.asarray(runner.state.text)
+        pages = np.asarray(runner.state.slots)[slot, SlotLayout.PAGE_TABLE :]
         places = past + 1 + np.arange(output.num_drafts[0])
         drafts = text[pages[places // page_size], places % page_size]
         steps.append((past, drafts.tolist(), int(output.num_accepted[0])))
@@ -179,7 +179,7 @@ def test_a_head_is_split_over_the_chips_as_the_model_is(form) -> None:
     split = head(form, mesh=mesh, config=replace(FORMS[form], **sizes))
     attention, own = paged_attention(layer, mesh=mesh), paged_attention(split.config, mesh=mesh)
     runner = warm_runner(model, attention, draft=(split, own), buckets=GREEDY, draft_pass_tokens=16)
-    assert runner._state.draft.features.sharding.shard_shape((1, 8, 32)) == (1, 8, 16)
+    assert runner.state.draft.features.sharding.shard_shape((1, 8, 32)) == (1, 8, 16)
     asked = requests(KINDS["greedy"])
     expected, _ = serve(runner, GREEDY_PLAIN, asked)
     found, stats = serve(runner, GREEDY_DRAFTS, asked)

@@ -95,7 +95,7 @@ def test_a_page_holds_the_same_numbers_however_a_prompt_is_cut(runner):
         while row.num_computed < len(prompt):
             run(runner, MIXED, [(row, min(chunk, len(prompt) - row.num_computed))], admit=admit)
             admit = []
-    for kv in runner._state.kv:
+    for kv in runner.state.kv:
         found = np.asarray(kv)
         whole, cut = (found[:, pages].swapaxes(1, 2).reshape(2, 2, -1, 16) for pages in ([1, 2, 3], [4, 5, 6]))
         assert found.dtype == np.int8
@@ -105,12 +105,12 @@ def test_a_page_holds_the_same_numbers_however_a_prompt_is_cut(runner):
 
 def test_pages_take_a_quarter_of_float32_and_are_updated_in_place(runner):
     assert paged_attention(kv_dtype=jnp.int8).page_bytes() * 4 == paged_attention().page_bytes()
-    analysis = runner._programs.steps[MIXED].memory_analysis()
-    assert analysis.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    analysis = runner.programs.steps[MIXED].memory_analysis()
+    assert analysis.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
     large = tiny_runner(model(), kv_dtype=jnp.int8, num_pages=4000)
     for bucket in (DECODE, MIXED):
-        needed = large._described.step(bucket).lower().compile().memory_analysis().temp_size_in_bytes
-        assert needed < large._state.kv[0].nbytes / 2
+        needed = large.described.step(bucket).lower().compile().memory_analysis().temp_size_in_bytes
+        assert needed < large.state.kv[0].nbytes / 2
 
 
 def test_the_range_is_the_one_of_a_dense_pass():

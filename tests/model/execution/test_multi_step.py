@@ -92,11 +92,11 @@ def test_the_tokens_are_those_of_single_steps(runner, variant) -> None:
 
 def test_the_state_is_updated_in_place(runner) -> None:
     bucket = several(Bucket(4, 4, Variant.SAMPLE))
-    analysis = runner._programs.steps[bucket].memory_analysis()
-    state_bytes = sum(leaf.nbytes for leaf in [runner._state.slots, runner._state.history, runner._state.masks])
-    assert analysis.alias_size_in_bytes == state_bytes + sum(kv.nbytes for kv in runner._state.kv)
-    single = runner._programs.steps[Bucket(4, 4, Variant.SAMPLE)].memory_analysis()
-    assert analysis.temp_size_in_bytes < single.temp_size_in_bytes + runner._state.kv[0].nbytes
+    analysis = runner.programs.steps[bucket].memory_analysis()
+    state_bytes = sum(leaf.nbytes for leaf in [runner.state.slots, runner.state.history, runner.state.masks])
+    assert analysis.alias_size_in_bytes == state_bytes + sum(kv.nbytes for kv in runner.state.kv)
+    single = runner.programs.steps[Bucket(4, 4, Variant.SAMPLE)].memory_analysis()
+    assert analysis.temp_size_in_bytes < single.temp_size_in_bytes + runner.state.kv[0].nbytes
 
 
 def test_chips_share_a_program_of_several_steps(two_passes) -> None:
@@ -105,7 +105,7 @@ def test_chips_share_a_program_of_several_steps(two_passes) -> None:
     model = abstract_model(replace(TINY, vocab_size=200), dtype=jnp.float32, mesh=mesh)
     limits = RunnerConfig(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64, num_pages=400)
     runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-    analysis = runner._described.step(several(Bucket(4, 4, Variant.SAMPLE))).lower().compile().memory_analysis()
-    parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._described.state_like)]
+    analysis = runner.described.step(several(Bucket(4, 4, Variant.SAMPLE))).lower().compile().memory_analysis()
+    parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner.described.state_like)]
     assert analysis.alias_size_in_bytes == sum(parts)
     assert analysis.temp_size_in_bytes < max(parts)

@@ -92,7 +92,7 @@ def test_hidden_states_are_those_of_transformers(variant, pooling, tmp_path):
 def test_programs_of_requests_that_do_not_embed_are_the_same():
     plain, embeds = tiny_runner(), tiny_runner(pooling=Pooling.MEAN)
     for bucket in (Bucket(4, 4, Variant.GREEDY), Bucket(32, 4, Variant.SCORE)):
-        assert plain._described.step(bucket).lower().as_text() == embeds._described.step(bucket).lower().as_text()
+        assert plain.described.step(bucket).lower().as_text() == embeds.described.step(bucket).lower().as_text()
 
 
 def test_scored_prompts_share_steps_with_embeddings(runner):

@@ -85,7 +85,7 @@ def test_a_bucket_without_program_is_refused(runner):
 def test_warm_up_writes_no_page_and_no_state():
     runner = tiny_runner()
     runner.warm_up([BUCKETS[1]], lambda line: None)
-    for leaf in jax.tree.leaves(runner._state):
+    for leaf in jax.tree.leaves(runner.state):
         assert not np.asarray(leaf).any()
 
 
@@ -99,18 +99,18 @@ def test_pages_are_zero_and_one_array_per_layer():
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_state_is_updated_in_place(runner, bucket):
     """The compiler aliases all of the state to the output, and needs less besides it than one layer's pages."""
-    analysis = runner._programs.steps[bucket].memory_analysis()
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    analysis = runner.programs.steps[bucket].memory_analysis()
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
     assert analysis.alias_size_in_bytes == state_bytes
     pages = tiny_runner(num_pages=4000)  # so many that a copy of one layer would stand out
-    large = pages._described.step(bucket).lower().compile().memory_analysis()
-    assert large.temp_size_in_bytes < pages._state.kv[0].nbytes / 2
+    large = pages.described.step(bucket).lower().compile().memory_analysis()
+    assert large.temp_size_in_bytes < pages.state.kv[0].nbytes / 2
     assert large.temp_size_in_bytes == analysis.temp_size_in_bytes
 
 
 def test_the_buffers_themselves_stay_where_they_are(runner):
     def addresses():
-        state = runner._state
+        state = runner.state
         return [leaf.unsafe_buffer_pointer() for leaf in (state.slots, state.history, *state.kv)]
 
     row = Row(0, [1, 2, 3], [1, 2])
@@ -123,10 +123,10 @@ def test_the_buffers_themselves_stay_where_they_are(runner):
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_one_buffer_goes_in_and_one_comes_out(runner, bucket):
-    program = runner._programs.steps[bucket]
-    num_state = len(jax.tree.leaves(runner._state))
+    program = runner.programs.steps[bucket]
+    num_state = len(jax.tree.leaves(runner.state))
     num_arguments = len(jax.tree.leaves(program.in_avals))
-    assert num_arguments == len(runner._weights) + num_state + 1
+    assert num_arguments == len(runner.weights) + num_state + 1
     assert len(jax.tree.leaves(program.out_info)) == num_state + 1
 
 
@@ -142,7 +142,7 @@ def test_a_step_is_one_call_that_is_sent_one_array(runner, monkeypatch):
 
         return call
 
-    programs = runner._programs
+    programs = runner.programs
     for name in ("patch", "reset_history", "bring_masks"):
         monkeypatch.setattr(programs, name, counted(name, getattr(programs, name)))
     steps = {bucket: counted("step", program) for bucket, program in programs.steps.items()}
@@ -165,7 +165,7 @@ def test_execute_runs_ahead_of_the_results(runner):
     packed[parts["slots"]] = [0, SLOTS, SLOTS, SLOTS]
     packed[parts["q_lens"]] = packed[parts["emits"]] = [1, 0, 0, 0]
     packed[parts["tokens"]] = -1
-    packed[parts["patch_indices"]] = SLOTS * runner._state.slots.shape[1]
+    packed[parts["patch_indices"]] = SLOTS * runner.state.slots.shape[1]
     handles = [runner.execute(StepInput(bucket=BUCKETS[0], packed=packed)) for _ in range(2)]
     assert [int(handle.result().tokens[0, 0]) for handle in handles] == row.output[1:]
 
@@ -180,7 +180,7 @@ def test_a_lost_state_is_made_anew_without_compiling(runner):
 
     expected = generate()
     before = runner.num_compiles
-    for array in jax.tree.leaves(runner._state)[:3]:
+    for array in jax.tree.leaves(runner.state)[:3]:
         array.delete()  # as a program does that was given it and failed
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
         generate()
@@ -192,7 +192,7 @@ def test_a_lost_state_is_made_anew_without_compiling(runner):
 def test_more_patches_than_a_step_carries(runner):
     """The driver sends whole slots ahead of the step: several blocks of them."""
     rows = [Row(slot, [5, 6, slot], [slot + 1]) for slot in range(4)]
-    width = runner._state.slots.shape[1]
+    width = runner.state.slots.shape[1]
     assert 4 * width <= PATCH_BLOCK < 8 * width
     run(runner, BUCKETS[1], [(row, 3) for row in rows], admit=rows + rows)
     alone = Row(2, [5, 6, 2], [9])
@@ -279,8 +279,8 @@ def texts_of(folder, num_shards, decode, kv_dtype=jnp.float32):
     for _ in range(8):
         run(runner, decode, [(row, 1) for row in rows])
     assert runner.num_compiles == before
-    assert all(len(kv.sharding.device_set) == num_shards for kv in runner._state.kv)
-    history = runner._state.history
+    assert all(len(kv.sharding.device_set) == num_shards for kv in runner.state.kv)
+    history = runner.state.history
     assert history.sharding.shard_shape(history.shape) == (SLOTS, config.vocab_size // num_shards)
     drawn = [row.output[2:] for row in rows if row.mask is not None]  # the prompt program draws nothing
     assert all(set(tokens) <= set(LET_THROUGH) for tokens in drawn)
@@ -307,8 +307,8 @@ def test_chips_update_their_parts_of_the_state_in_place(two_passes):
     slots = 500  # so many that a copy of a chip's part of the histories would stand out
     limits = RunnerConfig(max_num_seqs=slots, max_num_batched_tokens=1000, max_model_len=64, num_pages=16)
     runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-    analysis = runner._described.step(BUCKETS[2]).lower().compile().memory_analysis()
-    parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner._described.state_like)]
+    analysis = runner.described.step(BUCKETS[2]).lower().compile().memory_analysis()
+    parts = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(runner.described.state_like)]
     assert analysis.alias_size_in_bytes == sum(parts)
     assert analysis.temp_size_in_bytes < slots * 1000 * 4 / 2
 
@@ -324,16 +324,16 @@ def test_programs_that_were_left_come_later_and_once(tmp_path):
     assert left == BUCKETS[:2]
     assert re.match(r"compiled 4 programs in .*; 2 more come while serving", line)
     with pytest.raises(KeyError, match="has no program"):
-        runner.execute(runner._described.padding(left[0]))
+        runner.execute(runner.described.padding(left[0]))
     before = runner.num_compiles
     for bucket in left:
         runner.compile_later(bucket, print)
-        runner.execute(runner._described.padding(bucket)).result()
+        runner.execute(runner.described.padding(bucket)).result()
     assert runner.num_compiles == before
     again, left, line = start()
     assert left == []
     assert "more" not in line
-    assert again._programs.steps.keys() == set(BUCKETS)
+    assert again.programs.steps.keys() == set(BUCKETS)
 
 
 def test_the_program_that_stands_in_draws_the_same_tokens():

@@ -120,11 +120,11 @@ def test_any_schedule_gives_the_tokens_of_a_dense_pass(runner, data):
 def test_a_row_that_does_not_emit_keeps_its_last_token(runner):
     row = Row(1, [5, 6, 7, 8], [3, 4])
     run(runner, MIXED[0], [(row, 2)], admit=[row])
-    slots = np.asarray(runner._state.slots)
+    slots = np.asarray(runner.state.slots)
     assert slots[1, SlotLayout.KV_LEN] == 2
     assert slots[1, SlotLayout.LAST_TOKEN] == 0
     run(runner, MIXED[0], [(row, 2)])
-    slots = np.asarray(runner._state.slots)
+    slots = np.asarray(runner.state.slots)
     assert slots[1, SlotLayout.KV_LEN] == 4
     assert slots[1, SlotLayout.LAST_TOKEN] == row.output[0]
 
@@ -132,10 +132,10 @@ def test_a_row_that_does_not_emit_keeps_its_last_token(runner):
 def test_pages_of_other_requests_are_not_written(runner):
     one, other = Row(0, [1, 2, 3], [1]), Row(2, list(range(10)), [2, 9])
     run(runner, MIXED[0], [(one, 3)], admit=[one])
-    before = [np.asarray(kv)[:, 1] for kv in runner._state.kv]
+    before = [np.asarray(kv)[:, 1] for kv in runner.state.kv]
     run(runner, MIXED[0], [(other, 10)], admit=[other])
     run(runner, DECODE[0], [(other, 1)])
-    for kv, kept in zip(runner._state.kv, before, strict=True):
+    for kv, kept in zip(runner.state.kv, before, strict=True):
         np.testing.assert_array_equal(np.asarray(kv)[:, 1], kept)
 
 

@@ -117,7 +117,7 @@ def step_collectives(bucket, num_shards, vocab):
     limits = RunnerConfig(**sizes, pooling=Pooling.MEAN if bucket.variant is Variant.EMBED else None)
     model = abstract_model(config, dtype=jnp.float32, mesh=mesh)
     runner = ModelRunner(model, paged_attention(model.config, mesh=mesh), limits)
-    return collectives(runner._described.step(bucket).lower().compile().as_text())
+    return collectives(runner.described.step(bucket).lower().compile().as_text())
 
 
 @pytest.mark.parametrize(
