@@ -90,7 +90,7 @@ def test_warm_up_writes_no_page_and_no_state():
 
 
 def test_pages_are_zero_and_one_array_per_layer():
-    pages = tiny_runner(num_pages=9)._state.kv
+    pages = tiny_runner(num_pages=9).state.kv
     assert len(pages) == TINY.num_layers
     assert {kv.shape for kv in pages} == {(2, 10, 2, 8, 16)}
     assert not any(kv.any() for kv in pages)
