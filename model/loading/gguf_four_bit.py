@@ -1,4 +1,4 @@
-"""GGUF's 4-bit blocks in the parts of the 4-bit form (`model.quantization.four_bit`).
+"""GGUF's 4-bit blocks in the parts of the 4-bit form (`model.network.four_bit`).
 
 In `Q4_0` a block is 32 neighbouring weights with a scale. In `Q4_K` it is eight groups of 32, each with a scale and a
 minimum that is subtracted: `scale * value - minimum`. Import this module only for a GGUF file, as `gguf_tensors`.

@@ -1,4 +1,9 @@
-"""Products with 8-bit kernels. If the inputs are rounded inside the program, both sides have 8 bits: matrix units
+"""The 8-bit forms of a kernel: a number of 8 bits for each weight, and a float32 scale for each output.
+
+A weight is `kernel * scale`. Each output has one scale, so a product is scaled after its sum. Rows of fused projections
+keep their own scales. Scales are split over chips in the same way as the outputs.
+
+If the inputs are rounded inside the program, both sides have 8 bits: matrix units
 multiply int8 or fp8 faster than bfloat16.
 
 Every token has its own scale, or all tokens have a stored one. The result of a token does not depend on the other
@@ -17,7 +22,6 @@ from jax import lax
 
 from model.network.cpu_products import multiply_int8
 from model.network.linear_method import Axes, LinearMethod, Weights, multiply
-from model.quantization.eight_bit import quantize
 from model.quantization.forms import EightBit, Rounding
 from pallas_kernels.cpu import products
 
@@ -69,6 +73,19 @@ class EightBitMethod(LinearMethod):
             # XLA converts the kernel inside the product: no converted copy of it is written.
             product = multiply(inputs, kernel.astype(inputs.dtype), for_cpu=False, out_dtype=jnp.float32)
         return (product * scale).astype(out_dtype)
+
+
+def quantize(weights: jax.Array, form: EightBit) -> tuple[jax.Array, jax.Array]:
+    """weights [out, in] of any float type -> kernel [out, in], scale f32[out]. Each weight is rounded to nearest even.
+
+    A row with a non-finite weight gets a non-finite scale: its products are then non-finite, too.
+    """
+    weights = weights.astype(jnp.float32)
+    # XLA may turn a division by a constant into a product. An explicit product gives the same values everywhere.
+    scale = jnp.max(jnp.abs(weights), axis=1) * np.float32(1 / form.largest)
+    scale = jnp.where(scale == 0, 1.0, scale)  # a row of zeros
+    scaled = jnp.clip(weights / scale[:, None], -form.largest, form.largest)
+    return (jnp.round(scaled) if form is EightBit.INT8 else scaled).astype(form.dtype), scale
 
 
 def multiply_rounded(inputs: jax.Array, kernel: jax.Array, input_scale: jax.Array | None = None) -> jax.Array:

@@ -1,4 +1,7 @@
-"""Products with 4-bit kernels whose groups of inputs have scales of their own.
+"""The 4-bit form of a kernel: an int4 number for each weight, and for each output and group of inputs a bfloat16 scale.
+
+A weight is `(kernel - zero) * scale`; without zeros, `kernel * scale`. Kernels are `jnp.int4`: two weights in a byte of
+a chip's memory, and one in a byte of the host's.
 
 XLA's GPU compiler dequantises inside the product, if the kernel is multiplied with its scales in bfloat16, and if the
 option for sub-channel dequantisation is set (`compiler_options`). It has no such form for zeros that are subtracted
@@ -21,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from model.network.linear_method import Axes, LinearMethod, Weights
 from model.quantization.forms import FourBit
-from model.quantization.four_bit import quantize_groups
 
+LEAST = -8  # of -8 to 7
 _LAST = (((1,), (1,)), ((), ()))
 
 
@@ -98,6 +101,22 @@ class FourBitTpuMethod(FourBitMethod):
 
     def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return super().shapes(kernel[::-1])
+
+
+def quantize_groups(weights: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+    """weights [out, in] of any float type -> kernel int4[out, in], scale bf16[out, in / group]. Each weight is rounded
+    to the nearest multiple of its scale.
+
+    The weight of the largest magnitude in a group becomes -8 (of two, the positive one), so a scale may be negative.
+    The other sign has one step less, and its weights beyond that are clipped to 7. A group with a non-finite weight
+    gets a non-finite scale.
+    """
+    grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, group)
+    high, low = (extreme(grouped, axis=2, keepdims=True) for extreme in (jnp.max, jnp.min))
+    scale = (jnp.where(high >= -low, high, low) * (1 / LEAST)).astype(jnp.bfloat16)
+    divisor = jnp.where(scale == 0, 1.0, scale.astype(jnp.float32))  # a group of zeros
+    steps = jnp.clip(jnp.round(grouped / divisor), LEAST, -LEAST - 1)
+    return steps.astype(jnp.int4).reshape(weights.shape), scale[:, :, 0]
 
 
 def multiply_groups(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:

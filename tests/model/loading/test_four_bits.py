@@ -16,14 +16,15 @@ from model.loading.hf_format import expected_shapes
 from model.loading.source import resolve
 from model.loading.stored_weights import CONVERTED, find_weights
 from model.loading.weights import load_hf, random_weights
+from model.network.eight_bit import quantize
+from model.network.four_bit import quantize_groups
 from model.network.sharding import abstract_model, make_mesh
 from model.presets import preset
-from model.quantization.eight_bit import quantize
 from model.quantization.forms import EightBit, FourBit
-from model.quantization.four_bit import dequantize_groups, quantize_groups
 from scripts.convert_checkpoint import convert
 from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
+from tests.model.dequantized import dequantize_groups
 from tests.model.gguf_files import Type
 from tests.model.loading.test_gguf import random_blocks
 from tests.model.loading.test_packed_checkpoints import FORMATS, write

@@ -20,8 +20,8 @@ from model.config import LlamaConfig, projections
 from model.loading.source import DEMO_FOLDER, resolve
 from model.loading.stored_weights import CONVERTED, find_weights
 from model.loading.weights import load_hf
+from model.network.eight_bit import quantize
 from model.network.sharding import make_mesh
-from model.quantization.eight_bit import quantize
 from model.quantization.forms import EightBit
 from scripts.convert_checkpoint import convert
 from scripts.lab.demo.agreement import agreement

@@ -14,10 +14,10 @@ import pytest
 from model.config import LlamaConfig, projections
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
-from model.quantization.eight_bit import dequantize, quantize
+from model.network.eight_bit import quantize
 from model.quantization.forms import EightBit, FourBit
-from model.quantization.four_bit import dequantize_groups
 from tests.model import checkpoints
+from tests.model.dequantized import dequantize, dequantize_groups
 from tests.model.goldens import make as make_goldens
 from tests.model.loading.test_weights import flat
 

@@ -13,11 +13,12 @@ from model.loading.export import save_hf
 from model.loading.orbax_format import load_orbax, save_orbax
 from model.loading.stored_weights import CONVERTED, find_weights
 from model.loading.weights import load_hf, random_weights
+from model.network.eight_bit import quantize
 from model.network.sharding import abstract_model, make_mesh
-from model.quantization.eight_bit import dequantize, quantize
 from model.quantization.forms import EightBit, Rounding
 from tests.model import checkpoints
 from tests.model.dense_attention import dense_logits
+from tests.model.dequantized import dequantize
 from tests.model.loading.test_weights import flat
 from tests.model.network.test_llama import TINY
 

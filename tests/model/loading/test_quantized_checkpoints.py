@@ -14,8 +14,8 @@ from model.config import LlamaConfig, projections
 from model.loading.orbax_format import save_orbax
 from model.loading.stored_weights import CONVERTED, find_weights
 from model.loading.weights import load_hf
+from model.network.eight_bit import quantize
 from model.network.sharding import make_mesh
-from model.quantization.eight_bit import quantize
 from model.quantization.forms import Activations, EightBit, Rounding
 from tests.model import checkpoints
 from tests.model.loading.test_weights import flat

@@ -11,7 +11,7 @@ from flax import nnx
 from model.network.four_bit import multiply_groups
 from model.network.linear import Linear
 from model.quantization.forms import FourBit, Rounding
-from model.quantization.four_bit import dequantize_groups
+from tests.model.dequantized import dequantize_groups
 
 SHAPE = (48, 96)
 

@@ -12,8 +12,8 @@ from model.compiling.compiler_options import compiler_options
 from model.network import cpu_products
 from model.network.cpu_products import BLOCK_WEIGHTS, MAX_ROWS_INT8_STREAMED, STREAMS
 from model.network.linear import Linear
-from model.quantization.eight_bit import dequantize
 from model.quantization.forms import EightBit
+from tests.model.dequantized import dequantize
 
 
 def make(form: EightBit | None, shape=(48, 80), dtype=jnp.float32, for_cpu=True) -> Linear:

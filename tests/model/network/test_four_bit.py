@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.network.four_bit import quantize_groups
 from model.quantization.forms import EightBit, FourBit, form_named, is_form_name, largest_group
-from model.quantization.four_bit import dequantize_groups, quantize_groups
 from tests.examples import examples
+from tests.model.dequantized import dequantize_groups
 
 quantized = jax.jit(quantize_groups, static_argnums=1)
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.quantization.eight_bit import dequantize, quantize
+from model.network.eight_bit import quantize
 from model.quantization.forms import EightBit
 from tests.examples import examples
+from tests.model.dequantized import dequantize
 
 NUMPY = {EightBit.INT8: np.int8, EightBit.FP8: ml_dtypes.float8_e4m3fn}
 
