@@ -12,8 +12,11 @@ bytes and operations. Every line says whether its figures are counted, estimated
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 
 from model.inputs.paths import local_path
+from scripts.lab.planning.cost import ApiPrice
 from scripts.lab.planning.planner import COMPILE, Planner
 from scripts.lab.planning.plot import check_installed
 from scripts.wiring.errors import add_debug_flag, run_command
@@ -42,11 +45,22 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--workload", help="chat, rag, code, PROMPTS/OUTPUTS in tokens (1800/128), or a trace as CSV")
     load.add_argument("--slo", help="limits of latency, as ttft_ms=500,tpot_ms=40 (p95; percentile=99 changes it)")
     load.add_argument("--request-rate", type=float, help="requests per second (default: the most within --slo)")
+    load.add_argument(
+        "--no-simulate",
+        action="store_true",
+        help="estimate means of the steady state in place of simulating the scheduler, at once",
+    )
     load.add_argument("--max-concurrency", type=int, metavar="N", help="clients that each send one request at a time")
     price = p.add_argument_group("cost")
     price.add_argument("--price-per-hour", type=float, help="of all chips of the target together")
-    price.add_argument("--api-price", type=float, help="of a million tokens, in and out: when does it pay?")
-    price.add_argument("--currency", metavar="NAME", help="of both prices, as the report writes it (default: USD)")
+    price.add_argument(
+        "--api-price",
+        action="append",
+        default=[],
+        metavar="[NAME=]IN[/OUT]",
+        help="of a million tokens: when does renting pay? May be given again",
+    )
+    price.add_argument("--currency", metavar="NAME", help="of all prices, as the report writes it (default: USD)")
     report = p.add_argument_group("report")
     report.add_argument("--shapes", action="store_true", help="list the padded shapes of the programs")
     report.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
@@ -59,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError, naming the flag, for a value out of range or a flag without its companion."""
-    for name in ("device_memory", "request_rate", "max_concurrency", "price_per_hour", "api_price"):
+    for name in ("device_memory", "request_rate", "max_concurrency", "price_per_hour"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value:g}")
@@ -74,17 +88,26 @@ def check(args: argparse.Namespace) -> None:
     if args.request_rate is not None and args.max_concurrency is not None:
         raise ValueError("--request-rate and --max-concurrency exclude each other")
     for name in ("api_price", "currency"):
-        if getattr(args, name) is not None and args.price_per_hour is None:
+        if getattr(args, name) and args.price_per_hour is None:
             raise ValueError(f"--{name.replace('_', '-')} needs --price-per-hour")
+    for price in args.api_price:
+        ApiPrice.parse(price)
     if args.plot is not None:
         check_installed()
+
+
+def planned(argv: Sequence[str]) -> Planner:
+    """The planner for flags. Raises ValueError, naming the flag."""
+    args = parser().parse_args(argv)
+    check(args)
+    return Planner(args)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
     check(args)
     planner = Planner(args)
-    print(planner.json() if args.json else "\n".join(planner.lines()))
+    print(json.dumps(planner.figures(), indent=2) if args.json else "\n".join(planner.lines()))
     return 0
 
 
