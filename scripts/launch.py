@@ -250,6 +250,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         generation_defaults=_generation_defaults(args, source),
         metrics_prefix=args.metrics_prefix,
         ui=args.ui,
+        planner=planner_command(args, names[0]),
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         version=version(),
         force_usage=args.enable_force_include_usage,
@@ -262,6 +263,12 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         max_request_logprobs=args.max_request_logprobs,
         **{name: getattr(args, name) for name in CONNECTION_FLAGS},
     )
+
+
+def planner_command(args: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """What plans for the page, in a process of its own: `scripts/plan`, which knows this model by its name."""
+    model = ("--model", args.model, "--load-format", args.load_format)
+    return (sys.executable, "-m", "scripts.lab", "plan", *model, "--answer-choices", name)
 
 
 def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:

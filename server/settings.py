@@ -134,6 +134,7 @@ class Settings:
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"
     ui: bool = True  # the page at `/`
+    planner: tuple[str, ...] = ()  # the command that answers the page's plans; none: there is no planner
     force_usage: bool = False  # all streams have usage, even if they do not ask for it
     otlp_traces_endpoint: str | None = None  # the URL that gets a span of each request; None: there are no traces
     debug: bool = False  # the engine's process prints the traceback of its failure

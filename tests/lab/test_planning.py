@@ -216,6 +216,7 @@ def test_targets(name, chip, devices):
         (["--workload", "chat", "--price-per-hour", "3", "--api-price", "0.1/0.2/0.3"], "--api-price 0.1/0.2/0.3"),
         (["--workload", "chat", "--price-per-hour", "3", "--api-price", "Me=free"], "--api-price Me=free"),
         (["--workload", "200000/1"], "--workload 200000/1: a request has 200001 tokens"),
+        (["--html", "plan.html"], "--html needs --workload"),
         (["--workload", "chat", "--currency", "EUR"], "--currency needs --price-per-hour"),
         (["--workload", "chat", "--request-rate", "3", "--max-concurrency", "3"], "exclude each other"),
         (["--target", "8xh100", "--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide"),
