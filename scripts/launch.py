@@ -145,9 +145,16 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         allowed_origins=tuple(args.allowed_origins),
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         generation_defaults=_generation_defaults(args, source),
+        planner=planner_command(args, names[0]),
         debug=args.debug,
         **{name: getattr(args, name) for name in flags_of(Settings)},
     )
+
+
+def planner_command(args: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """What plans for the page, in a process of its own: `scripts/plan`, which knows this model by its name."""
+    model = ("--model", args.model, "--load-format", args.load_format)
+    return (sys.executable, "-m", "scripts.lab", "plan", *model, "--answer-choices", name)
 
 
 def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:

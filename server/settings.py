@@ -132,6 +132,7 @@ class Settings:
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None  # replaces the tokenizer's own
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    planner: tuple[str, ...] = ()  # the command that answers the page's plans; none: there is no planner
     debug: bool = False  # the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams

@@ -1,23 +1,31 @@
 // The frame of the page: the view that is shown, the theme, and the server's health.
 
-import { request } from "/ui/api.js";
+import { events, request } from "/ui/api.js";
 import { startChat, suggest } from "/ui/chat.js";
 import { Dashboard } from "/ui/dashboard.js";
+import { startPlan } from "/ui/plan.js";
 
 const POLL_MS = 1000;
 const QUIET_POLL_MS = 5000; // while the dashboard is not shown
+const VIEWS = ["chat", "dashboard", "plan"];
 const dashboard = new Dashboard();
+const planner = startPlan({
+  ask: (choice, signal) => request("/ui/plan", choice && { method: "POST", body: JSON.stringify(choice), signal }),
+  events,
+});
 const health = document.querySelector("#health");
 const model = document.querySelector("#model");
 
 function showView() {
-  const view = location.hash === "#dashboard" ? "dashboard" : "chat";
+  const named = location.hash.slice(1).split("?")[0];
+  const view = VIEWS.includes(named) ? named : VIEWS[0];
   for (const main of document.querySelectorAll("main")) main.hidden = main.id !== view;
   for (const link of document.querySelectorAll("[data-view]")) {
     if (link.dataset.view === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   dashboard.show(view === "dashboard");
+  if (view === "plan") planner.open();
   poll();
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,15 +153,22 @@ def test_json_is_shown_as_such(server: RunningServer, page: sync_api.Page) -> No
     assert "\n  " in shown
 
 
+def shown(page: sync_api.Page, view: str) -> None:
+    """Waits until the view has what it shows."""
+    page.get_by_text("serving", exact=True).wait_for()
+    if view == "plan":
+        page.get_by_text("Estimated means").wait_for(timeout=60_000)  # the planner's process starts with the first one
+
+
 GROUND = "getComputedStyle(document.body).backgroundColor"
 
 
-@pytest.mark.parametrize("view", ["chat", "dashboard"])
+@pytest.mark.parametrize("view", ["chat", "dashboard", "plan"])
 def test_light_and_dark_on_a_phone(server: RunningServer, browser: sync_api.Browser, view: str) -> None:
     with browser.new_context(**PHONE, color_scheme="light") as context:
         page = context.new_page()
         page.goto(f"{server.url}/#{view}")
-        page.get_by_text("serving", exact=True).wait_for()
+        shown(page, view)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         grounds = [page.evaluate(GROUND)]
         page.get_by_role("button", name="Switch between light and dark").click()
@@ -171,12 +180,12 @@ def test_light_and_dark_on_a_phone(server: RunningServer, browser: sync_api.Brow
     assert light != dark == chosen_dark
 
 
-@pytest.mark.parametrize("view", ["chat", "dashboard"])
+@pytest.mark.parametrize("view", ["chat", "dashboard", "plan"])
 def test_every_control_has_a_name_and_is_reached_by_keyboard(
     server: RunningServer, page: sync_api.Page, view: str
 ) -> None:
     page.goto(f"{server.url}/#{view}")
-    page.get_by_text("serving", exact=True).wait_for()
+    shown(page, view)
     controls = page.locator(", ".join(f"{tag}:visible" for tag in "a button input textarea select summary".split()))
     assert controls.evaluate_all(WITHOUT_A_NAME) == []
     reached = set()
@@ -302,6 +311,70 @@ def test_the_steps_of_one_of_several_engines_are_shown(
         with page.expect_request("**/ui/state?engine=1&after=-1"):
             page.get_by_label("of engine").select_option("1")
         page.goto("about:blank")
+
+
+def test_a_plan_follows_the_form_and_its_link_keeps_the_choice(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(f"{server.url}/#plan")
+    shown(page, "plan")
+    assert "demo" in page.get_by_label("Model", exact=True).locator("option:checked").inner_text()
+    page.get_by_label("Model", exact=True).select_option("8b")
+    page.get_by_label("Chips", exact=True).select_option("v6e:2x4")
+    page.get_by_label("Kind", exact=True).select_option("custom")
+    page.get_by_label("Tokens of a prompt").fill("700")
+    page.get_by_label("Groq, a million tokens in").fill("0.5")
+    command = page.locator("#plan-command", has_text="--data-parallel-size 4")
+    command.wait_for()
+    shown(page, "plan")
+    groq = page.locator("#plan-apis tr", has_text="Groq")
+    assert groq.locator("td").nth(3).inner_text().startswith("+")
+    figures = page.locator("#plan-tiles").inner_text()
+    assert {"counted", "estimated"} == {mark.inner_text() for mark in page.locator("#plan-tiles .mark").all()}
+    page.reload()
+    shown(page, "plan")
+    assert page.locator("#plan-tiles").inner_text() == figures
+    assert page.get_by_label("Groq, a million tokens in").input_value() == "0.5"
+    page.get_by_role("link", name="Chat").click()
+    page.get_by_role("link", name="Plan").click()
+    sync_api.expect(page).to_have_url(re.compile("prompt_tokens=700"))
+
+
+def test_a_simulation_is_stopped_and_the_estimate_stays(server: RunningServer, page: sync_api.Page) -> None:
+    page.goto(f"{server.url}/#plan?model=8b&target=1xh100&workload=agents")
+    shown(page, "plan")
+    page.get_by_role("button", name="Simulate").click()
+    page.get_by_role("progressbar").wait_for()
+    page.get_by_text("trying 1 x 1 chips").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("The simulation was stopped").wait_for()
+    assert page.get_by_role("button", name="Simulate").is_visible()
+    assert page.locator("#plan-tiles").get_by_text("TTFT, mean").is_visible()
+
+
+def test_a_plan_that_is_refused_says_why(server: RunningServer, browser: sync_api.Browser) -> None:
+    page = browser.new_page()  # the browser itself writes the 400 on the console
+    page.goto(f"{server.url}/#plan?model=70b&target=1xl4&workload=chat")
+    page.locator("#plan-status.error").wait_for()
+    assert "does not fit" in page.locator("#plan-status").inner_text()
+    page.get_by_label("Model", exact=True).select_option("1b")
+    shown(page, "plan")
+    assert page.locator("#plan-status.error").count() == 0
+    page.close()
+
+
+def test_a_plan_in_a_file_opens_without_a_server(
+    browser: sync_api.Browser, page: sync_api.Page, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.html"
+    flags = ["--model", "1b", "--target", "1xl4", "--workload", "300/20", "--no-simulate", "--html", str(file)]
+    subprocess.run([sys.executable, "-m", "scripts.lab", "plan", *flags], check=True, capture_output=True)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(file.as_uri())
+    page.locator("#plan-tiles").get_by_text("TTFT, mean").wait_for()
+    assert page.get_by_label("Tokens of a prompt").input_value() == "300"
+    assert page.get_by_label("Chips", exact=True).is_disabled()
+    assert "scripts/serve --model" in page.locator("#plan-command").inner_text()
+    assert asked == [file.as_uri()]
 
 
 def test_a_key_is_asked_for_and_used(keyed_server: RunningServer, browser: sync_api.Browser) -> None:

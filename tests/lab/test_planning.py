@@ -17,14 +17,15 @@ from model.quantization.forms import Rounding
 from scripts import launch
 from scripts.building.replicas import claim_chips, replicas_of
 from scripts.estimates.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
-from scripts.estimates.target import LINKS, parse_target
+from scripts.estimates.target import CHIPS, LINKS, parse_target
 from scripts.flags.settings import EngineSettings, ServedSettings
 from scripts.lab import plan
 from scripts.lab.planning import compiled, sweep
 from scripts.lab.planning.compiled import extrapolated
-from scripts.lab.planning.cost import HOURS_PER_MONTH, cost
+from scripts.lab.planning.cost import HOURS_PER_MONTH, ApiPrice, cost, listed
+from scripts.lab.planning.estimate import Estimator, Mix
 from scripts.lab.planning.memory import GIB, Account, size_up
-from scripts.lab.planning.planner import limits_to_try
+from scripts.lab.planning.planner import NAMES, limits_to_try
 from scripts.lab.planning.workload import arriving, parse_objectives, parse_workload
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from tests.examples import examples
@@ -83,7 +84,7 @@ def test_a_long_prompt_takes_its_products():
 def test_products_in_8_bits_are_planned_where_the_engine_has_them(target, quantization, rounding):
     settings = EngineSettings(model="preset:llama-3.1-8b", load_format="dummy", quantization=quantization)
     sizes = size_up(settings, parse_target(target), 1)
-    assert sizes.rounding == sizes.roofline().rounding == rounding
+    assert sizes.rounding == sizes.roofline.rounding == rounding
     assert sizes.model.layers[0].mlp.down.method == linear_method(sizes.model.quantization, rounding)
 
 
@@ -213,6 +214,10 @@ def test_targets(name, chip, devices):
         (["--price-per-hour", "3"], "--price-per-hour needs --workload"),
         (["--workload", "chat", "--price-per-hour", "-3"], "--price-per-hour must be positive"),
         (["--workload", "chat", "--api-price", "3"], "--api-price needs --price-per-hour"),
+        (["--workload", "chat", "--price-per-hour", "3", "--api-price", "0.1/0.2/0.3"], "--api-price 0.1/0.2/0.3"),
+        (["--workload", "chat", "--price-per-hour", "3", "--api-price", "Me=free"], "--api-price Me=free"),
+        (["--workload", "200000/1"], "--workload 200000/1: a request has 200001 tokens"),
+        (["--html", "plan.html"], "--html needs --workload"),
         (["--workload", "chat", "--currency", "EUR"], "--currency needs --price-per-hour"),
         (["--workload", "chat", "--request-rate", "3", "--max-concurrency", "3"], "exclude each other"),
         (["--target", "8xh100", "--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide"),
@@ -235,13 +240,17 @@ def test_objectives_read_a_percentile():
 
 def test_cost_by_hand():
     load = {"output_tokens_per_s": 1000.0, "total_tokens_per_s": 10000.0, "capacity_tokens_per_s": 40000.0}
-    result = cost(10.0, currency="EUR", **load, api_price=0.5)
+    result = cost(10.0, currency="EUR", **load, apis=[ApiPrice.parse("0.5"), ApiPrice.parse("one=1/2")])
     assert result.per_million_output == pytest.approx(10 / 3.6)
     assert result.per_million_total == pytest.approx(1 / 3.6)
     assert result.per_month == 10 * HOURS_PER_MONTH
-    assert result.break_even == pytest.approx(10 * HOURS_PER_MONTH / 0.5)
+    even, apart = result.apis
+    assert even.break_even == pytest.approx(10 * HOURS_PER_MONTH / 0.5)
     assert result.capacity == pytest.approx(40000 * 3600 * 730 / 1e6)
-    assert result.break_even_share == pytest.approx((1 / 3.6) / 0.5 / 4)
+    assert even.break_even_share == pytest.approx((1 / 3.6) / 0.5 / 4)
+    assert (apart.price.name, apart.per_million_total) == ("one", pytest.approx(0.9 * 1 + 0.1 * 2))
+    assert apart.per_month == pytest.approx(1.1 * 10000 * 3600 * 730 / 1e6)
+    assert apart.difference == pytest.approx(apart.per_month - 10 * HOURS_PER_MONTH)
     assert result.currency == "EUR"
 
 
@@ -268,8 +277,9 @@ def test_the_break_even_does_not_depend_on_the_load(capsys):
     busy, light, few = (one["cost"] for one in planned)
     served = planned[0]["best"]["total_tokens_per_s"] * 3600 * 730 / 1e6
     assert [one["capacity"] for one in (busy, light, few)] == pytest.approx([served] * 3)
-    assert [one["break_even"] for one in (busy, light, few)] == pytest.approx([1.2 * 730 / 0.05] * 3)
-    assert [one["break_even_share"] for one in (busy, light, few)] == pytest.approx([1.2 * 730 / 0.05 / served] * 3)
+    apis = [one["apis"][0] for one in (busy, light, few)]
+    assert [api["break_even"] for api in apis] == pytest.approx([1.2 * 730 / 0.05] * 3)
+    assert [api["break_even_share"] for api in apis] == pytest.approx([1.2 * 730 / 0.05 / served] * 3)
     assert light["per_million_total"] == pytest.approx(1.2 / (planned[1]["best"]["total_tokens_per_s"] * 3600 / 1e6))
     assert light["per_million_total"] > few["per_million_total"] > busy["per_million_total"]
 
@@ -561,3 +571,65 @@ def test_published_figures_are_met_with_the_stated_error(flags, figure, publishe
     assert plan.main(["--model", "8b", *flags, "--json", "--no-compile"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert best[figure] / published - 1 == pytest.approx(error, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "workload"),
+    [("8b", "h100", "chat"), ("8b", "v6e:1x1", "1800/128"), ("1b", "l4", "code"), ("8b", "h100", "agents")],
+)
+def test_an_estimate_is_near_the_simulation(model, target, workload):
+    """The steady state has no waves of arrivals, and its steps are not padded."""
+    planner = plan.planned(["--model", model, "--target", target, "--workload", workload])
+    candidate, traffic = planner.candidate(1, 128, 2048), planner.workload
+    simulated, estimated = sweep.Simulator(), Estimator()
+    full, guess = (way.measure(candidate, traffic, rate=None, objectives=None) for way in (simulated, estimated))
+    assert guess.output_tokens_per_s == pytest.approx(full.output_tokens_per_s, rel=0.25)
+    half = {"rate": full.requests_per_s / 2, "objectives": None}
+    full, guess = (way.measure(candidate, traffic, **half) for way in (simulated, estimated))
+    for metric in ("ttft_ms", "tpot_ms"):
+        assert 0.5 * full.latencies[metric]["p50"] < guess.latencies[metric]["mean"] < full.latencies[metric]["p95"]
+    full, guess = (way.compare(candidate, traffic) for way in (simulated, estimated))
+    assert guess["static"] == pytest.approx(full["static"], rel=0.25)
+    assert (guess["continuous"] > 1.2 * guess["static"]) == (full["continuous"] > 1.2 * full["static"])
+
+
+def test_the_means_of_a_workload():
+    fixed = Mix.of(parse_workload("300/20"), 1024, prefix_caching=True)
+    assert (fixed.prompt, fixed.computed, fixed.output, fixed.context) == (300, 300, 20, 310)
+    rag = parse_workload("rag")
+    cached, plain = (Mix.of(rag, 1 << 17, prefix_caching=caching) for caching in (True, False))
+    assert plain.computed - cached.computed == 400
+    evenly = Mix.of(parse_workload("100/uniform:1:100"), 1024, prefix_caching=True)
+    assert evenly.longest_of(1) == pytest.approx(evenly.output)
+    assert evenly.longest_of(9) == pytest.approx(0.9 * 100, abs=2)
+
+
+ESTIMATE = ("--model", "1b", "--target", "v5e:1x1", "--workload", "200/20", "--no-simulate")
+
+
+def test_an_estimate_judges_means_and_says_so(capsys):
+    assert plan.main([*ESTIMATE, "--slo", "ttft_ms=200"]) == 0
+    report = capsys.readouterr().out
+    assert "best, mean within TTFT 200 ms: scripts/serve" in report
+    assert "preemptions" not in report
+    assert plan.main([*ESTIMATE, "--slo", "ttft_ms=200", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best["latencies_ms"]["ttft"].keys() == {"mean"}
+    assert best["latencies_ms"]["ttft"]["mean"] <= 200
+
+
+def test_a_rate_that_is_too_high_is_answered_with_the_highest(capsys):
+    assert plan.main([*ESTIMATE, "--request-rate", "1e5"]) == 1
+    error = capsys.readouterr().err
+    most = float(error.split("serves at most ")[1].split()[0])
+    assert "--request-rate 100000 is too high" in error
+    assert plan.main([*ESTIMATE, "--request-rate", str(most * 0.99)]) == 0
+
+
+def test_listed_prices_have_dates_and_sources():
+    prices = listed()
+    assert prices["chips"].keys() <= CHIPS.keys()
+    assert {api["model"] for api in prices["apis"]} == NAMES.keys()
+    for price in (*prices["chips"].values(), *prices["apis"]):
+        assert price["as_of"].startswith("20") and price["source"]
+        assert all(price[name] > 0 for name in ("per_hour", "input", "output") if name in price)

@@ -30,4 +30,14 @@ TRAFFIC = {
         outputs=Lengths.parse("lognormal:200:0.6:10:800"),
         num_shared=400,
     ),
+    # Documents that are summarised or labelled overnight. Not from a trace.
+    "batch": Traffic(
+        prompts=Lengths.parse("lognormal:1200:0.6:100:6000"), outputs=Lengths.parse("lognormal:300:0.6:20:1500")
+    ),
+    # Turns of agents: common instructions and tools, a history that grows, a call or a short answer. Not from a trace.
+    "agents": Traffic(
+        prompts=Lengths.parse("lognormal:8000:0.6:3500:24000"),
+        outputs=Lengths.parse("lognormal:200:0.9:20:2000"),
+        num_shared=3000,
+    ),
 }

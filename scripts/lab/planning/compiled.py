@@ -107,10 +107,14 @@ def _ask(question: Question) -> list[Account]:
     return [Account(**line, num_pages=question.num_pages) for line in lines]
 
 
-def _slice(target: Target, chips: int) -> str | None:
-    """The TPU slice of one replica, as libtpu names it; None: there is none. tpu7x has two devices per chip."""
-    name = target.chip.name
-    shape = _SLICES.get(-(-chips // 2) if name == "tpu7x" else chips)
-    if shape is None:
-        return None
-    return f"{name}:{shape}" + ("x1" if name in ("v5p", "tpu7x") else "")
+def _slice(target: Target, devices: int) -> str | None:
+    """The TPU slice of one replica, as libtpu names it; None: there is none."""
+    chips = -(-devices // target.devices_per_process)
+    shape = slice_name(target.chip.name, chips)
+    return None if shape is None else f"{target.chip.name}:{shape}"
+
+
+def slice_name(chip: str, count: int) -> str | None:
+    """The topology of so many TPUs; None: there is none."""
+    shape = _SLICES.get(count)
+    return shape if shape is None or chip not in ("v5p", "tpu7x") else f"{shape}x1"

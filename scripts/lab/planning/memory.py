@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.chips import GPUS
@@ -109,6 +110,7 @@ class Sizes:
             buckets=buckets,
         )
 
+    @cached_property
     def roofline(self) -> Roofline:
         """The seconds of its steps."""
         import jax.numpy as jnp

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,8 @@ from scripts.estimates.target import Target, parse_target
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.compiled import compiled_account, obstacle
-from scripts.lab.planning.cost import Cost, cost
+from scripts.lab.planning.cost import ApiPrice, Cost, cost
+from scripts.lab.planning.estimate import Estimator
 from scripts.lab.planning.memory import Account, Sizes, size_up
 from scripts.lab.planning.plot import plot
 from scripts.lab.planning.report import (
@@ -42,15 +42,19 @@ from scripts.lab.planning.sweep import (
     Load,
     Outcome,
     Search,
+    Simulator,
     capacity,
     search,
-    static_against_continuous,
 )
-from scripts.lab.planning.workload import DEFAULT_PERCENTILE, Workload, parse_objectives, parse_workload
+from scripts.lab.planning.workload import Workload, parse_objectives, parse_workload
 
 NAMES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 COMPILE = ("full", "layers", "none")  # what the target's compiler counts; not given: all layers, if it is installed
 CONTEXT_STEP = 1024  # tokens: the context of a workload is a multiple
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class Planner:
@@ -58,6 +62,8 @@ class Planner:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.report: Callable[[str], None] = _to_stderr  # of each line of the progress
+        self._method = Estimator() if args.no_simulate else Simulator()
         self.target = parse_target(args.target)
         self.workload = parse_workload(args.workload) if args.workload else None
         self.objectives = parse_objectives(args.slo) if args.slo else None
@@ -103,14 +109,24 @@ class Planner:
                 return None
 
         grid = Grid(parallel=self._parallel, seqs=seqs, tokens=tokens)
-        found = search(candidate, grid, self.workload, self.objectives, self._load, _progress)
+        found = search(self._method, candidate, grid, self.workload, self.objectives, self._load, self.report)
         if not found.tried and refused:
             raise refused[-1]
         if found.best is None:
-            fastest = min(found.tried, key=lambda outcome: outcome.latencies["tpot_ms"]["p95"], default=None)
-            closest = "" if fastest is None else f"; the closest: {outcome_line(fastest, self._percentile)}"
-            raise FailedError(f"nothing on {self.target.name} meets --slo {self.args.slo}{closest}")
+            raise FailedError(self._unmet(found.tried))
         return found
+
+    def _unmet(self, tried: Sequence[Outcome]) -> str:
+        """Why none of the outcomes is good enough."""
+        rate = self.args.request_rate
+        most = max((outcome.requests_per_s for outcome in tried), default=0.0)
+        if rate is not None and most < rate * 0.99:
+            return (
+                f"--request-rate {rate:g} is too high: {self.target.name} serves at most {most:.2f} requests/s of these"
+            )
+        fastest = min(tried, key=lambda outcome: outcome.latencies["tpot_ms"][outcome.judged], default=None)
+        closest = "" if fastest is None else f"; the closest: {outcome_line(fastest)}"
+        return f"nothing on {self.target.name} meets --slo {self.args.slo}{closest}"
 
     @cached_property
     def chosen(self) -> Candidate:
@@ -118,7 +134,7 @@ class Planner:
         the pages are as many as its account leaves room for, and the best settings are simulated again with them."""
         candidate = self._smallest() if self.found is None else self._best.candidate
         asked, chips = self.args.compile, candidate.sizes.chips
-        if asked == "none":
+        if asked == "none" or (asked is None and self.args.no_simulate):
             return candidate
         if (fault := obstacle(self.target, chips)) is not None:
             if asked is not None:
@@ -127,7 +143,7 @@ class Planner:
             return candidate
         whole = asked != "layers"
         depth = f"all its {candidate.sizes.config.num_layers} layers" if whole else "one and two layers of it"
-        _progress(f"compiling the largest step, {depth}; --no-compile leaves it out")
+        self.report(f"compiling the largest step, {depth}; --no-compile leaves it out")
         self.account = compiled_account(candidate.sizes, candidate.settings, candidate.memory, whole=whole)
         compiled = replace(candidate, memory=candidate.sizes.memory(candidate.settings, self.account))
         if self.found is not None and compiled.memory.num_pages != candidate.memory.num_pages:
@@ -141,7 +157,9 @@ class Planner:
         point = Grid(
             parallel=[compiled.sizes.chips], seqs=[buckets.max_num_seqs], tokens=[buckets.max_num_batched_tokens]
         )
-        again = search(lambda *_: compiled, point, self.workload, self.objectives, self._load, _progress)
+        again = search(
+            self._method, lambda *_: compiled, point, self.workload, self.objectives, self._load, self.report
+        )
         if again.best is None:
             raise FailedError(
                 f"the best settings on {self.target.name} do not meet --slo {self.args.slo} with the "
@@ -151,6 +169,11 @@ class Planner:
         found.tried += again.tried
 
     @property
+    def num_candidates(self) -> int:
+        """At most so many are tried, and each is reported."""
+        return len(self._parallel) + len(SEQS) + len(TOKENS)
+
+    @property
     def _load(self) -> Load:
         return Load(request_rate=self.args.request_rate, max_concurrency=self.args.max_concurrency)
 
@@ -158,10 +181,6 @@ class Planner:
     def _best(self) -> Outcome:
         assert self.found is not None and self.found.best is not None
         return self.found.best
-
-    @property
-    def _percentile(self) -> float:
-        return self.objectives.percentile if self.objectives else DEFAULT_PERCENTILE
 
     def _smallest(self) -> Candidate:
         for chips in self._parallel[:-1]:
@@ -185,7 +204,7 @@ class Planner:
     def compared(self) -> dict[str, float]:
         """Output tokens per second, continuous and static."""
         assert self.workload is not None
-        return static_against_continuous(self._best.candidate, self.workload)
+        return self._method.compare(self._best.candidate, self.workload)
 
     @cached_property
     def cost(self) -> Cost | None:
@@ -196,14 +215,14 @@ class Planner:
         best, is_capacity = self._best, self._load == Load()
         able = best.total_tokens_per_s
         if not is_capacity:
-            able = capacity(best.candidate, self.workload, self.objectives, best)
+            able = capacity(self._method, best.candidate, self.workload, self.objectives, best)
         return cost(
             self.args.price_per_hour,
             currency=self.args.currency or "USD",
             capacity_tokens_per_s=able,
             output_tokens_per_s=self._best.output_tokens_per_s,
             total_tokens_per_s=self._best.total_tokens_per_s,
-            api_price=self.args.api_price,
+            apis=[ApiPrice.parse(text) for text in self.args.api_price],
         )
 
     # --- how it is shown ---
@@ -220,10 +239,11 @@ class Planner:
         if self.found is None or self.workload is None:
             return
         yield from step_lines(candidate, self.workload.typical_context())
-        yield marked(ESTIMATED, f"{self.workload.name}: {len(self.found.tried)} simulated loads")
+        how = "estimated" if self.args.no_simulate else "simulated"
+        yield marked(ESTIMATED, f"{self.workload.name}: {len(self.found.tried)} {how} loads")
         for outcome in self.found.tried:
-            yield outcome_line(outcome, self._percentile)
-        within = f", {self.objectives}" if self.objectives else ""
+            yield outcome_line(outcome)
+        within = f", {self.objectives.described(self._best.judged)}" if self.objectives else ""
         yield marked(ESTIMATED, f"best{within}: {command(candidate, self.account)}")
         yield from best_lines(self._best)
         yield static_line(self.compared)
@@ -231,8 +251,8 @@ class Planner:
             yield from cost_lines(self.cost)
         self._plot()
 
-    def json(self) -> str:
-        """The same figures as one JSON object."""
+    def figures(self) -> dict[str, Any]:
+        """The same as JSON values."""
         candidate = self.chosen
         answer: dict[str, Any] = {
             "model": candidate.sizes.name,
@@ -252,10 +272,11 @@ class Planner:
                 "best": outcome_json(self._best),
                 "tried": [outcome_json(outcome) for outcome in self.found.tried],
                 "static": {**self.compared, "mark": ESTIMATED},
+                "workload": self.workload.name if self.workload else None,
                 "cost": None if self.cost is None else {**asdict(self.cost), "mark": ESTIMATED},
             }
             self._plot()
-        return json.dumps(answer, indent=2)
+        return answer
 
     def _plot(self) -> None:
         if self.args.plot is not None and self.found is not None:
@@ -274,8 +295,14 @@ def limits_to_try(rows: int | None, tokens: int | None) -> tuple[Sequence[int], 
 
 
 def _context(model: str, workload: Workload) -> int:
-    """A context that holds the workload's longest request, if the model was trained for it."""
+    """A context that holds the workload's longest request, if the model was trained for it. Raises ValueError if it was
+    not trained even for the shortest."""
     trained = resolve(model, weights=False).config.max_position_embeddings
+    if workload.shortest() > trained:
+        raise ValueError(
+            f"--workload {workload.name}: a request has {workload.shortest()} tokens, and the model was trained for "
+            f"{trained}"
+        )
     return min(-(-(workload.longest() + 1) // CONTEXT_STEP) * CONTEXT_STEP, trained)
 
 
@@ -286,7 +313,3 @@ def _replica_sizes(target: Target) -> list[int]:
     sizes = [1 << i for i in range(devices.bit_length())]
     whole = [size for size in sizes if size >= target.devices_per_process] if target.num_devices else sizes
     return sorted(whole, key=lambda size: (devices % size > 0, size))
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

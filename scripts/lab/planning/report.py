@@ -84,7 +84,7 @@ def chips_lines(candidate: Candidate) -> Iterator[str]:
 
 def step_lines(candidate: Candidate, context: int) -> Iterator[str]:
     """How long typical steps take."""
-    line, buckets = candidate.sizes.roofline(), candidate.memory.buckets
+    line, buckets = candidate.sizes.roofline, candidate.memory.buckets
     yield marked(
         ESTIMATED,
         f"a step's time: {MEMORY_EFFICIENCY:.0%} of the memory's bandwidth, {FLOPS_EFFICIENCY:.0%} of the bfloat16 "
@@ -101,9 +101,9 @@ def step_lines(candidate: Candidate, context: int) -> Iterator[str]:
     yield marked(ESTIMATED, f"{seconds * 1e3:8.2f} ms  a prompt of {budget} tokens: {budget / seconds:.0f} tokens/s")
 
 
-def outcome_line(outcome: Outcome, percentile: float) -> str:
-    """A simulated load in one line."""
-    p = f"p{percentile:g}"
+def outcome_line(outcome: Outcome) -> str:
+    """A load in one line."""
+    p = outcome.judged
     buckets, replicas = outcome.candidate.memory.buckets, outcome.candidate.num_replicas
     latencies = ", ".join(f"{name.removesuffix('_ms').upper()} {outcome.latencies[name][p]:.0f}" for name in METRICS)
     offered = "closed loop" if outcome.offered_per_s is None else f"{outcome.offered_per_s:.2f} requests/s asked"
@@ -112,7 +112,7 @@ def outcome_line(outcome: Outcome, percentile: float) -> str:
         ESTIMATED,
         f"{replicas} x {outcome.candidate.sizes.chips} chips, {buckets.max_num_seqs:4} rows, "
         f"{buckets.max_num_batched_tokens:5} tokens: {offered}, {outcome.requests_per_s:.2f} answered, "
-        f"{outcome.output_tokens_per_s:.0f} output tokens/s; ms at {p}: {latencies}{met}",
+        f"{outcome.output_tokens_per_s:.0f} output tokens/s; {p} ms: {latencies}{met}",
     )
 
 
@@ -126,10 +126,11 @@ def best_lines(outcome: Outcome) -> Iterator[str]:
     for name in METRICS:
         figures = "  ".join(f"{p} {value:.1f}" for p, value in outcome.latencies[name].items())
         yield marked(ESTIMATED, f"{name.removesuffix('_ms').upper():<5} {figures}  ms")
+    preemptions = "" if outcome.num_preemptions is None else f", {outcome.num_preemptions} preemptions"
     yield marked(
         ESTIMATED,
         f"{outcome.occupancy:.0%} of the rows in use, a step runs {outcome.device_busy:.0%} of the time, at most "
-        f"{outcome.pages_used:.0%} of the pages in use, {outcome.num_preemptions} preemptions",
+        f"{outcome.pages_used:.0%} of the pages in use{preemptions}",
     )
 
 
@@ -150,15 +151,15 @@ def cost_lines(cost: Cost) -> Iterator[str]:
         f"{cost.per_month:,.0f} {cost.currency} per month; at this load a million output tokens "
         f"{cost.per_million_output:.3f} {cost.currency}, a million tokens in and out {cost.per_million_total:.3f}",
     )
-    if cost.break_even is not None and cost.break_even_share is not None:
+    for api in cost.apis:
         ending = (
-            f"{cost.break_even_share:.0%} of"
-            if cost.break_even_share <= 1
-            else f"the API is always cheaper, for that is {cost.break_even_share:.1f} times"
+            f"{api.break_even_share:.0%} of"
+            if api.break_even_share <= 1
+            else f"the API is always cheaper, for that is {api.break_even_share:.1f} times"
         )
         yield marked(
             ESTIMATED,
-            f"cheaper than the API from {cost.break_even:,.0f} million tokens a month on: {ending} what "
+            f"cheaper than {api.price.name} from {api.break_even:,.0f} million tokens a month on: {ending} what "
             f"it can serve, {cost.capacity:,.0f} million",
         )
 
@@ -198,6 +199,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "requests_per_s": outcome.requests_per_s,
         "output_tokens_per_s": outcome.output_tokens_per_s,
         "total_tokens_per_s": outcome.total_tokens_per_s,
+        "judged": outcome.judged,
         "latencies_ms": {name.removesuffix("_ms"): outcome.latencies[name] for name in METRICS},
         "num_preemptions": outcome.num_preemptions,
         "occupancy": outcome.occupancy,
@@ -216,6 +218,9 @@ def memory_json(sizes: Sizes, memory: MemoryPlan, account: Account | None, uncom
         "total": memory.total,
         "num_pages": memory.num_pages,
         "page_size": memory.page_size,
+        "room_tokens": memory.num_pages * memory.page_size,
+        "room_requests": memory.num_pages // memory.pages_per_seq,
+        "max_model_len": memory.max_model_len,
         "kv_dtype": sizes.kv_dtype,
         "mark": COUNTED if account is None else COMPILED,
         "compiled": None if account is None else asdict(account),

@@ -11,7 +11,7 @@ from batcher.config import Scheduling
 from scripts.estimates.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import MemoryPlan, Sizes
-from scripts.lab.planning.workload import METRICS, Objectives, Workload, arriving
+from scripts.lab.planning.workload import DEFAULT_PERCENTILE, METRICS, Objectives, Workload, arriving
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
 
 SEQS = (256, 64, 128, 512)
@@ -62,7 +62,7 @@ class Candidate:
             num_pages=self.memory.num_pages,
             page_size=self.memory.page_size,
             min_decode_rows=buckets.min_decode_rows,
-            cost=self.sizes.roofline(),
+            cost=self.sizes.roofline,
             host_step_s=HOST_STEP_S,
             host_row_s=HOST_ROW_S,
         )
@@ -82,11 +82,12 @@ class Outcome:
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    latencies: dict[str, dict[str, float]]  # metric -> percentile -> milliseconds
-    num_preemptions: int
+    latencies: dict[str, dict[str, float]]  # metric -> percentile or mean -> milliseconds
+    num_preemptions: int | None  # None: not known
     occupancy: float  # mean share of `--max-num-seqs` while a step runs
     device_busy: float  # share of the time in which a step runs
     pages_used: float  # largest share of the pages
+    judged: str  # the figure of a latency that objectives limit: p95, or the mean
     meets: bool = True  # its objectives
 
     @property
@@ -125,32 +126,51 @@ class Load:
     max_concurrency: int | None = None
 
 
-def measure(
-    candidate: Candidate,
-    workload: Workload,
-    *,
-    rate: float | None,
-    concurrency: int | None = None,
-    objectives: Objectives | None,
-) -> Outcome:
-    """Simulates one replica under its share of the load.
+class Simulator:
+    """Runs the server's own scheduler in simulated time."""
 
-    Args:
-        rate: requests per second of all replicas; None: a closed loop.
-        concurrency: of the closed loop over all replicas; None: as many requests as there are rows.
-    """
-    replicas = candidate.num_replicas
-    requests = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
-    in_flight = None
-    if rate is None:
-        rows = candidate.memory.buckets.max_num_seqs
-        in_flight = rows if concurrency is None else max(1, -(-concurrency // replicas))
-    else:
-        requests = arriving(requests, rate / replicas)
-    result = simulate(
-        requests, candidate.machine, prefix_caching=candidate.settings.enable_prefix_caching, max_concurrency=in_flight
-    )
-    return _outcome(candidate, requests, result, rate, objectives)
+    def measure(
+        self,
+        candidate: Candidate,
+        workload: Workload,
+        *,
+        rate: float | None,
+        concurrency: int | None = None,
+        objectives: Objectives | None,
+    ) -> Outcome:
+        """Simulates one replica under its share of the load.
+
+        Args:
+            rate: requests per second of all replicas; None: a closed loop.
+            concurrency: of the closed loop over all replicas; None: as many requests as there are rows.
+        """
+        replicas = candidate.num_replicas
+        requests = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
+        in_flight = None
+        if rate is None:
+            rows = candidate.memory.buckets.max_num_seqs
+            in_flight = rows if concurrency is None else max(1, -(-concurrency // replicas))
+        else:
+            requests = arriving(requests, rate / replicas)
+        result = simulate(
+            requests,
+            candidate.machine,
+            prefix_caching=candidate.settings.enable_prefix_caching,
+            max_concurrency=in_flight,
+        )
+        return _outcome(candidate, requests, result, rate, objectives)
+
+    def compare(self, candidate: Candidate, workload: Workload) -> dict[str, float]:
+        """Output tokens per second of both ways of scheduling, of all replicas: the same requests, all there at the
+        start, with the lengths of their outputs as `max_tokens`."""
+        drawn = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
+        requests = [replace(request, max_tokens=request.num_output) for request in drawn]
+        figures = {}
+        for way in (Scheduling.CONTINUOUS, Scheduling.STATIC):
+            caching = candidate.settings.enable_prefix_caching
+            result = simulate(requests, candidate.machine, prefix_caching=caching, scheduling=way)
+            figures[way.value] = candidate.num_replicas * result.output_tokens / result.seconds
+        return figures
 
 
 def _outcome(
@@ -195,25 +215,26 @@ def _outcome(
         occupancy=result.row_seconds / result.device_s / candidate.memory.buckets.max_num_seqs,
         device_busy=min(result.device_s / result.seconds, 1.0),
         pages_used=result.most_pages / candidate.memory.num_pages,
+        judged=f"p{DEFAULT_PERCENTILE if objectives is None else objectives.percentile:g}",
         meets=met,
     )
 
 
 def best_rate(
-    candidate: Candidate, workload: Workload, objectives: Objectives, *, above: float = 0.0
+    method: Simulator, candidate: Candidate, workload: Workload, objectives: Objectives, *, above: float = 0.0
 ) -> Iterator[Outcome]:
     """Outcomes at rates that close in on the highest one within the objectives. The best that meets them counts.
 
     Args:
         above: a rate that another candidate reaches: without more than it, the search ends after its first step.
     """
-    saturated = measure(candidate, workload, rate=None, objectives=None).requests_per_s
+    saturated = method.measure(candidate, workload, rate=None, objectives=None).requests_per_s
     low, high = 0.0, saturated * MAX_LOAD
     if above:
         low = above * 1.01
         if low >= high:
             return
-        outcome = measure(candidate, workload, rate=low, objectives=objectives)
+        outcome = method.measure(candidate, workload, rate=low, objectives=objectives)
         yield outcome
         if not outcome.meets:
             return
@@ -221,25 +242,28 @@ def best_rate(
         if high - low < 0.03 * high:
             return
         middle = (low + high) / 2
-        outcome = measure(candidate, workload, rate=middle, objectives=objectives)
+        outcome = method.measure(candidate, workload, rate=middle, objectives=objectives)
         yield outcome
         low, high = (middle, high) if outcome.meets else (low, middle)
 
 
-def capacity(candidate: Candidate, workload: Workload, objectives: Objectives | None, reached: Outcome) -> float:
+def capacity(
+    method: Simulator, candidate: Candidate, workload: Workload, objectives: Objectives | None, reached: Outcome
+) -> float:
     """Tokens in and out per second at the highest load that meets the objectives; without them, with all rows in use.
 
     Args:
         reached: a load that the candidate serves.
     """
     if objectives is None:
-        outcomes = [measure(candidate, workload, rate=None, objectives=None)]
+        outcomes = [method.measure(candidate, workload, rate=None, objectives=None)]
     else:
-        outcomes = [outcome for outcome in best_rate(candidate, workload, objectives) if outcome.meets]
+        outcomes = [outcome for outcome in best_rate(method, candidate, workload, objectives) if outcome.meets]
     return max(outcome.total_tokens_per_s for outcome in (*outcomes, reached))
 
 
 def search(
+    method: Simulator,
     candidates: Callable[[int, int, int], Candidate | None],
     grid: Grid,
     workload: Workload,
@@ -264,8 +288,8 @@ def search(
         candidate = candidates(chips, rows, budget)
         if candidate is None:
             return
-        report(f"simulating {candidate.num_replicas} x {chips} chips, {rows} rows, {budget} tokens a step")
-        for outcome in _outcomes(candidate, workload, objectives, load, found.best):
+        report(f"trying {candidate.num_replicas} x {chips} chips, {rows} rows, {budget} tokens a step")
+        for outcome in _outcomes(method, candidate, workload, objectives, load, found.best):
             found.tried.append(outcome)
             if outcome.meets and _is_better(outcome, found.best):
                 found.best = outcome
@@ -281,14 +305,19 @@ def search(
 
 
 def _outcomes(
-    candidate: Candidate, workload: Workload, objectives: Objectives | None, load: Load, best: Outcome | None
+    method: Simulator,
+    candidate: Candidate,
+    workload: Workload,
+    objectives: Objectives | None,
+    load: Load,
+    best: Outcome | None,
 ) -> Iterator[Outcome]:
     if load.request_rate is not None or load.max_concurrency is not None or objectives is None:
-        yield measure(
+        yield method.measure(
             candidate, workload, rate=load.request_rate, concurrency=load.max_concurrency, objectives=objectives
         )
     else:
-        yield from best_rate(candidate, workload, objectives, above=_rate(best) if best else 0.0)
+        yield from best_rate(method, candidate, workload, objectives, above=_rate(best) if best else 0.0)
 
 
 def _is_better(outcome: Outcome, best: Outcome | None) -> bool:
@@ -306,17 +335,4 @@ def _rate(outcome: Outcome) -> float:
 
 def _latency(outcome: Outcome) -> float:
     """Milliseconds of the first hundred tokens."""
-    return outcome.latencies["ttft_ms"]["p95"] + 100 * outcome.latencies["tpot_ms"]["p95"]
-
-
-def static_against_continuous(candidate: Candidate, workload: Workload) -> dict[str, float]:
-    """Output tokens per second of both ways of scheduling, of all replicas: the same requests, all there at the start,
-    with the lengths of their outputs as `max_tokens`."""
-    drawn = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
-    requests = [replace(request, max_tokens=request.num_output) for request in drawn]
-    figures = {}
-    for way in (Scheduling.CONTINUOUS, Scheduling.STATIC):
-        caching = candidate.settings.enable_prefix_caching
-        result = simulate(requests, candidate.machine, prefix_caching=caching, scheduling=way)
-        figures[way.value] = candidate.num_replicas * result.output_tokens / result.seconds
-    return figures
+    return outcome.latencies["ttft_ms"][outcome.judged] + 100 * outcome.latencies["tpot_ms"][outcome.judged]

@@ -54,6 +54,13 @@ class Workload:
         )
         return prompt + output // 2
 
+    def shortest(self) -> int:
+        """Tokens of the shortest request that can be drawn."""
+        if self.traffic is not None:
+            return sum(int(lengths.numbers[-2:][0]) for lengths in (self.traffic.prompts, self.traffic.outputs))
+        assert self.trace is not None
+        return int((self.trace.input_lens + self.trace.output_lens).min())
+
     def longest(self) -> int:
         """Tokens of the longest request that can be drawn."""
         if self.traffic is not None:
@@ -102,9 +109,10 @@ class Objectives:
         """`figures`: the percentile of each metric."""
         return all(figures[name] <= limit for name, limit in self.limits.items())
 
-    def __str__(self) -> str:
+    def described(self, judged: str) -> str:
+        """The limits of the figures that are judged: `p95`, or `mean`."""
         limits = ", ".join(f"{name.removesuffix('_ms').upper()} {limit:g} ms" for name, limit in self.limits.items())
-        return f"p{self.percentile:g} within {limits}"
+        return f"{judged} within {limits}"
 
 
 def parse_objectives(text: str) -> Objectives:

@@ -1,4 +1,4 @@
-"""The page at `/`: a chat and a dashboard, served from `server/ui`, and the dashboard's numbers.
+"""The page at `/`: a chat, a dashboard and a planner, served from `server/ui`, and the dashboard's numbers.
 
 The page needs no key, because it holds no data; the routes that it calls need one. Its files are read once, at start.
 They load nothing from other hosts, and the content security policy enforces this in the browser.
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from batcher.stats import Histogram
 from batcher.step_log import StepRecord
 from server.api.route import Access, ApiRoute
+from server.api.routes.plan import plan_routes
 from server.api.state import ServerState
 from server.api.stats_history import figures_of
 from server.http.encoding import encode_json
@@ -39,7 +40,7 @@ def ui_routes(state: ServerState) -> list[ApiRoute]:
     if not state.settings.ui:
         return []
     routes = [_file_route(path) for path in sorted(FOLDER.iterdir()) if path.suffix in CONTENT_TYPES]
-    return [*routes, ApiRoute(path="/ui/state", endpoint=Dashboard(state).state)]
+    return [*routes, ApiRoute(path="/ui/state", endpoint=Dashboard(state).state), *plan_routes(state)]
 
 
 def _file_route(path: Path) -> ApiRoute:
