@@ -35,6 +35,7 @@ from server.http.descriptors import open_standard_streams
 from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
 from server.settings import (
+    DEFAULT_BATCH_FOLDER_GIB,
     DEFAULT_MAX_REQUEST_LOGPROBS,
     DEFAULT_METRICS_PREFIX,
     GenerationDefaults,
@@ -129,6 +130,19 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-tokenizer-info-endpoint", action="store_true", help="The server answers /tokenizer_info."
     )
+    group.add_argument(
+        "--batch-folder", type=local_path, metavar="DIR",
+        help="The server answers /v1/files and /v1/batches, and keeps files and batches in this folder, which other "
+        "users must not be able to enter (default: none).",
+    )  # fmt: skip
+    group.add_argument(
+        "--batch-folder-size", type=float, default=DEFAULT_BATCH_FOLDER_GIB, metavar="GIB",
+        help="The most that the files of --batch-folder take (default: %(default)s).",
+    )  # fmt: skip
+    group.add_argument(
+        "--batch-concurrency", type=int, default=64, metavar="N",
+        help="Requests of batches that are in the engine at once, after all others (default: %(default)s).",
+    )  # fmt: skip
     group.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"),
         help="The least severe lines of the log (default: info).",
@@ -248,6 +262,9 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser,
         generation_defaults=_generation_defaults(args, source),
+        batch_folder=args.batch_folder,
+        batch_folder_gib=args.batch_folder_size,
+        batch_concurrency=args.batch_concurrency,
         metrics_prefix=args.metrics_prefix,
         ui=args.ui,
         otlp_traces_endpoint=args.otlp_traces_endpoint,

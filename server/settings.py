@@ -16,9 +16,12 @@ from model.inputs.schema import TRUTH, integer, number, number_above
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
+DEFAULT_BATCH_FOLDER_GIB = 4
 MOST_SECONDS = 10**6
 MOST_COUNT = 2**62  # of anything: a larger number overflows
 MOST_API_SERVERS = 64
+MOST_FOLDER_GIB = 2**20
+MOST_BATCH_REQUESTS = 4096  # in the engine at once
 TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
 
 
@@ -131,6 +134,9 @@ class Settings:
     reasoning_parser: str | None = None  # how the model marks its reasoning; None: as the template shows it
     tool_call_parser: str | None = None  # the format of the model's calls; None: the one that the template shows
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    batch_folder: Path | None = None  # of files and batches; None: there are none
+    batch_folder_gib: float = DEFAULT_BATCH_FOLDER_GIB
+    batch_concurrency: int = 64  # requests of all batches that are in the engine at once
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"
     ui: bool = True  # the page at `/`
@@ -176,6 +182,8 @@ class Settings:
             check_range(name, getattr(self, name), 0, MOST_SECONDS)
         for name in ("max_body_bytes", "max_embedding_inputs", "max_choices"):
             check_range(name, getattr(self, name), 1, MOST_COUNT)
+        check_range("--batch-folder-size", self.batch_folder_gib, 2**-20, MOST_FOLDER_GIB)
+        check_range("--batch-concurrency", self.batch_concurrency, 1, MOST_BATCH_REQUESTS)
         for name in ("max_request_logprobs", "max_concurrent_per_key", "max_connections"):
             check_range(flag_of(name), getattr(self, name), 1, MOST_COUNT)
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s", "send_timeout_s", "queue_timeout_s"):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -82,6 +82,15 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
             custom_id=custom_id, problem=f"line {number}: stream is for the HTTP server; here answers are whole"
         )
     return Line(custom_id=custom_id, url=url, body={**_defaults_of(url, body, defaults), **body})
+
+
+def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
+    """The lines from here on that are not blank, with their numbers from 1. A line that is not UTF-8 is no request, and
+    the others are read."""
+    for number, raw in enumerate(file, 1):
+        text = raw.decode(errors="surrogateescape").strip()
+        if text:
+            yield number, text
 
 
 def _defaults_of(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -142,13 +142,13 @@ class Journal:
         return number in self._errors
 
     @property
-    def num_records(self) -> int:
+    def numbers(self) -> Collection[int]:
         """The lines that are finished."""
-        return len(self._places)
+        return self._places.keys()
 
     @property
     def num_errors(self) -> int:
-        """Those of them whose records are errors."""
+        """How many of them have records that are errors."""
         return len(self._errors)
 
     def finish(self) -> None:
