@@ -98,10 +98,11 @@ def _reasoning(settings: Settings, template: str) -> ReasoningFormat | None:
 
 def create_app(state: ServerState) -> Starlette:
     """The application: all routes, behind CORS and the gate (API keys, metrics)."""
-    (chat,), (completion,), embeddings = chat_routes(state), completion_routes(state), embedding_routes(state)
+    (chat, chats), (completion,), embeddings = chat_routes(state), completion_routes(state), embedding_routes(state)
     by_field = {"messages": chat.endpoint, "prompt": completion.endpoint, "input": embeddings[0].endpoint}
     routes = [
         chat,
+        chats,
         completion,
         *responses_routes(state),
         *messages_routes(state),

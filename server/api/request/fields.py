@@ -9,12 +9,13 @@ both the first time, and a server with `--strict-fields` refuses them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from server.api.request.schemas import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     ContentPart,
@@ -233,6 +234,7 @@ CHAT_FIELDS = FieldTable(
         "tools": _TOOL,
     },
 )
+BATCH_CHAT_FIELDS = replace(CHAT_FIELDS, kind=BatchChatRequest)
 COMPLETION_FIELDS = FieldTable(
     kind=CompletionRequest,
     refused=of_other_routes(CompletionRequest, but=_WITHOUT_EFFECT),

@@ -147,10 +147,12 @@ def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, 
         raise invalid("min_tokens", f"must not be greater than {param}, {min_tokens} > {max_tokens}")
 
 
-def check_num_choices(num_prompts: int, n: int | None, *, most: int) -> None:
-    """Raises RequestError 400. Call it before prompts are encoded: a body has room for millions of prompts."""
+def check_num_choices(num_prompts: int, n: int | None, *, most: int, prompts: str = "prompt") -> None:
+    """Raises RequestError 400. Call it before prompts are encoded: a body has room for millions of prompts.
+
+    `prompts` is the name of the field with them."""
     if num_prompts * (n or 1) > most:
-        param = "n" if num_prompts == 1 else "prompt"
+        param = "n" if num_prompts == 1 else prompts
         raise invalid(param, f"at most {most} sequences per request are allowed, prompts times n")
 
 
