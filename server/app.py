@@ -23,6 +23,7 @@ from server.api.routes.batches.runner import BatchRunner
 from server.api.routes.chat import chat_routes
 from server.api.routes.completions import completion_routes
 from server.api.routes.embeddings import embedding_routes
+from server.api.routes.generate import generate_routes
 from server.api.routes.info import info_routes
 from server.api.routes.invocations import invocation_routes
 from server.api.routes.messages.routes import messages_routes
@@ -104,6 +105,7 @@ def create_app(state: ServerState) -> Starlette:
         chat,
         chats,
         completion,
+        *generate_routes(state),
         *responses_routes(state),
         *messages_routes(state),
         *embeddings,
