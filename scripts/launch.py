@@ -38,6 +38,7 @@ from server.settings import (
     DEFAULT_BATCH_FOLDER_GIB,
     DEFAULT_MAX_REQUEST_LOGPROBS,
     DEFAULT_METRICS_PREFIX,
+    MOST_COUNT,
     GenerationDefaults,
     Settings,
     check_range,
@@ -199,6 +200,10 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         help="""Defaults of requests that count before those, such as '{"temperature": 0.5}'.""",
     )  # fmt: skip
     group.add_argument(
+        "--max-output-tokens", type=int, metavar="N",
+        help="The most output tokens of any request, whatever it asks for (default: what fits the context).",
+    )  # fmt: skip
+    group.add_argument(
         "--tool-call-parser", choices=FORMATS,
         help="The form in which the model writes tool calls (default: hermes if the template has <tool_call>, else "
         "llama3_json).",
@@ -294,7 +299,11 @@ def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> Gener
                 raise ValueError(f"--generation-config {folder}: there is no generation_config.json in this folder")
             defaults = GenerationDefaults.from_folder(local_folder(where))
     changes = args.override_generation_config
-    return defaults if changes is None else defaults.overridden(changes, where="--override-generation-config")
+    if changes is not None:
+        defaults = defaults.overridden(changes, where="--override-generation-config")
+    check_range("--max-output-tokens", args.max_output_tokens, 1, MOST_COUNT)
+    limits = [limit for limit in (defaults.max_new_tokens, args.max_output_tokens) if limit is not None]
+    return dataclasses.replace(defaults, max_new_tokens=min(limits, default=None))
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:

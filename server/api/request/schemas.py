@@ -105,6 +105,7 @@ class SamplingFields(CommonFields, kw_only=True):
 
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     # beyond OpenAI's
     prompt_logprobs: int | None = None
