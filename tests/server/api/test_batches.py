@@ -428,6 +428,25 @@ def test_a_batch_expires_and_one_whose_input_is_gone_fails(tmp_path):
         assert records(client, batch.output_file_id)
 
 
+def test_a_broken_batch_is_left_alone(tmp_path):
+    kept = tmp_path / "kept"
+    with running_server(tmp_path / "first", ECHO, FAST, batch_folder=kept) as server:
+        client = server.client()
+        broken, cut = (begin(client, [line("a")]) for _ in range(2))
+        for id in (broken, cut):
+            wait(client, id)
+    (kept / f"no-key/batches/{broken}.json").write_text("{")
+    state = kept / f"no-key/batches/{cut}.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"status": "in_progress"}))
+    state.with_suffix(".journal").write_text("notes\n")
+    with running_server(tmp_path / "second", ECHO, FAST, batch_folder=kept) as server:
+        client = server.client()
+        assert wait(client, begin(client, [line("a")])).status == "completed"
+        assert client.batches.retrieve(cut).status == "in_progress"
+    assert state.with_suffix(".journal").read_text() == "notes\n"
+    assert "is in the way" in (tmp_path / "second/stderr").read_text()
+
+
 def test_batches_of_a_key_that_is_no_more_accepted_wait(tmp_path):
     kept = tmp_path / "kept"
     with running_server(tmp_path / "first", ECHO, SLOW, batch_folder=kept, api_keys=("old",)) as server:

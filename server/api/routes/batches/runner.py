@@ -10,7 +10,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import BinaryIO
 
 from starlette.types import ASGIApp
 
@@ -25,6 +28,7 @@ from server.logs import ThrottledLog
 logger = logging.getLogger("pallas_serve")
 
 POLL_S = 0.5  # between two looks at the folder
+NUM_THREADS = 4
 MOST_RUNNING = 16  # batches; each has files open
 RETRY_S = 10.0  # after an error of the disk
 FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0  # before a request that the engine had no room for is sent again
@@ -52,27 +56,33 @@ class BatchRunner:
         self._over: set[_Id] = set()
         self._not_before: dict[_Id, float] = {}  # batches that have failed by an error of the disk
         self._running: dict[_Id, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches")
         self._log = ThrottledLog(logger)
 
     async def run(self) -> None:
         """Runs until it is cancelled. What it leaves is taken up by the next process that gets the lock."""
-        while (lock := await asyncio.to_thread(self._folder.lock)) is None:
-            await asyncio.sleep(POLL_S)
-        with lock:
-            try:
-                await asyncio.to_thread(self._folder.sweep)
-                while True:
-                    await self._begin_some()
-                    await asyncio.sleep(POLL_S)
-            finally:
-                await _cancelled(self._running.values())
-
-    async def _begin_some(self) -> None:
+        lock: BinaryIO | None = None
         try:
-            waiting = await asyncio.to_thread(self._waiting)
-        except OSError as error:
-            self._log.warning("--batch-folder cannot be read: %s", error)
-            return
+            while True:
+                try:
+                    if lock is None and (lock := await self._in_thread(self._folder.lock)) is not None:
+                        await self._in_thread(self._folder.sweep)
+                    if lock is not None:
+                        self._begin(await self._in_thread(self._waiting))
+                except OSError as error:
+                    self._log.warning("--batch-folder cannot be used now: %s", error)
+                await asyncio.sleep(POLL_S)
+        finally:
+            await _cancelled(self._running.values())
+            self._threads.shutdown(wait=False)
+            if lock is not None:
+                lock.close()
+
+    async def _in_thread[*P, R](self, function: Callable[[*P], R], *args: *P) -> R:
+        """For work on the disk. Other threads answer what clients ask meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
+
+    def _begin(self, waiting: list[_Id]) -> None:
         while waiting and len(self._running) < MOST_RUNNING:
             running = Counter(key for key, _ in self._running)
             batch = min(waiting, key=lambda batch: (running[batch[0]], batch[1]))
@@ -88,7 +98,13 @@ class BatchRunner:
                 batch = (key, id)
                 if batch in self._over or batch in self._running:
                     continue
-                if (folder.batch(id) or {"status": FAILED})["status"] in OVER:
+                try:
+                    is_over = (folder.batch(id) or {"status": FAILED})["status"] in OVER
+                except ValueError as error:
+                    self._log.warning("batch %s cannot be read, and is left alone: %s", id, error)
+                    self._over.add(batch)
+                    continue
+                if is_over:
                     folder.clear(id)  # of a process that ended before it had cleared it
                     self._over.add(batch)
                 elif time.monotonic() > self._not_before.get(batch, 0):
@@ -107,18 +123,18 @@ class BatchRunner:
             del self._running[batch]
 
     async def _run_to_its_end(self, folder: KeyFolder, id: str) -> None:
-        work = await asyncio.to_thread(BatchWork, folder, id, self._state.body_limits)
+        work = await self._in_thread(BatchWork, folder, id, self._state.body_limits)
         try:
-            if not await asyncio.to_thread(work.begin):
+            if not await self._in_thread(work.begin):
                 return
             problem = None
             try:
                 status = await self._answer_all(work)
             except FullError as error:
                 status, problem = FAILED, str(error)
-            await asyncio.to_thread(work.end, status, problem)
+            await self._in_thread(work.end, status, problem)
         finally:
-            await asyncio.to_thread(work.close)
+            await self._in_thread(work.close)
 
     async def _answer_all(self, work: BatchWork) -> str:
         """Answers the requests that have no answer. Returns the status with which the batch ends. Raises FullError."""
@@ -126,7 +142,7 @@ class BatchRunner:
         try:
             left = set(workers)
             while left:
-                if (status := await asyncio.to_thread(work.early_end)) is not None:
+                if (status := await self._in_thread(work.early_end)) is not None:
                     return status
                 done, left = await asyncio.wait(left, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
                 for worker in done:
@@ -138,11 +154,11 @@ class BatchRunner:
     async def _answer_some(self, work: BatchWork) -> None:
         while True:
             async with self._room:  # before the line is read: its body may be long
-                asked = await asyncio.to_thread(work.next)
+                asked = await self._in_thread(work.next)
                 if asked is None:
                     return
                 status, answer = await self._answer(asked)
-                await asyncio.to_thread(work.add, asked, status, answer)
+                await self._in_thread(work.add, asked, status, answer)
 
     async def _answer(self, asked: Asked) -> tuple[int, bytes]:
         """The status and the answer. A request for which the engine has no room is sent again later."""
