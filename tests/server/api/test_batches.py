@@ -338,7 +338,7 @@ def test_two_processes_run_a_batch_once_and_one_takes_it_up_from_the_other(tmp_p
         through_each(server) as both,
     ):
         client = server.client(max_retries=3)
-        id = begin(client, [line(f"q{i}", max_tokens=8) for i in range(150)])
+        id = begin(client, [line(f"q{i}", max_tokens=8) for i in range(100)])
         wait_until(lambda: client.batches.retrieve(id).request_counts.completed)
         for http in both:  # any process tells how far it is
             assert http.get(f"/v1/batches/{id}").json()["status"] == "in_progress"
@@ -347,8 +347,8 @@ def test_two_processes_run_a_batch_once_and_one_takes_it_up_from_the_other(tmp_p
         holders[0].kill()
         batch = wait(client, id)
         found = records(client, batch.output_file_id)
-        assert ids(found) == [f"q{i}" for i in range(150)]
-        assert len({record["id"] for record in found}) == 150
+        assert ids(found) == [f"q{i}" for i in range(100)]
+        assert len({record["id"] for record in found}) == 100
 
 
 def holds(process: psutil.Process, folder: Path) -> bool:

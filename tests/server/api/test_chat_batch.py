@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from server.api.request.schemas import BatchChatRequest
+from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT
+from tests.server.support.running import server_of
 from tests.server.support.stub_app import DONE, StubClient, call, post_all, state_of
 
 BATCH = f"{CHAT}/batch"
@@ -15,6 +17,9 @@ CONVERSATIONS = [
     [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two two"}],
     [{"role": "user", "content": "three"}, {"role": "assistant", "content": "3"}, {"role": "user", "content": "more"}],
 ]
+
+
+thinking = server_of(EchoConfig(reply=tuple(b"why</think>so")), reasoning_parser="deepseek_r1")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +42,12 @@ def test_each_conversation_has_the_choice_that_it_has_alone(echo, fields):
     assert len({choice["message"]["content"] for choice in answer["choices"]}) == 3
     for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert answer["usage"][count] == sum(single["usage"][count] for single in alone)
+
+
+def test_reasoning_is_told_from_each_answer(thinking):
+    answer = thinking.post(BATCH, {"messages": CONVERSATIONS}).json()
+    messages = [choice["message"] for choice in answer["choices"]]
+    assert [(message["reasoning_content"], message["content"]) for message in messages] == [("why", "so")] * 3
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from server.api.answers.answer import LongJson, json_response
 from server.api.request.body import BodyReader
-from server.api.request.limits import check_metadata, is_ascending, page_size
+from server.api.request.fields import FieldTable, Refused
+from server.api.request.kept_objects import check_metadata, is_ascending, page_size
+from server.api.request.schemas import Declared
 from server.api.route import FORM, ApiRoute
-from server.api.routes.batches.schemas import BATCH_FIELDS, BatchRequest, FileUpload
 from server.api.routes.batches.work import new_batch
 from server.api.state import ServerState
 from server.batches.batch_file import EMBEDDINGS, URLS
@@ -46,6 +48,28 @@ MAX_FIELD_BYTES = 1024
 MAX_NAME_CHARS = 200
 MAX_BATCHES_OF_A_PAGE = 100
 DEFAULT_BATCHES_OF_A_PAGE = 20
+
+
+class FileUpload(Declared, kw_only=True):
+    """The form of a file."""
+
+    file: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
+    purpose: str
+
+
+class BatchRequest(Declared, kw_only=True):
+    """The body of a batch."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+BATCH_FIELDS = FieldTable(
+    kind=BatchRequest,
+    refused={"output_expires_after": Refused("files do not expire here: delete them")},
+)
 
 
 def batch_routes(state: ServerState) -> list[ApiRoute]:

@@ -160,9 +160,10 @@ class BatchWork:
 
     def _parse(self, number: int, text: str) -> Line:
         limits = self._limits
-        if len(text) > limits.max_bytes:
+        raw = text.encode(errors="surrogateescape")
+        if len(raw) > limits.max_bytes:
             return Line(custom_id=None, problem=f"line {number} has more than {limits.max_bytes} bytes")
-        if count_marks(text.encode(errors="surrogateescape"), limits.max_marks) > limits.max_marks:
+        if count_marks(raw, limits.max_marks) > limits.max_marks:
             problem = f"line {number} has more than {limits.max_marks} brackets, colons and commas outside of texts"
             return Line(custom_id=None, problem=problem)
         return parse_line(text, number, {})

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from server.api.request.limits import is_ascending, page_size
+from server.api.request.kept_objects import is_ascending, page_size
 from server.api.request.schemas import ContentPart, Message, ToolCall
 from server.http.encoding import LongText, NestedList
 from server.http.request_error import invalid

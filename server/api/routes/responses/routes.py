@@ -21,7 +21,7 @@ from server.api.answers.forwarded import ForwardedAnswer
 from server.api.peers import FORWARDED
 from server.api.request.body import BodyReader
 from server.api.request.chat import count_tokens, start_chat
-from server.api.request.limits import check_metadata
+from server.api.request.kept_objects import check_metadata
 from server.api.request.schemas import ChatRequest, Message
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.responses.input_items import items_page
