@@ -35,6 +35,7 @@ from server.http.descriptors import open_standard_streams
 from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
 from server.settings import (
+    DEFAULT_BATCH_CONCURRENCY,
     DEFAULT_BATCH_FOLDER_GIB,
     DEFAULT_MAX_REQUEST_LOGPROBS,
     DEFAULT_METRICS_PREFIX,
@@ -141,8 +142,9 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="The most that the files of --batch-folder take (default: %(default)s).",
     )  # fmt: skip
     group.add_argument(
-        "--batch-concurrency", type=int, default=64, metavar="N",
-        help="Requests of batches that are in the engine at once, after all others (default: %(default)s).",
+        "--batch-concurrency", type=int, metavar="N",
+        help="Requests of batches that are in the engine at once, after all others (default: 64, and no more than half "
+        "of --max-queue).",
     )  # fmt: skip
     group.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"),
@@ -269,7 +271,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         generation_defaults=_generation_defaults(args, source),
         batch_folder=args.batch_folder,
         batch_folder_gib=args.batch_folder_size,
-        batch_concurrency=args.batch_concurrency,
+        batch_concurrency=_batch_concurrency(args),
         metrics_prefix=args.metrics_prefix,
         ui=args.ui,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
@@ -284,6 +286,17 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         max_request_logprobs=args.max_request_logprobs,
         **{name: getattr(args, name) for name in CONNECTION_FLAGS},
     )
+
+
+def _batch_concurrency(args: argparse.Namespace) -> int:
+    """Raises ValueError if batches would fill the queue: other requests would be refused."""
+    if args.batch_concurrency is None:
+        return max(1, min(DEFAULT_BATCH_CONCURRENCY, args.max_queue // 2))
+    if args.batch_folder is not None and args.batch_concurrency > args.max_queue:
+        message = f"requests would fill the queue of --max-queue {args.max_queue}: choose fewer, or a longer queue"
+        raise ValueError(f"--batch-concurrency: {args.batch_concurrency} {message}")
+    concurrency: int = args.batch_concurrency
+    return concurrency
 
 
 def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:

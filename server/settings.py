@@ -17,6 +17,7 @@ from model.inputs.schema import TRUTH, integer, number, number_above
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
 DEFAULT_BATCH_FOLDER_GIB = 4
+DEFAULT_BATCH_CONCURRENCY = 64
 MOST_SECONDS = 10**6
 MOST_COUNT = 2**62  # of anything: a larger number overflows
 MOST_API_SERVERS = 64
@@ -136,7 +137,7 @@ class Settings:
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     batch_folder: Path | None = None  # of files and batches; None: there are none
     batch_folder_gib: float = DEFAULT_BATCH_FOLDER_GIB
-    batch_concurrency: int = 64  # requests of all batches that are in the engine at once
+    batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
     metrics_prefix: str = DEFAULT_METRICS_PREFIX
     version: str = "0.0.0"
     ui: bool = True  # the page at `/`

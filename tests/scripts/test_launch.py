@@ -425,6 +425,25 @@ def test_the_folder_of_batches_has_a_size(model_folder, tmp_path):
             launch.server_settings(parse(flag, wrong), resolve("demo"), model_folder)
 
 
+@pytest.mark.parametrize(
+    ("flags", "concurrency"),
+    [
+        ([], 64),
+        (["--max-queue", "32"], 16),
+        (["--max-queue", "0"], 1),
+        (["--max-queue", "9", "--batch-concurrency", "9"], 9),
+    ],
+)
+def test_batches_leave_room_in_the_queue(model_folder, tmp_path, flags, concurrency):
+    def settings(*flags: str):
+        args = parse("--batch-folder", str(tmp_path), *flags)
+        return launch.server_settings(args, resolve(args.model), model_folder)
+
+    assert settings(*flags).batch_concurrency == concurrency
+    with pytest.raises(ValueError, match="--max-queue 9: choose fewer"):
+        settings("--max-queue", "9", "--batch-concurrency", "10")
+
+
 def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, tmp_path):
     def temperature(*flags: str) -> float:
         args = parse("--model", str(model_folder), *flags)
