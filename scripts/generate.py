@@ -26,7 +26,9 @@ from scripts.building.kept_folders import users_cache_folder
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.llm import LLM
-from scripts.offline.batch_file import (
+from scripts.offline.batch_input import BatchInput
+from scripts.offline.output import Output
+from server.batches.batch_file import (
     Line,
     answer_record,
     digest,
@@ -35,10 +37,9 @@ from scripts.offline.batch_file import (
     parse_line,
     problem_record,
 )
-from scripts.offline.batch_input import BatchInput
-from scripts.offline.journal import Header, Journal
-from scripts.offline.output import Output
+from server.batches.journal import Header, Journal
 from server.flag import flag_name
+from server.http.encoding import encode_json
 
 Key = tuple[int, str]  # a line's number and its digest
 # A journal's records are taken up only by a run with the same: they change answers. The others change speed.
@@ -108,7 +109,7 @@ def generate(
         nonlocal num_tokens
         number, line = asked[index]
         asked[index] = (number, Line(custom_id=None))  # drops the body, which is no longer needed
-        journal.add(number, answer_record(line, status, answer))
+        journal.add(number, answer_record(line, status, encode_json(answer)))
         num_tokens += num_output_tokens(answer)
         bar.set_postfix_str(f"{num_tokens} tokens out", refresh=False)
         bar.update()

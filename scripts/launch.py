@@ -29,11 +29,11 @@ from scripts.flags.parsing import EachCounts, PrintCompletion, add_grouped_help
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.flags.tls import add_tls_flags, tls_files
 from server.engine.scratch_folder import ScratchFolder
-from server.flag import add_flags, check_range, flags_of
+from server.flag import MOST_COUNT, add_flags, check_range, flags_of
 from server.http.descriptors import open_standard_streams
 from server.logs import FORMAT as LOG_FORMAT
 from server.main import run
-from server.settings import GROUPS, GenerationDefaults, Settings
+from server.settings import DEFAULT_BATCH_CONCURRENCY, GROUPS, GenerationDefaults, Settings
 from server.text.reasoning import REASONING_FORMATS
 from server.text.tool_calls.formats import FORMATS
 
@@ -86,6 +86,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="The names of the model for clients; answers have the first (default: as --model).",
     )  # fmt: skip
     group.add_argument(
+        "--batch-concurrency", type=int, metavar="N",
+        help="Requests of batches that are in the engine at once, after all others (default: 64, and no more than half "
+        "of --max-queue).",
+    )  # fmt: skip
+    group.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"),
         help="The least severe lines of the log (default: info).",
     )  # fmt: skip
@@ -128,6 +133,10 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         "--override-generation-config", metavar="JSON",
         help="""Defaults of requests that count before those, such as '{"temperature": 0.5}'.""",
     )  # fmt: skip
+    group.add_argument(
+        "--max-output-tokens", type=int, metavar="N",
+        help="The most output tokens of any request, whatever it asks for (default: what fits the context).",
+    )  # fmt: skip
 
 
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
@@ -146,6 +155,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         generation_defaults=_generation_defaults(args, source),
         planner=planner_command(args, names[0]),
+        batch_concurrency=_batch_concurrency(args),
         debug=args.debug,
         **{name: getattr(args, name) for name in flags_of(Settings)},
     )
@@ -155,6 +165,17 @@ def planner_command(args: argparse.Namespace, name: str) -> tuple[str, ...]:
     """What plans for the page, in a process of its own: `scripts/plan`, which knows this model by its name."""
     model = ("--model", args.model, "--load-format", args.load_format)
     return (sys.executable, "-m", "scripts.lab", "plan", *model, "--answer-choices", name)
+
+
+def _batch_concurrency(args: argparse.Namespace) -> int:
+    """Raises ValueError if batches would fill the queue: other requests would be refused."""
+    if args.batch_concurrency is None:
+        return max(1, min(DEFAULT_BATCH_CONCURRENCY, args.max_queue // 2))
+    if args.batch_folder is not None and args.batch_concurrency > args.max_queue:
+        message = f"requests would fill the queue of --max-queue {args.max_queue}: choose fewer, or a longer queue"
+        raise ValueError(f"--batch-concurrency: {args.batch_concurrency} {message}")
+    concurrency: int = args.batch_concurrency
+    return concurrency
 
 
 def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:
@@ -170,7 +191,11 @@ def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> Gener
                 raise ValueError(f"--generation-config {folder}: there is no generation_config.json in this folder")
             defaults = GenerationDefaults.from_folder(local_folder(where))
     changes = args.override_generation_config
-    return defaults if changes is None else defaults.overridden(changes, where="--override-generation-config")
+    if changes is not None:
+        defaults = defaults.overridden(changes, where="--override-generation-config")
+    check_range("--max-output-tokens", args.max_output_tokens, 1, MOST_COUNT)
+    limits = [limit for limit in (defaults.max_new_tokens, args.max_output_tokens) if limit is not None]
+    return dataclasses.replace(defaults, max_new_tokens=min(limits, default=None))
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -39,9 +39,10 @@ from scripts.offline.arguments import (
     paired,
     prompts_of,
 )
-from scripts.offline.in_process import InProcessEngineClient, LoopThread, post
+from scripts.offline.in_process import InProcessEngineClient, LoopThread
 from scripts.offline.results import Embedding, RequestOutput, embedding, request_output
 from server.app import create_app, create_state
+from server.batches.in_process import post
 from server.engine.scratch_folder import ScratchFolder
 from server.settings import GenerationDefaults, Settings
 from server.text.tokenizer import ByteLevelTokenizer

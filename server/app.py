@@ -18,9 +18,12 @@ from server.api.answers.errors import Refusals
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics
 from server.api.routes.admin import admin_routes
+from server.api.routes.batches.routes import batch_routes
+from server.api.routes.batches.runner import BatchRunner
 from server.api.routes.chat import chat_routes
 from server.api.routes.completions import completion_routes
 from server.api.routes.embeddings import embedding_routes
+from server.api.routes.generate import generate_routes
 from server.api.routes.info import info_routes
 from server.api.routes.invocations import invocation_routes
 from server.api.routes.messages.routes import messages_routes
@@ -29,6 +32,8 @@ from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.state import ServerState
 from server.api.stats_history import StatsHistory
+from server.batches.batch_file import URLS
+from server.batches.folder import BatchFolder
 from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
 from server.http.request_error import NOT_FOUND, RequestError
@@ -46,7 +51,7 @@ def create_state(
     settings: Settings, client: EngineClient, tokenizer: ByteLevelTokenizer, runner: TemplateRunner | None = None
 ) -> ServerState:
     """Close the state in the end. It has a `runner` of its own if none is given. Raises TemplateError if a chat
-    template is not valid Jinja."""
+    template is not valid Jinja, and ValueError or OSError if the folder of batches cannot be used."""
     runner = runner or TemplateRunner()
     replacement = settings.chat_template
     sources = ChatTemplates(default=replacement) if replacement else tokenizer.chat_templates
@@ -55,8 +60,10 @@ def create_state(
         for source in (sources.default, sources.tool_use)
     )
     engines: Sequence[EngineClient] = client.engines if isinstance(client, EngineGroup) else [client]
+    folder = settings.batch_folder
     return ServerState(
         settings=settings,
+        batch_folder=None if folder is None else BatchFolder(folder, round(settings.batch_folder_gib * 2**30)),
         client=client,
         engines=engines,
         tokenizer=tokenizer,
@@ -92,15 +99,18 @@ def _reasoning(settings: Settings, template: str) -> ReasoningFormat | None:
 
 def create_app(state: ServerState) -> Starlette:
     """The application: all routes, behind CORS and the gate (API keys, metrics)."""
-    (chat,), (completion,), embeddings = chat_routes(state), completion_routes(state), embedding_routes(state)
+    (chat, chats), (completion,), embeddings = chat_routes(state), completion_routes(state), embedding_routes(state)
     by_field = {"messages": chat.endpoint, "prompt": completion.endpoint, "input": embeddings[0].endpoint}
     routes = [
         chat,
+        chats,
         completion,
+        *generate_routes(state),
         *responses_routes(state),
         *messages_routes(state),
         *embeddings,
         *invocation_routes(state, by_field),
+        *batch_routes(state),
         *info_routes(state),
         *admin_routes(state),
     ]
@@ -118,6 +128,12 @@ def create_app(state: ServerState) -> Starlette:
         middleware=[cors, Middleware(Gate, state=state, routes=routes)],
         exception_handlers=_exception_handlers(Refusals(routes)),
     )
+    if state.batch_folder is not None:
+        served = [route for route in routes if route.path in URLS and route.method == "POST"]
+        own = Starlette(
+            routes=[route.starlette_route() for route in served], exception_handlers=_exception_handlers(Refusals(()))
+        )
+        state.run_batches = BatchRunner(state, state.batch_folder, own).run
     app.router.redirect_slashes = False  # a redirect's address would contain the client's own Host header
     return app
 

@@ -49,6 +49,7 @@ async def serve(
     gc.freeze()  # a full collection of what the start has made would stop all streams for 50 ms
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     recording = asyncio.create_task(state.history.record()) if state.settings.ui else None
+    batches = None if state.run_batches is None else asyncio.create_task(state.run_batches())
     while not server.started and not serving.done():
         await asyncio.sleep(TICK_S)
     if not serving.done():
@@ -57,6 +58,8 @@ async def serve(
     if serving.done():
         await serving
         raise RuntimeError("the HTTP server has ended by itself")
+    if batches is not None:
+        batches.cancel()  # what they leave is done after the next start
     died = client.died.is_set()
     if died:
         # The engine's streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
@@ -67,6 +70,8 @@ async def serve(
         await _drain(state, client, ending, server)
     server.should_exit = True
     await serving
+    if batches is not None:
+        await asyncio.wait([batches])
     if recording is not None:
         recording.cancel()
     return EXIT_ENGINE_FAILED if died else EXIT_OK

@@ -19,7 +19,9 @@ from server.flag import MOST_COUNT, MOST_SECONDS, check_flags, check_range, sett
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
+DEFAULT_BATCH_CONCURRENCY = 64
 MOST_API_SERVERS = 64
+MOST_BATCH_REQUESTS = 4096  # in the engine at once
 TOP_K_OFF = -1  # in requests and files; for the engine 0 is off
 
 
@@ -133,6 +135,7 @@ class Settings:
     chat_template: str | None = None  # replaces the tokenizer's own
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     planner: tuple[str, ...] = ()  # the command that answers the page's plans; none: there is no planner
+    batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
     debug: bool = False  # the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
@@ -163,6 +166,15 @@ class Settings:
         None, "The collector that gets an OpenTelemetry span of each request. It needs the extra `otel`", metavar="URL",
     )  # fmt: skip
     enable_tokenizer_info_endpoint: bool = _of_server(False, "The server answers /tokenizer_info")
+
+    batch_folder: Path | None = _of_server(  # noqa: RUF009
+        None, "The server answers /v1/files and /v1/batches, and keeps files and batches in this folder, which other "
+        "users must not be able to enter", type=local_path, metavar="DIR",
+    )  # fmt: skip
+    batch_folder_gib: float = _of_server(
+        4.0, "The most that the files of --batch-folder take", type=float, metavar="GIB", least=2**-20, most=2**20,
+        name="--batch-folder-size",
+    )  # fmt: skip
 
     api_key_all_routes: bool = _of_access(False, "Probes, /metrics and /docs need a key, too")
     max_concurrent_per_key: int | None = _of_access(
@@ -234,6 +246,7 @@ class Settings:
             check_range(name, getattr(self, name), 0, MOST_SECONDS)
         for name in ("max_body_bytes", "max_embedding_inputs", "max_choices"):
             check_range(name, getattr(self, name), 1, MOST_COUNT)
+        check_range("--batch-concurrency", self.batch_concurrency, 1, MOST_BATCH_REQUESTS)
         if not 2 * self.max_body_bytes <= self.max_body_memory_mib * 2**20:
             least = -(-2 * self.max_body_bytes // 2**20)
             raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")

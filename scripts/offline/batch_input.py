@@ -12,6 +12,7 @@ from typing import BinaryIO, Self
 
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
+from server.batches.batch_file import numbered_lines
 
 STDIN = Path("-")
 
@@ -57,11 +58,7 @@ class BatchInput:
     def numbered_lines(self) -> Iterator[tuple[int, str]]:
         """The lines that are not blank, with their numbers from 1."""
         self._file.seek(self._start)
-        for number, raw in enumerate(self._file, 1):
-            # A line that is not UTF-8 gets an error record; the other lines are read.
-            text = raw.decode(errors="surrogateescape").strip()
-            if text:
-                yield number, text
+        return numbered_lines(self._file)
 
     def __enter__(self) -> Self:
         return self

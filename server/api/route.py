@@ -15,6 +15,7 @@ from starlette.routing import Route
 from server.http.request_error import RequestError
 
 JSON = "application/json"
+FORM = "multipart/form-data"
 EVENTS = "text/event-stream"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -51,6 +52,7 @@ class ApiRoute:
     access: Access = Access.KEY
     generates: bool = False
     body: type[msgspec.Struct] | None = None
+    body_type: str = JSON  # of the media
     media_types: tuple[str, ...] = (JSON,)
     errors: ErrorForm | None = None
     summary: str = ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 from server.api.metrics import ServerMetrics
@@ -12,6 +13,7 @@ from server.api.peers import Peers
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.api.worker_threads import WorkerThreads
+from server.batches.folder import BatchFolder
 from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
@@ -44,6 +46,8 @@ class ServerState:
     metrics: ServerMetrics
     history: StatsHistory
     tracer: Tracer | None = None  # None: there are no traces
+    batch_folder: BatchFolder | None = None  # None: there are no files and batches
+    run_batches: Callable[[], Coroutine[Any, Any, None]] | None = None  # until it is cancelled
     threads: WorkerThreads = field(default_factory=WorkerThreads)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     turns: Turns = field(default_factory=Turns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
 from server.http.request_error import RequestError
@@ -18,6 +18,11 @@ class KeyRing:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
+
+    @property
+    def digests(self) -> Sequence[bytes]:
+        """Of the accepted keys; none if all requests are accepted."""
+        return self._digests
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> RequestError | None:
         """The 401 error for a request without an accepted key, otherwise None. All wrong keys take the same time."""

@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from server.http.request_error import RequestError
 
 REFUSED = "pallas_serve.refused"  # in a scope: the status of an answer by the connection, not by the application
+STREAMED = "pallas_serve.streamed"  # in a scope: the application keeps no part of the body when it asks for the next
 Fields = Iterable[tuple[bytes, bytes]]
 UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 
@@ -47,6 +48,8 @@ class Exchange(RequestResponseCycle):
     async def receive(self) -> Any:
         if self._body_was_taken:
             self._end_body()
+        elif STREAMED in self.scope and self._on_decoded is not None:
+            self._on_decoded()
         message = await super().receive()
         self._body_was_taken = message["type"] == "http.request" and not message["more_body"]
         return message

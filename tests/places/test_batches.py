@@ -18,8 +18,9 @@ from model.inputs.remote import RemotePath
 from scripts.generate import begin, generate
 from scripts.offline import output as outputs
 from scripts.offline.batch_input import BatchInput
-from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
+from server.batches.journal import Header, Journal
+from server.http.encoding import encode_json
 
 ROOT = Path(__file__).parents[2]
 RECORD = {"response": {"status_code": 200}}
@@ -33,6 +34,11 @@ def url() -> RemotePath:
     assert isinstance(found, RemotePath)
     (found.parent / "other").write_bytes(b"1")
     return found
+
+
+def add_all(journal: Journal) -> None:
+    for number in NUMBERS:
+        journal.add(number, encode_json(RECORD))
 
 
 def run(
@@ -60,7 +66,7 @@ def run(
 
 def test_another_machine_goes_on_where_the_first_was_interrupted(url, tmp_path):
     def interrupted(journal: Journal) -> None:
-        journal.add(2, RECORD)
+        journal.add(2, encode_json(RECORD))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -70,7 +76,7 @@ def test_another_machine_goes_on_where_the_first_was_interrupted(url, tmp_path):
 
     def rest(journal: Journal) -> None:
         assert 2 in journal
-        journal.add(1, RECORD | {"n": 1})
+        journal.add(1, encode_json(RECORD | {"n": 1}))
 
     run(url, tmp_path / "second", rest)
     assert [json.loads(line).get("n") for line in url.read_text().splitlines()] == [1, None]
@@ -84,7 +90,7 @@ def test_copies_of_the_journal_go_to_the_bucket_while_it_grows(url, tmp_path, mo
 
     def add(journal: Journal) -> None:
         for number in NUMBERS:
-            journal.add(number, RECORD)
+            journal.add(number, encode_json(RECORD))
             while not (copy.exists() and copy.read_bytes().count(b"\n") == 1 + number):
                 pass
 
@@ -99,7 +105,7 @@ def test_a_bucket_that_fails_costs_no_record(url, tmp_path, monkeypatch, capsys)
     with monkeypatch.context() as patch:
         patch.setattr(RemotePath, "copy_from", fail)
         with pytest.raises(ValueError, match="no permission"):
-            run(url, tmp_path, lambda journal: [journal.add(number, RECORD) for number in NUMBERS])
+            run(url, tmp_path, add_all)
     assert "the finished records are on this machine only" in capsys.readouterr().err
     run(url, tmp_path, lambda journal: None)
     assert url.read_text().count("\n") == 2
@@ -111,16 +117,16 @@ def test_of_two_machines_the_one_that_began_last_goes_on(url, tmp_path, monkeypa
     copy = url.with_name("out.jsonl.partial")
 
     def first(journal: Journal) -> None:
-        journal.add(1, RECORD | {"by": "first"})
+        journal.add(1, encode_json(RECORD | {"by": "first"}))
         while not (copy.exists() and copy.read_bytes().endswith(b"\n")):  # this store's files grow
             pass
         run(url, tmp_path / "second", second)
         while True:
-            journal.add(2, RECORD | {"by": "first"})
+            journal.add(2, encode_json(RECORD | {"by": "first"}))
 
     def second(journal: Journal) -> None:
         assert 1 in journal
-        journal.add(2, RECORD | {"by": "second"})
+        journal.add(2, encode_json(RECORD | {"by": "second"}))
 
     with pytest.raises(ValueError, match=r"another run writes memory://bucket/batches/out\.jsonl.*its records are in"):
         run(url, tmp_path / "first", first)
@@ -135,7 +141,7 @@ def test_an_output_that_another_machine_has_written_meanwhile_stays(url, tmp_pat
 
     def meanwhile(journal: Journal) -> None:
         for number in NUMBERS:
-            journal.add(number, RECORD)
+            journal.add(number, encode_json(RECORD))
         url.write_bytes(b"the other's")
 
     with pytest.raises(ValueError, match="another run writes"):
@@ -156,7 +162,7 @@ def test_a_run_that_ended_between_its_output_and_the_removal_of_its_journal_is_c
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "finish", end)
         with pytest.raises(KeyboardInterrupt):
-            run(url, tmp_path / "first", lambda journal: [journal.add(number, RECORD) for number in NUMBERS])
+            run(url, tmp_path / "first", add_all)
     before = url.read_bytes()
     assert url.with_name("out.jsonl.partial").is_file()
     run(url, tmp_path / "second", lambda journal: None)
@@ -169,7 +175,7 @@ def test_records_of_two_machines_are_put_together_and_those_of_another_input_are
 
     def interrupted(number: int) -> Callable[[Journal], None]:
         def add(journal: Journal) -> None:
-            journal.add(number, RECORD | {"n": number})
+            journal.add(number, encode_json(RECORD | {"n": number}))
             raise KeyboardInterrupt
 
         return add
@@ -205,10 +211,10 @@ def test_a_copy_whose_writing_failed_is_not_anothers(url, tmp_path, monkeypatch,
     monkeypatch.setattr(RemotePath, "copy_from", lose_the_first)
 
     def add(journal: Journal) -> None:
-        journal.add(1, RECORD)
+        journal.add(1, encode_json(RECORD))
         while not lost:
             pass
-        journal.add(2, RECORD)
+        journal.add(2, encode_json(RECORD))
 
     run(url, tmp_path, add)
     assert "the connection ended" in capsys.readouterr().err

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.offline import journal as journal_module
-from scripts.offline.batch_file import answer_record, parse_line
-from scripts.offline.journal import Header, Journal
+from server.batches import journal as journal_module
+from server.batches.batch_file import answer_record, parse_line
+from server.batches.journal import Header, Journal
+from server.http.encoding import encode_json
 
 ROOT = Path(__file__).parents[2]
 HEADER = Header(input="aa", settings={"--model": "m"}, replaces=None)
@@ -27,7 +28,7 @@ def read_records(path: Path) -> list[dict]:
 
 def test_the_journal_forgets_a_torn_record(tmp_path):
     path = tmp_path / "j"
-    record = answer_record(parse_line('{"prompt": "a"}', 1, {}), 200, {"id": "x"})
+    record = answer_record(parse_line('{"prompt": "a"}', 1, {}), 200, b'{"id":"x"}')
     with Journal(path) as journal:
         journal.begin(HEADER)
         journal.add(1, record)
@@ -37,10 +38,10 @@ def test_the_journal_forgets_a_torn_record(tmp_path):
         assert journal.header == HEADER
         assert 1 in journal
         assert 2 not in journal
-        journal.add(2, record | {"id": "again"})
+        journal.add(2, encode_json(json.loads(record) | {"id": "again"}))
         assert journal.write_to(tmp_path / "o", [2, 1]) == 0
         journal.finish()
-    assert [entry["id"] for entry in read_records(tmp_path / "o")] == ["again", record["id"]]
+    assert [entry["id"] for entry in read_records(tmp_path / "o")] == ["again", json.loads(record)["id"]]
     assert not path.exists()
 
 
@@ -48,7 +49,7 @@ def test_a_torn_header_is_no_journal_and_a_text_without_a_line_is_no_torn_header
     path = tmp_path / "j"
     with Journal(path) as journal:
         journal.begin(HEADER)
-        journal.add(1, {})
+        journal.add(1, b"{}")
     header = path.read_bytes().splitlines(keepends=True)[0]
     for size in range(len(header) + 1):
         path.write_bytes(header[:size])
@@ -71,8 +72,8 @@ def test_a_journal_without_records_leaves_no_file(tmp_path):
 def test_forgotten_records_are_lost_when_the_first_new_one_is_added_and_not_before(tmp_path):
     with Journal(tmp_path / "j") as journal:
         journal.begin(HEADER)
-        journal.add(1, {})
-        journal.add(2, {})
+        journal.add(1, b"{}")
+        journal.add(2, b"{}")
     with Journal(tmp_path / "j") as journal:
         journal.begin(replace(HEADER, input="bb"))
         assert 1 not in journal
@@ -80,7 +81,7 @@ def test_forgotten_records_are_lost_when_the_first_new_one_is_added_and_not_befo
         assert journal.header == HEADER
         assert 1 in journal
         journal.begin(replace(HEADER, input="bb"))
-        journal.add(3, {})
+        journal.add(3, b"{}")
     with Journal(tmp_path / "j") as journal:
         assert journal.header.input == "bb"
         assert 1 not in journal
@@ -106,7 +107,7 @@ def test_a_journal_that_its_run_removes_before_it_is_locked_is_opened_anew(is_th
     with Journal(tmp_path / "j") as journal:
         assert num_calls == 2
         journal.begin(HEADER)
-        journal.add(1, {})
+        journal.add(1, b"{}")
         with pytest.raises(BlockingIOError):  # it is the file at the path that is locked
             Journal(tmp_path / "j")
     assert len(read_records(tmp_path / "j")) == 2

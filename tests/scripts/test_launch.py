@@ -399,6 +399,51 @@ def test_defaults_of_generation_are_overridden(model_folder):
             launch.server_settings(args, resolve(args.model), model_folder)
 
 
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ([], None),
+        (["--max-output-tokens", "7"], 7),
+        (["--max-output-tokens", "7", "--override-generation-config", '{"max_new_tokens": 5}'], 5),
+        (["--max-output-tokens", "7", "--override-generation-config", '{"max_new_tokens": 9}'], 7),
+    ],
+)
+def test_the_smaller_of_two_limits_of_the_output_counts(model_folder, flags, most):
+    args = parse("--model", str(model_folder), *flags)
+    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    assert settings.generation_defaults.max_new_tokens == most
+    with pytest.raises(ValueError, match="--max-output-tokens must be at least 1"):
+        launch.server_settings(parse("--max-output-tokens", "0"), resolve("demo"), model_folder)
+
+
+def test_the_folder_of_batches_has_a_size(model_folder, tmp_path):
+    args = parse("--batch-folder", str(tmp_path), "--batch-folder-size", "0.5", "--batch-concurrency", "8")
+    settings = launch.server_settings(args, resolve(args.model), model_folder)
+    assert (settings.batch_folder, settings.batch_folder_gib, settings.batch_concurrency) == (tmp_path, 0.5, 8)
+    for flag, wrong in (("--batch-folder-size", "0"), ("--batch-folder-size", "nan"), ("--batch-concurrency", "0")):
+        with pytest.raises(ValueError, match=flag):
+            launch.server_settings(parse(flag, wrong), resolve("demo"), model_folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "concurrency"),
+    [
+        ([], 64),
+        (["--max-queue", "32"], 16),
+        (["--max-queue", "0"], 1),
+        (["--max-queue", "9", "--batch-concurrency", "9"], 9),
+    ],
+)
+def test_batches_leave_room_in_the_queue(model_folder, tmp_path, flags, concurrency):
+    def settings(*flags: str):
+        args = parse("--batch-folder", str(tmp_path), *flags)
+        return launch.server_settings(args, resolve(args.model), model_folder)
+
+    assert settings(*flags).batch_concurrency == concurrency
+    with pytest.raises(ValueError, match="--max-queue 9: choose fewer"):
+        settings("--max-queue", "9", "--batch-concurrency", "10")
+
+
 def test_defaults_of_generation_come_from_the_model_or_elsewhere(model_folder, tmp_path):
     def temperature(*flags: str) -> float:
         args = parse("--model", str(model_folder), *flags)

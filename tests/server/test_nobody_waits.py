@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
 from tests.server.support.canary import canary
 from tests.server.support.echo_engine import EchoConfig
+from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE
 from tests.server.support.tool_template import TOOL_TEMPLATE
@@ -158,3 +160,39 @@ def test_many_turns_in_other_forms(with_tools, path):
     turns = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(20_000)]
     body = {"input": turns, "max_output_tokens": 1} if path == "/v1/responses" else {"messages": turns, "max_tokens": 1}
     assert post(with_tools, path, body)["usage"]["input_tokens"] > 200_000
+
+
+def test_conversations_of_one_request(roomy):
+    conversations = [[{"role": "user", "content": "word " * 3998}]] * 128
+    assert len(post(roomy, f"{CHAT}/batch", {"messages": conversations, "max_tokens": 1})["choices"]) == 128
+
+
+def test_token_ids_in_and_out(roomy):
+    params = {"max_tokens": 2, "prompt_logprobs": 1, "n": 4}
+    body = {"token_ids": [65] * LONG_PROMPT, "sampling_params": params, "return_token_ids": True}
+    answer = post(roomy, "/inference/v1/generate", body)
+    assert [len(answer[field]) for field in ("prompt_token_ids", "prompt_logprobs")] == [LONG_PROMPT] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "num_lines", "status"),
+    [
+        ({"prompt": "a", "max_tokens": 1}, 30_000, "failed"),  # the last line is none
+        ({"prompt": "a" * 6_000_000}, 12, "completed"),  # too long for the model
+        ({"prompt": "a", "x": [[]] * 30_000}, 30, "completed"),
+        ({"prompt": "a", "max_tokens": 300, "ignore_eos": True, "logprobs": 20, "n": 32}, 2, "completed"),
+    ],
+)
+def test_files_and_batches(tmp_path_factory, body, num_lines, status):
+    text = json.dumps(body)
+    head = f'"method": "POST", "url": "{COMPLETIONS}", "body": {text}'
+    lines = [f'{{"custom_id": "{i}", {head}}}' for i in range(num_lines)]
+    content = "\n".join([*lines, "no line"] if status == "failed" else lines).encode()
+    folder = tmp_path_factory.mktemp("batches")
+    with running_server(folder, ECHO, EchoConfig(), batch_folder=folder / "kept") as server, canary(server):
+        client = server.client()
+        file = client.files.create(file=("a.jsonl", content), purpose="batch")
+        assert client.files.content(file.id).content == content
+        batch = client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == status)
+        assert client.batches.retrieve(batch.id).request_counts.total == (0 if status == "failed" else num_lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -104,6 +104,23 @@ class ChatWriter(ChoicesWriter):
             return {"prompt_logprobs": None, **self._prompt_ids()}
         entries = prompt_logprobs(self._tokenizer, prompt, self._generation.choices[0].prompt_logprobs or [], num_top)
         return {"prompt_logprobs": list_of(entries, len(prompt)), **self._prompt_ids()}
+
+
+class BatchChatWriter(ChatWriter):
+    """Writes the answers to several conversations, a choice for each."""
+
+    def __init__(
+        self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: Sequence[ChatOptions]
+    ) -> None:
+        super().__init__(generation, head, tokenizer, options[0])
+        self._options_of = options
+
+    def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
+        self._options = self._options_of[choice.index]
+        return super()._whole_choice(choice, gain) | self._prompt_ids()
+
+    def _whole_fields(self) -> dict[str, Any]:
+        return {}
 
 
 def _joined_fields(gain: Gain) -> dict[str, Any]:

@@ -33,6 +33,7 @@ MAX_HARMLESS_BYTES = 64  # a longer value is never a harmless one
 
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decode_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_decode_raws = msgspec.json.Decoder(list[msgspec.Raw])
 _decode_value = msgspec.json.Decoder(Any)
 LONG_BODY = 64 * 1024  # bytes; a shorter body has few entries
 PIECE_BYTES = 64 * 1024
@@ -96,12 +97,16 @@ class BodyReader[T: msgspec.Struct]:
             setattr(read, name, msgspec.Raw(self._declared(bytes(raw), self._table.inner[name], f"{name}.")))
 
     def _declared(self, value: bytes, table: FieldTable, path: str) -> bytes:
-        """The JSON of an object, or of a list of objects, without the fields that their type does not declare.
+        """The JSON of an object, or of a list of objects or of such lists, without the fields that their type does not
+        declare.
 
         Anything else comes back as it is: what reads it reports the wrong type.
         """
         value = value.lstrip()
         try:
+            if value.startswith(b"[") and value[1:2048].lstrip().startswith(b"["):
+                lists = _decode_raws.decode(value)
+                return _list(self._declared(bytes(raw), table, f"{path}{i}.") for i, raw in enumerate(lists))
             if value.startswith(b"["):
                 items = _decode_list.decode(value)
                 return _list(self._kept(item, table, f"{path}{i}.") for i, item in enumerate(items))

@@ -6,7 +6,8 @@ Nothing after the first step reads the body.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
@@ -45,6 +46,11 @@ class ChatPlan:
     thinking_budget: int | None  # the most tokens of the reasoning
     lowers_max_tokens: bool
 
+    def about(self, body: ChatRequest) -> ChatPlan:
+        """The plan of a body that differs in its messages only. Raises RequestError."""
+        own = replace(self.generation)
+        return replace(self, generation=own, conversation=Conversation.of(body), echo=_echo(body))
+
     @property
     def options(self) -> ChatOptions:
         """What the answer is written with."""
@@ -64,14 +70,31 @@ async def start_chat(
 
     `lowers_max_tokens`: where the context has less room than `max_tokens`, the output ends with the context.
     """
-    header = request.headers.get(TIMEOUT_HEADER)
-    plan = await check_chat(
-        state, body, id_prefix=id_prefix, timeout_header=header, lowers_max_tokens=lowers_max_tokens
+    generation, (plan,) = await start_chats(
+        state, [body], request, id_prefix=id_prefix, lowers_max_tokens=lowers_max_tokens
     )
-    await render(state, plan)
-    await constrain(state, plan)
-    fit(state, plan)
-    return await submit(state, plan.generation), plan
+    return generation, plan
+
+
+async def start_chats(
+    state: ServerState,
+    bodies: Sequence[ChatRequest],
+    request: Request,
+    *,
+    id_prefix: str,
+    lowers_max_tokens: bool = False,
+) -> tuple[Generation, list[ChatPlan]]:
+    """As `start_chat`, for bodies that differ in their messages only: one generation answers all of them."""
+    header = request.headers.get(TIMEOUT_HEADER)
+    first = await check_chat(
+        state, bodies[0], id_prefix=id_prefix, timeout_header=header, lowers_max_tokens=lowers_max_tokens
+    )
+    plans = [first, *(first.about(body) for body in bodies[1:])]
+    for plan in plans:
+        await render(state, plan)
+        await constrain(state, plan)
+        fit(state, plan, share=len(plans))
+    return await submit(state, *(plan.generation for plan in plans)), plans
 
 
 async def check_chat(
@@ -138,8 +161,9 @@ async def constrain(state: ServerState, plan: ChatPlan) -> None:
     generation.grammar, generation.grammar_field = grammar, field
 
 
-def fit(state: ServerState, plan: ChatPlan) -> None:
-    """Prompt and output must fit into the context, and the log-probabilities into the answer."""
+def fit(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
+    """Prompt and output must fit into the context, and the log-probabilities into the answer, of which the chat has one
+    part in `share`."""
     generation = plan.generation
     num_prompt, max_model_len = len(generation.prompts[0]), state.client.info.max_model_len
     asked = plan.max_tokens
@@ -153,7 +177,7 @@ def fit(state: ServerState, plan: ChatPlan) -> None:
         logprobs=generation.logprobs,
         num_prompt_scores=0 if generation.prompt_logprobs is None else num_prompt * (generation.prompt_logprobs + 1),
         fixed=plan.max_tokens is not None,
-        most=state.settings.max_request_logprobs,
+        most=state.settings.max_request_logprobs // share,
     )
     check_min_tokens(generation.sampling.values.get("min_tokens"), limit)
 

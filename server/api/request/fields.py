@@ -9,12 +9,13 @@ both the first time, and a server with `--strict-fields` refuses them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from server.api.request.schemas import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     ContentPart,
@@ -75,21 +76,26 @@ NO_BUDGET = Refused("chats have `thinking_token_budget` for it", tunes=True)
 NO_VERBOSITY = Refused("a level of verbosity is not supported yet: say it in a message", ("medium",), tunes=True)
 NO_SHORTER = Refused("making a conversation shorter is not supported yet", tunes=True)
 _STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
+NO_BEST_OF = "drawing more sequences than are returned is not supported yet: ask for `n` with `logprobs`, and choose"
+_BEAMS = (
+    "beam search is not supported yet, for its beams would be new requests at every token: ask for `n` samples with "
+    "`logprobs`, and keep the one with the highest sum"
+)
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
 
 _GENERATION = {
-    "best_of": Refused("drawing more sequences than are returned is not supported yet: ask for `n`", (1,)),
+    "best_of": Refused(NO_BEST_OF, (1,)),
     "dry_multiplier": Refused(_ANOTHER_SAMPLER),
     "dynatemp_range": Refused(_ANOTHER_SAMPLER),
     "ec_transfer_params": NO_TRANSFER,
-    "early_stopping": Refused("beam search is not supported yet"),
+    "early_stopping": Refused(_BEAMS),
     "enable_thinking": Refused("chats have `chat_template_kwargs` for it", tunes=True),
     "grammar": _STRUCTURED,
     "guided_whitespace_pattern": _STRUCTURED,
     "include_reasoning": Refused("only chats tell reasoning from the answer", tunes=True),
     "json_schema": _STRUCTURED,
     "kv_transfer_params": NO_TRANSFER,
-    "length_penalty": Refused("beam search is not supported yet", (1,)),
+    "length_penalty": Refused(_BEAMS, (1,)),
     "logits_processors": Refused("code that comes with a request is not supported yet; there is `logit_bias`"),
     "logprob_token_ids": Refused("log-probabilities of chosen tokens are not supported yet; there is `logprobs`"),
     "mirostat": Refused(_ANOTHER_SAMPLER),
@@ -117,7 +123,7 @@ _GENERATION = {
     "top_a": Refused(_ANOTHER_SAMPLER),
     "top_n_sigma": Refused(_ANOTHER_SAMPLER, (-1,)),
     "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),
-    "use_beam_search": Refused("beam search is not supported yet"),
+    "use_beam_search": Refused(_BEAMS),
     "vllm_xargs": NO_PLUG_INS,
     "watermarking": NO_WATERMARKS,
     "xtc_probability": Refused(_ANOTHER_SAMPLER),
@@ -233,6 +239,7 @@ CHAT_FIELDS = FieldTable(
         "tools": _TOOL,
     },
 )
+BATCH_CHAT_FIELDS = replace(CHAT_FIELDS, kind=BatchChatRequest)
 COMPLETION_FIELDS = FieldTable(
     kind=CompletionRequest,
     refused=of_other_routes(CompletionRequest, but=_WITHOUT_EFFECT),

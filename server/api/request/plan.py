@@ -88,11 +88,15 @@ async def check_generation(
     )
 
 
-async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
-    """Submits `head.n` sequences for each prompt, prompt by prompt. Raises RequestError."""
+async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPlan) -> Generation:
+    """Submits `head.n` sequences for each prompt, prompt by prompt. Raises RequestError.
+
+    The `others` are of the same request. They differ in their prompts, limits, grammars and readers only.
+    """
+    plans = (plan, *others)
     head, sampling = plan.head, plan.sampling
-    _check_allowed_ids(sampling, len(plan.prompts) * head.n)
-    grammar = None if plan.grammar is None else plan.grammar.text
+    prompts = [(plan, prompt, limit) for plan in plans for prompt, limit in zip(plan.prompts, plan.limits, strict=True)]
+    _check_allowed_ids(sampling, len(prompts) * head.n)
     unenforced = () if plan.grammar is None else plan.grammar.unenforced
     if unenforced:
         _log.warning("%s: a grammar cannot hold %s; answers may break it", plan.grammar_field, ", ".join(unenforced))
@@ -103,16 +107,18 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
         stream=plan.stream,
         on_limit=state.metrics.observe_limit,
         on_end=state.metrics.observe_end,
-        grammar_field=None if grammar is None else plan.grammar_field,
+        grammar_field=None if plan.grammar is None else plan.grammar_field,
         unenforced=unenforced,
     )
     texts = sampling.stops
     stops = await state.threads.in_thread(sum(map(len, texts)), StopStrings, texts) if texts else None
-    packed = await state.threads.in_thread(sum(map(len, plan.prompts)), wire.packed_prompts, plan.prompts)
+    ids = [prompt for _, prompt, _ in prompts]
+    packed = await state.threads.in_thread(sum(map(len, ids)), wire.packed_prompts, ids)
     left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
     queue_s = min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
     requests: list[wire.WireRequest] = []
-    for prompt, packed_prompt, max_tokens in zip(plan.prompts, packed, plan.limits, strict=True):
+    earlier: str | None = None  # the last request's grammar
+    for (own, prompt, max_tokens), packed_prompt in zip(prompts, packed, strict=True):
         for i in range(head.n):
             stream = TextStream(
                 state.tokenizer,
@@ -121,7 +127,8 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
                 skip_special_tokens=sampling.skip_special_tokens,
                 min_tokens=sampling.values.get("min_tokens", 0),
             )
-            reader = plan.new_reader()
+            reader = own.new_reader()
+            text = None if own.grammar is None else own.grammar.text
             index = len(generation.choices)
             choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, reader=reader)
             generation.choices.append(choice)
@@ -134,7 +141,7 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
                         max_tokens=max_tokens,
                         logprobs=plan.logprobs,
                         prompt_logprobs=plan.prompt_logprobs if i == 0 or plan.stream else None,
-                        grammar=wire.SAME_GRAMMAR if grammar is not None and requests else grammar,
+                        grammar=wire.SAME_GRAMMAR if text is not None and text == earlier else text,
                     ),
                     plan.priority,
                     plan.cache_salt,
@@ -144,10 +151,11 @@ async def submit(state: ServerState, plan: GenerationPlan) -> Generation:
                     group=head.id,
                 )
             )
+            earlier = text
     running = state.generations.get(head.id)
     if running is not None and not running.finished:
         raise invalid("request_id", "a request with this id is running already")
-    state.metrics.observe_request(n=head.n, max_tokens=max(plan.limits))
+    state.metrics.observe_request(n=head.n, max_tokens=max(limit for *_, limit in prompts))
     if (trace := current_trace.get()) is not None:
         trace.generation, trace.model, trace.sampling = generation, head.model, requests[0].sampling
     generation.submit(requests, timeout_s=left_s)

@@ -8,15 +8,17 @@ from typing import Any
 
 from batcher.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from batcher.sampling_table import PARAMETERS
+from server.api.request.fields import NO_BEST_OF
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
-from server.http.request_error import invalid
+from server.http.request_error import RequestError, invalid
 from server.settings import TOP_K_OFF, GenerationDefaults
 from server.text.tokenizer import ByteLevelTokenizer
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow, and no draw would differ
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORD_CHARS = 256
+ALL_LOGPROBS = -1  # in vLLM
 SEED_BITS = 63
 # these depend on the prompt, or the routes spell them differently
 LATER = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}
@@ -65,6 +67,8 @@ def checked_sampling(body: SamplingFields, defaults: GenerationDefaults, *, voca
             values[name] = value
     if body.n is not None and body.n < 1:
         raise invalid("n", f"must be at least 1, got {body.n}")
+    if body.best_of and body.best_of != (body.n or 1):
+        raise RequestError(400, f"best_of: {NO_BEST_OF}.", param="best_of", code="unsupported_parameter")
     check_priority(body.priority)
     _check_seed(body.seed)
     check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size)
@@ -111,6 +115,9 @@ def check_priority(priority: int | None) -> None:
 
 def check_top_logprobs(param: str, value: int) -> None:
     """Raises RequestError 400 if `value` is outside of 0 to MAX_LOGPROBS."""
+    if value == ALL_LOGPROBS:
+        message = f"{value} asks for the whole vocabulary, and at most {MAX_LOGPROBS} tokens are told at each place"
+        raise invalid(param, message)
     if not 0 <= value <= MAX_LOGPROBS:
         raise invalid(param, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
 
@@ -147,10 +154,12 @@ def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, 
         raise invalid("min_tokens", f"must not be greater than {param}, {min_tokens} > {max_tokens}")
 
 
-def check_num_choices(num_prompts: int, n: int | None, *, most: int) -> None:
-    """Raises RequestError 400. Call it before prompts are encoded: a body has room for millions of prompts."""
+def check_num_choices(num_prompts: int, n: int | None, *, most: int, prompts: str = "prompt") -> None:
+    """Raises RequestError 400. Call it before prompts are encoded: a body has room for millions of prompts.
+
+    `prompts` is the name of the field with them."""
     if num_prompts * (n or 1) > most:
-        param = "n" if num_prompts == 1 else "prompt"
+        param = "n" if num_prompts == 1 else prompts
         raise invalid(param, f"at most {most} sequences per request are allowed, prompts times n")
 
 

@@ -105,6 +105,7 @@ class SamplingFields(CommonFields, kw_only=True):
 
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     # beyond OpenAI's
     prompt_logprobs: int | None = None
@@ -158,10 +159,9 @@ class Message(Declared):
     reasoning: str | None = None  # another name of it
 
 
-class ChatRequest(SamplingFields, kw_only=True):
-    """The body of a chat completion."""
+class ChatFields(SamplingFields, kw_only=True):
+    """What chats share, besides their messages."""
 
-    messages: Annotated[list[Message], ITEMS]
     max_completion_tokens: int | None = None
     echo: bool | None = None
     logprobs: bool | None = False
@@ -176,6 +176,23 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
+
+
+class ChatRequest(ChatFields, kw_only=True):
+    """The body of a chat completion."""
+
+    messages: Annotated[list[Message], ITEMS]
+
+
+class BatchChatRequest(ChatFields, kw_only=True):
+    """The body of a chat completion of several conversations."""
+
+    messages: Annotated[list[Annotated[list[Message], ITEMS]], ITEMS]
+
+    def each(self) -> list[ChatRequest]:
+        """The bodies of the same request about each conversation."""
+        fields = {name: getattr(self, name) for name in ChatFields.__struct_fields__}
+        return [ChatRequest(messages=messages, **fields) for messages in self.messages]
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
+from server.api.answers.writer import AnswerHead
 from server.api.request.body import BodyReader
 from server.api.request.fields import COMPLETION_FIELDS
 from server.api.request.grammars import asked_constraint, compiled
@@ -34,6 +35,7 @@ from server.api.request.sampling import check_counts, check_ids, check_num_choic
 from server.api.request.schemas import CompletionRequest
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.state import ServerState
+from server.engine.generation import Generation
 from server.text.special_tokens import SpecialTokens, encode_all
 from server.text.stream import decode_text
 
@@ -66,8 +68,27 @@ class Completions:
     async def __call__(self, request: Request) -> Response:
         state = self._state
         body = await self._reader.read(request, state.body_limits, state.threads)
+        generation, head, prompts = await self.start(body, request, id_prefix="cmpl")
+        options = CompletionOptions(
+            prompts=prompts,
+            echo=bool(body.echo),
+            discard_output=body.max_tokens == 0,
+            logprobs=body.logprobs,
+            num_prompt_logprobs=body.prompt_logprobs,
+        )
+        writer = CompletionWriter(generation, head, state.tokenizer, options)
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+
+    async def start(
+        self, body: CompletionRequest, request: Request, *, id_prefix: str, fills_context: bool = False
+    ) -> tuple[Generation, AnswerHead, list[Prompt]]:
+        """Makes the checks, encodes the prompts and submits them. Raises RequestError.
+
+        `fills_context`: a body without `max_tokens` generates up to the end of the context.
+        """
+        state = self._state
         header = request.headers.get(TIMEOUT_HEADER)
-        plan = await check_generation(state, body, id_prefix="cmpl", timeout_header=header)
+        plan = await check_generation(state, body, id_prefix=id_prefix, timeout_header=header)
         head = plan.head
         for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if value is not None:
@@ -88,37 +109,28 @@ class Completions:
         kept = truncation.kept(least_output=body.max_tokens or 1)
         prompts = await state.threads.in_thread(sum(map(len, given)), self._encode, body, given, kept)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
-        limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
-        for limit in limits:
-            check_min_tokens(body.min_tokens, limit)
+        limits = [self._limit(body, len(prompt.ids), fills_context=fills_context) for prompt in prompts]
         wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
         num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        limit_scores(
+        limits = limit_scores(
             limits,
             n=head.n,
             logprobs=body.logprobs,
             num_prompt_scores=head.n * sum(value + 1 for value in wants_scores) * num_prompt_tokens,
-            fixed=True,
+            fixed=not fills_context or body.max_tokens is not None,
             most=state.settings.max_request_logprobs,
         )
+        for limit in limits:
+            check_min_tokens(body.min_tokens, limit)
         plan.prompts, plan.limits = [prompt.ids for prompt in prompts], limits
         plan.logprobs, plan.prompt_logprobs = body.logprobs, max(wants_scores, default=None)
-        generation = await submit(state, plan)
-        options = CompletionOptions(
-            prompts=prompts,
-            echo=echo,
-            discard_output=body.max_tokens == 0,
-            logprobs=body.logprobs,
-            num_prompt_logprobs=body.prompt_logprobs,
-        )
-        writer = CompletionWriter(generation, head, state.tokenizer, options)
-        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+        return await submit(state, plan), head, prompts
 
-    def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
+    def _limit(self, body: CompletionRequest, num_prompt: int, *, fills_context: bool = False) -> int:
         asked = None if body.max_tokens is None else max(1, body.max_tokens)
         most = self._state.settings.generation_defaults.max_new_tokens
         limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens", most=most)
-        return min(limit, DEFAULT_MAX_TOKENS) if asked is None else limit
+        return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not fills_context else limit
 
     def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:
         if isinstance(prompt, list):

@@ -101,7 +101,7 @@ def _operation(
     if needs_key:
         operation["security"] = [{"key": []}]
     if route.body is not None:
-        content = {"application/json": {"schema": schemas[route.body]}}
+        content = {route.body_type: {"schema": schemas[route.body]}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 
@@ -112,8 +112,8 @@ def _page(document: dict[str, Any], version: str) -> str:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             title = f"<code>{method.upper()} {html.escape(path)}</code> {html.escape(operation['summary'])}"
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-            fields = _fields(schemas, body) if body else ""
+            content = operation.get("requestBody", {}).get("content", {})
+            fields = "".join(_fields(schemas, body["schema"]) for body in content.values())
             sections.append(f"<details><summary>{title}</summary>{fields}</details>" if fields else f"<p>{title}</p>")
     return _PAGE.format(version=html.escape(version), routes="\n".join(sections))
 

@@ -3,8 +3,12 @@ that a new field cannot be forgotten."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,11 +25,14 @@ from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, p
 MANY = 100_000  # more than any body may have of what its type does not allow
 HEADERS = {"Authorization": "Bearer boss"}
 Schema = dict[str, Any]
-Path = tuple[str, ...]
+Places = tuple[str, ...]
 
 
 def state_with_all_routes() -> ServerState:
-    state = state_of(StubClient(DONE), admin_api_keys=("boss",), trust_request_chat_template=True)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    given = {"admin_api_keys": ("boss",), "trust_request_chat_template": True, "batch_folder": folder}
+    state = state_of(StubClient(DONE), **given)
     state.client.info = msgspec.structs.replace(state.client.info, embedding_size=4)
     return state
 
@@ -34,9 +41,9 @@ STATE = state_with_all_routes()
 DOCUMENT = call(STATE, "GET", "/openapi.json").json()
 COMPONENTS = DOCUMENT["components"]["schemas"]
 BODIES = {
-    path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]
+    path: content["application/json"]["schema"]
     for path, operations in DOCUMENT["paths"].items()
-    if "requestBody" in operations.get("post", {})
+    if "application/json" in (content := operations.get("post", {}).get("requestBody", {}).get("content", {}))
 }
 
 
@@ -59,7 +66,7 @@ def least(schema: Schema) -> Any:
     return {name: least(schema["properties"][name]) for name in schema.get("required", ())}
 
 
-def lists(schema: Schema, seen: tuple[str, ...] = ()) -> Iterator[tuple[Path, Schema, Any]]:
+def lists(schema: Schema, seen: tuple[str, ...] = ()) -> Iterator[tuple[Places, Schema, Any]]:
     """(the names on the way, the list's schema, a value of `schema` in which the list has one entry too many)"""
     for option in options(schema):
         if option.get("$ref") in seen:

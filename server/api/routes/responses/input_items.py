@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from server.api.request.kept_objects import is_ascending, page_size
 from server.api.request.schemas import ContentPart, Message, ToolCall
 from server.http.encoding import LongText, NestedList
 from server.http.request_error import invalid
 
 MAX_ITEMS = 100  # of one page
 DEFAULT_ITEMS = 20
-ORDERS = ("asc", "desc")
 
 Source = tuple[Message, ToolCall | None]  # a message, or one call of it
 
@@ -29,13 +29,13 @@ def items_page(response_id: str, messages: Sequence[Message], query: Mapping[str
     """
     sources = list(_sources(messages))
     prefix = f"item_{response_id.rpartition('-')[2]}"
-    numbers = range(len(sources)) if _order(query) == "asc" else range(len(sources) - 1, -1, -1)
+    numbers = range(len(sources)) if is_ascending(query) else range(len(sources) - 1, -1, -1)
     if "after" in query:
         ids = [f"{prefix}_{number}" for number in numbers]
         if query["after"] not in ids:
             raise invalid("after", f"there is no item with the id {query['after'][:100]!r}")
         numbers = numbers[ids.index(query["after"]) + 1 :]
-    shown = list(islice(numbers, _limit(query)))
+    shown = list(islice(numbers, page_size(query, most=MAX_ITEMS, default=DEFAULT_ITEMS)))
     return {
         "object": "list",
         "data": NestedList(_item(f"{prefix}_{number}", *sources[number]) for number in shown),
@@ -43,20 +43,6 @@ def items_page(response_id: str, messages: Sequence[Message], query: Mapping[str
         "last_id": f"{prefix}_{shown[-1]}" if shown else None,
         "has_more": len(shown) < len(numbers),
     }
-
-
-def _limit(query: Mapping[str, str]) -> int:
-    text = query.get("limit", str(DEFAULT_ITEMS))
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= MAX_ITEMS):
-        raise invalid("limit", f"must be between 1 and {MAX_ITEMS}, got {text[:40]!r}")
-    return int(text)
-
-
-def _order(query: Mapping[str, str]) -> str:
-    order = query.get("order", "desc")
-    if order not in ORDERS:
-        raise invalid("order", f"must be one of {', '.join(ORDERS)}, got {order[:40]!r}")
-    return order
 
 
 def _sources(messages: Sequence[Message]) -> Iterator[Source]:

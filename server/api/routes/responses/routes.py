@@ -21,6 +21,7 @@ from server.api.answers.forwarded import ForwardedAnswer
 from server.api.peers import FORWARDED
 from server.api.request.body import BodyReader
 from server.api.request.chat import count_tokens, start_chat
+from server.api.request.kept_objects import check_metadata
 from server.api.request.schemas import ChatRequest, Message
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.responses.input_items import items_page
@@ -45,8 +46,6 @@ from server.http.encoding import json_pieces
 from server.http.request_error import NOT_FOUND, RequestError, invalid
 
 PATH = "/v1/responses"
-MAX_METADATA = 16
-MAX_METADATA_CHARS = (64, 512)  # of a key, of a value
 CHARS_OF_AN_ITEM = 40  # the work to translate it is that of such a text
 BYTES_OF_A_MESSAGE = 300  # in memory, besides its texts
 BYTES_OF_A_BYTE = 5  # of JSON that is decoded
@@ -97,7 +96,7 @@ class Responses:
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
         if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
             return ForwardedAnswer(request, keeper, raw)
-        _check_metadata(body.metadata)
+        check_metadata(body.metadata)
         earlier = self._earlier(body.previous_response_id)
         tools, messages, num_bytes = await self._conversation(body, earlier)
         chat = chat_request(body, tools, messages)
@@ -261,16 +260,6 @@ def _other_bytes(chat: ChatRequest, instructions: str | None) -> int:
     """The size in memory of what a record keeps besides the messages, approximately."""
     parsed = [field for field in (chat.tools, chat.response_format) if isinstance(field, msgspec.Raw)]
     return getsizeof(instructions) + BYTES_OF_A_BYTE * sum(map(len, parsed))
-
-
-def _check_metadata(metadata: dict[str, str] | None) -> None:
-    if metadata is None:
-        return
-    key_chars, value_chars = MAX_METADATA_CHARS
-    if len(metadata) > MAX_METADATA:
-        raise invalid("metadata", f"at most {MAX_METADATA} pairs are kept, got {len(metadata)}")
-    if any(len(key) > key_chars or len(value) > value_chars for key, value in metadata.items()):
-        raise invalid("metadata", f"keys have at most {key_chars} characters, values at most {value_chars}")
 
 
 def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, state: ServerState) -> dict[str, Any]:

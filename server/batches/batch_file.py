@@ -10,15 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
+
+import msgspec
+
+from server.http.encoding import encode_json
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 URL_BY_FIELD = {"prompt": COMPLETIONS, "messages": CHAT, "input": EMBEDDINGS}  # of plain lines
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # one field by its names on the routes
+
+
+INVALID_LINE = "invalid_line"  # the code of a line that is no request
+
+
+class _Named(msgspec.Struct):
+    """What is read of an answer."""
+
+    id: str | None = None
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +84,15 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
     return Line(custom_id=custom_id, url=url, body={**_defaults_of(url, body, defaults), **body})
 
 
+def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
+    """The lines from here on that are not blank, with their numbers from 1. A line that is not UTF-8 is no request, and
+    the others are read."""
+    for number, raw in enumerate(file, 1):
+        text = raw.decode(errors="surrogateescape").strip()
+        if text:
+            yield number, text
+
+
 def _defaults_of(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields for a body of this route. The limit of the output has the route's name, if the body has none."""
     if url == EMBEDDINGS:
@@ -79,11 +104,11 @@ def _defaults_of(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any])
     return fields
 
 
-def answer_record(line: Line, status: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """The record of the server's answer, which may be a refusal."""
-    request_id = answer.get("id") or f"req-{uuid.uuid4().hex}"
-    response = {"status_code": status, "request_id": request_id, "body": answer}
-    return {"id": _record_id(), "custom_id": line.custom_id, "response": response, "error": None}
+def answer_record(line: Line, status: int, answer: bytes) -> bytes:
+    """The record of the server's answer, which may be a refusal. Both are JSON: an answer may be long."""
+    request_id = _decode_named(answer).id or f"req-{uuid.uuid4().hex}"
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(answer)}
+    return encode_json({"id": _record_id(), "custom_id": line.custom_id, "response": response, "error": None})
 
 
 def num_output_tokens(answer: Mapping[str, Any]) -> int:
@@ -93,10 +118,10 @@ def num_output_tokens(answer: Mapping[str, Any]) -> int:
     return found
 
 
-def problem_record(line: Line) -> dict[str, Any]:
-    """The error record of an invalid line."""
-    error = {"code": "invalid_line", "message": line.problem}
-    return {"id": _record_id(), "custom_id": line.custom_id, "response": None, "error": error}
+def problem_record(line: Line, code: str = INVALID_LINE, message: str | None = None) -> bytes:
+    """The error record of a line without an answer. The message is by default the problem of the line."""
+    error = {"code": code, "message": line.problem if message is None else message}
+    return encode_json({"id": _record_id(), "custom_id": line.custom_id, "response": None, "error": error})
 
 
 def _record_id() -> str:

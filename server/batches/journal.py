@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
+
+import msgspec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class Journal:
         self._name = path if name is None else name
         self._file = _open_locked(path)
         self._header: Header | None = None
-        self._places: dict[int, tuple[int, int]] = {}  # a line's number -> offset, size
+        self._places: dict[int, tuple[int, int]] = {}  # a line's number -> offset, size of its record
+        self._errors: set[int] = set()  # the lines whose records are errors
         self._end = 0
         self._is_finished = False
         self._objection: str | None = None  # why this run must not go on
@@ -74,6 +77,7 @@ class Journal:
         """Starts over. Earlier records stay in the file until this run adds its first one."""
         self._header = header
         self._places.clear()
+        self._errors.clear()
         self._is_new = True
 
     def check_belongs_to(self, run: Header) -> None:
@@ -107,8 +111,8 @@ class Journal:
         """Ends the run: the next `add` raises ValueError with the reason. May be called from any thread."""
         self._objection = reason
 
-    def add(self, number: int, record: dict[str, Any]) -> None:
-        """Adds the record of a line. After the return, the record survives a kill of this process."""
+    def add(self, number: int, record: bytes) -> None:
+        """Adds the record of a line, as JSON. After the return, the record survives a kill of this process."""
         if self._objection is not None:
             raise ValueError(self._objection)
         first = b""
@@ -116,10 +120,10 @@ class Journal:
             self._file.truncate(0)
             first = _json_line(asdict(self.header))
             self._end, self._is_new = len(first), False
-        raw = _json_line({"line": number, "record": record})
+        raw = _entry(number, record)
         self._file.write(first + raw)
         self._file.flush()
-        self._places[number] = (self._end, len(raw))
+        self._note(number, _decode_entry(raw).record, self._end, raw)
         self._end += len(raw)
 
     def write_to(self, path: Path, numbers: Iterable[int]) -> int:
@@ -127,13 +131,25 @@ class Journal:
         num_errors = 0
         with path.open("wb") as file:
             for number in numbers:
-                record = self._record(number)
-                response = record["response"]
-                num_errors += response is None or response["status_code"] != 200
-                file.write(_json_line(record))
+                num_errors += self.is_error(number)
+                file.write(self._record(number) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         return num_errors
+
+    def is_error(self, number: int) -> bool:
+        """Whether the record of this line has no answer, or a refusal."""
+        return number in self._errors
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """The lines that are finished."""
+        return self._places.keys()
+
+    @property
+    def num_errors(self) -> int:
+        """How many of them have records that are errors."""
+        return len(self._errors)
 
     def finish(self) -> None:
         """Removes the journal: its records are in the output."""
@@ -153,10 +169,17 @@ class Journal:
             self._path.unlink()
         self._file.close()
 
-    def _record(self, number: int) -> dict[str, Any]:
+    def _record(self, number: int) -> bytes:
         offset, size = self._places[number]
-        record: dict[str, Any] = json.loads(os.pread(self._file.fileno(), size, offset))["record"]
-        return record
+        return os.pread(self._file.fileno(), size, offset)
+
+    def _note(self, number: int, record: _Record, offset: int, raw: bytes) -> None:
+        """Remembers where a record is: `raw` is its line, which begins at `offset`."""
+        head, tail = len(_entry(number, b"")) - len(_TAIL), len(_TAIL)
+        self._places[number] = (offset + head, len(raw) - head - tail)
+        self._errors.discard(number)
+        if record.response is None or record.response.status_code != 200:
+            self._errors.add(number)
 
     def _read_back(self) -> None:
         self._file.seek(0)
@@ -169,7 +192,11 @@ class Journal:
             if self._header is None:
                 self._header = self._header_of(raw)
             else:
-                self._places[self._number_of(raw)] = (end, len(raw))
+                try:
+                    entry = _decode_entry(raw)
+                except (ValueError, RecursionError) as error:
+                    raise self._is_something_else() from error
+                self._note(entry.line, entry.record, end, raw)
             end += len(raw)
         self._end, self._is_new = (end, False) if self._places else (0, True)
         self._file.truncate(self._end)
@@ -178,12 +205,6 @@ class Journal:
         match _parsed(raw):
             case {"input": str(lines), "settings": dict(settings), "replaces": str() | None as replaces}:
                 return Header(input=lines, settings=settings, replaces=replaces)
-        raise self._is_something_else()
-
-    def _number_of(self, raw: bytes) -> int:
-        match _parsed(raw):
-            case {"line": int(number), "record": dict()}:
-                return number
         raise self._is_something_else()
 
     def _is_something_else(self) -> ValueError:
@@ -201,6 +222,29 @@ def ordered_path(output: Path) -> Path:
 
 
 _START = b'{"input": "'  # of a header
+_TAIL = b"}\n"  # of an entry
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+
+
+class _Record(msgspec.Struct):
+    response: _Response | None = None
+
+
+class _Entry(msgspec.Struct):
+    """What is read of a record's line."""
+
+    line: int
+    record: _Record
+
+
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+
+
+def _entry(number: int, record: bytes) -> bytes:
+    return b'{"line": %d, "record": %b%b' % (number, record, _TAIL)
 
 
 def _json_line(item: Any) -> bytes:

@@ -1,0 +1,276 @@
+"""/v1/files and /v1/batches, in OpenAI's forms. A file or a batch belongs to the API key that made it.
+
+Every process of the server answers them: what they say lies in the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from server.api.answers.answer import LongJson, json_response
+from server.api.request.body import BodyReader
+from server.api.request.fields import FieldTable, Refused
+from server.api.request.kept_objects import check_metadata, is_ascending, page_size
+from server.api.request.schemas import Declared
+from server.api.route import FORM, ApiRoute
+from server.api.routes.batches.work import new_batch
+from server.api.state import ServerState
+from server.batches.batch_file import EMBEDDINGS, URLS
+from server.batches.folder import (
+    BATCH,
+    INPUT,
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    OUTPUT,
+    OVER,
+    Fields,
+    FullError,
+    KeyFolder,
+    Upload,
+    new_id,
+)
+from server.http.auth import current_key
+from server.http.encoding import NestedList, json_pieces
+from server.http.form import FormReader
+from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+WINDOWS = {"24h": 24 * 3600}  # seconds
+FORM_BYTES = 2**20  # of a form besides its file
+WRITE_BYTES = 2**20  # of a file, written at once
+MAX_FIELD_BYTES = 1024
+MAX_NAME_CHARS = 200
+MAX_BATCHES_OF_A_PAGE = 100
+DEFAULT_BATCHES_OF_A_PAGE = 20
+
+
+class FileUpload(Declared, kw_only=True):
+    """The form of a file."""
+
+    file: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
+    purpose: str
+
+
+class BatchRequest(Declared, kw_only=True):
+    """The body of a batch."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+BATCH_FIELDS = FieldTable(
+    kind=BatchRequest,
+    refused={"output_expires_after": Refused("files do not expire here: delete them")},
+)
+
+
+def batch_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes of files and batches. A server without a folder answers 404 there, in words."""
+    routes = Batches(state)
+
+    def route(path: str, endpoint: Any, summary: str, method: str = "GET", **options: Any) -> ApiRoute:
+        needs = f"{summary.removesuffix('.')} (--batch-folder)."
+        return ApiRoute(path=path, endpoint=endpoint, method=method, summary=needs, **options)
+
+    return [
+        route(FILES, routes.upload, "Keeps a file.", "POST", body=FileUpload, body_type=FORM),
+        route(FILES, routes.files, "The files, in pages."),
+        route(f"{FILES}/{{id}}", routes.file, "The description of a file."),
+        route(f"{FILES}/{{id}}", routes.delete, "Forgets it.", "DELETE"),
+        route(f"{FILES}/{{id}}/content", routes.content, "The content of a file."),
+        route(BATCHES, routes.create, "Answers the requests of a file, after all others.", "POST", body=BatchRequest),
+        route(BATCHES, routes.batches, "The batches, in pages."),
+        route(f"{BATCHES}/{{id}}", routes.batch, "How far a batch is."),
+        route(f"{BATCHES}/{{id}}/cancel", routes.cancel, "Ends one that is running.", "POST"),
+    ]
+
+
+class Batches:
+    """Answers the routes of `batch_routes`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._reader = BodyReader(BatchRequest, BATCH_FIELDS, strict=state.settings.strict_fields)
+
+    async def upload(self, request: Request) -> Response:
+        """Writes a file while it comes."""
+        folder = self._folder()
+        form = FormReader(request, MAX_FILE_BYTES + FORM_BYTES)
+        fields: dict[str, str] = {}
+        filename: str | None = None
+        upload = await _with_room(folder.upload)
+        try:
+            async for part in form.parts():
+                if part.name == "file":
+                    if filename is not None:
+                        raise invalid("file", "there is more than one")
+                    filename = part.filename or "file"
+                    await _receive(form, upload)
+                else:
+                    fields[part.name] = await _text(form, part.name)
+            if filename is None:
+                raise RequestError(400, "file: is missing", param="file")
+            if any(name.startswith("expires_after") for name in fields):
+                raise unsupported("expires_after", "files that expire are")
+            if fields.get("purpose") != INPUT:
+                raise invalid("purpose", f"must be {INPUT!r}, got {fields.get('purpose', '')[:40]!r}")
+            kept = await asyncio.to_thread(upload.keep, filename[:MAX_NAME_CHARS], INPUT)
+        finally:
+            await asyncio.to_thread(upload.discard)
+        return json_response(kept)
+
+    async def files(self, request: Request) -> Response:
+        """A page of the files of a key."""
+        folder, purpose = self._folder(), request.query_params.get("purpose")
+        if purpose not in (None, INPUT, OUTPUT):
+            raise invalid("purpose", f"must be {INPUT!r} or {OUTPUT!r}, got {purpose[:40]!r}")
+        limit = page_size(request.query_params, most=MAX_FILES, default=MAX_FILES)
+        return await self._page(request, folder.file_ids, folder.file, limit, purpose)
+
+    async def file(self, request: Request) -> Response:
+        """A file's description."""
+        return json_response(await self._find(request, self._folder().file, "file"))
+
+    async def delete(self, request: Request) -> Response:
+        """Forgets a file."""
+        folder = self._folder()
+        id = (await self._find(request, folder.file, "file"))["id"]
+        await asyncio.to_thread(folder.delete_file, id)
+        return json_response({"id": id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        """A file as it is."""
+        folder = self._folder()
+        fields = await self._find(request, folder.file, "file")
+        path = folder.content(fields["id"])
+        return FileResponse(path, media_type="application/octet-stream", filename=fields["filename"])
+
+    async def create(self, request: Request) -> Response:
+        """Begins a batch. The process that runs the batches finds it in the folder."""
+        folder, state = self._folder(), self._state
+        body = await self._reader.read(request, state.body_limits, state.threads)
+        if body.endpoint not in URLS:
+            raise invalid("endpoint", f"must be one of {', '.join(URLS)}, got {body.endpoint[:80]!r}")
+        if body.endpoint == EMBEDDINGS and state.client.info.embedding_size is None:
+            raise invalid("endpoint", "this server makes no embeddings: start it with --enable-embeddings")
+        if body.completion_window not in WINDOWS:
+            raise invalid("completion_window", f"must be {', '.join(WINDOWS)}, got {body.completion_window[:40]!r}")
+        check_metadata(body.metadata)
+        file = await asyncio.to_thread(folder.file, body.input_file_id)
+        if file is None or file["purpose"] != INPUT:
+            raise invalid("input_file_id", f"there is no file of purpose {INPUT!r} with this id")
+        window = body.completion_window
+        batch = new_batch(new_id(BATCH), file["id"], body.endpoint, window, WINDOWS[window], body.metadata)
+        await _with_room(folder.new_batch, batch)
+        return json_response(batch)
+
+    async def batches(self, request: Request) -> Response:
+        """A page of the batches of a key, newest first."""
+        folder = self._folder()
+        limit = page_size(request.query_params, most=MAX_BATCHES_OF_A_PAGE, default=DEFAULT_BATCHES_OF_A_PAGE)
+        return await self._page(request, folder.batch_ids, folder.batch, limit)
+
+    async def batch(self, request: Request) -> Response:
+        """A batch as it is now."""
+        return json_response(await self._find(request, self._folder().batch, "batch"))
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends a batch. What has been answered is in its files."""
+        folder = self._folder()
+        batch = await self._find(request, folder.batch, "batch")
+        if batch["status"] in OVER:
+            raise RequestError(409, f"The batch is over: {batch['status']}.", code="batch_not_cancellable")
+        await asyncio.to_thread(folder.cancel, batch["id"])
+        return json_response(await self._find(request, folder.batch, "batch"))
+
+    def _folder(self) -> KeyFolder:
+        """Raises RequestError 404 if there is none."""
+        if self._state.batch_folder is None:
+            message = "This server keeps no files and runs no batches: start it with --batch-folder DIR."
+            raise RequestError(404, message, type=NOT_FOUND)
+        return self._state.batch_folder.of_key(current_key.get())
+
+    async def _find(self, request: Request, read: Callable[[str], Fields | None], kind: str) -> Fields:
+        id = request.path_params["id"]
+        found = await asyncio.to_thread(read, id)
+        if found is None:
+            raise RequestError(404, f"There is no {kind} with the id {id[:100]!r}.", type=NOT_FOUND, param=f"{kind}_id")
+        return found
+
+    async def _page(
+        self,
+        request: Request,
+        list_ids: Callable[[], list[str]],
+        read: Callable[[str], Fields | None],
+        limit: int,
+        purpose: str | None = None,
+    ) -> Response:
+        query = request.query_params
+        ascending, after = is_ascending(query), query.get("after")
+
+        def found() -> list[Fields]:
+            ids = list_ids() if ascending else list_ids()[::-1]
+            if after is not None:  # it may have been deleted meanwhile
+                ids = [id for id in ids if id != after and (id > after) == ascending]
+            return _first(limit + 1, map(read, ids), purpose)
+
+        entries = await asyncio.to_thread(found)
+        shown = entries[:limit]
+        page = {
+            "object": "list",
+            "data": NestedList(shown),
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(entries) > limit,
+        }
+        return LongJson(self._state.turns, json_pieces(page))
+
+
+def _first(count: int, entries: Iterable[Fields | None], purpose: str | None) -> list[Fields]:
+    found: list[Fields] = []
+    for fields in entries:
+        if fields is not None and purpose in (None, fields.get("purpose")):
+            found.append(fields)
+            if len(found) == count:
+                break
+    return found
+
+
+async def _with_room[*P, R](function: Callable[[*P], R], *args: *P) -> R:
+    """Raises RequestError 507 where there is no room."""
+    try:
+        return await asyncio.to_thread(function, *args)
+    except FullError as error:
+        raise RequestError(507, str(error), type="InsufficientStorageError", code="storage_full") from error
+
+
+async def _receive(form: FormReader, upload: Upload) -> None:
+    """Writes a form's file."""
+    held, num_bytes = bytearray(), 0
+    async for piece in form.pieces():
+        num_bytes += len(piece)
+        if num_bytes > MAX_FILE_BYTES:
+            raise RequestError(413, f"file: has more than {MAX_FILE_BYTES} bytes", param="file")
+        held += piece
+        if len(held) >= WRITE_BYTES:
+            await _with_room(upload.write, bytes(held))
+            held.clear()
+    await _with_room(upload.write, bytes(held))
+
+
+async def _text(form: FormReader, name: str) -> str:
+    """A form's field that is no file."""
+    value = bytearray()
+    async for piece in form.pieces():
+        value += piece
+        if len(value) > MAX_FIELD_BYTES:
+            raise invalid(name[:40], f"has more than {MAX_FIELD_BYTES} bytes")
+    return value.decode("utf-8", "replace")

@@ -1,0 +1,183 @@
+"""Answers the requests of batches, in one process of the server: the one that holds the folder's lock.
+
+The requests go to the server's own routes, after all others in the engine's queue (`PRIORITY`). Their number is
+bounded, and all batches that run share it. Batches of the key that has fewest running begin first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import BinaryIO
+
+from starlette.types import ASGIApp
+
+from server.api.routes.batches.work import COMPLETED, FAILED, Asked, BatchWork
+from server.api.state import ServerState
+from server.batches.folder import OVER, BatchFolder, FullError, KeyFolder
+from server.batches.in_process import post
+from server.http.auth import KeyRing, current_key
+from server.http.request_error import internal
+from server.logs import ThrottledLog
+
+logger = logging.getLogger("pallas_serve")
+
+POLL_S = 0.5  # between two looks at the folder
+NUM_THREADS = 4
+MOST_RUNNING = 16  # batches; each has files open
+RETRY_S = 10.0  # after an error of the disk
+FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0  # before a request that the engine had no room for is sent again
+BUSY = (429, 503)
+
+_Id = tuple[bytes, str]  # a key and a batch
+
+
+class BatchRunner:
+    """Runs the batches of a folder.
+
+    Args:
+        app: the routes that batches may name, without the gate: a batch has passed it.
+    """
+
+    def __init__(self, state: ServerState, folder: BatchFolder, app: ASGIApp) -> None:
+        settings = state.settings
+        self._state = state
+        self._folder = folder
+        self._app = app
+        self._room = asyncio.Semaphore(settings.batch_concurrency)
+        self._concurrency = settings.batch_concurrency
+        ring = KeyRing((*settings.api_keys, *settings.admin_api_keys) if settings.api_keys else ())
+        self._keys = ring.digests or [b""]  # batches of other keys wait until the server accepts these again
+        self._over: set[_Id] = set()
+        self._not_before: dict[_Id, float] = {}  # batches that have failed by an error of the disk
+        self._running: dict[_Id, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches")
+        self._log = ThrottledLog(logger)
+
+    async def run(self) -> None:
+        """Runs until it is cancelled. What it leaves is taken up by the next process that gets the lock."""
+        lock: BinaryIO | None = None
+        try:
+            while True:
+                try:
+                    if lock is None and (lock := await self._in_thread(self._folder.lock)) is not None:
+                        await self._in_thread(self._folder.sweep)
+                    if lock is not None:
+                        self._begin(await self._in_thread(self._waiting))
+                except OSError as error:
+                    self._log.warning("--batch-folder cannot be used now: %s", error)
+                await asyncio.sleep(POLL_S)
+        finally:
+            await _cancelled(self._running.values())
+            self._threads.shutdown(wait=False)
+            if lock is not None:
+                lock.close()
+
+    async def _in_thread[*P, R](self, function: Callable[[*P], R], *args: *P) -> R:
+        """For work on the disk. Other threads answer what clients ask meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
+
+    def _begin(self, waiting: list[_Id]) -> None:
+        while waiting and len(self._running) < MOST_RUNNING:
+            running = Counter(key for key, _ in self._running)
+            batch = min(waiting, key=lambda batch: (running[batch[0]], batch[1]))
+            waiting.remove(batch)
+            self._running[batch] = asyncio.create_task(self._run(batch))
+
+    def _waiting(self) -> list[_Id]:
+        """The batches that are not over and do not run."""
+        found = []
+        for key in self._keys:
+            folder = self._folder.of_key(key)
+            for id in folder.batch_ids():
+                batch = (key, id)
+                if batch in self._over or batch in self._running:
+                    continue
+                try:
+                    is_over = (folder.batch(id) or {"status": FAILED})["status"] in OVER
+                except ValueError as error:
+                    self._log.warning("batch %s cannot be read, and is left alone: %s", id, error)
+                    self._over.add(batch)
+                    continue
+                if is_over:
+                    folder.clear(id)  # of a process that ended before it had cleared it
+                    self._over.add(batch)
+                elif time.monotonic() > self._not_before.get(batch, 0):
+                    found.append(batch)
+        return found
+
+    async def _run(self, batch: _Id) -> None:
+        key, id = batch
+        current_key.set(key)  # of this task and its own: the requests are the key's
+        try:
+            await self._run_to_its_end(self._folder.of_key(key), id)
+        except Exception:
+            self._log.exception("batch %s: it is tried again in %g seconds", id, RETRY_S)
+            self._not_before[batch] = time.monotonic() + RETRY_S
+        finally:
+            del self._running[batch]
+
+    async def _run_to_its_end(self, folder: KeyFolder, id: str) -> None:
+        work = await self._in_thread(BatchWork, folder, id, self._state.body_limits)
+        try:
+            if not await self._in_thread(work.begin):
+                return
+            problem = None
+            try:
+                status = await self._answer_all(work)
+            except FullError as error:
+                status, problem = FAILED, str(error)
+            await self._in_thread(work.end, status, problem)
+        finally:
+            await self._in_thread(work.close)
+
+    async def _answer_all(self, work: BatchWork) -> str:
+        """Answers the requests that have no answer. Returns the status with which the batch ends. Raises FullError."""
+        workers = [asyncio.create_task(self._answer_some(work)) for _ in range(self._concurrency)]
+        try:
+            left = set(workers)
+            while left:
+                if (status := await self._in_thread(work.early_end)) is not None:
+                    return status
+                done, left = await asyncio.wait(left, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+                for worker in done:
+                    await worker  # raises its error
+            return COMPLETED
+        finally:
+            await _cancelled(workers)
+
+    async def _answer_some(self, work: BatchWork) -> None:
+        while True:
+            async with self._room:  # before the line is read: its body may be long
+                asked = await self._in_thread(work.next)
+                if asked is None:
+                    return
+                status, answer = await self._answer(asked)
+                await self._in_thread(work.add, asked, status, answer)
+
+    async def _answer(self, asked: Asked) -> tuple[int, bytes]:
+        """The status and the answer. A request for which the engine has no room is sent again later."""
+        wait_s = FIRST_WAIT_S
+        while True:
+            try:
+                status, answer = await post(self._app, asked.line.url, asked.body)
+            except Exception as error:
+                self._log.exception("a request of a batch failed: %s", type(error).__name__)
+                status, answer = 500, internal("The server has failed on this request.").encode()
+            if status not in BUSY and (status < 500 or self._state.client.death is None):
+                return status, answer
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LAST_WAIT_S)
+
+
+async def _cancelled(running: Iterable[asyncio.Task[None]]) -> None:
+    """Ends the tasks, and waits until they have ended."""
+    tasks = list(running)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,264 @@
+"""One batch on the disk: its input, the journal of its answers, and its end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+from server.api.request.body import count_marks
+from server.batches.batch_file import (
+    INVALID_LINE,
+    RESPONSES,
+    Line,
+    answer_record,
+    numbered_lines,
+    parse_line,
+    problem_record,
+)
+from server.batches.folder import FILE, OUTPUT, Fields, KeyFolder, new_id
+from server.batches.journal import Header, Journal
+from server.http.body import BodyLimits
+
+PRIORITY = 1_000_000  # after all requests that name no higher number
+MAX_LINES = 50_000
+MAX_PROBLEMS = 100  # lines that a batch names when it fails
+LINES_AT_ONCE = 32  # are checked before other threads have a turn
+PAUSE_S = 0.001
+SAVE_INTERVAL_S = 1.0  # between two writes of a batch's counts
+
+VALIDATING, IN_PROGRESS, FINALIZING = "validating", "in_progress", "finalizing"
+COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
+_UNANSWERED = {
+    CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was answered."),
+    EXPIRED: ("batch_expired", "The completion window ended before this request was answered."),
+}
+
+
+class Asked(NamedTuple):
+    """A line that is to be answered."""
+
+    number: int
+    line: Line  # without its body
+    body: bytes
+
+
+class BatchWork:
+    """A batch that is not over. Its methods are for threads: they take the time of the disk.
+
+    What was answered is in the journal, so the work can end anywhere and begin again.
+
+    Args:
+        limits: of the body of a request.
+    """
+
+    def __init__(self, folder: KeyFolder, id: str, limits: BodyLimits) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._lock = threading.Lock()  # a call may outlive the task that awaits it
+        self._batch: Fields = folder.batch(id) or {}
+        self._saved_s = 0.0
+        self._is_closed = self._is_closing = False
+        self._journal = Journal(folder.journal(id))
+        self._input: BinaryIO | None = None
+        try:
+            if self._journal.is_empty:
+                self._journal.begin(Header(input=self._batch["input_file_id"], settings={}, replaces=None))
+            self._input = folder.content(self._batch["input_file_id"]).open("rb")
+        except FileNotFoundError:
+            pass  # `begin` says so
+        except BaseException:
+            self._journal.__exit__()
+            raise
+        self._remaining = self._unanswered()
+
+    def begin(self) -> bool:
+        """Whether the batch goes on: its lines are requests. Otherwise it is over, or `close` was called meanwhile."""
+        with self._lock:
+            problems, total = self._check() if self._batch["request_counts"]["total"] == 0 else ([], None)
+            if self._is_closing:
+                return False
+            if self._input is None:
+                id = self._batch["input_file_id"]
+                problems = [_problem("input_file_not_found", f"The input file {id} has been deleted.")]
+            if problems:
+                self._end(FAILED, problems)
+                return False
+            if total is not None:
+                self._batch["request_counts"]["total"] = total
+            self._batch |= {"status": IN_PROGRESS, "in_progress_at": self._batch["in_progress_at"] or _now()}
+            self._save()
+            return True
+
+    def next(self) -> Asked | None:
+        """A line without an answer, each once. None: there are no more."""
+        with self._lock:
+            return next(self._remaining, None)
+
+    def add(self, asked: Asked, status: int, answer: bytes) -> None:
+        """Keeps the answer to a line, as JSON. Raises FullError."""
+        with self._lock:
+            if self._is_closed:
+                return
+            record = answer_record(asked.line, status, answer)
+            self._folder.check_room(2 * len(record))
+            self._journal.add(asked.number, record)
+            if time.monotonic() > self._saved_s + SAVE_INTERVAL_S:
+                self._save()
+
+    def early_end(self) -> str | None:
+        """The status with which the batch is to end now, if it is."""
+        if self._folder.is_cancelled(self._batch["id"]):
+            return CANCELLED
+        return EXPIRED if time.time() > self._batch["expires_at"] else None
+
+    def end(self, status: str, problem: str | None = None) -> None:
+        """Makes files of the answers. `problem` is why there are no more of them."""
+        with self._lock:
+            self._end(status, [] if problem is None else [_problem("storage_full", problem)])
+
+    def close(self) -> None:
+        """The rest of the batch is left for later."""
+        self._is_closing = True
+        with self._lock:
+            self._close()
+
+    def _check(self) -> tuple[list[Fields], int]:
+        """The problems of the lines, and how many lines there are."""
+        problems: list[Fields] = []
+        seen: set[str] = set()
+        total = 0
+        for number, line in self._lines():
+            total += 1
+            if total > MAX_LINES:
+                problems = [_problem("too_many_requests", f"A batch has at most {MAX_LINES} requests.")]
+                break
+            problem = line.problem
+            if problem is None and line.url != self._batch["endpoint"]:
+                problem = f"line {number}: url is {line.url}, and the batch is for {self._batch['endpoint']}"
+            if problem is None and line.custom_id in seen:
+                problem = f"line {number}: custom_id {line.custom_id!r} is taken by a line before"
+            if problem is not None:
+                problems.append(_problem(INVALID_LINE, problem, number))
+            if len(problems) == MAX_PROBLEMS:
+                break
+            seen.add(line.custom_id or "")
+        return problems if total else [_problem("empty_file", "The input file has no lines.")], total
+
+    def _lines(self) -> Iterator[tuple[int, Line]]:
+        if self._input is None:
+            return
+        self._input.seek(0)
+        for number, text in numbered_lines(self._input):
+            if self._is_closing:
+                return
+            if number % LINES_AT_ONCE == 0:
+                time.sleep(PAUSE_S)  # the event loop gets the interpreter's lock
+            yield number, self._parse(number, text)
+
+    def _parse(self, number: int, text: str) -> Line:
+        limits = self._limits
+        raw = text.encode(errors="surrogateescape")
+        if len(raw) > limits.max_bytes:
+            return Line(custom_id=None, problem=f"line {number} has more than {limits.max_bytes} bytes")
+        if count_marks(raw, limits.max_marks) > limits.max_marks:
+            problem = f"line {number} has more than {limits.max_marks} brackets, colons and commas outside of texts"
+            return Line(custom_id=None, problem=problem)
+        return parse_line(text, number, {})
+
+    def _unanswered(self) -> Iterator[Asked]:
+        for number, line in self._lines():
+            if number in self._journal or line.body is None:
+                continue
+            body: dict[str, Any] = {"store": False} if line.url == RESPONSES else {}
+            body |= line.body | {"priority": PRIORITY, "timeout_s": None}  # the batch has a deadline
+            raw = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
+            yield Asked(number, Line(custom_id=line.custom_id, url=line.url), raw)
+
+    def _end(self, status: str, problems: list[Fields]) -> None:
+        if status in _UNANSWERED:
+            for number, line in self._lines():
+                if number not in self._journal:
+                    self._journal.add(number, problem_record(line, *_UNANSWERED[status]))
+        batch = self._batch
+        if status == CANCELLED:
+            batch["cancelling_at"] = (self._folder.batch(batch["id"]) or batch)["cancelling_at"]
+        if problems:
+            batch["errors"] = {"object": "list", "data": problems}
+        if not self._journal.is_empty:
+            batch["finalizing_at"] = _now()
+            numbers = sorted(self._journal.numbers)
+            errors = list(filter(self._journal.is_error, numbers))
+            files = {"output": sorted({*numbers} - {*errors}), "error": errors}
+            for kind in filter(files.get, files):  # if this process ends before it has made them, the next makes them
+                batch[f"{kind}_file_id"] = batch[f"{kind}_file_id"] or new_id(FILE)
+            self._save(FINALIZING)
+            for kind in filter(files.get, files):
+                self._make_file(kind, files[kind])
+        batch[f"{status}_at"] = _now()
+        self._save(status)
+        self._close()
+        self._folder.clear(batch["id"])
+
+    def _make_file(self, kind: str, numbers: Sequence[int]) -> None:
+        path = self._folder.temporary()
+        try:
+            self._journal.write_to(path, numbers)
+            name = f"{self._batch['id']}_{kind}.jsonl"
+            self._folder.put_file(path, name, OUTPUT, self._batch[f"{kind}_file_id"])
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _save(self, status: str | None = None) -> None:
+        counts = self._batch["request_counts"]
+        counts["failed"] = self._journal.num_errors
+        counts["completed"] = len(self._journal.numbers) - self._journal.num_errors
+        if status is not None:
+            self._batch["status"] = status
+        self._folder.put_batch(self._batch)
+        self._saved_s = time.monotonic()
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._journal.__exit__()
+        if self._input is not None:
+            self._input.close()
+
+
+def new_batch(id: str, input_file_id: str, endpoint: str, window: str, seconds: int, metadata: Any) -> Fields:
+    """A batch whose lines have not been looked at."""
+    created = _now()
+    return {
+        "id": id,
+        "object": "batch",
+        "endpoint": endpoint,
+        "errors": None,
+        "input_file_id": input_file_id,
+        "completion_window": window,
+        "status": VALIDATING,
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": created,
+        "in_progress_at": None,
+        "expires_at": created + seconds,
+        "finalizing_at": None,
+        "completed_at": None,
+        "failed_at": None,
+        "expired_at": None,
+        "cancelling_at": None,
+        "cancelled_at": None,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": metadata,
+    }
+
+
+def _problem(code: str, message: str, line: int | None = None) -> Fields:
+    return {"code": code, "message": message, "line": line, "param": None}
+
+
+def _now() -> int:
+    return int(time.time())

@@ -1,0 +1,234 @@
+"""POST /inference/v1/generate: vLLM's route from token ids to token ids, for training and for clients that render and
+decode by themselves.
+
+As in vLLM, a sampling parameter that is left out has vLLM's default and not the model's; without `max_tokens` the
+output may fill the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answers.answer import GenerationAnswer
+from server.api.answers.choices_writer import ChoicesWriter, Fields
+from server.api.answers.logprobs import finite, prompt_logprobs
+from server.api.answers.writer import AnswerHead
+from server.api.request.body import BodyReader
+from server.api.request.fields import (
+    NO_OTHER_INPUT,
+    NO_PLUG_INS,
+    NO_TRANSFER,
+    FieldTable,
+    Refused,
+    of_other_routes,
+)
+from server.api.request.sampling import check_ids
+from server.api.request.schemas import STOPS, TOKENS, WORDS, CompletionRequest, Declared, StreamOptions
+from server.api.route import EVENTS, JSON, ApiRoute
+from server.api.routes.completions import Completions
+from server.api.state import ServerState
+from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.http.encoding import LongText, list_of
+from server.http.request_error import RequestError
+from server.text.tokenizer import ByteLevelTokenizer
+
+
+class GenerateParams(Declared, kw_only=True):
+    """vLLM's sampling parameters, with vLLM's defaults."""
+
+    n: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Annotated[list[str], STOPS] | None = None
+    stop_token_ids: Annotated[list[int], WORDS] | None = None
+    bad_words: Annotated[list[str], WORDS] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Annotated[list[int], TOKENS] | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class GenerateRequest(Declared, kw_only=True):
+    """The body of a request from token ids to token ids."""
+
+    token_ids: Annotated[list[int], TOKENS]
+    sampling_params: GenerateParams
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+    return_token_ids: bool | None = None  # those of the prompt
+
+
+_OF_TEXTS = frozenset(
+    {"detokenize", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+)
+GENERATE_FIELDS = FieldTable(
+    kind=GenerateRequest,
+    refused=of_other_routes(GenerateRequest, but={"store", "user", "metadata"})
+    | {
+        name: Refused(f"`sampling_params` has `{name}`")
+        for name in GenerateParams.__struct_fields__
+        if name not in GenerateRequest.__struct_fields__
+    }
+    | {
+        "content_parts": NO_OTHER_INPUT,
+        "features": NO_OTHER_INPUT,
+        "kv_transfer_params": NO_TRANSFER,
+        "ec_transfer_params": NO_TRANSFER,
+        "output_mode": Refused("texts are in /v1/completions, with token ids by `return_token_ids`", ("tokens",)),
+        "reasoning_ended": Refused("a grammar begins with the first token", (True,)),
+    },
+    without_effect=frozenset({"token_offsets", "store", "user", "metadata", "session_id"}),
+    inner={
+        "sampling_params": FieldTable(
+            kind=GenerateParams,
+            refused=of_other_routes(GenerateParams, but=_OF_TEXTS)
+            | {
+                "extra_args": NO_PLUG_INS,
+                "structured_outputs_config": Refused("it is the server's"),
+                "skip_reading_prefix_cache": Refused("there is `cache_salt` for it"),
+            },
+            without_effect=_OF_TEXTS | {"output_kind", "flat_logprobs", "skip_clone"},
+        )
+    },
+)
+
+
+def generate_routes(state: ServerState) -> list[ApiRoute]:
+    """The route from token ids to token ids."""
+    return [
+        ApiRoute(
+            path="/inference/v1/generate",
+            endpoint=Generate(state).__call__,
+            method="POST",
+            generates=True,
+            body=GenerateRequest,
+            media_types=(JSON, EVENTS),
+            summary="Continues token ids with token ids.",
+        )
+    ]
+
+
+class Generate:
+    """Answers `/inference/v1/generate`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._reader = BodyReader(GenerateRequest, GENERATE_FIELDS, strict=state.settings.strict_fields)
+        self._completions = Completions(state)
+
+    async def __call__(self, request: Request) -> Response:
+        state = self._state
+        body = await self._reader.read(request, state.body_limits, state.threads)
+        ids, params = body.token_ids, body.sampling_params
+        if not ids:
+            raise RequestError(400, "token_ids: must not be empty", param="token_ids")
+        await state.threads.in_thread(len(ids), check_ids, "token_ids", ids, state.client.info.vocab_size)
+        names = (name for name in GenerateRequest.__struct_fields__ if name in CompletionRequest.__struct_fields__)
+        asked = CompletionRequest(
+            prompt=list[str | int | list[int]](ids),
+            **{name: getattr(body, name) for name in names} | {"return_token_ids": True},
+            **{name: getattr(params, name) for name in GenerateParams.__struct_fields__},
+        )
+        generation, head, (prompt,) = await self._completions.start(
+            asked, request, id_prefix="generate-tokens", fills_context=True
+        )
+        writer = GenerateWriter(
+            generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
+        )
+        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+
+
+class GenerateWriter(ChoicesWriter):
+    """Writes token ids and their chunks."""
+
+    WHOLE = CHUNK = "tokens"
+
+    def __init__(
+        self,
+        generation: Generation,
+        head: AnswerHead,
+        tokenizer: ByteLevelTokenizer,
+        prompt: Sequence[int],
+        params: GenerateParams,
+        *,
+        shows_prompt: bool,
+    ) -> None:
+        super().__init__(generation, head, scores=params.logprobs is not None)
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._params = params
+        self._shows_prompt = shows_prompt
+
+    def _chunk(self, choice: Choice, fields: Fields, *, opens: bool = False) -> Fields:
+        """The first chunk of a stream also has the prompt, if it is asked for."""
+        chunk = super()._chunk(choice, fields, opens=opens) | self._prompt_ids()
+        self._shows_prompt = False
+        return chunk
+
+    def _whole_choice(self, choice: Choice, gain: Gain) -> Fields:
+        logprobs = self._scores(choice, gain.scored) if self._scores_shown else None
+        return {"index": choice.index, "logprobs": logprobs, **self._ending(choice), **self._ids_fields(gain)}
+
+    def _text_fields(self, text: str | LongText) -> Fields:
+        return {}
+
+    def _end_fields(self) -> Fields:
+        return {"token_ids": []}
+
+    def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
+        return {"content": list_of(self._entries(scored), len(scored))}
+
+    def _entries(self, scored: Iterable[ScoredToken]) -> Iterator[Fields]:
+        """A token has its name of vLLM's older form, and its id. It is the first of its `top_logprobs`."""
+
+        def entry(id: int, logprob: float, rank: int | None) -> Fields:
+            return {"token": f"token_id:{id}", "token_id": id, "logprob": finite(logprob), "rank": rank}
+
+        for token in scored:
+            assert token.scores is not None
+            top = token.scores.top(self._params.logprobs or 0)
+            ranks = {id: rank for rank, (id, _) in enumerate(top, 1)}
+            own = entry(token.token_id, token.scores.logprob, ranks.get(token.token_id))
+            others = [entry(id, logprob, ranks[id]) for id, logprob in top if id != token.token_id]
+            yield own | {"bytes": None, "top_logprobs": [own, *others]}
+
+    def _whole_fields(self) -> Fields:
+        num_top = self._params.prompt_logprobs
+        scores = self._generation.choices[0].prompt_logprobs or []
+        entries = None if num_top is None else prompt_logprobs(self._tokenizer, self._prompt, scores, num_top)
+        shown = None if entries is None else list_of(entries, len(self._prompt))
+        return {"prompt_logprobs": shown, "kv_transfer_params": None, **self._prompt_ids()}
+
+    def _prompt_ids(self) -> Fields:
+        return {"prompt_token_ids": list_of(self._prompt, len(self._prompt))} if self._shows_prompt else {}
+
+    def _object(self, kind: str, choices: Any) -> Fields:
+        head = self._head
+        return {
+            "request_id": head.id,
+            "output_mode": kind,
+            "created": head.created,
+            "model": head.model,
+            "choices": choices,
+        }

@@ -1,0 +1,264 @@
+"""The folder of files and batches: what belongs to each API key lies in a folder of its own.
+
+    KEY/files/file-...         a file, and next to it file-....json, its description
+    KEY/batches/batch_....json a batch, and batch_....journal while it runs, batch_....cancel if it is to end
+
+KEY is the digest of an API key. All files are written under another name and then renamed. So several processes may
+read the folder while one of them runs the batches. Ids are in the order of their creation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from model.inputs.paths import write_whole
+from server.http.encoding import encode_json
+
+Fields = dict[str, Any]  # of an object of the API
+
+PRIVATE = 0o700  # of a folder
+MAX_FILES = 10_000  # of a key
+MAX_BATCHES = 1_000  # of a key; the oldest that are over make room for new ones
+MAX_FILE_BYTES = 200 * 10**6
+FILE, BATCH = "file-", "batch_"  # ids begin with it
+INPUT, OUTPUT = "batch", "batch_output"  # purposes of files
+JSON, JOURNAL, CANCEL = ".json", ".journal", ".cancel"
+OVER = ("completed", "failed", "cancelled", "expired")  # statuses of batches
+COUNT_INTERVAL_S = 1.0  # between two looks at the sizes of all files
+ABANDONED_S = 3600.0  # a file that was written so long ago under another name will not get its own
+_NO_KEY = "no-key"
+_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
+
+
+class FullError(Exception):
+    """The folder has no room. The message says what to do."""
+
+
+class BatchFolder:
+    """The folder of `--batch-folder`, which is made if it is absent.
+
+    Raises:
+        ValueError: other users may enter it.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._counted, self._counted_s = 0, -COUNT_INTERVAL_S  # bytes at this time, and those of this process since
+        path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        status = path.stat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & ~PRIVATE:
+            raise ValueError(f"--batch-folder {path}: other users may enter it. Close it with `chmod 700 {path}`")
+
+    def of_key(self, key: bytes) -> KeyFolder:
+        """What belongs to the key with this digest; it is empty if the server has no keys."""
+        return KeyFolder(self, self._path / (key.hex() or _NO_KEY))
+
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Raises FullError if there is no room for so many bytes more."""
+        if time.monotonic() < self._counted_s + COUNT_INTERVAL_S:
+            self._counted += num_bytes
+            if self._counted <= self._max_bytes:
+                return
+        self._counted, self._counted_s = self._num_bytes() + num_bytes, time.monotonic()
+        if self._counted > self._max_bytes:
+            raise FullError("The folder of files and batches is full (--batch-folder-size). Please delete some files.")
+
+    def lock(self) -> BinaryIO | None:
+        """The lock of the process that runs the batches, while the file is open. None: another process has it."""
+        file = (self._path / "lock").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        return file
+
+    def _num_bytes(self) -> int:
+        """Of all files. A journal counts twice: its records will be files when the batch is over."""
+        total = 0
+        for entry in self._entries():
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat().st_size * (2 if entry.name.endswith(JOURNAL) else 1)
+        return total
+
+    def sweep(self) -> None:
+        """Removes what processes that were killed have left half-written."""
+        for entry in self._entries():
+            with contextlib.suppress(FileNotFoundError):
+                name, _, suffix = entry.name.partition(".")
+                is_known = _ID.fullmatch(name) and suffix in ("", *(end[1:] for end in (JSON, JOURNAL, CANCEL)))
+                if not is_known and time.time() - entry.stat().st_mtime > ABANDONED_S:
+                    os.unlink(entry.path)
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        for folder in self._path.glob("*/*/"):
+            with os.scandir(folder) as entries:
+                yield from entries
+
+
+class KeyFolder:
+    """The files and batches of one API key."""
+
+    def __init__(self, whole: BatchFolder, path: Path) -> None:
+        self._whole = whole
+        self._files = path / "files"
+        self._batches = path / "batches"
+
+    def file_ids(self) -> list[str]:
+        """In the order of their creation."""
+        return _ids(self._files)
+
+    def batch_ids(self) -> list[str]:
+        """In the order of their creation."""
+        return _ids(self._batches)
+
+    def file(self, id: str) -> Fields | None:
+        """The description of a file."""
+        return _read(self._files, id, FILE)
+
+    def content(self, id: str) -> Path:
+        """Where a file is."""
+        return self._files / id
+
+    def upload(self) -> Upload:
+        """A file that is being written. Raises FullError."""
+        self._whole.check_room()
+        if len(self.file_ids()) >= MAX_FILES:
+            raise FullError(f"There are {MAX_FILES} files already. Please delete some.")
+        self._files.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        return Upload(self, self._files / f"upload-{secrets.token_hex(10)}")
+
+    def put_file(self, written: Path, filename: str, purpose: str, id: str) -> Fields:
+        """Makes a file of what lies in the folder of files under another name."""
+        fields = {
+            "id": id,
+            "object": "file",
+            "bytes": written.stat().st_size,
+            "created_at": int(time.time()),
+            "expires_at": None,
+            "filename": filename,
+            "purpose": purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+        written.replace(self._files / id)
+        write_whole(self._files / f"{id}{JSON}", encode_json(fields))
+        return fields
+
+    def delete_file(self, id: str) -> None:
+        """Forgets a file. A process that reads it goes on."""
+        for name in (f"{id}{JSON}", id):
+            (self._files / name).unlink(missing_ok=True)
+
+    def temporary(self) -> Path:
+        """A name for what will be a file."""
+        self._files.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        return self._files / f"output-{secrets.token_hex(10)}"
+
+    def check_room(self, num_bytes: int) -> None:
+        """As of `BatchFolder`."""
+        self._whole.check_room(num_bytes)
+
+    def batch(self, id: str) -> Fields | None:
+        """A batch. One that is to be cancelled has the status `cancelling` until it is over."""
+        fields = _read(self._batches, id, BATCH)
+        if fields is not None and fields["status"] not in OVER:
+            with contextlib.suppress(FileNotFoundError):
+                asked_s = (self._batches / f"{id}{CANCEL}").stat().st_mtime
+                fields |= {"status": "cancelling", "cancelling_at": int(asked_s)}
+        return fields
+
+    def put_batch(self, fields: Fields) -> None:
+        """Writes a batch."""
+        write_whole(self._batches / f"{fields['id']}{JSON}", encode_json(fields))
+
+    def new_batch(self, fields: Fields) -> None:
+        """Writes a batch that was not there. The oldest one that is over makes room for it. Raises FullError."""
+        self._whole.check_room()
+        self._batches.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        ids = self.batch_ids()
+        if len(ids) >= MAX_BATCHES:
+            oldest = next((id for id in ids if (self.batch(id) or {}).get("status") in OVER), None)
+            if oldest is None:
+                raise FullError(f"There are {MAX_BATCHES} batches already that are not over.")
+            (self._batches / f"{oldest}{JSON}").unlink(missing_ok=True)
+        self.put_batch(fields)
+
+    def journal(self, id: str) -> Path:
+        """Where the journal of a batch is while it runs."""
+        return self._batches / f"{id}{JOURNAL}"
+
+    def cancel(self, id: str) -> None:
+        """The batch is to end."""
+        (self._batches / f"{id}{CANCEL}").touch()
+
+    def is_cancelled(self, id: str) -> bool:
+        """Whether the batch is to end."""
+        return (self._batches / f"{id}{CANCEL}").exists()
+
+    def clear(self, id: str) -> None:
+        """Removes what only a batch that is not over has."""
+        for end in (JOURNAL, CANCEL):
+            (self._batches / f"{id}{end}").unlink(missing_ok=True)
+
+
+class Upload:
+    """A file that is being written. In the end call `discard`."""
+
+    def __init__(self, folder: KeyFolder, path: Path) -> None:
+        self._folder = folder
+        self._path = path
+        self._file = path.open("wb")
+
+    def write(self, content: bytes) -> None:
+        """Raises FullError."""
+        self._folder.check_room(len(content))
+        self._file.write(content)
+
+    def keep(self, filename: str, purpose: str) -> Fields:
+        """Makes a file of it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._folder.put_file(self._path, filename, purpose, new_id(FILE))
+
+    def discard(self) -> None:
+        """Removes what was not kept."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def new_id(prefix: str) -> str:
+    """An id that sorts after all earlier ones."""
+    return f"{prefix}{time.time_ns() // 1000:014x}{secrets.token_hex(9)}"
+
+
+def _ids(folder: Path) -> list[str]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name.removesuffix(JSON) for name in names if name.endswith(JSON))
+
+
+def _read(folder: Path, id: str, prefix: str) -> Fields | None:
+    """None: there is no such object. The id is a client's."""
+    if not _ID.fullmatch(id) or not id.startswith(prefix):
+        return None
+    try:
+        fields: Fields = msgspec.json.decode((folder / f"{id}{JSON}").read_bytes())
+    except FileNotFoundError:
+        return None
+    return fields
