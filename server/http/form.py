@@ -3,17 +3,21 @@ been read of it is not counted as memory any more (`STREAMED`)."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from email.message import Message
-from typing import NamedTuple
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 from server.http.exchange import STREAMED
 from server.http.request_error import INVALID_BODY, RequestError
 
-FORM = "multipart/form-data"
-MAX_HEAD_BYTES = 16 * 1024  # of a part's header fields, or of what comes before the first part
+FORM = b"multipart/form-data"
 MAX_BOUNDARY = 70
 
 
@@ -35,93 +39,86 @@ class FormReader:
     """
 
     def __init__(self, request: Request, most_bytes: int) -> None:
-        declared = Message()
-        declared["content-type"] = request.headers.get("content-type", "")
-        kind, boundary = declared.get_content_type(), declared.get_boundary("")
+        kind, options = parse_options_header(request.headers.get("content-type", ""))
         if kind != FORM:
-            raise RequestError(415, f"The content type must be {FORM}, got {kind[:100]!r}.", type=INVALID_BODY)
+            shown = kind[:100].decode("latin-1")
+            raise RequestError(415, f"The content type must be {FORM.decode()}, got {shown!r}.", type=INVALID_BODY)
+        boundary = options.get(b"boundary", b"")
         if not 0 < len(boundary) <= MAX_BOUNDARY or not boundary.isascii():
             raise _malformed(f"its boundary must have 1 to {MAX_BOUNDARY} characters")
         if int(request.headers.get("content-length", "0")) > most_bytes:
             raise _too_large(most_bytes)
         request.scope[STREAMED] = True
-        self._mark = b"\r\n--" + boundary.encode()
         self._chunks = request.stream()
-        self._held = bytearray(b"\r\n")  # the first boundary may begin the body
         self._most_bytes = most_bytes
         self._num_bytes = 0
-        self._is_in_part = False
+        self._is_whole = False
+        self._read: deque[Part | bytes] = deque()  # parts, each followed by its content
+        self._field, self._value = bytearray(), bytearray()
+        self._head: dict[bytes, bytes] = {}
+        callbacks: MultipartCallbacks = {
+            "on_part_begin": self._head.clear,
+            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": lambda: self._read.append(_part(self._head)),
+            "on_part_data": lambda data, start, end: self._read.append(data[start:end]),
+            "on_end": self._end,
+        }
+        self._parser = MultipartParser(boundary, callbacks)
 
     async def parts(self) -> AsyncIterator[Part]:
         """Each part: `pieces` has its content. What is not read of it is passed over."""
-        await self._until(self._mark)
-        while (after := await self._take(2)) != b"--":
-            if after != b"\r\n":
-                raise _malformed("a boundary is not at the end of its line")
-            part = _part(await self._until(b"\r\n\r\n"))
-            self._is_in_part = True
-            yield part
-            async for _ in self.pieces():
-                pass
-        while await self._fill():
-            self._held.clear()
+        while (read := await self._next()) is not None:
+            self._read.popleft()
+            if isinstance(read, Part):
+                yield read
+        if not self._is_whole:
+            raise _malformed("it ends before its last boundary")
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The content of the current part."""
-        while self._is_in_part:
-            end = self._held.find(self._mark)
-            self._is_in_part = end < 0
-            ready = len(self._held) - len(self._mark) if end < 0 else end
-            if ready > 0:
-                yield bytes(self._held[:ready])
-            del self._held[: max(0, ready) if end < 0 else end + len(self._mark)]
-            if end < 0:
-                await self._fill_or_raise()
+        while isinstance(piece := await self._next(), bytes):
+            self._read.popleft()
+            yield piece
 
-    async def _until(self, mark: bytes) -> bytes:
-        """What comes before `mark`, which is passed."""
-        while (end := self._held.find(mark)) < 0 and len(self._held) <= MAX_HEAD_BYTES:
-            await self._fill_or_raise()
-        if not 0 <= end <= MAX_HEAD_BYTES:
-            raise _malformed(f"the head of a part has more than {MAX_HEAD_BYTES} bytes")
-        before = bytes(self._held[:end])
-        del self._held[: end + len(mark)]
-        return before
+    async def _next(self) -> Part | bytes | None:
+        """What is read next; None at the form's end."""
+        while not self._read:
+            try:
+                chunk = await anext(self._chunks, None)
+            except ClientDisconnect as error:
+                raise _malformed("it is incomplete") from error
+            if chunk is None:
+                return None
+            self._num_bytes += len(chunk)
+            if self._num_bytes > self._most_bytes:
+                raise _too_large(self._most_bytes)
+            try:
+                self._parser.write(chunk)
+            except FormParserError as error:
+                raise _malformed(str(error)) from error
+        return self._read[0]
 
-    async def _take(self, count: int) -> bytes:
-        while len(self._held) < count:
-            await self._fill_or_raise()
-        taken = bytes(self._held[:count])
-        del self._held[:count]
-        return taken
+    def _end_header(self) -> None:
+        self._head[bytes(self._field).lower()] = bytes(self._value)
+        self._field.clear()
+        self._value.clear()
 
-    async def _fill_or_raise(self) -> None:
-        if not await self._fill():
-            raise _malformed("it ends before its last boundary")
-
-    async def _fill(self) -> bool:
-        """Reads on. Returns whether there was anything."""
-        try:
-            chunk = await anext(self._chunks, b"")
-        except ClientDisconnect as error:
-            raise _malformed("it is incomplete") from error
-        self._num_bytes += len(chunk)
-        if self._num_bytes > self._most_bytes:
-            raise _too_large(self._most_bytes)
-        self._held += chunk
-        return bool(chunk)
+    def _end(self) -> None:
+        self._is_whole = True
 
 
-def _part(head: bytes) -> Part:
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == b"content-disposition":
-            field = Message()
-            field["content-disposition"] = value.decode("utf-8", "replace").strip()
-            own = field.get_param("name", header="content-disposition")
-            if isinstance(own, str):
-                return Part(own, field.get_filename())
-    raise _malformed("a part has no name")
+def _part(head: Mapping[bytes, bytes]) -> Part:
+    _, options = parse_options_header(head.get(b"content-disposition"))
+    if b"name" not in options:
+        raise _malformed("a part has no name")
+    name, filename = (options.get(key) for key in (b"name", b"filename"))
+    return Part(_text(name or b""), None if filename is None else _text(filename))
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
 
 
 def _malformed(why: str) -> RequestError:
