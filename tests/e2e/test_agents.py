@@ -7,7 +7,7 @@ The model is a puppet, so the agents' own programs, prompts and tools are what i
     (cd FOLDER/node_modules/opencode-ai && node postinstall.mjs)
     PATH=FOLDER/node_modules/.bin:$PATH scripts/test --all tests/e2e/test_agents.py
 
-aider comes from PyPI (`aider-chat`), into an environment of its own. It calls no tools: it edits by what the model writes.
+aider comes from PyPI (`aider-chat`), into an environment of its own. It calls no tools: it applies edits in the answer.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ def test_an_agent_mends_a_file_and_runs_its_test(agent, tmp_path):
     flags = ("--model", str(model), "--served-model-name", "puppet", "--max-num-seqs", "4")
     with serve(*flags, "--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]) as server:
         command, env = command_of(agent, server.url, home)
+        own = {"HOME": str(home), "PWD": str(folder)}
         done = subprocess.run(
-            command, cwd=folder, env=os.environ | {"HOME": str(home), "PWD": str(folder)} | env, stdin=subprocess.DEVNULL,
+            command, cwd=folder, env=os.environ | own | env, stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -251,7 +251,7 @@ FILE, PURPOSE = ("file", '; filename="a"', b"x\n"), ("purpose", "", b"batch")
         (form(FILE, PURPOSE, ("expires_after[seconds]", "", b"3600")), 400, "expires_after"),
         (form(FILE, PURPOSE, end=b""), 400, "before its last boundary"),
         (form(FILE, ("purpose", "", b"batch" * 1000)), 400, "purpose"),
-        (form(("file", "\r\nX: " + "y" * 40_000, b"")), 400, "head of a part"),
+        (form(("file", "\r\nX: " + "y" * 40_000, b"")), 400, "header"),
         ({"content": b"{}", "headers": AS_ONE | {"Content-Type": "application/json"}}, 415, "multipart"),
         ({"content": b"", "headers": AS_ONE | {"Content-Type": "multipart/form-data"}}, 400, "boundary"),
     ],
