@@ -23,6 +23,7 @@ from server.grammar.forms import JSON_OPTIONS, Grammar, ThinkingBudget, lark_gra
 from server.grammar.python_literals import SHARED_RULES, PythonArguments
 from server.grammar.references import moved
 from server.grammar.schemas import held_schema
+from server.grammar.structural_tags import structural_tag_grammar
 from server.http.request_error import RequestError, invalid, unsupported
 from server.text.reasoning import ReasoningFormat
 from server.text.tool_calls.json_calls import JsonCallParser, WrittenForm
@@ -186,10 +187,7 @@ def _made(param: str, form: str, content: Any, *, strict: bool = False) -> Made:
             return lambda: Grammar(forms.choice_grammar(choices))
         case "structural_tag", str() | dict():
             tag = _from_text(param, content)
-            match tag:
-                case {"structures": list(structures), "triggers": list(triggers)}:
-                    return lambda: Grammar(forms.structural_tag_grammar(structures, triggers))
-            raise invalid(param, "a structural tag needs a list of `structures` and a list of `triggers`")
+            return lambda: structural_tag_grammar(tag)
     kinds = {"json": "a schema", "choice": "a list of texts", "structural_tag": "an object", "json_object": "true"}
     raise invalid(param, f"`{form}` must be {kinds.get(form, 'a text')}")
 
