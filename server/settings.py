@@ -188,7 +188,7 @@ class Settings:
     )  # fmt: skip
     tool_call_parser: str | None = _of_requests(
         None, "The form in which the model writes tool calls",
-        unset="hermes if the template has <tool_call>, else llama3_json",
+        unset="hermes or xlam if the template shows it, else llama3_json",
     )  # fmt: skip
     reasoning_parser: str | None = _of_requests(
         None, "How the model marks its reasoning, which answers have apart from their content; `none` leaves it in the "

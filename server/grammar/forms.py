@@ -98,24 +98,6 @@ def lark_grammar(text: str, *, foreign: bool = True) -> str:
     return str(LLMatcher.grammar_from_lark(lark))
 
 
-def structural_tag_grammar(structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
-    """Free text in which a trigger starts one of the `structures`: its `begin`, JSON by its `schema`, and its `end`."""
-    from llguidance import StructTag
-
-    tags = []
-    for number, structure in enumerate(structures):
-        begin, end, schema = structure.get("begin"), structure.get("end"), structure.get("schema", {})
-        trigger = next((t for t in triggers if isinstance(begin, str) and t and begin.startswith(t)), None)
-        if trigger is None or not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, Mapping):
-            raise GrammarError(
-                f"structure {number} needs a `begin` that starts with one of the triggers, a `schema` and an `end`"
-            )
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=dict(schema), end=end))
-    if not tags:
-        raise GrammarError("there must be at least one structure")
-    return lark_grammar(StructTag.to_grammar(tags, assume_special=False), foreign=False)
-
-
 def reasoned_grammar(answer: str | None, *, start: str, end: str, is_open: bool) -> str:
     """Free text up to `end`, and then a text of the grammar `answer`; None: any text.
 

@@ -20,9 +20,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
+from server.grammar.disjoint import Comparison, required_of, values_of
 from server.grammar.references import resolved
 
 # What the compiler enforces. Another `format` is an annotation.
@@ -34,12 +36,14 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
            "unevaluatedProperties", "unevaluatedItems")  # fmt: skip
-_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas", "$dynamicRef", "$recursiveRef")
+_CHOOSING = ("anyOf", "oneOf", "if", "not", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 _TYPES = ("null", "boolean", "number", "string", "array", "object")  # `integer` is a kind of `number`
 # Look-around and back-references. The backslashes before it are pairs.
 _UNKNOWN_TO_ENGINE = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\(?:[1-9]|k<))")
 MAX_PLACE_CHARS = 200
-MAX_CONDITIONS = 4  # of `dependentRequired`: each doubles the alternatives that the compiler distinguishes
+MAX_CONDITIONS = 3  # of one schema: each doubles the alternatives that the compiler distinguishes
+MAX_ALTERNATIVES = 8  # that stand for one keyword
+MAX_BRANCHES = 100  # of a `oneOf` of which each two are compared
 
 Schema = dict[str, Any]
 
@@ -74,6 +78,7 @@ def held_schema(schema: Any, *, strict: bool = False) -> HeldSchema:
 class _Reader:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self.comparison = Comparison(self.target)
         self.unenforced: list[str] = []
 
     def read(self, schema: Any, place: str) -> Any:
@@ -85,6 +90,8 @@ class _Reader:
             if name in schema and not holds(self, here):
                 self.unenforced.append(f"{name} (at {place})"[:MAX_PLACE_CHARS])
         here = {name: value for name, value in here.items() if name in _KEPT or name not in _REWRITTEN}
+        if "additionalProperties" in schema and "additionalProperties" not in here:
+            self.unenforced.append(f"additionalProperties (at {place})"[:MAX_PLACE_CHARS])
         for name, value in here.items():
             if name in _MAPS:
                 here[name] = {key: self.read(inner, f"{place}/{name}/{_escaped(key)}") for key, inner in value.items()}
@@ -159,11 +166,22 @@ def _not(reader: _Reader, here: Schema) -> bool:
         values = {json.dumps(each, sort_keys=True) for each in (value if name == "enum" else [value])}
         here["enum"] = [each for each in here["enum"] if json.dumps(each, sort_keys=True) not in values]
         return True
-    is_single = name == "required" and isinstance(value, list) and len(value) == 1 and here.get("type") == "object"
-    if is_single and value[0] not in _required(here):
-        here["properties"] = {**here.get("properties", {}), value[0]: False}
+    if name == "required" and isinstance(value, list) and here.get("type") == "object":
+        free = [each for each in value if each not in required_of(here)]
+        if not free or len(free) > MAX_ALTERNATIVES:
+            return False
+        _add_any_of(here, [_absent(each) for each in free])
         return True
     return False
+
+
+def _absent(*names: str) -> Schema:
+    """Objects without these properties."""
+    return {"properties": dict.fromkeys(names, False)}
+
+
+def _add_any_of(here: Schema, branches: list[Any]) -> None:
+    here["allOf"] = [*here.get("allOf", ()), {"anyOf": branches}]
 
 
 def _without_types(here: Schema, value: str | list[Any]) -> bool:
@@ -179,25 +197,45 @@ def _without_types(here: Schema, value: str | list[Any]) -> bool:
 
 
 def _if(reader: _Reader, here: Schema) -> bool:
-    """Held: a condition on one required property, whose possible values are listed."""
-    condition, listed = reader.target(here["if"]), here.get("properties")
+    """Held: a condition on one required property whose possible values are listed, or on the presence of one."""
+    condition, listed = reader.target(here["if"]), here.get("properties", {})
     if not (isinstance(condition, Mapping) and condition.keys() <= {"type", "properties", "required"}):
         return False
-    conditions = condition.get("properties")
-    if not (isinstance(conditions, Mapping) and len(conditions) == 1 and isinstance(listed, Mapping)):
+    conditions, others = condition.get("properties", {}), required_of(condition)
+    if not (isinstance(conditions, Mapping) and isinstance(listed, Mapping)):
+        return False
+    then, otherwise = here.get("then", {}), here.get("else", {})
+    if not conditions and len(others) == 1 and here.get("type") == "object":
+        _add_any_of(here, [{"allOf": [{"required": others}, then]}, {"allOf": [_absent(*others), otherwise]}])
+        return True
+    if len(conditions) != 1:
         return False
     ((name, inner),) = conditions.items()
-    values, held = _values_of(reader.target(listed.get(name))), _values_of(reader.target(inner))
-    others = condition.get("required", [])
-    if values is None or held is None or name not in _required(here) or not set(others) <= {name}:
+    values, held = values_of(reader.target(listed.get(name))), values_of(reader.target(inner))
+    if values is None or held is None or name not in required_of(here) or not set(others) <= {name}:
         return False
     rest = [value for value in values if value not in held]
     branches = [
-        {"allOf": [{"properties": {name: {"enum": chosen}}}, here.get(branch, {})]}
-        for branch, chosen in (("then", held), ("else", rest))
+        {"allOf": [{"properties": {name: {"enum": chosen}}}, branch]}
+        for branch, chosen in ((then, held), (otherwise, rest))
         if chosen
     ]
-    here["allOf"] = [*here.get("allOf", ()), {"anyOf": branches}]
+    _add_any_of(here, branches)
+    return True
+
+
+def _all_of(reader: _Reader, here: Schema) -> bool:
+    """Conditions in `allOf` are read with the properties of the schema around them."""
+    around = {name: here[name] for name in ("type", "properties", "required") if name in here}
+    members, num_held = [], 0
+    for member in here["allOf"]:
+        if isinstance(member, Mapping) and "if" in member and member.keys() <= {"if", "then", "else"}:
+            inner = {**around, **member}
+            if num_held < MAX_CONDITIONS and _if(reader, inner):
+                (member,) = inner["allOf"]
+                num_held += 1
+        members.append(member)
+    here["allOf"] = members
     return True
 
 
@@ -209,93 +247,124 @@ def _property_names(reader: _Reader, here: Schema) -> bool:
     if here.get("properties") or "patternProperties" in here or not isinstance(names, Mapping):
         return False
     value = here.get("additionalProperties", {})
-    listed = _values_of(names)
+    listed = values_of(names)
     if listed is not None:
         here["properties"] = {name: value for name in listed if isinstance(name, str)}
-    elif isinstance(names.get("pattern"), str) and not names.keys() - {"type", "pattern", "title", "description"}:
-        here["patternProperties"] = {names["pattern"]: value}
-        if not _is_regex(names["pattern"]):
-            return False
+    elif (pattern := _pattern_of_names(names)) is not None:
+        here["patternProperties"] = {pattern: value}
     else:
         return False
     here["additionalProperties"] = False
     return True
 
 
+def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
+    """None: no pattern says the same."""
+    kept = names.keys() - {"type", "title", "description"}
+    if kept == {"pattern"}:
+        pattern = names["pattern"]
+        return pattern if isinstance(pattern, str) and _is_regex(pattern) else None
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    if kept <= {"minLength", "maxLength"} and isinstance(least, int) and (most == "" or isinstance(most, int)):
+        return f"^(.|\\n){{{least},{most}}}$"
+    return None
+
+
+def _num_properties(name: str) -> Callable[[_Reader, Schema], bool]:
+    """The compiler counts properties only if all that are listed are required. Held apart from this: what follows from
+    the other keywords, and one more than those that are required."""
+
+    def holds(_: _Reader, here: Schema) -> bool:
+        listed, count, required = here.get("properties", {}), here[name], set(required_of(here))
+        optional = [each for each in listed if each not in required] if isinstance(listed, Mapping) else []
+        if not optional or not isinstance(count, int):
+            return True
+        del here[name]
+        is_closed = here.get("additionalProperties") is False and not here.get("patternProperties")
+        if name == "minProperties":
+            if count == len(required) + 1 and is_closed and len(optional) <= MAX_ALTERNATIVES:
+                _add_any_of(here, [{"required": [each]} for each in optional])
+                return True
+            return count <= len(required)
+        if count == len(required) and required <= listed.keys():
+            here["properties"] = {**listed, **dict.fromkeys(optional, False)}
+            here["additionalProperties"] = False
+            here.pop("patternProperties", None)
+            return True
+        return is_closed and count >= len(required | listed.keys())
+
+    return holds
+
+
 def _dependent(name: str) -> Callable[[_Reader, Schema], bool]:
-    """Either the property is not there, or all that it needs are."""
+    """Either the property is not there, or all that it needs is."""
 
     def holds(_: _Reader, here: Schema) -> bool:
         needs = here[name]
-        if not (isinstance(needs, Mapping) and all(isinstance(names, list) for names in needs.values())):
+        if not (isinstance(needs, Mapping) and all(isinstance(need, list | Mapping) for need in needs.values())):
             return False
         if len(needs) > MAX_CONDITIONS or here.get("type") != "object":
             return False
-        either = [
-            {"anyOf": [{"properties": {key: False}}, {"required": [key, *names]}]} for key, names in needs.items()
-        ]
-        here["allOf"] = [*here.get("allOf", ()), *either]
+        for key, need in needs.items():
+            needed = {"required": need} if isinstance(need, list) else need
+            _add_any_of(here, [_absent(key), {"allOf": [{"required": [key]}, needed]}])
         return True
 
     return holds
 
 
-def _unevaluated(name: str, other: str) -> Callable[[_Reader, Schema], bool]:
-    """Where a schema combines no others, what is unevaluated is what `other` speaks of."""
-
-    def holds(_: _Reader, here: Schema) -> bool:
-        if here[name] is True:
-            return True
-        if any(key in here for key in _COMBINING):
-            return False
-        here.setdefault(other, here[name])
+def _unevaluated_properties(reader: _Reader, here: Schema) -> bool:
+    """What is unevaluated is what `additionalProperties` speaks of, if the schemas that this one combines only list
+    properties."""
+    if here["unevaluatedProperties"] is True or "additionalProperties" in here:
         return True
+    combined = [*here.get("allOf", ()), *([{"$ref": here["$ref"]}] if "$ref" in here else [])]
+    names = [_listed_names(reader.target(schema)) for schema in combined]
+    if any(each is None for each in names) or any(key in here for key in _CHOOSING):
+        return False
+    others = {name: True for each in names for name in each or ()}
+    if others or "properties" in here:
+        here["properties"] = {**others, **here.get("properties", {})}
+    here["additionalProperties"] = here["unevaluatedProperties"]
+    return True
 
-    return holds
+
+def _listed_names(schema: Any) -> list[str] | None:
+    """The properties of a schema that says nothing of others; None: it does."""
+    if not isinstance(schema, Mapping) or schema.keys() - {"type", "properties", "required", "title", "description"}:
+        return None
+    return list(schema.get("properties", {}))
+
+
+def _unevaluated_items(_: _Reader, here: Schema) -> bool:
+    """Where a schema combines no others, what is unevaluated is what `items` speaks of."""
+    if here["unevaluatedItems"] is True:
+        return True
+    if any(key in here for key in ("$ref", "allOf", *_CHOOSING)):
+        return False
+    here.setdefault("items", here["unevaluatedItems"])
+    return True
 
 
 def _one_of(reader: _Reader, here: Schema) -> bool:
     """The compiler reads `oneOf` as `anyOf`, which is the same if no value fits two of the schemas."""
-    return _are_disjoint([reader.target(branch) for branch in here["oneOf"]], reader)
-
-
-def _are_disjoint(branches: list[Any], reader: _Reader) -> bool:
-    """Whether the schemas differ by their type, by their value, or by the value of a required property."""
-    if not all(isinstance(branch, Mapping) for branch in branches):
-        return False
-    kinds = ["number" if branch.get("type") == "integer" else branch.get("type") for branch in branches]
-    if all(isinstance(kind, str) for kind in kinds) and len(set(kinds)) == len(kinds):
-        return True
-    if _differ([_values_of(branch) for branch in branches]):
-        return True
-    if kinds != ["object"] * len(kinds):
-        return False
-    shared = set.intersection(*(set(_required(branch)) for branch in branches))
-    return any(
-        _differ([_values_of(reader.target(branch.get("properties", {}).get(name))) for branch in branches])
-        for name in shared
+    branches = [reader.target(branch) for branch in here["oneOf"]]
+    if all(isinstance(branch, Mapping) and branch.keys() == {"required"} for branch in branches):
+        return _one_of_required(here, branches)
+    return len(branches) <= MAX_BRANCHES and all(
+        reader.comparison.are_apart(a, b) for a, b in combinations(branches, 2)
     )
 
 
-def _differ(lists: list[list[Any] | None]) -> bool:
-    if any(values is None for values in lists):
+def _one_of_required(here: Schema, branches: list[Any]) -> bool:
+    """Exactly one of some properties is there."""
+    names = [name for branch in branches for name in required_of(branch)]
+    free = len(set(names) - set(required_of(here))) == len(branches) == len(names)
+    if not free or len(names) > MAX_ALTERNATIVES:
         return False
-    texts = [{json.dumps(value, sort_keys=True) for value in values or ()} for values in lists]
-    return len(set().union(*texts)) == sum(map(len, texts))
-
-
-def _values_of(schema: Any) -> list[Any] | None:
-    """The values that `const` or `enum` lists; None: there is neither."""
-    if not isinstance(schema, Mapping):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    return schema["enum"] if isinstance(schema.get("enum"), list) else None
-
-
-def _required(schema: Mapping[str, Any]) -> list[str]:
-    names = schema.get("required")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    del here["oneOf"]
+    _add_any_of(here, [{"required": [name], **_absent(*(set(names) - {name}))} for name in names])
+    return True
 
 
 def _annotation(_: _Reader, here: Schema) -> bool:
@@ -333,6 +402,9 @@ def _escaped(key: str) -> str:
 
 # Each changes the schema `here`, and returns whether the keyword's meaning is held. Only those of `_KEPT` stay.
 _REWRITTEN: dict[str, Callable[[_Reader, Schema], bool]] = {
+    "unevaluatedProperties": _unevaluated_properties,  # before others add to what is combined
+    "unevaluatedItems": _unevaluated_items,
+    "allOf": _all_of,
     "format": _format,
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
@@ -345,15 +417,15 @@ _REWRITTEN: dict[str, Callable[[_Reader, Schema], bool]] = {
     "propertyNames": _property_names,
     "dependentRequired": _dependent("dependentRequired"),
     "dependencies": _dependent("dependencies"),  # the older name
-    "unevaluatedProperties": _unevaluated("unevaluatedProperties", "additionalProperties"),
-    "unevaluatedItems": _unevaluated("unevaluatedItems", "items"),
+    "minProperties": _num_properties("minProperties"),
+    "maxProperties": _num_properties("maxProperties"),
     "contains": _unheld,
     "minContains": _annotation,
     "maxContains": _annotation,
-    "dependentSchemas": _unheld,
+    "dependentSchemas": _dependent("dependentSchemas"),
     "$dynamicAnchor": _annotation,
     "$dynamicRef": _unheld,
     "$recursiveAnchor": _annotation,
     "$recursiveRef": _unheld,
 }
-_KEPT = frozenset(("format", "pattern", "patternProperties", "oneOf"))
+_KEPT = frozenset(("format", "pattern", "patternProperties", "oneOf", "allOf", "minProperties", "maxProperties"))

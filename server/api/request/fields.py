@@ -216,11 +216,7 @@ _MESSAGE = FieldTable(
 )
 
 _JSON_SCHEMA = FieldTable(kind=JsonSchemaFormat)
-_RESPONSE_FORMAT = FieldTable(
-    kind=ResponseFormat,
-    refused={"format": Refused("this newer form of a structural tag is not supported yet: there are `structures`")},
-    inner={"json_schema": _JSON_SCHEMA},
-)
+_RESPONSE_FORMAT = FieldTable(kind=ResponseFormat, inner={"json_schema": _JSON_SCHEMA})
 TOOL_WITHOUT_EFFECT = frozenset({"cache_control"})
 _TOOL = FieldTable(
     kind=ToolSpec,

@@ -1,7 +1,7 @@
 """The grammar of an output: structured output in OpenAI's or vLLM's fields, tool calls, or both.
 
-A call that must be made is JSON: `{"name": "f", "parameters": {...}}` as Llama 3 writes it, or as Hermes does,
-`{"name": "f", "arguments": {...}}` between tags. A model that may choose writes calls in its own format.
+A call that must be made is JSON as the model writes it (`JsonCallParser.written`), or as Llama 3 does if its own format
+is not JSON. A model that may choose writes calls in its own format.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from server.grammar.forms import JSON_OPTIONS, Grammar, ThinkingBudget, lark_gra
 from server.grammar.python_literals import SHARED_RULES, PythonArguments
 from server.grammar.references import moved
 from server.grammar.schemas import held_schema
+from server.grammar.structural_tags import structural_tag_grammar
 from server.http.request_error import RequestError, invalid, unsupported
 from server.text.reasoning import ReasoningFormat
-from server.text.tool_calls.json_calls import CALL_END_TAG, CALL_TAG, HermesCallParser, JsonCallParser
+from server.text.tool_calls.json_calls import JsonCallParser, WrittenForm
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
 
@@ -186,10 +187,7 @@ def _made(param: str, form: str, content: Any, *, strict: bool = False) -> Made:
             return lambda: Grammar(forms.choice_grammar(choices))
         case "structural_tag", str() | dict():
             tag = _from_text(param, content)
-            match tag:
-                case {"structures": list(structures), "triggers": list(triggers)}:
-                    return lambda: Grammar(forms.structural_tag_grammar(structures, triggers))
-            raise invalid(param, "a structural tag needs a list of `structures` and a list of `triggers`")
+            return lambda: structural_tag_grammar(tag)
     kinds = {"json": "a schema", "choice": "a list of texts", "structural_tag": "an object", "json_object": "true"}
     raise invalid(param, f"`{form}` must be {kinds.get(form, 'a text')}")
 
@@ -211,11 +209,12 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
 
     Raises GrammarError for an invalid schema.
     """
+    written = form.written if issubclass(form, JsonCallParser) else JsonCallParser.written
     if tools.choice is not ToolChoice.AUTO:
-        return lark_grammar(f"start: calls\n{_calls(tools, ONE_LINE, form)}", foreign=False)
+        return lark_grammar(f"start: calls\n{_calls(tools, ONE_LINE, written)}", foreign=False)
     if answer is not None:
         start, *others = parts_of(answer)
-        rules = f"start: calls | @answer\n{_calls(tools, JSON_OPTIONS, form)}"
+        rules = f"start: calls | @answer\n{_calls(tools, JSON_OPTIONS, written)}"
         either = {"lark_grammar": lark_grammar(rules, foreign=False)}
         return json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]})
     begun = _pythonic_calls(tools) if form is PythonicCallParser else _json_calls(tools)
@@ -228,8 +227,8 @@ def _json_calls(tools: Tools) -> str:
     strict = [spec for spec in tools.specs if spec.strict]
     for i, spec in enumerate(strict):
         name = re.escape(spec.name)
-        kind = f'("type"{SPACE}*:{SPACE}*"function"{SPACE}*,{SPACE}*)?'
-        lines.append(rf'open_{i}[lazy]: /{ANY_TEXT}\{{{SPACE}*{kind}"name"{SPACE}*:{SPACE}*"{name}"/')
+        others = rf'("(type|id)"{SPACE}*:{SPACE}*("[^"\\\n]*"|\d+){SPACE}*,{SPACE}*){{0,2}}'
+        lines.append(rf'open_{i}[lazy]: /{ANY_TEXT}\{{{SPACE}*{others}"name"{SPACE}*:{SPACE}*"{name}"/')
         lines.append(f"arguments_{i}: %json {json.dumps(_schema(spec) | {'x-guidance': ONE_LINE})}")
         lines.append(f"begun_{i}: open_{i} KEY arguments_{i} END")
     lines.append(rf'KEY: /{SPACE}{{0,4}},{SPACE}{{0,4}}"(parameters|arguments)"{SPACE}{{0,4}}:{SPACE}{{0,4}}/')
@@ -258,16 +257,14 @@ def _pythonic_calls(tools: Tools) -> str:
     return "\n".join(lines)
 
 
-def _calls(tools: Tools, options: Mapping[str, Any], form: type[CallParser]) -> str:
+def _calls(tools: Tools, options: Mapping[str, Any], written: WrittenForm) -> str:
     """The rules of calls. Each call is one JSON value. `options` of white space must be the same in a grammar of other
     JSON next to it."""
-    is_hermes = issubclass(form, HermesCallParser)
-    before, after, between = (f"{CALL_TAG}\n", f"\n{CALL_END_TAG}", "\n") if is_hermes else ("", "", "; ")
-    key = "arguments" if is_hermes else "parameters"
-    calls = [f"%json {json.dumps(_call_schema(spec, key, options))}" for spec in tools.specs]
-    lines = ["calls: call" + (f" ({json.dumps(between)} call)*" if tools.parallel else "")]
+    start, before, between, after, end = (f" {json.dumps(text)} " if text else "" for text in written[1:])
+    calls = [f"%json {json.dumps(_call_schema(spec, written.key, options))}" for spec in tools.specs]
+    more = f"({between} call)*" if tools.parallel else ""
     call = " | ".join(f"call_{i}" for i in range(len(calls)))
-    lines.append(f"call: {json.dumps(before)} ({call}) {json.dumps(after)}" if is_hermes else f"call: {call}")
+    lines = [f"calls:{start} call {more} {end}", f"call:{before} ({call}) {after}"]
     lines += [f"call_{i}: {call}" for i, call in enumerate(calls)]
     return "\n".join(lines)
 

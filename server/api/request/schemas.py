@@ -65,6 +65,7 @@ class ResponseFormat(Declared):
     type: Any = None
     json_schema: Any = None
     schema: Any = None
+    format: Any = None
     structures: Any = None
     triggers: Any = None
 

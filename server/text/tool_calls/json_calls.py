@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from typing import ClassVar, NamedTuple
 
 from server.text.tool_calls.literals import Expects, LiteralReader, as_json
 from server.text.tool_calls.parser import MAX_DEPTH, CallParser
@@ -20,9 +21,22 @@ _IN_STRING = (Expects.STRING, Expects.ESCAPE)
 CALL_TAG, CALL_END_TAG = "<tool_call>", "</tool_call>"
 
 
+class WrittenForm(NamedTuple):
+    """How a model writes calls: `start`, then calls with `between` between them, then `end`. Of a call, `before` and
+    `after` stand around the object, in which `key` has the arguments."""
+
+    key: str
+    start: str = ""
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    end: str = ""
+
+
 class JsonCallParser(CallParser):
     """Reads calls as JSON. A call's `arguments` are the model's own characters where these are JSON."""
 
+    written: ClassVar[WrittenForm] = WrittenForm("parameters", between="; ")
     opening = "{"
     marks = CallParser.marks | {"[": "]"}
 
@@ -191,10 +205,18 @@ class JsonCallParser(CallParser):
 
 
 class HermesCallParser(JsonCallParser):
-    """Reads calls in the form of Hermes 2 Pro and 3: JSON between `<tool_call>` and `</tool_call>`. The tags may be
-    missing: some tokenizers have them as special tokens, which are not shown."""
+    """Reads calls in the form of Hermes 2 Pro and 3 and of Llama-3-Groq-Tool-Use: JSON between `<tool_call>` and
+    `</tool_call>`. The tags may be missing: some tokenizers have them as special tokens, which are not shown."""
 
+    written = WrittenForm("arguments", before=f"{CALL_TAG}\n", between="\n", after=f"\n{CALL_END_TAG}")
     marks = JsonCallParser.marks | {CALL_TAG: CALL_END_TAG}
+
+
+class XlamCallParser(HermesCallParser):
+    """Reads calls in the form of Salesforce's Llama-xLAM-2: one JSON list of calls. What `hermes` reads is read too, as
+    in vLLM."""
+
+    written = WrittenForm("arguments", start="[", between=", ", end="]")
 
 
 def _decoded(raw: str) -> str:

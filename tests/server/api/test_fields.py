@@ -181,6 +181,14 @@ def test_strict_fields_refuse_what_is_unknown(strict, fields, param):
     assert post(strict, user="me", store=True, tools=None).status_code == 200
 
 
+def test_strict_fields_know_a_structural_tag(strict):
+    tag = {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"}
+    assert post(strict, response_format={"type": "structural_tag", "format": tag}).status_code == 200
+    refused = post(strict, response_format={"type": "structural_tag", "format": {**tag, "mood": 1}})
+    assert refused.status_code == 400
+    assert "the field `mood` of `tag`" in refused.json()["error"]["message"]
+
+
 def test_strict_fields_hold_for_the_parts_of_other_routes(strict):
     format_with_more = {"type": "json_schema", "name": "a", "schema": {}, "mood": 1}
     refused = post(strict, "/v1/responses", text={"format": format_with_more})

@@ -17,13 +17,14 @@ from server.grammar.forms import (
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
-    structural_tag_grammar,
 )
+from server.grammar.structural_tags import structural_tag_grammar
 from server.http.request_error import RequestError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+NEW_TAG = {"format": {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"}}
 
 
 class State:
@@ -49,7 +50,8 @@ def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
         ({"response_format": {"type": "json_object"}}, json_object_grammar()),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, json_schema_grammar(SCHEMA)),
         ({"response_format": FORMAT}, json_schema_grammar(SCHEMA)),
-        ({"response_format": {"type": "structural_tag", **TAG}}, structural_tag_grammar(**TAG)),
+        ({"response_format": {"type": "structural_tag", **TAG}}, structural_tag_grammar(TAG).text),
+        ({"response_format": {"type": "structural_tag", **NEW_TAG}}, structural_tag_grammar(NEW_TAG).text),
         ({"guided_json": SCHEMA}, json_schema_grammar(SCHEMA)),
         ({"guided_json": json.dumps(SCHEMA)}, json_schema_grammar(SCHEMA)),
         ({"guided_regex": "a+"}, regex_grammar("a+")),
@@ -60,7 +62,8 @@ def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
         ({"structured_outputs": {"regex": "a+", "choice": None}}, regex_grammar("a+")),
         ({"structured_outputs": {"choice": ["a"]}}, choice_grammar(["a"])),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, lark_grammar('root ::= "a"')),
-        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, structural_tag_grammar(**TAG)),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, structural_tag_grammar(TAG).text),
+        ({"structured_outputs": {"structural_tag": NEW_TAG}}, structural_tag_grammar(NEW_TAG).text),
     ],
 )
 def test_what_each_field_means(body, grammar) -> None:
@@ -75,7 +78,12 @@ def test_what_each_field_means(body, grammar) -> None:
         ({"response_format": {"type": "xml"}}, "response_format", "`xml` is not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "with a `schema`"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "a `schema`"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "`structures`"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "needs a `format`, or a list"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_tokens"}}},
+            "response_format",
+            "format: the format `any_tokens` is not supported",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"type": "x"}}}}},
             "response_format",

@@ -16,7 +16,7 @@ from server.api.request.schemas import FunctionSpec
 from server.api.request.tools import ToolChoice, Tools
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import json_schema_grammar, lark_grammar, regex_grammar
-from server.text.tool_calls.json_calls import HermesCallParser, JsonCallParser
+from server.text.tool_calls.json_calls import HermesCallParser, JsonCallParser, XlamCallParser
 from server.text.tool_calls.pieces import CallDelta
 from server.text.tool_calls.pythonic_calls import PythonicCallParser
 from tests.examples import examples
@@ -24,6 +24,7 @@ from tests.server.grammar.test_matcher import walk
 from tests.server.support.schemas import schemas
 
 BYTES = Vocabulary.of_bytes()
+JSON_FORMS = [JsonCallParser, HermesCallParser, XlamCallParser]
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -58,6 +59,7 @@ GOOD = {
         *("", "plain {text}", f"Hm. {PARIS}", f"{PARIS}; {NOW}", call("get_time", {"free": 1}), '{"name": "Al"}'),
         '{"name":"get_weather","parameters":{"city":"Paris"}}',
         '{"type": "function", "name": "get_weather", "arguments": {"city": "Paris"}}',
+        '{"id":"call_deok","name":"get_weather","arguments":{"city":"Paris"}}',
     ],
 }
 BAD = {
@@ -74,6 +76,8 @@ BAD = {
     "auto": [
         *(call("get_weather", {"city": 1}), call("get_weather", {}), f"Hm. {PARIS[:-2]}"),
         '{ "type" : "function", "name" : "get_weather", "arguments": {}}',
+        '{"id":"call_deok","name":"get_weather","arguments":{}}',
+        '{"type": "function", "id": 0, "name": "get_weather", "arguments": {"city": 1}}',
     ],
 }
 GRAMMARS = {
@@ -118,6 +122,27 @@ def test_calls_between_tags_that_are_let_through():
     assert not any(accepts(either, text) for text in ("{}", PARIS, f"[1]{paris}"))
 
 
+def listed(*calls: str) -> str:
+    return f"[{', '.join(calls)}]".replace("parameters", "arguments")
+
+
+def test_calls_in_a_list_that_are_let_through():
+    required = tool_grammar(GRAMMARS["required"], None, XlamCallParser)
+    assert all(accepts(required, text) for text in (listed(PARIS), listed(NOW, PARIS, NOW)))
+    bad = ["", "[]", PARIS, f"[{PARIS}]", f"text {listed(PARIS)}", listed(PARIS)[:-1], listed(call("get_weather", {}))]
+    assert [text for text in bad if accepts(required, text)] == []
+    named = tool_grammar(GRAMMARS["named"], None, XlamCallParser)
+    assert accepts(named, listed(PARIS))
+    assert not accepts(named, listed(PARIS, PARIS))
+    auto = tool_grammar(GRAMMARS["auto"], None, XlamCallParser)
+    assert all(accepts(auto, text) for text in ("plain", "[]", f"Hm. {listed(NOW, PARIS)}", "[1]"))
+    bad = [listed(call("get_weather", {"city": 1})), listed(NOW, call("get_weather", {})), listed(NOW, PARIS)[:-2]]
+    assert [text for text in bad if accepts(auto, text)] == []
+    either = tool_grammar(GRAMMARS["auto"], json_schema_grammar({"type": "array", "maxItems": 0}), XlamCallParser)
+    assert all(accepts(either, text) for text in ("[]", listed(PARIS)))
+    assert not any(accepts(either, text) for text in ("[1]", listed(call("get_weather", {}))))
+
+
 ANSWERS = {
     "a list": (json_schema_grammar({"type": "array"}), "[\n  1, {}\n]", "{}"),
     "an object": (json_schema_grammar({"type": "object", "required": ["x"]}), '{\n  "x": [1,  2]\n}', '{"y": 1}'),
@@ -157,7 +182,9 @@ def test_a_schema_that_cannot_be_held_to_is_refused():
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(schemas, st.integers(0, 2**32), st.booleans(), st.sampled_from([JsonCallParser, HermesCallParser]))
+@given(
+    schemas, st.integers(0, 2**32), st.booleans(), st.sampled_from([JsonCallParser, HermesCallParser, XlamCallParser])
+)
 def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, parallel, form):
     parameters = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
     specs = (FunctionSpec("f", parameters=parameters), TIME)

@@ -67,17 +67,29 @@ HERMES_SCRIPTS = {
     "one": (HERMES_CALL, None, [("get_weather", ARGUMENTS)]),
     "two": (f"{HERMES_CALL}\n{HERMES_TIME}\n", None, [("get_weather", ARGUMENTS), ("get_time", "{}")]),
     "text first": (f"Let me look.\n{HERMES_TIME}", "Let me look.\n", [("get_time", "{}")]),
+    "Groq's": (HERMES_CALL.replace("{", '{"id": "call_deok", ', 1), None, [("get_weather", ARGUMENTS)]),
+}
+XLAM_CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+XLAM_TIME = '{"name": "get_time", "arguments": {}}'
+XLAM_SCRIPTS = {
+    "one": (f"[{XLAM_CALL}]", None, [("get_weather", ARGUMENTS)]),
+    "two": (f"[{XLAM_TIME}, {XLAM_CALL}]", None, [("get_time", "{}"), ("get_weather", ARGUMENTS)]),
+    "after thinking": (f"<think>Hm.</think>[{XLAM_TIME}]", "<think>Hm.</think>", [("get_time", "{}")]),
+    "in a fence": (f"```json\n[{XLAM_TIME}]\n```", None, [("get_time", "{}")]),
+}
+SHOWN = {
+    "hermes": ("{# Calls are in <tool_call></tool_call>. #}", HERMES_SCRIPTS),
+    "xlam": ('{# [{"name": "tool_call_name", "arguments": {}}] #}', XLAM_SCRIPTS),
 }
 
 
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory):
-    """The format that the template shows."""
-    replies = tuple(tuple(script.encode()) for script, _, _ in HERMES_SCRIPTS.values())
-    template = TOOL_TEMPLATE + "{# Calls are in <tool_call></tool_call>. #}"
-    folder, config = tmp_path_factory.mktemp("hermes"), EchoConfig(reply=(), replies=replies)
-    with running_server(folder, ECHO, config, template=template) as running:
-        yield running
+@pytest.fixture(scope="module", params=SHOWN)
+def shown(request, tmp_path_factory):
+    """A server whose template shows a format, and the texts of its model."""
+    note, scripts = SHOWN[request.param]
+    config = EchoConfig(reply=(), replies=tuple(tuple(script.encode()) for script, _, _ in scripts.values()))
+    with running_server(tmp_path_factory.mktemp("shown"), ECHO, config, template=TOOL_TEMPLATE + note) as running:
+        yield running, list(scripts.values())
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +174,16 @@ def test_strict_tools_are_called_in_the_models_format(fast_pythonic):
     assert [name for name, _ in calls_of(choice(fast_pythonic, fields)["message"])] == ["get_weather", "get_time"]
 
 
-@pytest.mark.parametrize("number", range(len(HERMES_SCRIPTS)))
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
-def test_calls_between_the_tags_that_the_template_shows(hermes, number, tool_choice):
-    _, content, calls = [*HERMES_SCRIPTS.values()][number]
+def test_calls_in_the_format_that_the_template_shows(shown, number, tool_choice):
+    server, scripts = shown
+    _, content, calls = scripts[number]
     fields = {"messages": MESSAGES, "tools": TOOLS, "seed": number, "tool_choice": tool_choice}
-    whole = choice(hermes, fields)
+    whole = choice(server, fields)
     assert (whole["message"]["content"], calls_of(whole["message"])) == (content, calls)
     assert whole["finish_reason"] == "tool_calls"
-    assert streamed(hermes, fields) == (content or "", calls, "tool_calls")
+    assert streamed(server, fields) == (content or "", calls, "tool_calls")
 
 
 def test_the_flag_wins_over_the_template(tmp_path):

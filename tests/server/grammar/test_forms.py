@@ -15,11 +15,9 @@ from server.grammar.forms import (
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
-    structural_tag_grammar,
 )
 
 BYTES = Vocabulary.of_bytes()
-CALL = {"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -39,7 +37,6 @@ def accepts(grammar: str, text: str) -> bool:
         (lark_grammar('start: "a" start | "b"'), ["b", "aab"], ["a", "ba"]),
         (lark_grammar('root ::= "a" ("b" | "c")+'), ["abcb"], ["a"]),
         (lark_grammar('start: "<" %json {"type": "boolean"} ">"'), ["<true>"], ["<1>"]),
-        (structural_tag_grammar([CALL], ["<call>"]), ["no call", "x <call>12</call> y"], ["<call>a</call>", "<call>1"]),
     ],
 )
 def test_forms(grammar: str, good: list[str], bad: list[str]) -> None:
@@ -80,8 +77,6 @@ def nested(levels: int) -> dict[str, object]:
         (lambda: lark_grammar('start: "a" b'), "unknown name"),
         (lambda: lark_grammar('start: "a" <|eot_id|>'), "compiler failed"),
         (lambda: lark_grammar("root ::= (("), "EBNF"),
-        (lambda: structural_tag_grammar([], ["<"]), "at least one structure"),
-        (lambda: structural_tag_grammar([CALL], ["<other"]), "structure 0 needs"),
     ],
 )
 def test_what_cannot_be_had_is_refused_in_words(make, words: str) -> None:

@@ -70,6 +70,54 @@ HELD: dict[str, Any] = {
             },
         ]
     },
+    "one of several open types": {"oneOf": [{"enum": ["a", None]}, {"type": ["integer", "array"]}]},
+    "one of several closed objects": {
+        "oneOf": [
+            {"type": "object", "properties": {name: {}}, "required": [name], "additionalProperties": False}
+            for name in ("a", "b", "k")
+        ]
+    },
+    "one of several in a property": {
+        "oneOf": [
+            {"type": "object", "properties": {"k": {"type": kind, "maxLength": 1}}, "required": ["k"]}
+            for kind in ("string", "boolean")
+        ]
+    },
+    "one of two properties": OBJECT | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "one of three properties": OBJECT | {"oneOf": [{"required": [name]} for name in ("a", "b", "k")]},
+    "not two properties": OBJECT | {"not": {"required": ["a", "b"]}},
+    "a condition on a boolean": OBJECT
+    | {
+        "properties": OBJECT["properties"] | {"k": {"type": "boolean"}},
+        "required": ["k"],
+        "if": {"properties": {"k": {"const": True}}},
+        "then": {"required": ["b"]},
+    },
+    "a condition on a presence": OBJECT
+    | {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {"properties": {"b": {"maximum": 0}}}},
+    "several conditions": OBJECT
+    | {
+        "properties": OBJECT["properties"] | {"k": {"enum": ["x", "y", "z"]}},
+        "required": ["k"],
+        "allOf": [
+            {"if": {"properties": {"k": {"const": "x"}}}, "then": {"required": ["a"]}},
+            {"if": {"properties": {"k": {"enum": ["y", "x"]}}}, "then": {"required": ["b"]}},
+            {"properties": {"b": {"minimum": 0}}},
+        ],
+    },
+    "what needs a schema": OBJECT
+    | {"dependentSchemas": {"a": {"properties": {"b": {"minimum": 0}}, "required": ["b"]}}},
+    "short names": {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 2}},
+    "nothing unevaluated after others": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "allOf": [{"$ref": "#/$defs/b"}, {"properties": {"k": {}}, "required": ["k"]}],
+        "unevaluatedProperties": False,
+        "$defs": {"b": {"properties": {"b": {"type": "integer"}}}},
+    },
+    "one more than those required": OBJECT | {"minProperties": 1, "additionalProperties": False},
+    "as many as are required": OBJECT | {"required": ["a"], "minProperties": 1, "maxProperties": 1},
+    "as many as are listed": OBJECT | {"maxProperties": 2, "additionalProperties": False},
     "a single item is unique": {"type": "array", "items": {"type": "integer"}, "maxItems": 1, "uniqueItems": True},
 }
 # Schemas with a keyword that nothing replaces, and the keyword.
@@ -82,7 +130,12 @@ UNHELD: dict[str, tuple[Any, str]] = {
     ),
     "not a range": ({"type": "integer", "not": {"minimum": 3}}, "not (at #)"),
     "a condition on a number": ({"type": "integer", "if": {"minimum": 3}, "then": {"maximum": 4}}, "if (at #)"),
-    "short names": ({"type": "object", "propertyNames": {"maxLength": 1}}, "propertyNames (at #)"),
+    "names of a format": ({"type": "object", "propertyNames": {"format": "date"}}, "propertyNames (at #)"),
+    "a number of properties": (OBJECT | {"maxProperties": 1}, "maxProperties (at #)"),
+    "one of two properties that are required": (
+        OBJECT | {"required": ["a"], "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        "oneOf (at #)",
+    ),
     "look-around": ({"type": "array", "items": {"pattern": "^(?!a)", "type": "string"}}, "pattern (at #/items)"),
     "a reference back": ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern (at #)"),
     "unevaluated after a choice": (

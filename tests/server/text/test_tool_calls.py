@@ -16,7 +16,7 @@ from server.text.tool_calls.parser import MAX_DEPTH
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
 NAMES = {"f", "g", "get_weather", "a.b-c"}
-JSON, PYTHONIC, HERMES = FORMATS["llama3_json"], FORMATS["pythonic"], FORMATS["hermes"]
+JSON, PYTHONIC, HERMES, XLAM = (FORMATS[name] for name in ("llama3_json", "pythonic", "hermes", "xlam"))
 
 
 def joined(pieces: list[Piece]) -> list[str | tuple[str, str]]:
@@ -207,14 +207,35 @@ HERMES_CASES = {
     "other tags": (f"<b>a</b> <tool_call> {CALL} </tool_call> </tool_call>", ["<b>a</b> ", F1, " </tool_call>"]),
     "no call": ("<tool_call>\n{}\n</tool_call>", ["<tool_call>\n{}\n</tool_call>"]),
 }  # fmt: skip
+GROQ_CALL = '{"id":"call_deok","name":"f","arguments":{"a": 1}}'
+HERMES_CASES |= {
+    "with an id": (f"<tool_call>\n{GROQ_CALL}\n</tool_call>", [F1]),
+    "an id that is a number": ('<tool_call>\n{"id": 0, "name": "f", "arguments": {"a": 1}}\n</tool_call>', [F1]),
+    "the id last": ('<tool_call>\n{"name": "f", "arguments": {"a": 1}, "id": "x}"}\n</tool_call>', [F1]),
+    "several in one pair of tags": (f"<tool_call>\n{GROQ_CALL}\n{CALL}{GROQ_CALL}\n</tool_call>", [F1, F1, F1]),
+    "an id alone": ('<tool_call>\n{"id": "f"}\n</tool_call>', ['<tool_call>\n{"id": "f"}\n</tool_call>']),
+}
+XLAM_CALLS = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+XLAM_CASES = {
+    "a list": (XLAM_CALLS, [F1, G]),
+    "on lines": (json.dumps(json.loads(XLAM_CALLS), indent=2) + "\n", [("f", '{\n      "a": 1\n    }'), G]),
+    "after thinking": (f"<think>[1]?</think>\n\n{XLAM_CALLS}", ["<think>[1]?</think>\n\n", F1, G]),
+    "in a fence": (f"So:\n```json\n{XLAM_CALLS}\n```\nDone.", ["So:\n", F1, G, "\nDone."]),
+    "between tags": (f"<tool_call>{XLAM_CALLS}</tool_call>", [F1, G]),
+    "text around": (f"Now: {XLAM_CALLS} [done]", ["Now: ", F1, G, " [done]"]),
+    "an empty list": ("[]", ["[]"]),
+    "an unknown tool": ('[{"name": "h", "arguments": {}}]', ['[{"name": "h", "arguments": {}}]']),
+}  # fmt: skip
 ALL = [
     *((JSON, text, expected) for text, expected in JSON_CASES.values()),
     *((PYTHONIC, text, expected) for text, expected in PYTHONIC_CASES.values()),
     *((HERMES, text, expected) for text, expected in HERMES_CASES.values()),
+    *((XLAM, text, expected) for text, expected in XLAM_CASES.values()),
     *((JSON, text, [text] if text else []) for text in NO_JSON_CALLS),
     *((PYTHONIC, text, [text]) for text in NO_PYTHONIC_CALLS),
 ]
-IDS = [*JSON_CASES, *PYTHONIC_CASES, *HERMES_CASES, *map(repr, NO_JSON_CALLS), *map(repr, NO_PYTHONIC_CALLS)]
+NAMED = [*JSON_CASES, *PYTHONIC_CASES, *HERMES_CASES, *XLAM_CASES]
+IDS = [*NAMED, *map(repr, NO_JSON_CALLS), *map(repr, NO_PYTHONIC_CALLS)]
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), ALL, ids=IDS)
@@ -237,6 +258,7 @@ BROKEN = {
     "a word as key": (JSON, CALL.replace("1", "1, b: 2"), '{"a": 1, "b: 2}}": null}'),
     "no comma": (JSON, CALL.replace("1", '1 "b"'), '{"a": 1 , "\\"b\\"}}": null}'),
     "in a list": (JSON, CALL.replace("1", "[1 2]"), '{"a": [1 , "2]}}"]}'),
+    "in a list of calls": (XLAM, '[{"name": "f", "arguments": {"a": 1, x}}]', '{"a": 1, "x}}]": null}'),
     "a string's end": (PYTHONIC, '[f(a="lon', '{"a": "lon"}'),
     "a number's end": (PYTHONIC, "[f(a=12", '{"a": "12"}'),
     "a comma's end": (PYTHONIC, "[f(a=1, b", '{"a": 1, ", b": null}'),
@@ -254,7 +276,7 @@ BROKEN = {
 def test_broken_arguments_are_content_unless_a_part_of_them_is_sent(name):
     kind, text, arguments = BROKEN[name]
     assert read(kind, text) == read(kind, list(text)) == [text]
-    assert read(kind, f"Hm. {CALL if kind is JSON else '[f(a=1)]'} {text}") == ["Hm. ", F1, " " + text]
+    assert read(kind, f"Hm. {'[f(a=1)]' if kind is PYTHONIC else CALL} {text}") == ["Hm. ", F1, " " + text]
     assert read(kind, list(text), takes=True) == [("f", arguments)]
     assert isinstance(json.loads(arguments), dict)
 
@@ -267,6 +289,7 @@ def test_broken_arguments_are_content_unless_a_part_of_them_is_sent(name):
         (JSON, '{"parameters": {"a": 1}, "name": "f"}'),
         (PYTHONIC, "[f(a=1)]"),
         (HERMES, f"<tool_call>\n{CALL}\n</tool_call>"),
+        (XLAM, f"[{CALL}]"),
     ],
 )
 def test_a_call_that_is_cut_leaves_neither_a_call_nor_content(kind, text):
@@ -417,7 +440,7 @@ MIXED = st.lists(
 
 @settings(deadline=None)
 @given(MIXED, CUTS)
-@pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES])
+@pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES, XLAM])
 def test_no_cut_changes_what_is_read(kind, text, cuts):
     assert read(kind, cut(text, cuts)) == read(kind, text)
     assert read(kind, cut(text, cuts), cut=True) == read(kind, text, cut=True)
@@ -425,7 +448,7 @@ def test_no_cut_changes_what_is_read(kind, text, cuts):
 
 @settings(deadline=None)
 @given(MIXED, CUTS, st.booleans())
-@pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES])
+@pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES, XLAM])
 def test_whatever_is_sent_as_arguments_is_a_json_object(kind, text, cuts, takes):
     found = read(kind, cut(text, cuts), takes=takes)
     for item in found + read(kind, cut(text, cuts), cut=True):
