@@ -19,7 +19,9 @@ from server.shared_counts import Row
 PARENT = "parent"  # the name of its socket
 TIMEOUT_S = 5.0
 FORWARDED = "pallas_serve.forwarded"  # in a scope: another process of this server has sent the request
-KEY_FIELD = b"x-pallas-serve-key"  # between processes: the digest of the request's API key, in hexadecimal
+# fields between processes
+KEY_FIELD = b"x-pallas-serve-key"  # the digest of the request's API key, in hexadecimal
+KEY_NUMBER_FIELD = b"x-pallas-serve-key-number"  # the key by which the request is counted
 
 
 class Started(msgspec.Struct):

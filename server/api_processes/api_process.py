@@ -21,6 +21,7 @@ from model.inputs.words import described, is_worded
 from server.api.peers import (
     FORWARDED,
     KEY_FIELD,
+    KEY_NUMBER_FIELD,
     PARENT,
     TIMEOUT_S,
     Aborting,
@@ -34,7 +35,7 @@ from server.api.peers import (
 )
 from server.api.routes.admin import aborted_by_administrator
 from server.api.routes.responses.routes import PATH
-from server.api.state import ServerState
+from server.api.state import Place, ServerState, current_place
 from server.api.tracing import make_tracer
 from server.api_processes.process_args import ProcessArgs, events_name, private_route, socket_name
 from server.app import create_app
@@ -230,7 +231,10 @@ class _Forwarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_forwarded = scope["path"].startswith(PATH)
         scope[FORWARDED] = True
-        current_key.set(bytes.fromhex(dict(scope["headers"]).get(KEY_FIELD, b"").decode()))
+        fields = dict(scope["headers"])
+        current_key.set(bytes.fromhex(fields.get(KEY_FIELD, b"").decode()))
+        number = fields.get(KEY_NUMBER_FIELD)
+        current_place.set(Place(self._state, None if number is None else int(number)))
         self._state.num_forwarded += is_forwarded
         try:
             await self._app(scope, receive, send)

@@ -331,7 +331,9 @@ def test_a_stored_response_is_not_sent_as_events_again(server):
     assert client.responses.retrieve(id, include=[LOGPROBS]).output[0].content[0].logprobs
     for options, param in (
         ({"stream": True}, "stream"),
-        ({"stream": True, "starting_after": 3}, "stream"),
+        ({"starting_after": 3}, "starting_after"),
+        ({"stream": True, "starting_after": -1}, "starting_after"),
+        ({"extra_query": {"stream": "maybe"}}, "stream"),
         ({"include": ["file_search_call.results"]}, "include"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
@@ -421,7 +423,7 @@ REFUSED = [
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["f"]}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "store"),
     ({"truncation": "sometimes"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),

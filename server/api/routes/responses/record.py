@@ -15,6 +15,7 @@ import msgspec
 
 from batcher.request import FinishReason
 from server.api.request.schemas import Message
+from server.api.routes.responses.event_log import EventLog
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
 from server.engine.generation import Choice, ScoredToken
@@ -22,7 +23,8 @@ from server.http.encoding import LongText, NestedList
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
-IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "completed", "incomplete", "cancelled", "failed"
+QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
+INCOMPLETE, CANCELLED, FAILED = "incomplete", "cancelled", "failed"
 LIMIT_REACHED = {"reason": "max_output_tokens"}
 
 
@@ -150,6 +152,7 @@ class ResponseRecord:
         num_bytes: the size of `messages` in memory, approximately.
         scores: writes the log-probabilities of the text.
         custom: the names of the custom tools.
+        is_background: whether it is made without a connection. It begins as `queued`.
     """
 
     def __init__(
@@ -161,10 +164,14 @@ class ResponseRecord:
         num_bytes: int,
         scores: ScoreWriter,
         custom: frozenset[str] = frozenset(),
+        *,
+        is_background: bool = False,
     ) -> None:
         self.id = id
         self.owner = owner
-        self.status = IN_PROGRESS
+        self.is_background = is_background
+        self.log: EventLog | None = None  # of its events, if it is streamed in the background
+        self.status = QUEUED if is_background else IN_PROGRESS
         self.items: list[Item] = []
         self._fields = fields
         self._messages = messages
@@ -180,13 +187,19 @@ class ResponseRecord:
     @property
     def is_over(self) -> bool:
         """Whether the response has ended."""
-        return self.status != IN_PROGRESS
+        return self.status not in (QUEUED, IN_PROGRESS)
+
+    def begin(self) -> None:
+        """Call it when the engine has begun the answer."""
+        if self.status == QUEUED:
+            self.status = IN_PROGRESS
 
     @property
     def num_bytes(self) -> int:
         """The size of the record in memory, approximately."""
         scored = sum(num_bytes_of(item.scored) for item in self.items if isinstance(item, TextItem))
-        return self._num_bytes + scored + sum(getsizeof(item.text) for item in self.items)
+        logged = 0 if self.log is None else self.log.num_bytes
+        return self._num_bytes + scored + logged + sum(getsizeof(item.text) for item in self.items)
 
     def receive(self, scored: Iterable[ScoredToken]) -> None:
         """Receives tokens with their log-probabilities. Call it before the pieces with their text are added."""
@@ -260,7 +273,7 @@ class ResponseRecord:
 
     def body(self) -> dict[str, Any]:
         """The response's JSON object, for `json_pieces`: it may hold long texts."""
-        items = [] if self.status == IN_PROGRESS else self.items
+        items = self.items if self.is_over else []
         return {
             "id": self.id,
             "object": "response",

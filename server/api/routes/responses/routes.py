@@ -6,7 +6,9 @@ of a conversation, goes on to the process that keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from sys import getsizeof
 from typing import Any
@@ -14,15 +16,17 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import GenerationAnswer, LongJson, json_response
+from server.api.answers.answer import GenerationAnswer, LongJson, json_response, unenforced_header
 from server.api.answers.forwarded import ForwardedAnswer
 from server.api.peers import FORWARDED
 from server.api.request.body import BodyReader
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.schemas import ChatRequest, Message
 from server.api.route import EVENTS, JSON, ApiRoute
+from server.api.routes.responses.event_log import EventLog, LoggedEvents
 from server.api.routes.responses.input_items import items_page
 from server.api.routes.responses.record import CANCELLED, ResponseRecord
 from server.api.routes.responses.schemas import RESPONSES_FIELDS, FunctionTool, ResponsesRequest
@@ -30,25 +34,28 @@ from server.api.routes.responses.scores import ScoreWriter
 from server.api.routes.responses.store import ResponseStore
 from server.api.routes.responses.translation import (
     chat_request,
-    check_retrieval,
     custom_names,
+    first_event,
     format_fields,
     input_messages,
     own_names,
     read_function_tools,
 )
 from server.api.routes.responses.writer import ResponsesWriter
-from server.api.state import ServerState
+from server.api.state import Place, ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
 from server.http.encoding import json_pieces
-from server.http.request_error import NOT_FOUND, RequestError, invalid
+from server.http.request_error import NOT_FOUND, RequestError, internal, invalid
+
+logger = logging.getLogger("pallas_serve")
 
 PATH = "/v1/responses"
 MAX_METADATA = 16
 MAX_METADATA_CHARS = (64, 512)  # of a key, of a value
 CHARS_OF_AN_ITEM = 40  # the work to translate it is that of such a text
 BYTES_OF_A_MESSAGE = 300  # in memory, besides its texts
+COUNTED_BYTES = 64 * 1024  # of events; the store counts them after each growth by this number
 BYTES_OF_A_BYTE = 5  # of JSON that is decoded
 
 
@@ -72,7 +79,12 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
             body=ResponsesRequest,
             summary="How many tokens an input has.",
         ),
-        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve, summary="A response that was kept."),
+        ApiRoute(
+            path=f"{PATH}/{{id}}",
+            endpoint=responses.retrieve,
+            media_types=(JSON, EVENTS),
+            summary="A response that was kept, or its events.",
+        ),
         ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE", summary="Forgets it."),
         ApiRoute(path=f"{PATH}/{{id}}/input_items", endpoint=responses.input_items, summary="The input of a response."),
         ApiRoute(
@@ -89,6 +101,7 @@ class Responses:
         self._reader = BodyReader(ResponsesRequest, RESPONSES_FIELDS, strict=state.settings.strict_fields)
         self._store = ResponseStore()
         self._running: dict[str, Generation] = {}  # of responses that are stored
+        self._tasks: set[asyncio.Task[None]] = set()  # of responses in the background
         state.keeps_response = self._store.__contains__
 
     async def create(self, request: Request) -> Response:
@@ -96,8 +109,14 @@ class Responses:
         state = self._state
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
         if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
-            return ForwardedAnswer(request, keeper, raw)
+            forwarded = ForwardedAnswer(request, keeper, raw)
+            if body.background:
+                current_place.get().leave_key()  # that process counts it
+            return forwarded
         _check_metadata(body.metadata)
+        stores, in_background = body.store is not False, bool(body.background)
+        if in_background and not stores:
+            raise invalid("store", "must be true when `background` is true")
         earlier = self._earlier(body.previous_response_id)
         tools, messages, num_bytes = await self._conversation(body, earlier)
         chat = chat_request(body, tools, messages)
@@ -114,16 +133,60 @@ class Responses:
             num_bytes,
             scores,
             custom_names(tools),
+            is_background=in_background,
         )
-        stores = body.store is not False
+        writer = ResponsesWriter(generation, record, lambda: self._end(record))
+        answer = GenerationAnswer(generation, writer, state.turns, stream=plan.generation.stream)
+        if in_background and plan.generation.stream:
+            record.log = EventLog()
+            record.log.add(writer.queued())
         if stores:
-            self._store.put(record)
             self._running[record.id] = generation
-        writer = ResponsesWriter(generation, record, lambda: self._end(record, stores))
-        return _Answer(
-            GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream)),
-            lambda: self._leave(record),
-        )
+            self._keep(record)
+        if not in_background:
+            return _Answer(answer, lambda: self._leave(record))
+        place = current_place.get()
+        place.hold()
+        task = asyncio.create_task(self._make(record, answer, writer, place))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if record.log is not None:
+            return LoggedEvents(record.log, unenforced=generation.unenforced)
+        return self._shown(record, unenforced_header(generation.unenforced))
+
+    async def _make(
+        self, record: ResponseRecord, answer: GenerationAnswer, writer: ResponsesWriter, place: Place
+    ) -> None:
+        """Makes a response in the background: its answer goes to nobody, or to its log."""
+        log = record.log
+        num_counted = 0  # bytes of the log
+
+        async def send(message: AsgiMessage) -> None:
+            nonlocal num_counted
+            if log is not None and message["type"] == "http.response.body":
+                log.add(message["body"])
+                if log.num_bytes >= num_counted + COUNTED_BYTES:
+                    num_counted = log.num_bytes
+                    self._keep_again(record)
+
+        def fail(error: RequestError) -> None:
+            events = writer.failed(error)
+            if log is not None:
+                log.add(events)
+
+        try:
+            await answer({}, _never, send)
+        except RequestError as error:
+            error.__traceback__ = None  # its frames hold the generation
+            fail(error)
+        except Exception:
+            logger.exception("response %s failed", record.id)
+            fail(internal("The server has failed on this request."))
+        finally:
+            if log is not None:
+                log.close()
+            self._keep_again(record)
+            place.release()
 
     async def _conversation(
         self, body: ResponsesRequest, earlier: ResponseRecord | None
@@ -156,11 +219,16 @@ class Responses:
         return await peers.keeper_of(id)
 
     async def retrieve(self, request: Request) -> Response:
-        """A stored response."""
-        check_retrieval(request.query_params)
+        """A stored response, or its events."""
+        first = first_event(request.query_params)
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
-        return self._shown(self._find(request))
+        record = self._find(request)
+        if first is None:
+            return self._shown(record)
+        if record.log is None:
+            raise invalid("stream", "only a response made with `background` and `stream` keeps its events")
+        return LoggedEvents(record.log, first)
 
     async def input_items(self, request: Request) -> Response:
         """The input of a stored response, in pages."""
@@ -176,23 +244,36 @@ class Responses:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
         self._store.remove(record.id)
+        self._stop_unkept(record)
         answer = {"id": record.id, "object": "response", "deleted": True}
         return LongJson(self._state.turns, json_pieces(answer))
 
     async def cancel(self, request: Request) -> Response:
-        """Ends a response that is being generated. The connection of the response gets an error."""
+        """Ends a response that is being generated. The connection of the response gets an error. One in the background
+        stays as it is if it is over."""
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
-        if record.is_over and record.status != CANCELLED:
+        if record.is_over and record.status != CANCELLED and not record.is_background:
             raise RequestError(400, f"The response is over: {record.status}.", code="response_not_cancellable")
+        self._stop(record)
+        return self._shown(record)
+
+    def _stop(self, record: ResponseRecord) -> None:
         record.cancel()
         if (generation := self._running.pop(record.id, None)) is not None:
             generation.fail(RequestError(409, "The response was cancelled.", code="response_cancelled"))
-        return self._shown(record)
 
-    def _shown(self, record: ResponseRecord) -> Response:
-        return LongJson(self._state.turns, json_pieces(record.body()))
+    def _stop_unkept(self, record: ResponseRecord) -> None:
+        """Nobody can ask for a response in the background that is not kept any more."""
+        if record.is_background:
+            self._stop(record)
+
+    def _shown(self, record: ResponseRecord, headers: Sequence[tuple[bytes, bytes]] = ()) -> Response:
+        generation = self._running.get(record.id)
+        if generation is not None and generation.choices[0].num_tokens:
+            record.begin()
+        return LongJson(self._state.turns, json_pieces(record.body()), headers=headers)
 
     def _find(self, request: Request) -> ResponseRecord:
         id = request.path_params["id"]
@@ -214,15 +295,29 @@ class Responses:
             raise invalid("previous_response_id", "the response is still being made")
         return record
 
-    def _end(self, record: ResponseRecord, stores: bool) -> None:
+    def _end(self, record: ResponseRecord) -> None:
         self._running.pop(record.id, None)
-        if stores and self._store.get(record.id, record.owner) is record:  # it may have been deleted meanwhile
-            self._store.put(record)
+        self._keep_again(record)
+
+    def _keep_again(self, record: ResponseRecord) -> None:
+        """The record has grown. It may have been deleted meanwhile."""
+        if self._store.get(record.id, record.owner) is record:
+            self._keep(record)
+
+    def _keep(self, record: ResponseRecord) -> None:
+        for dropped in self._store.put(record):
+            self._stop_unkept(dropped)
 
     def _leave(self, record: ResponseRecord) -> None:
         """The connection has ended: a response that is not complete by now is cancelled."""
         self._running.pop(record.id, None)
         record.cancel()
+
+
+async def _never() -> AsgiMessage:
+    """The messages from a client that is not there."""
+    forever: asyncio.Future[AsgiMessage] = asyncio.get_running_loop().create_future()
+    return await forever
 
 
 class _Answer(Response):
@@ -293,5 +388,5 @@ def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, sta
         "store": body.store is not False,
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
-        "background": False,
+        "background": bool(body.background),
     }

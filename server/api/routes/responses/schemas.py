@@ -78,6 +78,7 @@ class ResponsesRequest(CommonFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # None: true
+    background: bool | None = None
     metadata: dict[str, str] | None = None
     max_output_tokens: int | None = None
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -108,7 +109,6 @@ RESPONSES_FIELDS = FieldTable(
     kind=ResponsesRequest,
     refused=of_other_routes(ResponsesRequest, but=_WITHOUT_EFFECT)
     | {
-        "background": Refused("answering after the connection has closed is not supported yet"),
         "context_management": NO_SHORTER,
         "ec_transfer_params": NO_TRANSFER,
         "enable_response_messages": Refused("messages in the template's form are not shown yet"),

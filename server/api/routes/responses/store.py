@@ -22,17 +22,19 @@ class ResponseStore:
         self._sizes: dict[str, int] = {}
         self._num_bytes: Counter[bytes] = Counter()  # by owner
 
-    def put(self, record: ResponseRecord) -> None:
-        """Stores the record as the newest. Call it again when the record has grown."""
+    def put(self, record: ResponseRecord) -> list[ResponseRecord]:
+        """Stores the record as the newest. Call it again when the record has grown. Returns those that are dropped."""
         self.remove(record.id)
         self._owners[record.id] = record.owner
         self._records[record.owner][record.id] = record
         self._sizes[record.id] = record.num_bytes
         self._num_bytes[record.owner] += record.num_bytes
+        dropped = []
         while len(self._owners) > self._max_responses:
-            self._drop_oldest(max(self._records, key=lambda owner: len(self._records[owner])))
+            dropped.append(self._drop_oldest(max(self._records, key=lambda owner: len(self._records[owner]))))
         while self._num_bytes.total() > self._max_bytes:
-            self._drop_oldest(max(self._records, key=self._num_bytes.__getitem__))
+            dropped.append(self._drop_oldest(max(self._records, key=self._num_bytes.__getitem__)))
+        return dropped
 
     def get(self, id: str, owner: bytes) -> ResponseRecord | None:
         """The response, if it belongs to `owner`."""
@@ -51,5 +53,7 @@ class ResponseStore:
         del self._records[owner][id]
         return True
 
-    def _drop_oldest(self, owner: bytes) -> None:
-        self.remove(next(iter(self._records[owner])))
+    def _drop_oldest(self, owner: bytes) -> ResponseRecord:
+        record = next(iter(self._records[owner].values()))
+        self.remove(record.id)
+        return record

@@ -29,6 +29,7 @@ LEFT_OUT = frozenset(
     "tool_search_output".split()
 )
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool
+MAX_DIGITS = 10  # of a number in a query
 UNFINISHED = ("in_progress", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
 HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
@@ -99,13 +100,20 @@ def _included(parts: Sequence[str]) -> list[str]:
     return included
 
 
-def check_retrieval(query: QueryParams) -> None:
-    """Raises RequestError 400 if a stored response is asked for in a form that it does not have."""
+def first_event(query: QueryParams) -> int | None:
+    """The number of the first event to send of a stored response; None: it is asked for whole. Raises RequestError
+    400."""
     _included([*query.getlist("include"), *query.getlist("include[]")])
-    if query.get("stream", "false").lower() != "false":
-        raise unsupported("stream", "sending the events of a stored response again is")
-    if "starting_after" in query:
-        raise unsupported("starting_after", "sending the events of a stored response again is")
+    stream, after = query.get("stream", "false").lower(), query.get("starting_after")
+    if stream not in ("true", "false"):
+        raise invalid("stream", f"must be true or false, got {stream[:40]!r}")
+    if after is None:
+        return 0 if stream == "true" else None
+    if stream == "false":
+        raise invalid("starting_after", "is only allowed when `stream` is true")
+    if not (after.isascii() and after.isdigit() and len(after) < MAX_DIGITS):
+        raise invalid("starting_after", f"must be the sequence number of an event, got {after[:40]!r}")
+    return int(after) + 1
 
 
 def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
