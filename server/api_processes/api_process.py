@@ -34,6 +34,7 @@ from server.api.peers import (
     Started,
 )
 from server.api.routes.admin import aborted_by_administrator
+from server.api.routes.responses.conversation_routes import CONVERSATIONS_PATH
 from server.api.routes.responses.routes import PATH
 from server.api.state import Place, ServerState, current_place
 from server.api.tracing import make_tracer
@@ -58,6 +59,7 @@ from server.shared_counts import PrefixTable, Row
 logger = logging.getLogger("pallas_serve")
 
 EXIT_NOT_STARTED = 1
+KEPT_PATHS = (PATH, CONVERSATIONS_PATH)  # the routes of what one process keeps for all
 COUNTS_INTERVAL_S = 1.0  # a killed process loses what it has counted since
 PRIVATE_SHARE = 4  # one connection in so many is kept for requests that other processes send on
 
@@ -210,7 +212,7 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
         private_route("keeps", Keeping, keeps),
         private_route("log_level", Level, log_level),
     ]
-    kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(PATH)]
+    kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(KEPT_PATHS)]
     app = Starlette(
         routes=[*routes, *kept],
         middleware=[Middleware(_Forwarded, state=state)],
@@ -229,7 +231,7 @@ class _Forwarded:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_forwarded = scope["path"].startswith(PATH)
+        is_forwarded = scope["path"].startswith(KEPT_PATHS)
         scope[FORWARDED] = True
         fields = dict(scope["headers"])
         current_key.set(bytes.fromhex(fields.get(KEY_FIELD, b"").decode()))

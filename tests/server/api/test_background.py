@@ -231,15 +231,19 @@ def test_a_log_gives_every_reader_all_events_from_its_number_on(sizes, cuts, dat
 
 
 def test_events_take_their_share_of_the_store():
-    store = ResponseStore(max_bytes=30_000)
+    dropped = []
+    store = ResponseStore(max_bytes=30_000, on_drop=dropped.append)
     tokenizer = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
     first, second = (
         ResponseRecord(id, b"", {}, [], 10, ScoreWriter(tokenizer, 0), is_background=True) for id in ("a", "b")
     )
-    assert store.put(first) == store.put(second) == []
+    store.put(first)
+    store.put(second)
     second.log = EventLog()
     second.log.add(b"e" * 29_990)
-    assert store.put(second) == [first]
+    store.put(second)
+    assert dropped == [first]
     second.log.add(b"e" * 20)
-    assert store.put(second) == [second]
+    store.put(second)
+    assert dropped == [first, second]
     assert "b" not in store

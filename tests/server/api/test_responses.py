@@ -450,7 +450,7 @@ def record(id: str, num_bytes: int, owner: bytes = b"") -> ResponseRecord:
 
 
 def test_the_oldest_responses_are_forgotten():
-    store = ResponseStore(max_responses=3, max_bytes=100)
+    store = ResponseStore(max_kept=3, max_bytes=100)
     for id in "abcd":
         store.put(record(id, 10))
     assert [id for id in "abcd" if id in store] == ["b", "c", "d"]
@@ -471,13 +471,13 @@ def test_the_oldest_responses_are_forgotten():
 @given(st.lists(st.tuples(st.sampled_from([b"one", b"two", b"three"]), st.integers(0, 40)), max_size=60))
 def test_a_key_with_its_share_of_the_store_loses_nothing_to_others(made):
     """Of three keys, one with a third of the number and of the bytes or less."""
-    store = ResponseStore(max_responses=6, max_bytes=100)
+    store = ResponseStore(max_kept=6, max_bytes=100)
     sizes: dict[bytes, dict[str, int]] = {owner: {} for owner in (b"one", b"two", b"three")}
     for number, (owner, size) in enumerate(made):
         store.put(record(str(number), size, owner))
         sizes[owner][str(number)] = size
         for name, own in sizes.items():
-            found = [id for id in own if store.get(id, name) is not None]
+            found = [id for id in own if store.response(id, name) is not None]
             assert found == [*own][len(own) - len(found) :]  # the oldest go first
             if len(own) <= 2 and sum(own.values()) <= 33:
                 assert len(found) == len(own)
@@ -494,7 +494,7 @@ def test_log_probabilities_take_their_share_of_the_store():
     kept.add(Content("abc", 0))
     assert kept.num_bytes > 50 * 20 * 12
     store.put(kept)
-    assert store.get("a", b"") is kept
+    assert store.response("a", b"") is kept
     store.put(record("b", 5_000))
     assert "a" not in store
 

@@ -101,6 +101,26 @@ def test_memory_is_that_of_both_processes(server, both):
     assert figure(both[0], "process_resident_memory_bytes") < 3 * max(resident())
 
 
+def test_a_conversation_is_found_by_both(both):
+    first, second = both
+    hello = {"role": "user", "content": "hello"}
+    made = first.post("/v1/conversations", json={"items": [hello]}).json()
+    path = f"/v1/conversations/{made['id']}"
+    assert second.get(path).json() == first.get(path).json() == made
+    added = second.post(f"{path}/items", json={"items": [hello]}).json()["data"][0]
+    assert second.post(path, json={"metadata": {"a": "b"}}).json()["metadata"] == {"a": "b"}
+    body = {"input": "and?", "max_output_tokens": 4, "ignore_eos": True, "conversation": made["id"]}
+    response = second.post(RESPONSES, json=body).json()
+    assert response["conversation"] == {"id": made["id"]}
+    pages = [client.get(f"{path}/items").json() for client in both]
+    assert pages[0] == pages[1]
+    assert [item["id"] for item in pages[0]["data"]][0::2] == [response["output"][0]["id"], added["id"]]
+    assert second.get(f"{path}/items/{added['id']}").json() == added
+    assert second.delete(f"{path}/items/{added['id']}").status_code == 200
+    assert second.delete(path).json()["deleted"] is True
+    assert [client.get(path).status_code for client in both] == [404, 404]
+
+
 def test_a_response_in_the_background_is_found_by_both(both):
     """Also one that a process makes because it keeps the response before. It counts for its key."""
     first, second = both

@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import partial
 from sys import getsizeof
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import msgspec
 from batcher.request import FinishReason
 from server.api.request.schemas import Message
 from server.api.routes.responses.event_log import EventLog
+from server.api.routes.responses.items import BYTES_OF_A_MESSAGE, KeptItem, joined
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
 from server.engine.generation import Choice, ScoredToken
@@ -292,18 +293,25 @@ class ResponseRecord:
         return self._messages
 
     def conversation(self) -> list[Message]:
-        """The messages up to and including this answer, for the next response of the conversation. A call that was cut
-        is left out: nothing can be its result."""
-        answer: list[Message] = []
-        is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
-        shown: list[Item] = [item for item in self.items if not isinstance(item, ReasoningItem)]
-        items = shown[:-1] if shown and is_cut and isinstance(shown[-1], CallItem) else shown
-        for is_call, group in groupby(items, key=lambda item: isinstance(item, CallItem)):
-            if is_call:
-                answer.append(call_message((c.call_id, c.name, c.text) for c in group if isinstance(c, CallItem)))
-            else:
-                answer += [Message("assistant", item.text) for item in group]
+        """The messages up to and including this answer, for the next response of the conversation."""
+        answer = joined(item.message for item in self.output_items() if item.message is not None)
         return [*self._messages, *answer]
+
+    def output_items(self) -> list[KeptItem]:
+        """The answer. A call that was cut is left out: nothing can be its result."""
+        is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
+        items = self.items[:-1] if self.items and is_cut and isinstance(self.items[-1], CallItem) else self.items
+        return [self._kept(item) for item in items]
+
+    def _kept(self, item: Item) -> KeptItem:
+        message = None
+        num_bytes = BYTES_OF_A_MESSAGE + getsizeof(item.text)
+        if isinstance(item, CallItem):
+            message = call_message(item.call_id, item.name, item.text)
+        elif isinstance(item, TextItem):
+            message = Message("assistant", item.text)
+            num_bytes += num_bytes_of(item.scored)
+        return KeptItem(item.id, message, num_bytes, partial(item.fields, self.item_status(item)))
 
 
 def _usage(choice: Choice) -> dict[str, Any]:

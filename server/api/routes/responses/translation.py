@@ -29,6 +29,8 @@ LEFT_OUT = frozenset(
     "tool_search_output".split()
 )
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool
+MAX_METADATA = 16
+MAX_METADATA_CHARS = (64, 512)  # of a key, of a value
 MAX_DIGITS = 10  # of a number in a query
 UNFINISHED = ("in_progress", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
@@ -100,10 +102,26 @@ def _included(parts: Sequence[str]) -> list[str]:
     return included
 
 
+def check_included(query: QueryParams) -> None:
+    """Raises RequestError 400 if a part is asked for that no item has."""
+    _included([*query.getlist("include"), *query.getlist("include[]")])
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises RequestError 400."""
+    if metadata is None:
+        return
+    key_chars, value_chars = MAX_METADATA_CHARS
+    if len(metadata) > MAX_METADATA:
+        raise invalid("metadata", f"at most {MAX_METADATA} pairs are kept, got {len(metadata)}")
+    if any(len(key) > key_chars or len(value) > value_chars for key, value in metadata.items()):
+        raise invalid("metadata", f"keys have at most {key_chars} characters, values at most {value_chars}")
+
+
 def first_event(query: QueryParams) -> int | None:
     """The number of the first event to send of a stored response; None: it is asked for whole. Raises RequestError
     400."""
-    _included([*query.getlist("include"), *query.getlist("include[]")])
+    check_included(query)
     stream, after = query.get("stream", "false").lower(), query.get("starting_after")
     if stream not in ("true", "false"):
         raise invalid("stream", f"must be true or false, got {stream[:40]!r}")
@@ -209,26 +227,21 @@ def _named_tool(tool: Any) -> Any:
     return tool
 
 
-def input_messages(body: ResponsesRequest, *, strict: bool) -> list[Message]:
-    """The messages of the input. Consecutive calls are put in one message. Items that only a model of OpenAI's reads,
-    such as reasoning, are left out. Raises RequestError 400; a `strict` server refuses all other items, too."""
-    if isinstance(body.input, str):
-        return [Message("user", body.input)]
-    messages: list[Message] = []
-    for i, item in enumerate(body.input):
-        if item.type in LEFT_OUT and not (strict and item.type != "reasoning"):
-            continue
-        message = _message(f"input.{i}", item)
-        if message.tool_calls and messages and messages[-1].tool_calls:
-            messages[-1].tool_calls.extend(message.tool_calls)
-        else:
-            messages.append(message)
-    return messages
+def item_messages(items: str | Sequence[InputItem], param: str, *, strict: bool) -> list[Message]:
+    """A message for each item. Items that only a model of OpenAI's reads, such as reasoning, are left out. `param`
+    names the field. Raises RequestError 400; a `strict` server refuses all other items, too."""
+    if isinstance(items, str):
+        return [Message("user", items)]
+    return [
+        _message(f"{param}.{i}", item)
+        for i, item in enumerate(items)
+        if item.type not in LEFT_OUT or (strict and item.type != "reasoning")
+    ]
 
 
-def call_message(calls: Iterable[tuple[str, str, str]]) -> Message:
-    """A message of the assistant. Each call is (call id, name, arguments)."""
-    return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, text), id) for id, name, text in calls])
+def call_message(id: str, name: str, arguments: str) -> Message:
+    """A message of the assistant: a call."""
+    return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, arguments), id)])
 
 
 def _message(where: str, item: InputItem) -> Message:
@@ -242,12 +255,12 @@ def _message(where: str, item: InputItem) -> Message:
         case "function_call":
             if item.name is None or item.call_id is None or item.arguments is None:
                 raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
-            return call_message([(item.call_id, item.name, item.arguments)])
+            return call_message(item.call_id, item.name, item.arguments)
         case "custom_tool_call":
             if item.name is None or item.call_id is None or item.input is None:
                 raise invalid(where, "a custom_tool_call needs `call_id`, `name` and `input`")
             arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            return call_message([(item.call_id, item.name, arguments)])
+            return call_message(item.call_id, item.name, arguments)
         case "function_call_output" | "custom_tool_call_output":
             if item.call_id is None or item.output is None:
                 raise invalid(where, f"a {kind} needs `call_id` and `output`")
