@@ -211,11 +211,11 @@ def test_conversations_take_their_share_of_the_store():
     first, second = Conversation(b"", {}), Conversation(b"", {})
     store.put(first)
     store.put(second)
-    second.add(new_items([Message("user", "a" * 30_000)]))
-    store.put_again(second)
+    store.add_items(second, new_items([Message("user", "a" * 30_000)]))
     assert dropped == [first, second]
     for conversation in (first, second):
         assert store.conversation(conversation.id, b"") is None
     (item,) = second.items.values()
+    assert item.id not in store
     second.remove(item)
     assert second.num_bytes == first.num_bytes

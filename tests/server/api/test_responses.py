@@ -409,7 +409,8 @@ def test_a_client_that_goes_away_cancels_its_response(slow):
 
 REFUSED = [
     ({"input": 5}, "input"),
-    ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
+    ({"input": [{"type": "item_reference"}]}, "input.0.id"),
+    ({"input": [{"type": "poem", "id": "a"}]}, "input.0.type"),
     ({"input": [{"content": "a"}]}, "input.0.role"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "function_call_output", "output": "a"}]}, "input.0"),

@@ -116,6 +116,12 @@ def test_a_conversation_is_found_by_both(both):
     assert pages[0] == pages[1]
     assert [item["id"] for item in pages[0]["data"]][0::2] == [response["output"][0]["id"], added["id"]]
     assert second.get(f"{path}/items/{added['id']}").json() == added
+    named = [{"type": "item_reference", "id": id} for id in (added["id"], response["output"][0]["id"])]
+    counted = [client.post(f"{RESPONSES}/input_tokens", json={"input": named}).json() for client in both]
+    assert counted[0] == counted[1]
+    assert counted[0]["input_tokens"] > 0
+    copied = second.post("/v1/conversations", json={"items": named}).json()
+    assert len(first.get(f"/v1/conversations/{copied['id']}/items").json()["data"]) == 2
     assert second.delete(f"{path}/items/{added['id']}").status_code == 200
     assert second.delete(path).json()["deleted"] is True
     assert [client.get(path).status_code for client in both] == [404, 404]

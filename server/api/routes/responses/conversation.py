@@ -43,11 +43,13 @@ class Conversation:
             raise invalid(param, f"a conversation has at most {MAX_ITEMS} items")
 
     def add(self, items: Iterable[KeptItem]) -> None:
+        """Call `ResponseStore.add_items` if it is kept."""
         for item in items:
             self.items[item.id] = item
             self._bytes_of_items += item.num_bytes
 
     def remove(self, item: KeptItem) -> None:
+        """Call `ResponseStore.remove_item` if it is kept."""
         del self.items[item.id]
         self._bytes_of_items -= item.num_bytes
 

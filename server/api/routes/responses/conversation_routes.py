@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,7 +13,7 @@ from server.api.answers.forwarded import ForwardedAnswer
 from server.api.request.body import BodyReader
 from server.api.route import ApiRoute
 from server.api.routes.responses.conversation import Conversation, new_items
-from server.api.routes.responses.items import KeptItem, items_page, items_work
+from server.api.routes.responses.items import KeptItem, items_list, items_page
 from server.api.routes.responses.schemas import (
     CHANGE_FIELDS,
     CONVERSATION_FIELDS,
@@ -21,10 +24,16 @@ from server.api.routes.responses.schemas import (
     NewItems,
 )
 from server.api.routes.responses.store import ResponseStore
-from server.api.routes.responses.translation import check_included, check_metadata, item_messages
+from server.api.routes.responses.translation import (
+    check_included,
+    check_metadata,
+    first_reference,
+    item_messages,
+    items_work,
+)
 from server.api.state import ServerState
 from server.http.auth import current_key
-from server.http.encoding import NestedList, json_pieces
+from server.http.encoding import json_pieces
 from server.http.request_error import NOT_FOUND, RequestError
 
 CONVERSATIONS_PATH = "/v1/conversations"
@@ -83,21 +92,23 @@ class Conversations:
 
     async def create(self, request: Request) -> Response:
         """Begins a conversation, with items if the body has some."""
-        body = await self._new.read(request, self._state.body_limits, self._state.threads)
+        body, raw = await self._new.read_with_bytes(request, self._state.body_limits, self._state.threads)
+        if (answer := await self._forwarded(request, raw, first_reference(body.items))) is not None:
+            return answer
         check_metadata(body.metadata)
         conversation = Conversation(current_key.get(), body.metadata or {})
-        await self._add(conversation, body.items or [])
+        conversation.add(await self._translated(conversation, body.items or []))
         self._store.put(conversation)
         return json_response(conversation.body())
 
     async def retrieve(self, request: Request) -> Response:
         """The conversation without its items."""
-        return await self._forwarded(request) or json_response(self._find(request).body())
+        return await self._forwarded_of(request) or json_response(self._find(request).body())
 
     async def update(self, request: Request) -> Response:
         """Replaces the metadata."""
         body, raw = await self._change.read_with_bytes(request, self._state.body_limits, self._state.threads)
-        if (answer := await self._forwarded(request, raw)) is not None:
+        if (answer := await self._forwarded_of(request, raw)) is not None:
             return answer
         check_metadata(body.metadata)
         conversation = self._find(request)
@@ -107,7 +118,7 @@ class Conversations:
 
     async def delete(self, request: Request) -> Response:
         """Forgets the conversation. The responses of it stay."""
-        if (answer := await self._forwarded(request)) is not None:
+        if (answer := await self._forwarded_of(request)) is not None:
             return answer
         conversation = self._find(request)
         self._store.remove(conversation.id)
@@ -116,57 +127,53 @@ class Conversations:
     async def list_items(self, request: Request) -> Response:
         """The items in pages."""
         check_included(request.query_params)
-        if (answer := await self._forwarded(request)) is not None:
+        if (answer := await self._forwarded_of(request)) is not None:
             return answer
         items = [*self._find(request).items.values()]
-        page = items_page([item.id for item in items], lambda number: items[number].fields(), request.query_params)
-        return LongJson(self._state.turns, json_pieces(page))
+        return LongJson(self._state.turns, json_pieces(items_page(items, request.query_params)))
 
     async def create_items(self, request: Request) -> Response:
         """Adds items at the end."""
         check_included(request.query_params)
         body, raw = await self._new_items.read_with_bytes(request, self._state.body_limits, self._state.threads)
-        if (answer := await self._forwarded(request, raw)) is not None:
+        if (answer := await self._forwarded_of(request, raw)) is not None:
             return answer
         conversation = self._find(request)
-        items = await self._add(conversation, body.items)
-        self._store.put_again(conversation)
-        created = {
-            "object": "list",
-            "data": NestedList(item.fields() for item in items),
-            "first_id": items[0].id if items else None,
-            "last_id": items[-1].id if items else None,
-            "has_more": False,
-        }
-        return LongJson(self._state.turns, json_pieces(created))
+        items = await self._translated(conversation, body.items)
+        self._store.add_items(self._find(request), items)
+        return LongJson(self._state.turns, json_pieces(items_list(items)))
 
     async def retrieve_item(self, request: Request) -> Response:
         """One item."""
         check_included(request.query_params)
-        if (answer := await self._forwarded(request)) is not None:
+        if (answer := await self._forwarded_of(request)) is not None:
             return answer
         item = self._find_item(request, self._find(request))
         return LongJson(self._state.turns, json_pieces(item.fields()))
 
     async def delete_item(self, request: Request) -> Response:
         """Removes one item."""
-        if (answer := await self._forwarded(request)) is not None:
+        if (answer := await self._forwarded_of(request)) is not None:
             return answer
         conversation = self._find(request)
-        conversation.remove(self._find_item(request, conversation))
-        self._store.put(conversation)
+        self._store.remove_item(conversation, self._find_item(request, conversation))
         return json_response(conversation.body())
 
-    async def _add(self, conversation: Conversation, items: list[InputItem]) -> list[KeptItem]:
+    async def _translated(self, conversation: Conversation, items: list[InputItem]) -> list[KeptItem]:
+        """The items for the conversation."""
         conversation.check_room(len(items), "items")
-        new = await self._state.threads.in_thread(items_work(items), _translated, items, strict=self._strict)
+        find = partial(self._store.find_items, owner=current_key.get())
+        new = await self._state.threads.in_thread(items_work(items), _translated, items, find, strict=self._strict)
         conversation.check_room(len(new), "items")  # others may have come meanwhile
-        conversation.add(new)
         return new
 
-    async def _forwarded(self, request: Request, raw: bytes = b"") -> Response | None:
+    async def _forwarded_of(self, request: Request, raw: bytes = b"") -> Response | None:
         """The answer of the other process that keeps the conversation."""
-        keeper = await self._store.keeper_of(request.path_params["id"], request, self._state.peers)
+        return await self._forwarded(request, raw, request.path_params["id"])
+
+    async def _forwarded(self, request: Request, raw: bytes, id: str | None) -> Response | None:
+        """The answer of the other process that keeps what has the id."""
+        keeper = await self._store.keeper_of(id, request, self._state.peers)
         return None if keeper is None else ForwardedAnswer(request, keeper, raw)
 
     def _find(self, request: Request) -> Conversation:
@@ -189,5 +196,7 @@ def find_conversation(store: ResponseStore, id: str, param: str) -> Conversation
     return conversation
 
 
-def _translated(items: list[InputItem], *, strict: bool) -> list[KeptItem]:
-    return new_items(item_messages(items, "items", strict=strict))
+def _translated(
+    items: list[InputItem], find: Callable[[Iterable[str]], Mapping[str, KeptItem]], *, strict: bool
+) -> list[KeptItem]:
+    return new_items(item_messages(items, "items", find, strict=strict))

@@ -68,11 +68,6 @@ def joined(messages: Iterable[Message]) -> list[Message]:
     return found
 
 
-def items_work(items: str | Sequence[object]) -> int:
-    """The work on the items, in characters. Texts do not count: they are not copied."""
-    return 0 if isinstance(items, str) else CHARS_OF_AN_ITEM * len(items)
-
-
 def message_size(message: Message) -> int:
     """Its size in memory, approximately."""
     parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
@@ -80,31 +75,31 @@ def message_size(message: Message) -> int:
     return BYTES_OF_A_MESSAGE + sum(getsizeof(text) for text in (*parts, *calls) if isinstance(text, str))
 
 
-def items_page(
-    ids: Sequence[str], fields_of: Callable[[int], dict[str, Any]], query: Mapping[str, str]
-) -> dict[str, Any]:
+def items_page(items: Sequence[KeptItem], query: Mapping[str, str]) -> dict[str, Any]:
     """The list object of one page, as JSON that may hold long texts.
 
     Args:
-        ids: of all items, the oldest first.
-        fields_of: gives the JSON object of the item with this index.
+        items: all, the oldest first.
         query: `limit`, `order` (`desc`: newest first, the default) and `after`, the id of an item.
 
     Raises:
         RequestError: 400 for a parameter with an invalid value.
     """
-    numbers = range(len(ids)) if _order(query) == "asc" else range(len(ids) - 1, -1, -1)
-    if "after" in query:
-        if query["after"] not in ids:
-            raise invalid("after", f"there is no item with the id {query['after'][:100]!r}")
-        numbers = numbers[numbers.index(ids.index(query["after"])) + 1 :]
-    shown = list(islice(numbers, _limit(query)))
+    rest = iter(items if _order(query) == "asc" else reversed(items))
+    if "after" in query and not any(item.id == query["after"] for item in rest):
+        raise invalid("after", f"there is no item with the id {query['after'][:100]!r}")
+    shown = list(islice(rest, _limit(query)))
+    return items_list(shown, has_more=next(rest, None) is not None)
+
+
+def items_list(items: Sequence[KeptItem], *, has_more: bool = False) -> dict[str, Any]:
+    """The list object of these items."""
     return {
         "object": "list",
-        "data": NestedList(map(fields_of, shown)),
-        "first_id": ids[shown[0]] if shown else None,
-        "last_id": ids[shown[-1]] if shown else None,
-        "has_more": len(shown) < len(numbers),
+        "data": NestedList(item.fields() for item in items),
+        "first_id": items[0].id if items else None,
+        "last_id": items[-1].id if items else None,
+        "has_more": has_more,
     }
 
 

@@ -16,7 +16,14 @@ import msgspec
 from batcher.request import FinishReason
 from server.api.request.schemas import Message
 from server.api.routes.responses.event_log import EventLog
-from server.api.routes.responses.items import BYTES_OF_A_MESSAGE, KeptItem, joined
+from server.api.routes.responses.items import (
+    BYTES_OF_A_MESSAGE,
+    CHARS_OF_AN_ITEM,
+    KeptItem,
+    joined,
+    message_size,
+    one_by_one,
+)
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
 from server.engine.generation import Choice, ScoredToken
@@ -26,7 +33,18 @@ from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 INCOMPLETE, CANCELLED, FAILED = "incomplete", "cancelled", "failed"
+RESPONSE_PREFIX = "resp-"  # of its id
 LIMIT_REACHED = {"reason": "max_output_tokens"}
+
+
+def item_id(prefix: str, response_id: str, number: int) -> str:
+    """The id of an item of a response."""
+    return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)}_{number}"
+
+
+def response_of_item(id: str) -> str:
+    """The id of the response that an item of a response has come from or with. Other ids give an id of nothing."""
+    return RESPONSE_PREFIX + id.partition("_")[2].rpartition("_")[0]
 
 
 class _GrowingItem:
@@ -34,9 +52,9 @@ class _GrowingItem:
 
     ID_PREFIX: ClassVar[str]
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, response_id: str) -> None:
         self.index = index  # in the output
-        self.id = f"{self.ID_PREFIX}_{uuid.uuid4().hex}"
+        self.id = item_id(self.ID_PREFIX, response_id, index)
         self._texts: list[str] = []
 
     def add(self, text: str) -> None:
@@ -52,8 +70,8 @@ class TextItem(_GrowingItem):
 
     ID_PREFIX = "msg"
 
-    def __init__(self, index: int, start: int, scores: ScoreWriter) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, response_id: str, start: int, scores: ScoreWriter) -> None:
+        super().__init__(index, response_id)
         self.start = self.end = start  # in the whole text of the answer, including calls
         self._scores = scores
         self.scored: list[ScoredToken] = []
@@ -95,8 +113,8 @@ class CallItem(_GrowingItem):
 
     ID_PREFIX = "fc"
 
-    def __init__(self, index: int, name: str) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, response_id: str, name: str) -> None:
+        super().__init__(index, response_id)
         self.call_id = f"call_{uuid.uuid4().hex}"
         self.name = name
 
@@ -215,15 +233,15 @@ class ResponseRecord:
             if piece.name is not None:
                 is_new = True
                 of_call = CustomCallItem if piece.name in self._custom else CallItem
-                self.items.append(of_call(len(self.items), piece.name))
+                self.items.append(of_call(len(self.items), self.id, piece.name))
         elif isinstance(piece, Reasoning):
             text = piece.text
             if is_new:
-                self.items.append(ReasoningItem(len(self.items)))
+                self.items.append(ReasoningItem(len(self.items), self.id))
         else:
             text = piece.text
             if is_new:
-                self.items.append(TextItem(len(self.items), piece.start, self._scores))
+                self.items.append(TextItem(len(self.items), self.id, piece.start, self._scores))
         item = self.items[-1]
         item.add(text)
         return Added(item, text, self._claim(item) if isinstance(item, TextItem) else [], is_new)
@@ -287,10 +305,17 @@ class ResponseRecord:
             "usage": self._usage,
         }
 
-    @property
-    def input_messages(self) -> Sequence[Message]:
+    def input_items(self) -> list[KeptItem]:
         """The conversation that the response answers, without the instructions."""
-        return self._messages
+        return [
+            KeptItem(item_id("item", self.id, number), message, message_size(message))
+            for number, message in enumerate(one_by_one(self._messages))
+        ]
+
+    @property
+    def input_work(self) -> int:
+        """The work to list the input, in characters."""
+        return CHARS_OF_AN_ITEM * len(self._messages)
 
     def conversation(self) -> list[Message]:
         """The messages up to and including this answer, for the next response of the conversation."""

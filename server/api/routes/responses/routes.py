@@ -7,7 +7,8 @@ of a conversation, goes on to the process that keeps it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from sys import getsizeof
 from typing import Any
@@ -27,15 +28,7 @@ from server.api.routes.responses.background import make_in_background
 from server.api.routes.responses.conversation import Conversation, new_items
 from server.api.routes.responses.conversation_routes import conversation_routes, find_conversation
 from server.api.routes.responses.event_log import EventLog, LoggedEvents
-from server.api.routes.responses.items import (
-    CHARS_OF_AN_ITEM,
-    KeptItem,
-    input_item,
-    items_page,
-    items_work,
-    joined,
-    one_by_one,
-)
+from server.api.routes.responses.items import KeptItem, items_page, joined
 from server.api.routes.responses.record import CANCELLED, COMPLETED, INCOMPLETE, ResponseRecord
 from server.api.routes.responses.schemas import RESPONSES_FIELDS, ConversationName, FunctionTool, ResponsesRequest
 from server.api.routes.responses.scores import ScoreWriter
@@ -45,8 +38,10 @@ from server.api.routes.responses.translation import (
     check_metadata,
     custom_names,
     first_event,
+    first_reference,
     format_fields,
     item_messages,
+    items_work,
     own_names,
     read_function_tools,
 )
@@ -111,7 +106,7 @@ class Responses:
         """Answers an input, whole, streamed or in the background."""
         state = self._state
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
-        if (keeper := await self._keeper(request, _continued(body))) is not None:
+        if (keeper := await self._keeper(request, _continued(body) or first_reference(body.input))) is not None:
             forwarded = ForwardedAnswer(request, keeper, raw)
             if body.background:
                 current_place.get().leave_key()  # that process counts it
@@ -172,7 +167,11 @@ class Responses:
             earlier, num_bytes = [], 0
         size = (len(bytes(body.tools)) if body.tools else 0) + items_work(body.input)
         tools, messages, new = await self._state.threads.in_thread(
-            size, _translated, body, strict=self._state.settings.strict_fields
+            size,
+            _translated,
+            body,
+            partial(self.store.find_items, owner=current_key.get()),
+            strict=self._state.settings.strict_fields,
         )
         return tools, [*earlier, *messages], new, num_bytes + sum(item.num_bytes for item in new)
 
@@ -180,7 +179,7 @@ class Responses:
         """Counts the tokens of the prompt that the same body would give `create`."""
         state = self._state
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
-        if (keeper := await self._keeper(request, _continued(body))) is not None:
+        if (keeper := await self._keeper(request, _continued(body) or first_reference(body.input))) is not None:
             return ForwardedAnswer(request, keeper, raw)
         state.check_model(body.model)
         tools, messages, *_ = await self._messages(body, self._find_conversation(body))
@@ -210,9 +209,8 @@ class Responses:
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
-        page = await self._state.threads.in_thread(
-            CHARS_OF_AN_ITEM * len(record.input_messages), _input_page, record, request.query_params
-        )
+        items = await self._state.threads.in_thread(record.input_work, record.input_items)
+        page = items_page(items, request.query_params)
         return LongJson(self._state.turns, json_pieces(page))
 
     async def delete(self, request: Request) -> Response:
@@ -282,8 +280,7 @@ class Responses:
         self._running.pop(record.id, None)
         self.store.put_again(record)
         if conversation is not None and record.status in (COMPLETED, INCOMPLETE):
-            conversation.add([*new, *record.output_items()])
-            self.store.put_again(conversation)
+            self.store.add_items(conversation, [*new, *record.output_items()])
 
     def _leave(self, record: ResponseRecord) -> None:
         """The connection has ended: a response that is not complete by now is cancelled."""
@@ -313,16 +310,12 @@ def _continued(body: ResponsesRequest) -> str | None:
     return body.conversation or body.previous_response_id
 
 
-def _translated(body: ResponsesRequest, *, strict: bool) -> tuple[list[FunctionTool], list[Message], list[KeptItem]]:
+def _translated(
+    body: ResponsesRequest, find: Callable[[Iterable[str]], Mapping[str, KeptItem]], *, strict: bool
+) -> tuple[list[FunctionTool], list[Message], list[KeptItem]]:
     """The tools, and the input as messages and as items."""
-    messages = item_messages(body.input, "input", strict=strict)
+    messages = item_messages(body.input, "input", find, strict=strict)
     return read_function_tools(body, strict=strict), joined(messages), new_items(messages)
-
-
-def _input_page(record: ResponseRecord, query: Mapping[str, str]) -> dict[str, Any]:
-    messages = [*one_by_one(record.input_messages)]
-    ids = [f"item_{record.id.rpartition('-')[2]}_{number}" for number in range(len(messages))]
-    return items_page(ids, lambda number: input_item(ids[number], messages[number]), query)
 
 
 def _other_bytes(chat: ChatRequest, instructions: str | None) -> int:

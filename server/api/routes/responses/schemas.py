@@ -41,6 +41,7 @@ class InputItem(Declared):
     arguments: str | None = None
     input: str | None = None  # of a custom tool
     output: str | Annotated[list[InputPart], ITEMS] | None = None
+    id: str | None = None  # of the item that an `item_reference` names; the ids of other items have no effect
     status: str | None = None  # of a message of the assistant that is not complete: the answer continues it
 
 
@@ -122,7 +123,7 @@ class NewItems(Declared):
 
 
 # The second half is of items that are left out.
-_OF_ITEMS = frozenset({"id", "phase", "summary", "encrypted_content", "action", "queries", "results", "result"})
+_OF_ITEMS = frozenset({"phase", "summary", "encrypted_content", "action", "queries", "results", "result"})
 _PART = FieldTable(
     kind=InputPart, without_effect=frozenset({"annotations", "logprobs", "image_url", "file_id", "detail"})
 )

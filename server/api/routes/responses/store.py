@@ -4,14 +4,15 @@ that made it. With several HTTP processes, each keeps its own."""
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
 
 from server.api.peers import FORWARDED, Peers
 from server.api.routes.responses.conversation import Conversation
-from server.api.routes.responses.record import ResponseRecord
+from server.api.routes.responses.items import KeptItem
+from server.api.routes.responses.record import ResponseRecord, response_of_item
 
 MAX_KEPT = 1024
 MAX_BYTES = 64 * 2**20  # of texts, log-probabilities and events
@@ -40,14 +41,17 @@ class ResponseStore:
         self._kept: defaultdict[bytes, OrderedDict[str, Kept]] = defaultdict(OrderedDict)  # by owner
         self._sizes: dict[str, int] = {}
         self._num_bytes: Counter[bytes] = Counter()  # by owner
+        self._conversations: dict[str, str] = {}  # their ids, by those of their items
 
     def put(self, kept: Kept) -> None:
         """Stores it as the newest. Call it again when it has grown."""
-        self.remove(kept.id)
+        if kept.id not in self._owners and isinstance(kept, Conversation):
+            self._conversations |= dict.fromkeys(kept.items, kept.id)
         self._owners[kept.id] = kept.owner
         self._kept[kept.owner][kept.id] = kept
+        self._kept[kept.owner].move_to_end(kept.id)
+        self._num_bytes[kept.owner] += kept.num_bytes - self._sizes.get(kept.id, 0)
         self._sizes[kept.id] = kept.num_bytes
-        self._num_bytes[kept.owner] += kept.num_bytes
         while len(self._owners) > self._max_kept:
             self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
         while self._num_bytes.total() > self._max_bytes:
@@ -57,6 +61,38 @@ class ResponseStore:
         """Stores what has grown, unless it has been removed meanwhile."""
         if kept.id in self._owners:
             self.put(kept)
+
+    def add_items(self, conversation: Conversation, items: Sequence[KeptItem]) -> None:
+        """Adds items to a conversation, unless it has been removed meanwhile."""
+        if conversation.id in self._owners:
+            conversation.add(items)
+            self._conversations |= {item.id: conversation.id for item in items}
+            self.put(conversation)
+
+    def remove_item(self, conversation: Conversation, item: KeptItem) -> None:
+        """Removes an item from a conversation."""
+        conversation.remove(item)
+        del self._conversations[item.id]
+        self.put(conversation)
+
+    def find_items(self, ids: Iterable[str], owner: bytes) -> dict[str, KeptItem]:
+        """The items with these ids, of conversations and of responses that are over, as far as they are kept and belong
+        to `owner`. A thread may call it."""
+        found: dict[str, KeptItem] = {}
+        seen: set[str] = set()  # responses
+        for id in ids:
+            if id in found:
+                continue
+            conversation = self.conversation(self._conversations.get(id, ""), owner)
+            item = None if conversation is None else conversation.items.get(id)
+            if item is not None:
+                found[id] = item
+                continue
+            record = self.response(response_of_item(id), owner)
+            if record is not None and record.is_over and record.id not in seen:
+                seen.add(record.id)
+                found |= {item.id: item for item in (*record.input_items(), *record.output_items())}
+        return found
 
     def response(self, id: str, owner: bytes) -> ResponseRecord | None:
         """The response, if it belongs to `owner`."""
@@ -72,8 +108,8 @@ class ResponseStore:
         return self._kept[owner].get(id) if self._owners.get(id) == owner else None
 
     def __contains__(self, id: str) -> bool:
-        """Whether it is kept, whoever made it."""
-        return id in self._owners
+        """Whether it is kept, whoever made it: a response, a conversation, or an item of one."""
+        return id in self._owners or id in self._conversations or response_of_item(id) in self._owners
 
     async def keeper_of(self, id: str | None, request: Request, peers: Peers | None) -> Path | None:
         """The other process that keeps it. None: this one does, or none."""
@@ -87,7 +123,10 @@ class ResponseStore:
         if owner is None:
             return False
         self._num_bytes[owner] -= self._sizes.pop(id)
-        del self._kept[owner][id]
+        kept = self._kept[owner].pop(id)
+        if isinstance(kept, Conversation):
+            for item_id in kept.items:
+                del self._conversations[item_id]
         return True
 
     def _drop_oldest(self, owner: bytes) -> None:

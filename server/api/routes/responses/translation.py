@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,8 +13,10 @@ from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
+from server.api.routes.responses.items import CHARS_OF_AN_ITEM, KeptItem
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
-from server.http.request_error import RequestError, invalid, unsupported
+from server.api.worker_threads import LONG_WORK
+from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
 
 # chat's names -> the names of this route
 _OTHER_NAMES = {
@@ -227,16 +229,66 @@ def _named_tool(tool: Any) -> Any:
     return tool
 
 
-def item_messages(items: str | Sequence[InputItem], param: str, *, strict: bool) -> list[Message]:
-    """A message for each item. Items that only a model of OpenAI's reads, such as reasoning, are left out. `param`
-    names the field. Raises RequestError 400; a `strict` server refuses all other items, too."""
+def _is_reference(item: InputItem) -> bool:
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
+
+
+def first_reference(items: str | Sequence[InputItem] | None) -> str | None:
+    """The id that the first reference to a kept item names."""
+    if items is None or isinstance(items, str):
+        return None
+    return next((item.id for item in items if _is_reference(item)), None)
+
+
+def items_work(items: str | Sequence[InputItem]) -> int:
+    """The work on the items, in characters. Texts do not count: they are not copied. What a reference needs is always
+    long work."""
+    if isinstance(items, str):
+        return 0
+    return CHARS_OF_AN_ITEM * len(items) + (0 if first_reference(items) is None else LONG_WORK)
+
+
+def item_messages(
+    items: str | Sequence[InputItem],
+    param: str,
+    find: Callable[[Iterable[str]], Mapping[str, KeptItem]],
+    *,
+    strict: bool,
+) -> list[Message]:
+    """A message for each item. Items that only a model of OpenAI's reads, such as reasoning, are left out.
+
+    Args:
+        param: the name of the field.
+        find: gives the kept items with these ids.
+        strict: items that are not served are refused, not left out.
+
+    Raises:
+        RequestError: 400, or 404 for an item that is not kept.
+    """
     if isinstance(items, str):
         return [Message("user", items)]
-    return [
-        _message(f"{param}.{i}", item)
-        for i, item in enumerate(items)
-        if item.type not in LEFT_OUT or (strict and item.type != "reasoning")
-    ]
+    kept = find([item.id for item in items if item.id is not None and _is_reference(item)])
+    messages = []
+    for i, item in enumerate(items):
+        if _is_reference(item):
+            message = _referenced(f"{param}.{i}.id", item.id, kept)
+        elif item.type in LEFT_OUT and not (strict and item.type != "reasoning"):
+            message = None
+        else:
+            message = _message(f"{param}.{i}", item)
+        if message is not None:
+            messages.append(message)
+    return messages
+
+
+def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Message | None:
+    """None: the template shows nothing of it."""
+    if id is None:
+        raise invalid(where, "is missing")
+    if id not in kept:
+        message = f"Item with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
+        raise RequestError(404, message, type=NOT_FOUND, param=where)
+    return kept[id].message
 
 
 def call_message(id: str, name: str, arguments: str) -> Message:
