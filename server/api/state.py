@@ -55,7 +55,7 @@ class ServerState:
     num_forwarded: int = 0  # requests that this process answers for another one
     keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key; of one HTTP process
     peers: Peers | None = None  # None: there is one HTTP process
-    keeps_response: Callable[[str], bool] = lambda id: False  # whether this process keeps the response with the id
+    keeps: Callable[[str], bool] = lambda id: False  # whether this process has the response or conversation of the id
     # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)
 

@@ -187,7 +187,7 @@ def _connections(settings: Settings) -> tuple[int, int]:
 
 def _private_app(state: ServerState, public: Starlette, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:
     """What this process answers to the parent and to the other HTTP processes. The routes of `public` about responses
-    are those of responses that this process keeps: their requests have passed another process's gate."""
+    and conversations are those of what this process keeps: their requests have passed another process's gate."""
 
     async def end(message: None) -> None:
         """The first call lets running requests finish, the second ends them."""
@@ -200,7 +200,7 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
         return state.abort(message.request_ids, aborted_by_administrator())
 
     async def keeps(message: Keeping) -> bool:
-        return state.keeps_response(message.response_id)
+        return state.keeps(message.id)
 
     async def log_level(message: Level) -> None:
         logger.setLevel(message.level)

@@ -56,4 +56,4 @@ class ForwardedAnswer(Response):
         except PrivateCallError as error:
             if has_begun:
                 raise
-            raise unavailable(f"The HTTP process that keeps the response does not answer: {error}") from error
+            raise unavailable(f"The HTTP process that keeps what is asked for does not answer: {error}") from error

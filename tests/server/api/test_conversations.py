@@ -15,6 +15,7 @@ from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import load, wait_until
 from tests.server.support.running import server_of
 from tests.server.support.sse_events import parse_named_events
+from tests.server.support.stub_app import DONE, StubClient, post_all, state_of
 from tests.server.support.tool_template import TOOL_TEMPLATE
 
 PATH = "/v1/conversations"
@@ -219,3 +220,20 @@ def test_conversations_take_their_share_of_the_store():
     assert item.id not in store
     second.remove(item)
     assert second.num_bytes == first.num_bytes
+
+
+def test_a_strict_server_refuses_fields_that_it_does_not_know():
+    cases = [
+        (PATH, {"itemz": []}, "itemz"),
+        (PATH, {"items": [HELLO | {"idd": "x"}]}, "items.0.idd"),
+        (f"{PATH}/conv_0", {"metadata": {}, "a": 1}, "a"),
+        (f"{PATH}/conv_0/items", {"items": [], "a": 1}, "a"),
+        (RESPONSES, {"input": "x", "conversation": {"id": "x", "a": 1}}, "conversation.a"),
+    ]
+    for path, body, param in cases:
+        for strict in (True, False):
+            (answer,) = post_all(state_of(StubClient(DONE), strict_fields=strict), path, [body])
+            if strict:
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+            else:
+                assert answer.status_code in (200, 404)

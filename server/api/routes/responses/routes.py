@@ -100,7 +100,7 @@ class Responses:
         self.store = ResponseStore(on_drop=self._stop_unkept)
         self._running: dict[str, Generation] = {}  # of responses that are stored
         self._tasks: set[asyncio.Task[None]] = set()  # of responses in the background
-        state.keeps_response = self.store.__contains__
+        state.keeps = self.store.__contains__
 
     async def create(self, request: Request) -> Response:
         """Answers an input, whole, streamed or in the background."""
