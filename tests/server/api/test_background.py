@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from server.api.routes.responses.event_log import EventLog
 from server.api.routes.responses.record import ResponseRecord
 from server.api.routes.responses.scores import ScoreWriter
-from server.api.routes.responses.store import ResponseStore
+from server.api.routes.responses.store import MAX_KEPT, ResponseStore
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, HELLO, SLOW, load, running, wait_until
@@ -89,6 +89,18 @@ def test_a_response_that_is_cancelled_or_deleted_is_not_made_any_more(slow, end)
             client.responses.retrieve(id)
     wait_until(lambda: load(slow) == 0)
     wait_until(lambda: running(slow) == 0)
+
+
+def test_a_response_that_newer_ones_displace_is_not_made_any_more(short):
+    id = started(short, **ENDLESS)["id"]
+    with short.http() as http:
+        for _ in range(MAX_KEPT - 1):
+            assert http.post("/v1/conversations", json={}).status_code == 200
+        assert http.get(f"{PATH}/{id}").status_code == 200
+        assert http.post("/v1/conversations", json={}).status_code == 200
+        assert http.get(f"{PATH}/{id}").status_code == 404
+    wait_until(lambda: load(short) == 0)
+    wait_until(lambda: running(short) == 0)
 
 
 def test_cancelling_changes_nothing_when_the_response_is_over(short):
