@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.answers.errors import Refusals
 from server.api.route import Access, ApiRoute
-from server.api.state import ServerState
+from server.api.state import Place, ServerState, current_place
 from server.api.tracing import RequestTrace, current_trace
 from server.http.auth import KeyRing, current_key
 from server.http.exchange import REFUSED
@@ -22,7 +21,6 @@ from server.logs import ThrottledLog
 logger = logging.getLogger("pallas_serve")
 
 MAX_ID_CHARS = 200
-FULL = -1
 
 
 class Gate:
@@ -43,7 +41,6 @@ class Gate:
         self._log = ThrottledLog(logger)
         self._keys = KeyRing((*settings.api_keys, *settings.admin_api_keys) if settings.api_keys else ())
         self._most_per_key = settings.max_concurrent_per_key
-        self._in_flight: Counter[int] = Counter()  # by the number of the key
         self._admin_keys = KeyRing(settings.admin_api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,14 +61,20 @@ class Gate:
         current_key.set(self._keys.digest(scope["headers"]))
         counted = scope["path"] in self._generating_paths
         refusal = self._refusal(scope, counted)
-        share = None if refusal or not counted else self._take_share(scope)
-        if share is FULL:
-            refusal, share = self._over_share(), None
         tracer = self._state.tracer
         trace = RequestTrace() if tracer is not None and counted else None
         current_trace.set(trace)
+
+        def end_trace() -> None:
+            if tracer is not None and trace is not None:
+                tracer.end(trace, scope["headers"], status)
+
+        place = Place(self._state, self._key_number(scope) if counted and refusal is None else None, end_trace)
+        current_place.set(place)
+        if counted and self._is_over_share(place.hold()):
+            place.leave_key()
+            refusal = self._over_share()
         try:
-            self._state.count_in_flight(counted)
             app = self._refusals.response(scope, refusal) if refusal else self._app
             await app(scope, receive, send_with_id)
         except Exception as error:
@@ -81,12 +84,9 @@ class Gate:
             answer = self._refusals.response(scope, internal("The server has failed on this request."))
             await answer(scope, receive, send_with_id)
         finally:
-            self._state.count_in_flight(-counted)
-            if share is not None:
-                self._change_share(share, -1)
             status = scope.get(REFUSED, status)
-            if tracer is not None and trace is not None:
-                tracer.end(trace, scope["headers"], status)
+            if counted:
+                place.release()
             if status:
                 self._state.metrics.observe_response(
                     handler=_handler(scope), method=scope["method"], status=status, seconds=time.monotonic() - started
@@ -102,24 +102,16 @@ class Gate:
             return unavailable("The server is shutting down.", retry_after_s=5)
         return refusal
 
-    def _take_share(self, scope: Scope) -> int | None:
-        """Counts the request for its key and returns the key's number. FULL: the key has its share already. None:
-        requests are not counted by key."""
+    def _key_number(self, scope: Scope) -> int | None:
+        """None: requests are not counted by key."""
         if self._most_per_key is None:
             return None
         number = self._keys.number(scope["headers"])
         assert number is not None, "the settings want keys where requests are counted by key"
-        if self._change_share(number, 1) > self._most_per_key:
-            self._change_share(number, -1)
-            return FULL
         return number
 
-    def _change_share(self, number: int, change: int) -> int:
-        """Returns the requests of a key after the change, those of other processes included."""
-        if self._state.peers is not None:
-            return self._state.peers.row.change_key(number, change)
-        self._in_flight[number] += change
-        return self._in_flight[number]
+    def _is_over_share(self, num_of_key: int) -> bool:
+        return self._most_per_key is not None and num_of_key > self._most_per_key
 
     def _over_share(self) -> RequestError:
         self._state.metrics.observe_limit("key_share")

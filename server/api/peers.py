@@ -19,7 +19,9 @@ from server.shared_counts import Row
 PARENT = "parent"  # the name of its socket
 TIMEOUT_S = 5.0
 FORWARDED = "pallas_serve.forwarded"  # in a scope: another process of this server has sent the request
-KEY_FIELD = b"x-pallas-serve-key"  # between processes: the digest of the request's API key, in hexadecimal
+# fields between processes
+KEY_FIELD = b"x-pallas-serve-key"  # the digest of the request's API key, in hexadecimal
+KEY_NUMBER_FIELD = b"x-pallas-serve-key-number"  # the key by which the request is counted
 
 
 class Started(msgspec.Struct):
@@ -52,10 +54,10 @@ class Aborting(msgspec.Struct):
 
 
 class Keeping(msgspec.Struct):
-    """Which process keeps this response? The answer has the name of its socket, or None."""
+    """Which process keeps this response, conversation or item? The answer has the name of its socket, or None."""
 
     frontend: int
-    response_id: str
+    id: str
 
 
 class Level(msgspec.Struct):
@@ -106,9 +108,9 @@ class Peers:
         """Of all processes, this one included."""
         await self._ask("/log_level", Level(level))
 
-    async def keeper_of(self, response_id: str) -> Path | None:
-        """The socket of the process that keeps a response."""
-        answer = await self._ask("/keeper", Keeping(self._frontend, response_id))
+    async def keeper_of(self, id: str) -> Path | None:
+        """The socket of the process that keeps a response, a conversation or an item."""
+        answer = await self._ask("/keeper", Keeping(self._frontend, id))
         name: str | None = msgspec.msgpack.decode(answer, type=str | None)
         return None if name is None else self._folder / name
 

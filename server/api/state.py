@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,8 +57,9 @@ class ServerState:
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes, of this process
     num_forwarded: int = 0  # requests that this process answers for another one
+    keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key; of one HTTP process
     peers: Peers | None = None  # None: there is one HTTP process
-    keeps_response: Callable[[str], bool] = lambda id: False  # whether this process keeps the response with the id
+    keeps: Callable[[str], bool] = lambda id: False  # whether this process has the response or conversation of the id
     # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)
 
@@ -77,6 +80,13 @@ class ServerState:
         self.num_in_flight += change
         if self.peers is not None:
             self.peers.row.set_in_flight(self.num_in_flight)
+
+    def count_of_key(self, number: int, change: int) -> int:
+        """Adds `change` to the requests of an API key. Returns those of all processes."""
+        if self.peers is not None:
+            return self.peers.row.change_key(number, change)
+        self.keys_in_flight[number] += change
+        return self.keys_in_flight[number]
 
     @property
     def load(self) -> int:
@@ -103,3 +113,45 @@ class ServerState:
         if name and name not in self.settings.model_names:
             raise model_not_found(name)
         return name or self.settings.model_names[0]
+
+
+class Place:
+    """A request's place in the counts: of `/load`, of its API key, and of what a shutdown waits for.
+
+    It is counted while someone holds it. Work that goes on after the answer holds it until it has ended, too.
+
+    Args:
+        key_number: the number of the request's key; None if requests are not counted by key.
+        on_free: called when nobody holds it any more.
+    """
+
+    def __init__(self, state: ServerState, key_number: int | None, on_free: Callable[[], None] = lambda: None) -> None:
+        self.key_number = key_number
+        self._state = state
+        self._on_free = on_free
+        self._num_holders = 0
+
+    def hold(self) -> int:
+        """Returns the requests of the key, this one included; 0 if they are not counted."""
+        self._num_holders += 1
+        if self._num_holders == 1:
+            self._state.count_in_flight(1)
+        return self._count_key(self._num_holders == 1)
+
+    def release(self) -> None:
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._state.count_in_flight(-1)
+            self._count_key(-1)
+            self._on_free()
+
+    def leave_key(self) -> None:
+        """The request is not counted for its key any more: it is refused, or another process counts it."""
+        self._count_key(-1)
+        self.key_number = None
+
+    def _count_key(self, change: int) -> int:
+        return 0 if self.key_number is None else self._state.count_of_key(self.key_number, change)
+
+
+current_place: ContextVar[Place] = ContextVar("current_place")  # of the request that the current task answers

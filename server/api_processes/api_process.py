@@ -21,6 +21,7 @@ from model.inputs.words import described, is_worded
 from server.api.peers import (
     FORWARDED,
     KEY_FIELD,
+    KEY_NUMBER_FIELD,
     PARENT,
     TIMEOUT_S,
     Aborting,
@@ -33,8 +34,9 @@ from server.api.peers import (
     Started,
 )
 from server.api.routes.admin import aborted_by_administrator
+from server.api.routes.responses.conversation_routes import CONVERSATIONS_PATH
 from server.api.routes.responses.routes import PATH
-from server.api.state import ServerState
+from server.api.state import Place, ServerState, current_place
 from server.api.tracing import make_tracer
 from server.api_processes.process_args import ProcessArgs, events_name, private_route, socket_name
 from server.app import create_app
@@ -57,6 +59,7 @@ from server.shared_counts import PrefixTable, Row
 logger = logging.getLogger("pallas_serve")
 
 EXIT_NOT_STARTED = 1
+KEPT_PATHS = (PATH, CONVERSATIONS_PATH)  # the routes of what one process keeps for all
 COUNTS_INTERVAL_S = 1.0  # a killed process loses what it has counted since
 PRIVATE_SHARE = 4  # one connection in so many is kept for requests that other processes send on
 
@@ -184,7 +187,7 @@ def _connections(settings: Settings) -> tuple[int, int]:
 
 def _private_app(state: ServerState, public: Starlette, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:
     """What this process answers to the parent and to the other HTTP processes. The routes of `public` about responses
-    are those of responses that this process keeps: their requests have passed another process's gate."""
+    and conversations are those of what this process keeps: their requests have passed another process's gate."""
 
     async def end(message: None) -> None:
         """The first call lets running requests finish, the second ends them."""
@@ -197,7 +200,7 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
         return state.abort(message.request_ids, aborted_by_administrator())
 
     async def keeps(message: Keeping) -> bool:
-        return state.keeps_response(message.response_id)
+        return state.keeps(message.id)
 
     async def log_level(message: Level) -> None:
         logger.setLevel(message.level)
@@ -209,7 +212,7 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
         private_route("keeps", Keeping, keeps),
         private_route("log_level", Level, log_level),
     ]
-    kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(PATH)]
+    kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(KEPT_PATHS)]
     app = Starlette(
         routes=[*routes, *kept],
         middleware=[Middleware(_Forwarded, state=state)],
@@ -228,9 +231,12 @@ class _Forwarded:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_forwarded = scope["path"].startswith(PATH)
+        is_forwarded = scope["path"].startswith(KEPT_PATHS)
         scope[FORWARDED] = True
-        current_key.set(bytes.fromhex(dict(scope["headers"]).get(KEY_FIELD, b"").decode()))
+        fields = dict(scope["headers"])
+        current_key.set(bytes.fromhex(fields.get(KEY_FIELD, b"").decode()))
+        number = fields.get(KEY_NUMBER_FIELD)
+        current_place.set(Place(self._state, None if number is None else int(number)))
         self._state.num_forwarded += is_forwarded
         try:
             await self._app(scope, receive, send)

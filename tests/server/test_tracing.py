@@ -92,6 +92,17 @@ def spans_of(server: RunningServer, collector: Collector) -> list[dict]:
     return collector.spans
 
 
+def test_the_span_of_a_response_in_the_background_ends_with_it(tmp_path, collector):
+    body = {"input": "hello", "background": True, "max_output_tokens": 5, "ignore_eos": True}
+    with running_server(tmp_path, TARGET, RealConfig(), otlp_traces_endpoint=collector.url) as server:
+        with server.http() as http:
+            path = f"/v1/responses/{http.post('/v1/responses', json=body).json()['id']}"
+            wait_until(lambda: http.get(path).json()["status"] == "incomplete")
+        (span,) = spans_of(server, collector)
+    assert (span["gen_ai.usage.completion_tokens"], span["http.response.status_code"]) == (5, 200)
+    assert span["seconds"] >= span["gen_ai.latency.time_in_model_inference"] > 0
+
+
 def test_each_request_has_a_span(tmp_path, collector):
     body = HELLO | {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "ignore_eos": True, "request_id": "mine"}
     with running_server(tmp_path, TARGET, RealConfig(), otlp_traces_endpoint=collector.url) as server:

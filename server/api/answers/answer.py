@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -54,8 +54,7 @@ async def watched(work: Work, receive: Receive) -> AsyncIterator[None]:
     """Within the context the work fails when the client goes away; at the context's end what still runs is aborted."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            continue
+        await _disconnected(receive)
         work.fail(ClientGone())
 
     watcher = asyncio.create_task(watch())
@@ -70,6 +69,34 @@ async def watched(work: Work, receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def until_disconnect(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Sends until all is sent or the client has gone. Raises what the sending raises."""
+    sender = asyncio.create_task(sending)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait([sender, watcher], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not sender.done():
+            sender.cancel()
+        await asyncio.gather(watcher, sender, return_exceptions=True)
+    if not sender.cancelled():
+        sender.result()
+
+
+def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
+    """The keywords of the request's schema that the answer may break. Names in it are the client's."""
+    if not keywords:
+        return []
+    text = quote(", ".join(keywords), safe=" ,:()#/$~.[]")
+    return [(UNENFORCED, text[:MAX_HEADER_CHARS].encode())]
 
 
 class GenerationAnswer(Response):
@@ -102,21 +129,16 @@ class GenerationAnswer(Response):
         if isinstance(self._generation.error, ClientGone):
             raise self._generation.error
 
-    def _unenforced(self) -> list[tuple[bytes, bytes]]:
-        """The keywords of the request's schema that the answer may break. Names in it are the client's."""
-        if not self._generation.unenforced:
-            return []
-        text = quote(", ".join(self._generation.unenforced), safe=" ,:()#/$~.[]")
-        return [(UNENFORCED, text[:MAX_HEADER_CHARS].encode())]
-
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._generation.wait()
-        answer = LongJson(self._turns, self._writer.whole(), self._check_client, headers=self._unenforced())
+        headers = unenforced_header(self._generation.unenforced)
+        answer = LongJson(self._turns, self._writer.whole(), self._check_client, headers=headers)
         await answer(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await self._generation.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *self._unenforced()]})
+        headers = [*STREAM_HEADERS, *unenforced_header(self._generation.unenforced)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             while True:
                 finished = self._generation.finished  # if so, these are the last events

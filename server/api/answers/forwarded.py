@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.peers import KEY_FIELD
+from server.api.answers.answer import until_disconnect
+from server.api.peers import KEY_FIELD, KEY_NUMBER_FIELD
+from server.api.state import current_place
 from server.http.auth import current_key
 from server.http.private import PrivateCallError, exchange
 from server.http.request_error import unavailable
@@ -31,22 +32,14 @@ class ForwardedAnswer(Response):
         self._target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
         self._fields = [(name, value) for name, value in request.headers.raw if name in PASSED_ON]
         self._fields.append((KEY_FIELD, current_key.get().hex().encode()))
+        if (number := current_place.get().key_number) is not None:
+            self._fields.append((KEY_NUMBER_FIELD, b"%d" % number))
         self._path = path
         self._body = body
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passing = asyncio.create_task(self._pass_on(send))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait([passing, leaving], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not passing.done():
-                passing.cancel()
-            await asyncio.gather(leaving, passing, return_exceptions=True)
-        if not passing.cancelled():
-            passing.result()
+        await until_disconnect(self._pass_on(send), receive)
 
     async def _pass_on(self, send: Send) -> None:
         has_begun = False
@@ -63,9 +56,4 @@ class ForwardedAnswer(Response):
         except PrivateCallError as error:
             if has_begun:
                 raise
-            raise unavailable(f"The HTTP process that keeps the response does not answer: {error}") from error
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+            raise unavailable(f"The HTTP process that keeps what is asked for does not answer: {error}") from error

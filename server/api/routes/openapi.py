@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,9 +62,10 @@ def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
     for route in routes:
         path = route.path.replace(":path}", "}")
         operation = _operation(route, schemas, needs_key=_needs_key(route, settings))
-        if "{" in path:
-            name = path[path.index("{") + 1 : path.index("}")]
-            operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        if names := re.findall(r"{(\w+)}", path):
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
         paths.setdefault(path, {})[route.method.lower()] = operation
     errors = {form.name: form.schema for form in map(_errors, routes)}
     keys = {"type": "http", "scheme": "bearer"}

@@ -24,6 +24,8 @@ def test_every_route_is_described():
         assert "200" in paths[path]["post"]["responses"]
         assert paths[path]["post"]["summary"]
     assert paths["/v1/models/{name}"]["get"]["parameters"][0]["name"] == "name"
+    item = paths["/v1/conversations/{id}/items/{item_id}"]["delete"]
+    assert [parameter["name"] for parameter in item["parameters"]] == ["id", "item_id"]
 
 
 def test_a_key_is_asked_for_where_the_server_has_keys():

@@ -331,7 +331,9 @@ def test_a_stored_response_is_not_sent_as_events_again(server):
     assert client.responses.retrieve(id, include=[LOGPROBS]).output[0].content[0].logprobs
     for options, param in (
         ({"stream": True}, "stream"),
-        ({"stream": True, "starting_after": 3}, "stream"),
+        ({"starting_after": 3}, "starting_after"),
+        ({"stream": True, "starting_after": -1}, "starting_after"),
+        ({"extra_query": {"stream": "maybe"}}, "stream"),
         ({"include": ["file_search_call.results"]}, "include"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
@@ -407,7 +409,8 @@ def test_a_client_that_goes_away_cancels_its_response(slow):
 
 REFUSED = [
     ({"input": 5}, "input"),
-    ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
+    ({"input": [{"type": "item_reference"}]}, "input.0.id"),
+    ({"input": [{"type": "poem", "id": "a"}]}, "input.0.type"),
     ({"input": [{"content": "a"}]}, "input.0.role"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
     ({"input": [{"type": "function_call_output", "output": "a"}]}, "input.0"),
@@ -421,7 +424,7 @@ REFUSED = [
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["f"]}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "store"),
     ({"truncation": "sometimes"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
@@ -448,7 +451,7 @@ def record(id: str, num_bytes: int, owner: bytes = b"") -> ResponseRecord:
 
 
 def test_the_oldest_responses_are_forgotten():
-    store = ResponseStore(max_responses=3, max_bytes=100)
+    store = ResponseStore(max_kept=3, max_bytes=100)
     for id in "abcd":
         store.put(record(id, 10))
     assert [id for id in "abcd" if id in store] == ["b", "c", "d"]
@@ -469,13 +472,13 @@ def test_the_oldest_responses_are_forgotten():
 @given(st.lists(st.tuples(st.sampled_from([b"one", b"two", b"three"]), st.integers(0, 40)), max_size=60))
 def test_a_key_with_its_share_of_the_store_loses_nothing_to_others(made):
     """Of three keys, one with a third of the number and of the bytes or less."""
-    store = ResponseStore(max_responses=6, max_bytes=100)
+    store = ResponseStore(max_kept=6, max_bytes=100)
     sizes: dict[bytes, dict[str, int]] = {owner: {} for owner in (b"one", b"two", b"three")}
     for number, (owner, size) in enumerate(made):
         store.put(record(str(number), size, owner))
         sizes[owner][str(number)] = size
         for name, own in sizes.items():
-            found = [id for id in own if store.get(id, name) is not None]
+            found = [id for id in own if store.response(id, name) is not None]
             assert found == [*own][len(own) - len(found) :]  # the oldest go first
             if len(own) <= 2 and sum(own.values()) <= 33:
                 assert len(found) == len(own)
@@ -492,7 +495,7 @@ def test_log_probabilities_take_their_share_of_the_store():
     kept.add(Content("abc", 0))
     assert kept.num_bytes > 50 * 20 * 12
     store.put(kept)
-    assert store.get("a", b"") is kept
+    assert store.response("a", b"") is kept
     store.put(record("b", 5_000))
     assert "a" not in store
 

@@ -15,7 +15,7 @@ from tests.server.support.api_processes import http_processes, through_each
 from tests.server.support.owners import check_owner
 from tests.server.support.requests import CHAT, HELLO, LONG, SLOW, wait_until
 from tests.server.support.running import server_of
-from tests.server.support.sse_events import parse_events
+from tests.server.support.sse_events import parse_events, parse_named_events
 
 KEY = {"Authorization": "Bearer key"}
 ADMIN = {"Authorization": "Bearer boss"}
@@ -99,6 +99,50 @@ def test_memory_is_that_of_both_processes(server, both):
 
     wait_until(lambda: figure(both[0], "process_resident_memory_bytes") > 1.5 * max(resident()))
     assert figure(both[0], "process_resident_memory_bytes") < 3 * max(resident())
+
+
+def test_a_conversation_is_found_by_both(both):
+    first, second = both
+    hello = {"role": "user", "content": "hello"}
+    made = first.post("/v1/conversations", json={"items": [hello]}).json()
+    path = f"/v1/conversations/{made['id']}"
+    assert second.get(path).json() == first.get(path).json() == made
+    added = second.post(f"{path}/items", json={"items": [hello]}).json()["data"][0]
+    assert second.post(path, json={"metadata": {"a": "b"}}).json()["metadata"] == {"a": "b"}
+    body = {"input": "and?", "max_output_tokens": 4, "ignore_eos": True, "conversation": made["id"]}
+    response = second.post(RESPONSES, json=body).json()
+    assert response["conversation"] == {"id": made["id"]}
+    pages = [client.get(f"{path}/items").json() for client in both]
+    assert pages[0] == pages[1]
+    assert [item["id"] for item in pages[0]["data"]][0::2] == [response["output"][0]["id"], added["id"]]
+    assert second.get(f"{path}/items/{added['id']}").json() == added
+    named = [{"type": "item_reference", "id": id} for id in (added["id"], response["output"][0]["id"])]
+    counted = [client.post(f"{RESPONSES}/input_tokens", json={"input": named}).json() for client in both]
+    assert counted[0] == counted[1]
+    assert counted[0]["input_tokens"] > 0
+    copied = second.post("/v1/conversations", json={"items": named}).json()
+    assert len(first.get(f"/v1/conversations/{copied['id']}/items").json()["data"]) == 2
+    assert second.delete(f"{path}/items/{added['id']}").status_code == 200
+    assert second.delete(path).json()["deleted"] is True
+    assert [client.get(path).status_code for client in both] == [404, 404]
+
+
+def test_a_response_in_the_background_is_found_by_both(both):
+    """Also one that a process makes because it keeps the response before. It counts for its key."""
+    first, second = both
+    body = {"input": "hello", "background": True, "stream": True, "max_output_tokens": 4, "ignore_eos": True}
+    events = first.post(RESPONSES, json=body).text
+    id = parse_named_events(events)[0]["response"]["id"]
+    assert [client.get(f"{RESPONSES}/{id}?stream=true").text for client in both] == [events] * 2
+    endless = {"input": "more", "background": True, "previous_response_id": id, "ignore_eos": True}
+    made = [second.post(RESPONSES, json=endless).json() for _ in range(MOST_PER_KEY)]
+    for client in both:
+        assert client.post(CHAT, json=HELLO).status_code == 429
+        assert client.get("/load").json() == {"server_load": MOST_PER_KEY}
+    for response, client in zip(made, itertools.cycle(both), strict=False):
+        assert client.post(f"{RESPONSES}/{response['id']}/cancel").json()["status"] == "cancelled"
+    wait_until(lambda: first.get("/load").json() == {"server_load": 0})
+    assert first.post(CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
 
 
 def test_a_response_is_found_by_both(both):

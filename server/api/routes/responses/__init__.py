@@ -1,5 +1,6 @@
 """OpenAI's Responses API: a response is a chat whose answer is a list of items, kept in memory for later requests.
 
-`schemas` has the request type, `translation` turns it into a chat, `record` is one response, `store` keeps records,
-`writer` writes the answer, and `routes` has the endpoints.
+`schemas` has the request types, `translation` turns them into chats, `record` is one response, `conversation` is items
+that many responses share, `store` keeps both, `writer` writes the answer, `background` makes one without a
+connection, `event_log` has its events, and `routes` and `conversation_routes` have the endpoints.
 """

@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import partial
 from sys import getsizeof
 from typing import Any, ClassVar
 
@@ -15,6 +15,15 @@ import msgspec
 
 from batcher.request import FinishReason
 from server.api.request.schemas import Message
+from server.api.routes.responses.event_log import EventLog
+from server.api.routes.responses.items import (
+    BYTES_OF_A_MESSAGE,
+    CHARS_OF_AN_ITEM,
+    KeptItem,
+    joined,
+    message_size,
+    one_by_one,
+)
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
 from server.engine.generation import Choice, ScoredToken
@@ -22,8 +31,20 @@ from server.http.encoding import LongText, NestedList
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
-IN_PROGRESS, COMPLETED, INCOMPLETE, CANCELLED, FAILED = "in_progress", "completed", "incomplete", "cancelled", "failed"
+QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
+INCOMPLETE, CANCELLED, FAILED = "incomplete", "cancelled", "failed"
+RESPONSE_PREFIX = "resp-"  # of its id
 LIMIT_REACHED = {"reason": "max_output_tokens"}
+
+
+def item_id(prefix: str, response_id: str, number: int) -> str:
+    """The id of an item of a response."""
+    return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)}_{number}"
+
+
+def response_of_item(id: str) -> str:
+    """The id of the response that an item of a response has come from or with. Other ids give an id of nothing."""
+    return RESPONSE_PREFIX + id.partition("_")[2].rpartition("_")[0]
 
 
 class _GrowingItem:
@@ -31,9 +52,9 @@ class _GrowingItem:
 
     ID_PREFIX: ClassVar[str]
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, response_id: str) -> None:
         self.index = index  # in the output
-        self.id = f"{self.ID_PREFIX}_{uuid.uuid4().hex}"
+        self.id = item_id(self.ID_PREFIX, response_id, index)
         self._texts: list[str] = []
 
     def add(self, text: str) -> None:
@@ -49,8 +70,8 @@ class TextItem(_GrowingItem):
 
     ID_PREFIX = "msg"
 
-    def __init__(self, index: int, start: int, scores: ScoreWriter) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, response_id: str, start: int, scores: ScoreWriter) -> None:
+        super().__init__(index, response_id)
         self.start = self.end = start  # in the whole text of the answer, including calls
         self._scores = scores
         self.scored: list[ScoredToken] = []
@@ -92,8 +113,8 @@ class CallItem(_GrowingItem):
 
     ID_PREFIX = "fc"
 
-    def __init__(self, index: int, name: str) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, response_id: str, name: str) -> None:
+        super().__init__(index, response_id)
         self.call_id = f"call_{uuid.uuid4().hex}"
         self.name = name
 
@@ -150,6 +171,7 @@ class ResponseRecord:
         num_bytes: the size of `messages` in memory, approximately.
         scores: writes the log-probabilities of the text.
         custom: the names of the custom tools.
+        is_background: whether it is made without a connection. It begins as `queued`.
     """
 
     def __init__(
@@ -161,10 +183,14 @@ class ResponseRecord:
         num_bytes: int,
         scores: ScoreWriter,
         custom: frozenset[str] = frozenset(),
+        *,
+        is_background: bool = False,
     ) -> None:
         self.id = id
         self.owner = owner
-        self.status = IN_PROGRESS
+        self.is_background = is_background
+        self.log: EventLog | None = None  # of its events, if it is streamed in the background
+        self.status = QUEUED if is_background else IN_PROGRESS
         self.items: list[Item] = []
         self._fields = fields
         self._messages = messages
@@ -180,13 +206,19 @@ class ResponseRecord:
     @property
     def is_over(self) -> bool:
         """Whether the response has ended."""
-        return self.status != IN_PROGRESS
+        return self.status not in (QUEUED, IN_PROGRESS)
+
+    def begin(self) -> None:
+        """Call it when the engine has begun the answer."""
+        if self.status == QUEUED:
+            self.status = IN_PROGRESS
 
     @property
     def num_bytes(self) -> int:
         """The size of the record in memory, approximately."""
         scored = sum(num_bytes_of(item.scored) for item in self.items if isinstance(item, TextItem))
-        return self._num_bytes + scored + sum(getsizeof(item.text) for item in self.items)
+        logged = 0 if self.log is None else self.log.num_bytes
+        return self._num_bytes + scored + logged + sum(getsizeof(item.text) for item in self.items)
 
     def receive(self, scored: Iterable[ScoredToken]) -> None:
         """Receives tokens with their log-probabilities. Call it before the pieces with their text are added."""
@@ -201,15 +233,15 @@ class ResponseRecord:
             if piece.name is not None:
                 is_new = True
                 of_call = CustomCallItem if piece.name in self._custom else CallItem
-                self.items.append(of_call(len(self.items), piece.name))
+                self.items.append(of_call(len(self.items), self.id, piece.name))
         elif isinstance(piece, Reasoning):
             text = piece.text
             if is_new:
-                self.items.append(ReasoningItem(len(self.items)))
+                self.items.append(ReasoningItem(len(self.items), self.id))
         else:
             text = piece.text
             if is_new:
-                self.items.append(TextItem(len(self.items), piece.start, self._scores))
+                self.items.append(TextItem(len(self.items), self.id, piece.start, self._scores))
         item = self.items[-1]
         item.add(text)
         return Added(item, text, self._claim(item) if isinstance(item, TextItem) else [], is_new)
@@ -260,7 +292,7 @@ class ResponseRecord:
 
     def body(self) -> dict[str, Any]:
         """The response's JSON object, for `json_pieces`: it may hold long texts."""
-        items = [] if self.status == IN_PROGRESS else self.items
+        items = self.items if self.is_over else []
         return {
             "id": self.id,
             "object": "response",
@@ -273,24 +305,38 @@ class ResponseRecord:
             "usage": self._usage,
         }
 
-    @property
-    def input_messages(self) -> Sequence[Message]:
+    def input_items(self) -> list[KeptItem]:
         """The conversation that the response answers, without the instructions."""
-        return self._messages
+        return [
+            KeptItem(item_id("item", self.id, number), message, message_size(message))
+            for number, message in enumerate(one_by_one(self._messages))
+        ]
+
+    @property
+    def input_work(self) -> int:
+        """The work to list the input, in characters."""
+        return CHARS_OF_AN_ITEM * len(self._messages)
 
     def conversation(self) -> list[Message]:
-        """The messages up to and including this answer, for the next response of the conversation. A call that was cut
-        is left out: nothing can be its result."""
-        answer: list[Message] = []
-        is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
-        shown: list[Item] = [item for item in self.items if not isinstance(item, ReasoningItem)]
-        items = shown[:-1] if shown and is_cut and isinstance(shown[-1], CallItem) else shown
-        for is_call, group in groupby(items, key=lambda item: isinstance(item, CallItem)):
-            if is_call:
-                answer.append(call_message((c.call_id, c.name, c.text) for c in group if isinstance(c, CallItem)))
-            else:
-                answer += [Message("assistant", item.text) for item in group]
+        """The messages up to and including this answer, for the next response of the conversation."""
+        answer = joined(item.message for item in self.output_items() if item.message is not None)
         return [*self._messages, *answer]
+
+    def output_items(self) -> list[KeptItem]:
+        """The answer. A call that was cut is left out: nothing can be its result."""
+        is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
+        items = self.items[:-1] if self.items and is_cut and isinstance(self.items[-1], CallItem) else self.items
+        return [self._kept(item) for item in items]
+
+    def _kept(self, item: Item) -> KeptItem:
+        message = None
+        num_bytes = BYTES_OF_A_MESSAGE + getsizeof(item.text)
+        if isinstance(item, CallItem):
+            message = call_message(item.call_id, item.name, item.text)
+        elif isinstance(item, TextItem):
+            message = Message("assistant", item.text)
+            num_bytes += num_bytes_of(item.scored)
+        return KeptItem(item.id, message, num_bytes, partial(item.fields, self.item_status(item)))
 
 
 def _usage(choice: Choice) -> dict[str, Any]:

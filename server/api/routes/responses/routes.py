@@ -6,7 +6,9 @@ of a conversation, goes on to the process that keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from sys import getsizeof
 from typing import Any
@@ -16,45 +18,49 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import GenerationAnswer, LongJson, json_response
+from server.api.answers.answer import GenerationAnswer, LongJson, json_response, unenforced_header
 from server.api.answers.forwarded import ForwardedAnswer
-from server.api.peers import FORWARDED
 from server.api.request.body import BodyReader
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.kept_objects import check_metadata
 from server.api.request.schemas import ChatRequest, Message
 from server.api.route import EVENTS, JSON, ApiRoute
-from server.api.routes.responses.input_items import items_page
-from server.api.routes.responses.record import CANCELLED, ResponseRecord
-from server.api.routes.responses.schemas import RESPONSES_FIELDS, FunctionTool, ResponsesRequest
+from server.api.routes.responses.background import make_in_background
+from server.api.routes.responses.conversation import Conversation, new_items
+from server.api.routes.responses.conversation_routes import conversation_routes, find_conversation
+from server.api.routes.responses.event_log import EventLog, LoggedEvents
+from server.api.routes.responses.items import KeptItem, items_page, joined
+from server.api.routes.responses.record import CANCELLED, COMPLETED, INCOMPLETE, ResponseRecord
+from server.api.routes.responses.schemas import RESPONSES_FIELDS, ConversationName, FunctionTool, ResponsesRequest
 from server.api.routes.responses.scores import ScoreWriter
-from server.api.routes.responses.store import ResponseStore
+from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import (
     chat_request,
-    check_retrieval,
     custom_names,
+    first_event,
+    first_reference,
     format_fields,
-    input_messages,
+    item_messages,
+    items_work,
     own_names,
     read_function_tools,
 )
 from server.api.routes.responses.writer import ResponsesWriter
-from server.api.state import ServerState
+from server.api.state import ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
 from server.http.encoding import json_pieces
 from server.http.request_error import NOT_FOUND, RequestError, invalid
 
 PATH = "/v1/responses"
-CHARS_OF_AN_ITEM = 40  # the work to translate it is that of such a text
-BYTES_OF_A_MESSAGE = 300  # in memory, besides its texts
 BYTES_OF_A_BYTE = 5  # of JSON that is decoded
 
 
 def responses_routes(state: ServerState) -> list[ApiRoute]:
-    """The routes of the Responses API."""
+    """The routes of the Responses API, and of its conversations."""
     responses = Responses(state)
     return [
+        *conversation_routes(state, responses.store),
         ApiRoute(
             path=PATH,
             endpoint=responses.create,
@@ -71,7 +77,12 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
             body=ResponsesRequest,
             summary="How many tokens an input has.",
         ),
-        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.retrieve, summary="A response that was kept."),
+        ApiRoute(
+            path=f"{PATH}/{{id}}",
+            endpoint=responses.retrieve,
+            media_types=(JSON, EVENTS),
+            summary="A response that was kept, or its events.",
+        ),
         ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE", summary="Forgets it."),
         ApiRoute(path=f"{PATH}/{{id}}/input_items", endpoint=responses.input_items, summary="The input of a response."),
         ApiRoute(
@@ -86,62 +97,92 @@ class Responses:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._reader = BodyReader(ResponsesRequest, RESPONSES_FIELDS, strict=state.settings.strict_fields)
-        self._store = ResponseStore()
+        self.store = ResponseStore(on_drop=self._stop_unkept)
         self._running: dict[str, Generation] = {}  # of responses that are stored
-        state.keeps_response = self._store.__contains__
+        self._tasks: set[asyncio.Task[None]] = set()  # of responses in the background
+        state.keeps = self.store.__contains__
 
     async def create(self, request: Request) -> Response:
         """Answers an input, whole, streamed or in the background."""
         state = self._state
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
-        if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
-            return ForwardedAnswer(request, keeper, raw)
+        if (keeper := await self._keeper(request, _continued(body) or first_reference(body.input))) is not None:
+            forwarded = ForwardedAnswer(request, keeper, raw)
+            if body.background:
+                current_place.get().leave_key()  # that process counts it
+            return forwarded
         check_metadata(body.metadata)
-        earlier = self._earlier(body.previous_response_id)
-        tools, messages, num_bytes = await self._conversation(body, earlier)
+        stores, in_background = body.store is not False, bool(body.background)
+        if in_background and not stores:
+            raise invalid("store", "must be true when `background` is true")
+        conversation = self._find_conversation(body)
+        tools, messages, new, num_bytes = await self._messages(body, conversation)
+        if conversation is not None:
+            conversation.check_room(len(new), "conversation")
         chat = chat_request(body, tools, messages)
         with own_names():
             generation, plan = await start_chat(state, chat, request, id_prefix="resp")
         head = plan.generation.head
-        num_bytes += _other_bytes(chat, body.instructions) + (0 if earlier is None else earlier.num_bytes)
+        num_bytes += _other_bytes(chat, body.instructions)
         scores = ScoreWriter(state.tokenizer, plan.generation.logprobs or 0)
         record = ResponseRecord(
             head.id,
             current_key.get(),
-            _repeated(body, tools, head.model, state),
+            _repeated(body, tools, head.model, state, conversation),
             messages,
             num_bytes,
             scores,
             custom_names(tools),
+            is_background=in_background,
         )
-        stores = body.store is not False
+        writer = ResponsesWriter(generation, record, lambda: self._end(record, conversation, new))
+        answer = GenerationAnswer(generation, writer, state.turns, stream=plan.generation.stream)
+        if in_background and plan.generation.stream:
+            record.log = EventLog()
+            record.log.add(writer.queued())
         if stores:
-            self._store.put(record)
             self._running[record.id] = generation
-        writer = ResponsesWriter(generation, record, lambda: self._end(record, stores))
-        return _Answer(
-            GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream)),
-            lambda: self._leave(record),
-        )
+            self.store.put(record)
+        if not in_background:
+            return _Answer(answer, lambda: self._leave(record))
+        place = current_place.get()
+        place.hold()
+        task = asyncio.create_task(make_in_background(record, answer, writer, self.store, place))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if record.log is not None:
+            return LoggedEvents(record.log, unenforced=generation.unenforced)
+        return self._shown(record, unenforced_header(generation.unenforced))
 
-    async def _conversation(
-        self, body: ResponsesRequest, earlier: ResponseRecord | None
-    ) -> tuple[list[FunctionTool], list[Message], int]:
-        """The tools, all messages without the instructions, and the size in memory of those that are new."""
-        size = len(bytes(body.tools)) if body.tools else 0
-        tools, new, num_bytes = await self._state.threads.in_thread(
-            size + _size(body), _translated, body, strict=self._state.settings.strict_fields
+    async def _messages(
+        self, body: ResponsesRequest, conversation: Conversation | None
+    ) -> tuple[list[FunctionTool], list[Message], list[KeptItem], int]:
+        """The tools, all messages without the instructions, the new ones as items, and the size of all in memory."""
+        if conversation is not None:
+            earlier, num_bytes = conversation.messages(), conversation.num_bytes
+        elif body.previous_response_id is not None:
+            record = self._previous(body.previous_response_id)
+            earlier, num_bytes = record.conversation(), record.num_bytes
+        else:
+            earlier, num_bytes = [], 0
+        size = (len(bytes(body.tools)) if body.tools else 0) + items_work(body.input)
+        tools, messages, new = await self._state.threads.in_thread(
+            size,
+            _translated,
+            body,
+            partial(self.store.find_items, owner=current_key.get()),
+            strict=self._state.settings.strict_fields,
         )
-        return tools, new if earlier is None else [*earlier.conversation(), *new], num_bytes
+        return tools, [*earlier, *messages], new, num_bytes + sum(item.num_bytes for item in new)
 
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of the prompt that the same body would give `create`."""
         state = self._state
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
-        if (keeper := await self._keeper(request, body.previous_response_id)) is not None:
+        if (keeper := await self._keeper(request, _continued(body) or first_reference(body.input))) is not None:
             return ForwardedAnswer(request, keeper, raw)
         state.check_model(body.model)
-        tools, messages, _ = await self._conversation(body, self._earlier(body.previous_response_id))
+        tools, messages, *_ = await self._messages(body, self._find_conversation(body))
         chat = chat_request(body, tools, messages)
         with own_names():
             count = await count_tokens(state, chat)
@@ -149,24 +190,27 @@ class Responses:
 
     async def _keeper(self, request: Request, id: str | None) -> Path | None:
         """The other process that keeps the response. None: this one does, or none."""
-        peers = self._state.peers
-        if id is None or peers is None or FORWARDED in request.scope or id in self._store:
-            return None
-        return await peers.keeper_of(id)
+        return await self.store.keeper_of(id, request, self._state.peers)
 
     async def retrieve(self, request: Request) -> Response:
-        """A stored response."""
-        check_retrieval(request.query_params)
+        """A stored response, or its events."""
+        first = first_event(request.query_params)
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
-        return self._shown(self._find(request))
+        record = self._find(request)
+        if first is None:
+            return self._shown(record)
+        if record.log is None:
+            raise invalid("stream", "only a response made with `background` and `stream` keeps its events")
+        return LoggedEvents(record.log, first)
 
     async def input_items(self, request: Request) -> Response:
         """The input of a stored response, in pages."""
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
-        page = items_page(record.id, record.input_messages, request.query_params)
+        items = await self._state.threads.in_thread(record.input_work, record.input_items)
+        page = items_page(items, request.query_params)
         return LongJson(self._state.turns, json_pieces(page))
 
     async def delete(self, request: Request) -> Response:
@@ -174,38 +218,57 @@ class Responses:
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
-        self._store.remove(record.id)
+        self.store.remove(record.id)
+        self._stop_unkept(record)
         answer = {"id": record.id, "object": "response", "deleted": True}
         return LongJson(self._state.turns, json_pieces(answer))
 
     async def cancel(self, request: Request) -> Response:
-        """Ends a response that is being generated. The connection of the response gets an error."""
+        """Ends a response that is being generated. The connection of the response gets an error. One in the background
+        stays as it is if it is over."""
         if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
             return ForwardedAnswer(request, keeper)
         record = self._find(request)
-        if record.is_over and record.status != CANCELLED:
+        if record.is_over and record.status != CANCELLED and not record.is_background:
             raise RequestError(400, f"The response is over: {record.status}.", code="response_not_cancellable")
+        self._stop(record)
+        return self._shown(record)
+
+    def _stop(self, record: ResponseRecord) -> None:
         record.cancel()
         if (generation := self._running.pop(record.id, None)) is not None:
             generation.fail(RequestError(409, "The response was cancelled.", code="response_cancelled"))
-        return self._shown(record)
 
-    def _shown(self, record: ResponseRecord) -> Response:
-        return LongJson(self._state.turns, json_pieces(record.body()))
+    def _stop_unkept(self, kept: Kept) -> None:
+        """Nobody can ask for a response in the background that is not kept any more."""
+        if isinstance(kept, ResponseRecord) and kept.is_background:
+            self._stop(kept)
+
+    def _shown(self, record: ResponseRecord, headers: Sequence[tuple[bytes, bytes]] = ()) -> Response:
+        generation = self._running.get(record.id)
+        if generation is not None and generation.choices[0].num_tokens:
+            record.begin()
+        return LongJson(self._state.turns, json_pieces(record.body()), headers=headers)
 
     def _find(self, request: Request) -> ResponseRecord:
         id = request.path_params["id"]
-        record = self._store.get(id, current_key.get())
+        record = self.store.response(id, current_key.get())
         if record is None:
             message = f"Response with id {id[:100]!r} not found. It is not stored, or not any more."
             raise RequestError(404, message, type=NOT_FOUND, param="response_id")
         return record
 
-    def _earlier(self, id: str | None) -> ResponseRecord | None:
-        """The response that the request continues."""
-        if id is None:
+    def _find_conversation(self, body: ResponsesRequest) -> Conversation | None:
+        """The conversation that the request continues."""
+        if body.conversation is None:
             return None
-        record = self._store.get(id, current_key.get())
+        if body.previous_response_id is not None:
+            raise invalid("previous_response_id", "is not allowed when `conversation` is given")
+        return find_conversation(self.store, _continued(body) or "", "conversation")
+
+    def _previous(self, id: str) -> ResponseRecord:
+        """The response that the request continues."""
+        record = self.store.response(id, current_key.get())
         if record is None:
             message = f"previous_response_id: there is no response with the id {id[:100]!r}."
             raise RequestError(400, message, param="previous_response_id", code="previous_response_not_found")
@@ -213,10 +276,11 @@ class Responses:
             raise invalid("previous_response_id", "the response is still being made")
         return record
 
-    def _end(self, record: ResponseRecord, stores: bool) -> None:
+    def _end(self, record: ResponseRecord, conversation: Conversation | None, new: list[KeptItem]) -> None:
         self._running.pop(record.id, None)
-        if stores and self._store.get(record.id, record.owner) is record:  # it may have been deleted meanwhile
-            self._store.put(record)
+        self.store.put_again(record)
+        if conversation is not None and record.status in (COMPLETED, INCOMPLETE):
+            self.store.add_items(conversation, [*new, *record.output_items()])
 
     def _leave(self, record: ResponseRecord) -> None:
         """The connection has ended: a response that is not complete by now is cancelled."""
@@ -239,21 +303,19 @@ class _Answer(Response):
             self._on_done()
 
 
-def _translated(body: ResponsesRequest, *, strict: bool) -> tuple[list[FunctionTool], list[Message], int]:
-    """The tools, the messages of the input, and the size of the messages in memory, approximately."""
-    messages = input_messages(body, strict=strict)
-    return read_function_tools(body, strict=strict), messages, sum(map(_message_size, messages))
+def _continued(body: ResponsesRequest) -> str | None:
+    """The id of what the request continues."""
+    if isinstance(body.conversation, ConversationName):
+        return body.conversation.id
+    return body.conversation or body.previous_response_id
 
 
-def _size(body: ResponsesRequest) -> int:
-    """The size, in characters, of the work to translate the body. Texts do not count: they are not copied."""
-    return 0 if isinstance(body.input, str) else CHARS_OF_AN_ITEM * len(body.input)
-
-
-def _message_size(message: Message) -> int:
-    parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
-    calls = [call.function.arguments for call in message.tool_calls or ()]
-    return BYTES_OF_A_MESSAGE + sum(getsizeof(text) for text in (*parts, *calls) if isinstance(text, str))
+def _translated(
+    body: ResponsesRequest, find: Callable[[Iterable[str]], Mapping[str, KeptItem]], *, strict: bool
+) -> tuple[list[FunctionTool], list[Message], list[KeptItem]]:
+    """The tools, and the input as messages and as items."""
+    messages = item_messages(body.input, "input", find, strict=strict)
+    return read_function_tools(body, strict=strict), joined(messages), new_items(messages)
 
 
 def _other_bytes(chat: ChatRequest, instructions: str | None) -> int:
@@ -262,7 +324,13 @@ def _other_bytes(chat: ChatRequest, instructions: str | None) -> int:
     return getsizeof(instructions) + BYTES_OF_A_BYTE * sum(map(len, parsed))
 
 
-def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, state: ServerState) -> dict[str, Any]:
+def _repeated(
+    body: ResponsesRequest,
+    tools: list[FunctionTool],
+    model: str,
+    state: ServerState,
+    conversation: Conversation | None,
+) -> dict[str, Any]:
     """The fields of the response that repeat the request, with defaults filled in."""
     defaults = state.settings.generation_defaults
     text_format = body.text.format if body.text else None
@@ -278,9 +346,10 @@ def _repeated(body: ResponsesRequest, tools: list[FunctionTool], model: str, sta
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": {"format": {"type": "text"} if text_format is None else format_fields(text_format)},
         "previous_response_id": body.previous_response_id,
+        "conversation": None if conversation is None else {"id": conversation.id},
         "reasoning": {"effort": None, "summary": None},
         "store": body.store is not False,
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
-        "background": False,
+        "background": bool(body.background),
     }

@@ -1,4 +1,4 @@
-"""The request of /v1/responses, and the table of its undeclared fields."""
+"""The requests of /v1/responses and /v1/conversations, and the tables of their undeclared fields."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class InputItem(Declared):
     arguments: str | None = None
     input: str | None = None  # of a custom tool
     output: str | Annotated[list[InputPart], ITEMS] | None = None
+    id: str | None = None  # of the item that an `item_reference` names; the ids of other items have no effect
     status: str | None = None  # of a message of the assistant that is not complete: the answer continues it
 
 
@@ -71,13 +72,21 @@ class FunctionTool(Declared):
     format: dict[str, Any] | None = None  # of a custom tool's input
 
 
+class ConversationName(Declared):
+    """A conversation, named by its id."""
+
+    id: str
+
+
 class ResponsesRequest(CommonFields, kw_only=True):
     """The body of a request for a response."""
 
     input: str | Annotated[list[InputItem], ITEMS]
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     store: bool | None = None  # None: true
+    background: bool | None = None
     metadata: dict[str, str] | None = None
     max_output_tokens: int | None = None
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -94,8 +103,27 @@ class ResponsesRequest(CommonFields, kw_only=True):
     documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class NewConversation(Declared):
+    """The body of a request for a conversation."""
+
+    items: Annotated[list[InputItem], ITEMS] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationChange(Declared):
+    """The body that changes a conversation."""
+
+    metadata: dict[str, str] | None
+
+
+class NewItems(Declared):
+    """The body that adds items to a conversation."""
+
+    items: Annotated[list[InputItem], ITEMS]
+
+
 # The second half is of items that are left out.
-_OF_ITEMS = frozenset({"id", "phase", "summary", "encrypted_content", "action", "queries", "results", "result"})
+_OF_ITEMS = frozenset({"phase", "summary", "encrypted_content", "action", "queries", "results", "result"})
 _PART = FieldTable(
     kind=InputPart, without_effect=frozenset({"annotations", "logprobs", "image_url", "file_id", "detail"})
 )
@@ -108,13 +136,9 @@ RESPONSES_FIELDS = FieldTable(
     kind=ResponsesRequest,
     refused=of_other_routes(ResponsesRequest, but=_WITHOUT_EFFECT)
     | {
-        "background": Refused("answering after the connection has closed is not supported yet"),
         "context_management": NO_SHORTER,
         "ec_transfer_params": NO_TRANSFER,
         "enable_response_messages": Refused("messages in the template's form are not shown yet"),
-        "conversation": Refused(
-            "conversations that are kept apart are not supported yet; there is previous_response_id"
-        ),
         "kv_transfer_params": NO_TRANSFER,
         "media_io_kwargs": NO_OTHER_INPUT,
         "mm_processor_kwargs": NO_OTHER_INPUT,
@@ -130,6 +154,7 @@ RESPONSES_FIELDS = FieldTable(
     without_effect=_WITHOUT_EFFECT,
     inner={
         "input": _ITEM,
+        "conversation": FieldTable(kind=ConversationName),
         "text": FieldTable(
             kind=TextOptions,
             refused={"verbosity": NO_VERBOSITY},
@@ -138,3 +163,6 @@ RESPONSES_FIELDS = FieldTable(
         "tools": FieldTable(kind=FunctionTool, without_effect=TOOL_WITHOUT_EFFECT),
     },
 )
+CONVERSATION_FIELDS = FieldTable(kind=NewConversation, inner={"items": _ITEM})
+CHANGE_FIELDS = FieldTable(kind=ConversationChange)
+NEW_ITEMS_FIELDS = FieldTable(kind=NewItems, inner={"items": _ITEM})

@@ -1,55 +1,135 @@
-"""Responses in memory, with limits on their number and on their bytes. Each belongs to the API key that made it."""
+"""Responses and conversations in memory, with limits on their number and on their bytes. Each belongs to the API key
+that made it. With several HTTP processes, each keeps its own."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from server.api.routes.responses.record import ResponseRecord
+from starlette.requests import Request
 
-MAX_RESPONSES = 1024
-MAX_BYTES = 64 * 2**20  # of texts and log-probabilities
+from server.api.peers import FORWARDED, Peers
+from server.api.routes.responses.conversation import Conversation
+from server.api.routes.responses.items import KeptItem
+from server.api.routes.responses.record import ResponseRecord, response_of_item
+
+MAX_KEPT = 1024
+MAX_BYTES = 64 * 2**20  # of texts, log-probabilities and events
+
+Kept = ResponseRecord | Conversation
 
 
 class ResponseStore:
-    """Keeps responses. If there are too many or they take too much memory, drops the oldest of the key that has most:
-    no key can displace the responses of another one that has fewer."""
+    """Keeps responses and conversations. If there are too many or they take too much memory, drops the oldest of the
+    key that has most: no key can displace those of another one that has fewer.
 
-    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self._max_responses = max_responses
+    `on_drop` is called with what is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_kept: int = MAX_KEPT,
+        max_bytes: int = MAX_BYTES,
+        on_drop: Callable[[Kept], None] = lambda kept: None,
+    ) -> None:
+        self._max_kept = max_kept
         self._max_bytes = max_bytes
+        self._on_drop = on_drop
         self._owners: dict[str, bytes] = {}
-        self._records: defaultdict[bytes, OrderedDict[str, ResponseRecord]] = defaultdict(OrderedDict)  # by owner
+        self._kept: defaultdict[bytes, OrderedDict[str, Kept]] = defaultdict(OrderedDict)  # by owner
         self._sizes: dict[str, int] = {}
         self._num_bytes: Counter[bytes] = Counter()  # by owner
+        self._conversations: dict[str, str] = {}  # their ids, by those of their items
 
-    def put(self, record: ResponseRecord) -> None:
-        """Stores the record as the newest. Call it again when the record has grown."""
-        self.remove(record.id)
-        self._owners[record.id] = record.owner
-        self._records[record.owner][record.id] = record
-        self._sizes[record.id] = record.num_bytes
-        self._num_bytes[record.owner] += record.num_bytes
-        while len(self._owners) > self._max_responses:
-            self._drop_oldest(max(self._records, key=lambda owner: len(self._records[owner])))
+    def put(self, kept: Kept) -> None:
+        """Stores it as the newest. Call it again when it has grown."""
+        if kept.id not in self._owners and isinstance(kept, Conversation):
+            self._conversations |= dict.fromkeys(kept.items, kept.id)
+        self._owners[kept.id] = kept.owner
+        self._kept[kept.owner][kept.id] = kept
+        self._kept[kept.owner].move_to_end(kept.id)
+        self._num_bytes[kept.owner] += kept.num_bytes - self._sizes.get(kept.id, 0)
+        self._sizes[kept.id] = kept.num_bytes
+        while len(self._owners) > self._max_kept:
+            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
         while self._num_bytes.total() > self._max_bytes:
-            self._drop_oldest(max(self._records, key=self._num_bytes.__getitem__))
+            self._drop_oldest(max(self._kept, key=self._num_bytes.__getitem__))
 
-    def get(self, id: str, owner: bytes) -> ResponseRecord | None:
+    def put_again(self, kept: Kept) -> None:
+        """Stores what has grown, unless it has been removed meanwhile."""
+        if kept.id in self._owners:
+            self.put(kept)
+
+    def add_items(self, conversation: Conversation, items: Sequence[KeptItem]) -> None:
+        """Adds items to a conversation, unless it has been removed meanwhile."""
+        if conversation.id in self._owners:
+            conversation.add(items)
+            self._conversations |= {item.id: conversation.id for item in items}
+            self.put(conversation)
+
+    def remove_item(self, conversation: Conversation, item: KeptItem) -> None:
+        """Removes an item from a conversation."""
+        conversation.remove(item)
+        del self._conversations[item.id]
+        self.put(conversation)
+
+    def find_items(self, ids: Iterable[str], owner: bytes) -> dict[str, KeptItem]:
+        """The items with these ids, of conversations and of responses that are over, as far as they are kept and belong
+        to `owner`. A thread may call it."""
+        found: dict[str, KeptItem] = {}
+        seen: set[str] = set()  # responses
+        for id in ids:
+            if id in found:
+                continue
+            conversation = self.conversation(self._conversations.get(id, ""), owner)
+            item = None if conversation is None else conversation.items.get(id)
+            if item is not None:
+                found[id] = item
+                continue
+            record = self.response(response_of_item(id), owner)
+            if record is not None and record.is_over and record.id not in seen:
+                seen.add(record.id)
+                found |= {item.id: item for item in (*record.input_items(), *record.output_items())}
+        return found
+
+    def response(self, id: str, owner: bytes) -> ResponseRecord | None:
         """The response, if it belongs to `owner`."""
-        return self._records[owner].get(id) if self._owners.get(id) == owner else None
+        kept = self._get(id, owner)
+        return kept if isinstance(kept, ResponseRecord) else None
+
+    def conversation(self, id: str, owner: bytes) -> Conversation | None:
+        """The conversation, if it belongs to `owner`."""
+        kept = self._get(id, owner)
+        return kept if isinstance(kept, Conversation) else None
+
+    def _get(self, id: str, owner: bytes) -> Kept | None:
+        return self._kept[owner].get(id) if self._owners.get(id) == owner else None
 
     def __contains__(self, id: str) -> bool:
-        """Whether the response is kept, whoever made it."""
-        return id in self._owners
+        """Whether it is kept, whoever made it: a response, a conversation, or an item of one."""
+        return id in self._owners or id in self._conversations or response_of_item(id) in self._owners
+
+    async def keeper_of(self, id: str | None, request: Request, peers: Peers | None) -> Path | None:
+        """The other process that keeps it. None: this one does, or none."""
+        if id is None or peers is None or FORWARDED in request.scope or id in self:
+            return None
+        return await peers.keeper_of(id)
 
     def remove(self, id: str) -> bool:
-        """Removes the response. Returns whether it was there."""
+        """Returns whether it was there."""
         owner = self._owners.pop(id, None)
         if owner is None:
             return False
         self._num_bytes[owner] -= self._sizes.pop(id)
-        del self._records[owner][id]
+        kept = self._kept[owner].pop(id)
+        if isinstance(kept, Conversation):
+            for item_id in kept.items:
+                del self._conversations[item_id]
         return True
 
     def _drop_oldest(self, owner: bytes) -> None:
-        self.remove(next(iter(self._records[owner])))
+        oldest = next(iter(self._kept[owner].values()))
+        self.remove(oldest.id)
+        self._on_drop(oldest)

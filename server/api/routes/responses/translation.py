@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,8 +13,10 @@ from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
+from server.api.routes.responses.items import CHARS_OF_AN_ITEM, KeptItem
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
-from server.http.request_error import RequestError, invalid, unsupported
+from server.api.worker_threads import LONG_WORK
+from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
 
 # chat's names -> the names of this route
 _OTHER_NAMES = {
@@ -29,6 +31,7 @@ LEFT_OUT = frozenset(
     "tool_search_output".split()
 )
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool
+MAX_DIGITS = 10  # of a number in a query
 UNFINISHED = ("in_progress", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
 HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
@@ -99,13 +102,25 @@ def _included(parts: Sequence[str]) -> list[str]:
     return included
 
 
-def check_retrieval(query: QueryParams) -> None:
-    """Raises RequestError 400 if a stored response is asked for in a form that it does not have."""
+def check_included(query: QueryParams) -> None:
+    """Raises RequestError 400 if a part is asked for that no item has."""
     _included([*query.getlist("include"), *query.getlist("include[]")])
-    if query.get("stream", "false").lower() != "false":
-        raise unsupported("stream", "sending the events of a stored response again is")
-    if "starting_after" in query:
-        raise unsupported("starting_after", "sending the events of a stored response again is")
+
+
+def first_event(query: QueryParams) -> int | None:
+    """The number of the first event to send of a stored response; None: it is asked for whole. Raises RequestError
+    400."""
+    check_included(query)
+    stream, after = query.get("stream", "false").lower(), query.get("starting_after")
+    if stream not in ("true", "false"):
+        raise invalid("stream", f"must be true or false, got {stream[:40]!r}")
+    if after is None:
+        return 0 if stream == "true" else None
+    if stream == "false":
+        raise invalid("starting_after", "is only allowed when `stream` is true")
+    if not (after.isascii() and after.isdigit() and len(after) < MAX_DIGITS):
+        raise invalid("starting_after", f"must be the sequence number of an event, got {after[:40]!r}")
+    return int(after) + 1
 
 
 def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
@@ -201,26 +216,71 @@ def _named_tool(tool: Any) -> Any:
     return tool
 
 
-def input_messages(body: ResponsesRequest, *, strict: bool) -> list[Message]:
-    """The messages of the input. Consecutive calls are put in one message. Items that only a model of OpenAI's reads,
-    such as reasoning, are left out. Raises RequestError 400; a `strict` server refuses all other items, too."""
-    if isinstance(body.input, str):
-        return [Message("user", body.input)]
-    messages: list[Message] = []
-    for i, item in enumerate(body.input):
-        if item.type in LEFT_OUT and not (strict and item.type != "reasoning"):
-            continue
-        message = _message(f"input.{i}", item)
-        if message.tool_calls and messages and messages[-1].tool_calls:
-            messages[-1].tool_calls.extend(message.tool_calls)
+def _is_reference(item: InputItem) -> bool:
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
+
+
+def first_reference(items: str | Sequence[InputItem] | None) -> str | None:
+    """The id that the first reference to a kept item names."""
+    if items is None or isinstance(items, str):
+        return None
+    return next((item.id for item in items if _is_reference(item)), None)
+
+
+def items_work(items: str | Sequence[InputItem]) -> int:
+    """The work on the items, in characters. Texts do not count: they are not copied. What a reference needs is always
+    long work."""
+    if isinstance(items, str):
+        return 0
+    return CHARS_OF_AN_ITEM * len(items) + (0 if first_reference(items) is None else LONG_WORK)
+
+
+def item_messages(
+    items: str | Sequence[InputItem],
+    param: str,
+    find: Callable[[Iterable[str]], Mapping[str, KeptItem]],
+    *,
+    strict: bool,
+) -> list[Message]:
+    """A message for each item. Items that only a model of OpenAI's reads, such as reasoning, are left out.
+
+    Args:
+        param: the name of the field.
+        find: gives the kept items with these ids.
+        strict: items that are not served are refused, not left out.
+
+    Raises:
+        RequestError: 400, or 404 for an item that is not kept.
+    """
+    if isinstance(items, str):
+        return [Message("user", items)]
+    kept = find([item.id for item in items if item.id is not None and _is_reference(item)])
+    messages = []
+    for i, item in enumerate(items):
+        if _is_reference(item):
+            message = _referenced(f"{param}.{i}.id", item.id, kept)
+        elif item.type in LEFT_OUT and not (strict and item.type != "reasoning"):
+            message = None
         else:
+            message = _message(f"{param}.{i}", item)
+        if message is not None:
             messages.append(message)
     return messages
 
 
-def call_message(calls: Iterable[tuple[str, str, str]]) -> Message:
-    """A message of the assistant. Each call is (call id, name, arguments)."""
-    return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, text), id) for id, name, text in calls])
+def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Message | None:
+    """None: the template shows nothing of it."""
+    if id is None:
+        raise invalid(where, "is missing")
+    if id not in kept:
+        message = f"Item with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
+        raise RequestError(404, message, type=NOT_FOUND, param=where)
+    return kept[id].message
+
+
+def call_message(id: str, name: str, arguments: str) -> Message:
+    """A message of the assistant: a call."""
+    return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, arguments), id)])
 
 
 def _message(where: str, item: InputItem) -> Message:
@@ -234,12 +294,12 @@ def _message(where: str, item: InputItem) -> Message:
         case "function_call":
             if item.name is None or item.call_id is None or item.arguments is None:
                 raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
-            return call_message([(item.call_id, item.name, item.arguments)])
+            return call_message(item.call_id, item.name, item.arguments)
         case "custom_tool_call":
             if item.name is None or item.call_id is None or item.input is None:
                 raise invalid(where, "a custom_tool_call needs `call_id`, `name` and `input`")
             arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            return call_message([(item.call_id, item.name, arguments)])
+            return call_message(item.call_id, item.name, arguments)
         case "function_call_output" | "custom_tool_call_output":
             if item.call_id is None or item.output is None:
                 raise invalid(where, f"a {kind} needs `call_id` and `output`")

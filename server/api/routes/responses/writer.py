@@ -41,8 +41,14 @@ class ResponsesWriter:
         self._finish(choice)
         return json_pieces(self._record.body())
 
+    def queued(self) -> bytes:
+        """The events before the engine has begun, of a response in the background."""
+        return b"".join(self._events(self._response("response.created"), self._response("response.queued")))
+
     def opening(self, choice: Choice) -> Iterable[bytes]:
-        return self._events(self._response("response.created"), self._response("response.in_progress"))
+        self._record.begin()
+        created = () if self._num_events else (self._response("response.created"),)
+        return self._events(*created, self._response("response.in_progress"))
 
     def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
         self._record.receive(gain.scored)
