@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
 from batcher.grammar import GrammarError
 from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
-from server.grammar.forms import Grammar
+from server.grammar.forms import Grammar, ThinkingBudget
 from server.http.request_error import RequestError, invalid, overloaded
 
 NUM_THREADS = 2
@@ -30,16 +30,28 @@ class GrammarChecker:
         self._num_waiting = 0
 
     async def make(self, form: Callable[[], Grammar], *, param: str) -> Grammar:
-        """The grammar that `form` returns, after a check. Raises RequestError 400, which names `param`."""
+        """The grammar that `form` returns. It is not compiled. Raises RequestError 400, which names `param`."""
         try:
-            grammar = await self._in_thread(form, param)
+            return await self._in_thread(form, param)
         except GrammarError as error:
             raise invalid(param, str(error)) from error
-        await self.check(grammar.text, param=param)
-        return grammar
 
-    async def check(self, grammar: str, *, param: str) -> None:
-        """Raises RequestError 400 if the grammar cannot be compiled, or not in time."""
+    async def check(self, grammar: str, *, param: str, parts: Sequence[tuple[str, str]] = ()) -> None:
+        """Raises RequestError 400 if the grammar cannot be compiled, or not in time.
+
+        `parts` are fields and the grammars made of them, which are in this one. They are compiled only if this one
+        cannot be: then the error is that of the first part that cannot be compiled either.
+        """
+        fault = await self._fault_of(grammar, param)
+        if not fault:
+            return
+        for part_param, part in parts:
+            if part_fault := await self._fault_of(part, part_param):
+                raise invalid(part_param, part_fault)
+        raise invalid(param, fault)
+
+    async def _fault_of(self, grammar: str, param: str) -> str:
+        _, grammar = ThinkingBudget.split(grammar)
         key = blake2b(grammar.encode(), digest_size=16).digest()
         fault = self.verdicts.get(key)
         if fault is None:
@@ -48,8 +60,7 @@ class GrammarChecker:
             if len(self.verdicts) > CACHE_SIZE:
                 self.verdicts.popitem(last=False)
         self.verdicts.move_to_end(key)
-        if fault:
-            raise invalid(param, fault)
+        return fault
 
     def _fault(self, grammar: str) -> str:
         if self._vocabulary is None:

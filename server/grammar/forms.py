@@ -105,14 +105,14 @@ def reasoned_grammar(answer: str | None, *, start: str, end: str, is_open: bool)
     """
     begin = "" if is_open else rf"\s{{0,8}}{_in_regex(start)}"
     rules = [
-        f"start: thought{'' if is_open else '?'} SPACE {'REST' if answer is None else '@answer'}",
+        f"start: thought{'' if is_open else '?'} SPACE {'REST' if answer is None else '@after_reasoning'}",
         rf"thought[lazy]: /{begin}(.|\n)*{_in_regex(end)}/",
         r"SPACE: /[ \n]{0,8}/",
     ]
     if answer is None:
         return lark_grammar("\n".join([*rules, r"REST: /(.|\n)*/"]), foreign=False)
     first, *others = parts_of(answer)
-    whole = [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *others]
+    whole = [{"lark_grammar": "\n".join(rules)}, {**first, "name": "after_reasoning"}, *others]
     return json.dumps({"grammars": whole})
 
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from server.api.answers.chat_writer import ChatOptions
 from server.api.request.conversation import Conversation, content_text, encode_conversation
-from server.api.request.grammars import Constraint, after_reasoning, asked_constraint, compiled, with_calls
+from server.api.request.grammars import Constraint, after_reasoning, asked_constraint, make_grammar, with_calls
 from server.api.request.limits import Truncation, check_min_tokens, limit_scores, output_limit
 from server.api.request.plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
 from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
@@ -140,8 +140,8 @@ async def render(state: ServerState, plan: ChatPlan) -> None:
 async def constrain(state: ServerState, plan: ChatPlan) -> None:
     """The form of the output becomes a grammar, and a parser of tool calls."""
     generation, tools, reasoning = plan.generation, plan.tools, state.reasoning
-    answer = await compiled(state, plan.constraint)
-    grammar = await with_calls(state, tools, answer)
+    answer = await make_grammar(state, plan.constraint)
+    grammar = called = await with_calls(state, tools, answer)
     field = "thinking_token_budget" if tools is None else "tools"
     if plan.constraint is not None:
         field = plan.constraint.field
@@ -158,6 +158,9 @@ async def constrain(state: ServerState, plan: ChatPlan) -> None:
         generation.new_reader = lambda: ReasoningReader(
             reasoning, prompt_end=prompt_end, calls=new_parser(), is_shown=plan.shows_reasoning
         )
+    if grammar is not None:
+        parts = [(param, part.text) for param, part in ((field, answer), ("tools", called)) if part is not None]
+        await state.grammars.check(grammar.text, param=field, parts=parts)
     generation.grammar, generation.grammar_field = grammar, field
 
 

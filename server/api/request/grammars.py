@@ -57,14 +57,23 @@ def asked_constraint(body: SamplingFields) -> Constraint | None:
     return asked[0] if asked else None
 
 
+async def make_grammar(state: ServerState, constraint: Constraint | None) -> Grammar | None:
+    """The constraint's grammar, which is not checked yet. Raises RequestError 400 with the field."""
+    return None if constraint is None else await state.grammars.make(constraint.make, param=constraint.field)
+
+
 async def compiled(state: ServerState, constraint: Constraint | None) -> Grammar | None:
     """The constraint's grammar, which is compiled once in a thread to check it. Raises RequestError 400 with the field:
     the compiler's message has the place in the schema."""
-    return None if constraint is None else await state.grammars.make(constraint.make, param=constraint.field)
+    grammar = await make_grammar(state, constraint)
+    if grammar is not None and constraint is not None:
+        await state.grammars.check(grammar.text, param=constraint.field)
+    return grammar
 
 
 async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | None) -> Grammar | None:
     """The grammar of an answer that may contain, or must be, tool calls. `answer` is that of an answer without calls.
+    It is not checked yet.
 
     Raises RequestError 400 for a schema that is not supported.
     """
@@ -86,7 +95,8 @@ async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | 
 async def after_reasoning(
     state: ServerState, grammar: Grammar | None, form: ReasoningFormat, *, is_open: bool, budget: int | None, field: str
 ) -> Grammar | None:
-    """The grammar of an answer that follows reasoning. Reasoning is free, up to `budget` tokens if that is not None."""
+    """The grammar of an answer that follows reasoning. Reasoning is free, up to `budget` tokens if that is not None.
+    It is not checked yet."""
     if grammar is None and budget is None:
         return None
     answer, unenforced = (None, ()) if grammar is None else grammar
@@ -94,11 +104,11 @@ async def after_reasoning(
     def make() -> Grammar:
         return Grammar(reasoned_grammar(answer, start=form.start, end=form.end, is_open=is_open), unenforced)
 
-    made = await state.grammars.make(make, param=field)
+    reasoned = await state.grammars.make(make, param=field)
     if budget is None:
-        return made
+        return reasoned
     bounded = ThinkingBudget(budget, "" if is_open else form.start, form.end)
-    return made._replace(text=bounded.added_to(made.text))
+    return reasoned._replace(text=bounded.added_to(reasoned.text))
 
 
 def held_tools(tools: Tools, *, only_strict: bool) -> tuple[Tools, list[str]]:

@@ -20,6 +20,8 @@ from server.grammar.forms import (
 )
 from server.grammar.structural_tags import structural_tag_grammar
 from server.http.request_error import RequestError
+from tests.server.support.requests import CHAT
+from tests.server.support.stub_app import DONE, StubClient, call, state_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
@@ -115,3 +117,37 @@ def test_what_is_refused_by_name(body, param: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         grammar_of(body)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+PLAIN = "{{ messages[0].content }}{% for tool in tools or () %}{{ tool.function.name }}{% endfor %}"
+REASONING = PLAIN + "{# reasoning ends with </think> #}"
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+
+
+def test_a_grammar_of_several_parts_is_compiled_once() -> None:
+    state = state_of(StubClient(DONE), REASONING)
+    body = {"messages": [{"role": "user", "content": "a"}], "response_format": FORMAT, "tools": [FUNCTION]}
+    assert call(state, "POST", CHAT, json=body | {"thinking_token_budget": 5}).status_code == 200
+    assert call(state, "POST", CHAT, json=body | {"thinking_token_budget": 6}).status_code == 200
+    assert len(state.grammars.verdicts) == 1
+
+
+BROKEN = {"items": {"type": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_json": BROKEN}, "guided_json", "Invalid type: x (at #/items)"),
+        ({"guided_json": BROKEN, "tools": [FUNCTION]}, "guided_json", "Invalid type: x (at #/items)"),
+        ({"tools": [{"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": BROKEN}}}}],
+          "guided_json": SCHEMA}, "tools", "Invalid type: x"),
+        ({"guided_json": {"$ref": "#/x"}, "tools": [FUNCTION]}, "guided_json", "does not exist"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("template", [PLAIN, REASONING], ids=["plain", "reasoning"])
+def test_the_field_with_the_fault_is_named_whatever_is_around_it(template, fields, param, words) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **fields}
+    error = call(state_of(StubClient(DONE), template), "POST", CHAT, json=body).json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]

@@ -24,6 +24,20 @@ def test_a_fault_is_a_400_that_names_the_field_every_time() -> None:
     asyncio.run(check())
 
 
+def test_the_part_with_the_fault_is_named() -> None:
+    async def check() -> None:
+        checker = GrammarChecker()
+        good, bad = regex_grammar("a"), regex_grammar("(")
+        await checker.check(good, param="x", parts=[("a", bad)])
+        assert len(checker.verdicts) == 1  # the parts are not compiled
+        for parts, param in (([("a", good), ("b", bad)], "b"), ([("a", good)], "x"), ([("a", bad), ("b", bad)], "a")):
+            with pytest.raises(RequestError, match=f"{param}: .*unclosed group") as caught:
+                await checker.check(regex_grammar("((" if param == "x" else "("), param="x", parts=parts)
+            assert caught.value.param == param
+
+    asyncio.run(check())
+
+
 def test_a_form_that_cannot_be_made_is_a_400() -> None:
     async def make() -> None:
         checker = GrammarChecker()
