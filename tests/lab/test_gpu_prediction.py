@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels.chips import GPUS
-from scripts.lab.accounts.compile_gpu_layer import make_spec
 from scripts.lab.accounts.gpu_prediction import SHAPES, Machine, predict
 from scripts.lab.accounts.gpu_schedule import Launch, Unit, seconds
+from scripts.lab.accounts.specs import make_spec
 
 
 def launch(units: list[Unit], slots: int, *, persistent: bool = False) -> Launch:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.spec import Backend
-from scripts.lab import kernels, kernels_gpu
+from scripts.lab import kernels
 from scripts.lab.accounts import static_gpu
-from scripts.lab.accounts.compile_gpu_layer import make_spec
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.chip import device_gpu, gpu_check, gpu_peers
 from scripts.lab.chip.gpu_operands import make_operands
 
@@ -34,9 +34,9 @@ PLAN = device_gpu.Plan(
 @pytest.mark.slow
 def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
     figures, lines = device_gpu.measure("h200", "8b", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN)
-    kernels_gpu.publish(figures, lines, tmp_path / "figures.json", tmp_path / "report.md")
+    kernels.publish(lines, tmp_path / "report.md")
     assert capsys.readouterr().out.splitlines() == (tmp_path / "report.md").read_text().splitlines() == lines
-    written = json.loads((tmp_path / "figures.json").read_text())
+    written = json.loads(json.dumps(figures))
     assert [len(check["rows"]) for check in written["checks"]] == [2, 2]
     assert all(0 < check["error"] < gpu_check.TOLERANCE for check in written["checks"])
     decode, prefill = written["decode"]["64 x 2k"], written["prefill"]["1 x 8k"]

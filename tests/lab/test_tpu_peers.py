@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ref_ragged_paged_attention
 
-from scripts.lab.accounts.compile_gpu_layer import make_spec
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.chip import gpu_check, tpu_peers
 from scripts.lab.chip.gpu_operands import make_operands
 

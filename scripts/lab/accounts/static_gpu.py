@@ -16,9 +16,6 @@ neighbouring tiles of a prompt share blocks in the L2 cache.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,9 +29,10 @@ from pallas_kernels.chips import GpuChip
 from pallas_kernels.gpu import device, prefill_tile, tuning
 from pallas_kernels.spec import AttentionSpec
 from scripts.lab.accounts import gpu_prediction, gpu_report
-from scripts.lab.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.lab.accounts.gpu_prediction import Machine
+from scripts.lab.accounts.process import CompilerError, printed_by
 from scripts.lab.accounts.sass import Loop, read_loops
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import gpu_target
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
@@ -83,7 +81,7 @@ def account(
     chip, spec = gpu_target(target_name).chip, make_spec(heads, kv_dtype=kv_dtype)
     lines = [
         f"## {chip.device_kind}: {model} ({heads[0]} query heads, {heads[1]} KV heads, head dim {heads[2]}), "
-        f"bf16, pages of {PAGE_SIZE} tokens" + (f" in {kv_dtype}" if spec.has_kv_scales else ""),
+        f"bf16, pages of {spec.page_size} tokens" + (f" in {kv_dtype}" if spec.has_kv_scales else ""),
         "",
         f"Compiled only, nothing was run. jax {version('jax')}, ptxas of {_package('nvidia-cuda-nvcc')}. "
         f"{chip.num_multiprocessors} multiprocessors at {chip.clock_hz / 1e9:g} GHz, "
@@ -146,24 +144,11 @@ def compile_kernels(
             f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm next to the CUDA plug-in "
             "(scripts/test --all does), or name a CUDA toolkit's folder with --cuda-root"
         )
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.lab.accounts.compile_gpu_layer",
-        target,
-        json.dumps(heads),
-        kv_dtype,
-        str(folder),
-    ]
-    process = subprocess.run(
-        [*command, str(root.resolve())],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode:
-        raise SystemExit(f"the kernels do not compile for {target}:\n{process.stderr[-4000:]}")
+    arguments = (target, json.dumps(heads), kv_dtype, str(folder), str(root.resolve()))
+    try:
+        printed_by("scripts.lab.accounts.compile_gpu_layer", *arguments)
+    except CompilerError as error:
+        raise SystemExit(f"the kernels do not compile for {target}: {error}") from error
 
 
 def _cuda_root() -> Path | None:

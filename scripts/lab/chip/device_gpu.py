@@ -23,8 +23,8 @@ import numpy as np
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import GPUS, GpuChip
 from pallas_kernels.spec import Backend
-from scripts.lab.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.lab.accounts.gpu_prediction import FEW_QUERIES, SHAPES, Machine, Rows, predict
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.chip import gpu_check
 from scripts.lab.chip.gpu_operands import Operands, make_operands
 from scripts.lab.chip.gpu_peers import PEERS, Peer
@@ -46,7 +46,7 @@ class Plan:
         default_factory=lambda: {name: rows for name, rows in SHAPES.items() if all(q > 1 for q, _ in rows)}
     )
     peers: Mapping[str, Peer] = field(default_factory=lambda: PEERS)
-    page_size: int = PAGE_SIZE
+    page_size: int = 64
     layers: int = 8
     batches: int = 7  # of calls; the median of the batches is reported
     calls: int = 10

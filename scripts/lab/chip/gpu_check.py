@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels import dense
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
-from scripts.lab.accounts.compile_gpu_layer import make_spec
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.chip.gpu_operands import Operands, Rows, make_operands
 
 TOLERANCE = 0.03  # inputs of 16 bits, float32 inside, probabilities rounded to 16 bits

@@ -97,16 +97,12 @@ def spec_of(model: str, backend: Backend, kv_dtype: str) -> AttentionSpec:
 
     from model.loading.source import resolve
     from pallas_kernels.layout import default_page_size
+    from scripts.lab.accounts.specs import make_spec
 
     config = resolve(model if model == "demo" else f"preset:{model}", weights=False).config
-    return AttentionSpec(
-        num_query_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=default_page_size(backend, config.max_position_embeddings),
-        dtype=jnp.dtype("bfloat16"),
-        kv_dtype=jnp.dtype(kv_dtype),
-    )
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    page_size = default_page_size(backend, config.max_position_embeddings)
+    return make_spec(heads, page_size, jnp.dtype("bfloat16"), kv_dtype)
 
 
 def test_form(model: str, backend: Backend, kv_dtype: str, options: Options) -> dict[str, Any]:

@@ -1,31 +1,27 @@
 """What the TPU compiler says about the attention kernels, ours and the one that jax ships, on the same batches.
 
-    python -m scripts.lab kernels --target v6e:1x1 --static             every Llama shape, the chosen block sizes
-    python -m scripts.lab kernels --target v6e:1x1 --static --sweep     tries block sizes, keeps the best in tuned/
-    python -m scripts.lab kernels --target v6e:1x1 --static --step llama-3.1-8b --quantization int8 --kv-dtype int8
-
-The last compiles a whole decode step of a model, and the same in bfloat16, and prints what each reads. It also prints
-what one layer does besides its kernels, in a decode step and in a prefill.
-What is counted, and how far it can be trusted, is said in `benchmarks.tpu_static`.
+What is counted, and how far it can be trusted, is said in `tpu_static`.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from model.inputs.paths import local_path
-from model.quantization.forms import FORM_NAMES
-from scripts.lab.accounts import step_table
+from pallas_kernels import tuning
+from pallas_kernels.tpu import blocks, layout
+from pallas_kernels.tpu.decode_memory import DecodeBlocks
+from pallas_kernels.tpu.tiles import MixedBlocks
+from scripts.lab.accounts.specs import MODELS, make_spec
+from scripts.lab.accounts.targets import tpu_target
 from scripts.lab.accounts.tpu_static import (
     BATCHES,
     KERNELS,
-    MODELS,
     PAGE,
     CompileError,
     Estimate,
@@ -43,87 +39,16 @@ TUNED_FOR = {
 FEW_QUERIES, MOST_FEW_QUERIES = 4, 16  # tokens of a row with drafts: that the kernel is compiled for, and at most
 KV_BYTES = {"bfloat16": 2, "int8": 1}
 CONTEXT = 128 << 10  # tokens: no block is shortened
+Sizes = tuple[int, ...]  # of blocks
 
 
-def measure(target: str, static: bool, rest: list[str]) -> None:
-    """`lab kernels` for a TPU; `rest` are the flags that it has not read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.lab kernels --target TPU",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", choices=MODELS, action="append", help="may be given again (default: all)")
-    parser.add_argument("--decode", action="append", help="KV_BLOCK,ITEMS to try (default: the chosen one)")
-    parser.add_argument("--mixed", action="append", help="Q_BLOCK,KV_BLOCK,TILE_ROWS,TILE_TOKENS,UNITS to try")
-    parser.add_argument("--few", action="append", help="Q_BLOCK,KV_BLOCK,TILE_TOKENS,SLOTS to try for few queries")
-    parser.add_argument("--kv-dtype", choices=KV_BYTES, default="bfloat16", help="of our pages (default: bfloat16)")
-    parser.add_argument("--no-shipped", action="store_true", help="leave out the kernel that jax ships")
-    parser.add_argument("--sweep", action="store_true", help="try the block sizes of a grid, keep the best in tuned/")
-    parser.add_argument("--step", metavar="PRESET", help="a whole decode step of this model, next to bfloat16's")
-    parser.add_argument("--quantization", choices=FORM_NAMES, help="of the step's weights (default: bfloat16)")
-    parser.add_argument("--markdown", type=local_path, help="also append the tables here")
-    args = parser.parse_args(rest)
-    if not static:
-        raise ValueError("use --static; scripts/check --parts speed measures, on a machine with a TPU")
-    if args.step:
-        kv_flags = ["--kv-dtype", args.kv_dtype]
-        print(step_table.table(target, args.step, args.quantization, kv_flags))
-        weights = ["--quantization", args.quantization] if args.quantization else []
-        print(step_table.glue_table(target, args.step, weights + kv_flags))
-        return
-    models = args.model or list(MODELS)
-    if args.sweep:
-        if args.model or args.kv_dtype != "bfloat16":
-            parser.error("--sweep is of all models in bfloat16: their entries have one source")
-        sweep(target)
-        return
-    text = "\n".join(
-        Report(
-            target,
-            model,
-            _tuples(args.decode),
-            _tuples(args.mixed),
-            _tuples(args.few),
-            shipped=not args.no_shipped,
-            kv_dtype=args.kv_dtype,
-        ).text()
-        for model in models
-    )
-    print(text)
-    if args.markdown:
-        with args.markdown.open("a") as file:
-            file.write(text + "\n")
-
-
-def _tuples(texts: list[str] | None) -> list[tuple[int, ...]]:
-    return [tuple(int(n) for n in text.split(",")) for text in texts or []]
-
-
-def geometry(model: str, kv_dtype: str = "bfloat16") -> Any:
+def geometry(model: str, kv_dtype: str = "bfloat16") -> layout.Geometry:
     """The TPU kernels' geometry of a model's heads."""
-    import jax.numpy as jnp
-
-    from pallas_kernels.spec import AttentionSpec
-    from pallas_kernels.tpu import layout
-
-    num_query_heads, num_kv_heads, head_dim = MODELS[model]
-    spec = AttentionSpec(
-        num_query_heads=num_query_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=PAGE,
-        dtype=jnp.bfloat16,
-        kv_dtype=jnp.dtype(kv_dtype),
-    )
-    return layout.geometry(spec)
+    return layout.geometry(make_spec(MODELS[model], PAGE, kv_dtype=kv_dtype))
 
 
-def compiled(
-    target: str, model: str, jobs: list[tuple[str, tuple[int, ...]]], kv_dtype: str = "bfloat16"
-) -> list[Kernel]:
+def compiled(target: str, model: str, jobs: list[tuple[str, Sizes]], kv_dtype: str = "bfloat16") -> list[Kernel]:
     """The kernels of `jobs` that compile; errors of the others are printed. The kernel of jax has bfloat16 pages."""
-    from scripts.lab.accounts.targets import tpu_target
-
     kernels = []
     dtypes = ["bfloat16" if kind == "shipped" else kv_dtype for kind, _ in jobs]
     described = [(*job, MODELS[model], dtype) for job, dtype in zip(jobs, dtypes, strict=True)]
@@ -143,32 +68,27 @@ class Report:
         self,
         target: str,
         model: str,
-        decode: list[tuple[int, ...]],
-        mixed: list[tuple[int, ...]],
-        few: list[tuple[int, ...]],
+        sizes: Mapping[str, list[Sizes] | None],
         *,
         shipped: bool,
         kv_dtype: str,
     ) -> None:
-        from pallas_kernels.tpu import blocks
-        from scripts.lab.accounts.targets import tpu_target
-
+        """`sizes`: of the kernels "decode", "mixed" and "few"; None: the chosen ones."""
         self.target, self.model, self.kv_dtype = tpu_target(target), model, kv_dtype
         chosen, of_spec_decode = (
             blocks.choose(geometry(model, kv_dtype), CONTEXT // PAGE, self.target.chip.name, spec_decode=queries)
             for queries in (0, FEW_QUERIES)
         )
-        jobs = [("decode", sizes) for sizes in decode or [tuple(vars(chosen.decode).values())]]
-        jobs += [("mixed", sizes) for sizes in mixed or [tuple(vars(chosen.mixed).values())]]
-        jobs += [("few", sizes) for sizes in few or [tuple(vars(of_spec_decode.mixed).values())]]
-        jobs += [("shipped", sizes) for sizes in SHIPPED_BLOCKS if shipped]
+        own = {"decode": chosen.decode, "mixed": chosen.mixed, "few": of_spec_decode.mixed}
+        jobs = [(kind, tried) for kind, rule in own.items() for tried in sizes[kind] or [tuple(vars(rule).values())]]
+        jobs += [("shipped", tried) for tried in SHIPPED_BLOCKS if shipped]
         self.kernels = compiled(target, model, jobs, kv_dtype)
 
-    def text(self) -> str:
+    def lines(self) -> list[str]:
         """The tables in Markdown."""
         heads = "{} query heads, {} KV heads, head dim {}".format(*MODELS[self.model])
         title = f"\n### {self.target.name}, {self.model}: {heads}; pages of {PAGE} in {self.kv_dtype}\n"
-        return "\n".join([title, *self._iterations(), "", *self._batches()])
+        return [title, *self._iterations(), "", *self._batches()]
 
     def _iterations(self) -> list[str]:
         lines = [
@@ -229,18 +149,16 @@ def _per_pair(estimate: Estimate | None, rows: list[Row]) -> str:
 # ---- block sizes ----
 
 
-def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
+def candidates(g: Any) -> dict[str, list[Sizes]]:
     """The block sizes to try, by kind of kernel. Those of `blocks.choose` come first: the result is no worse."""
-    from pallas_kernels.tpu import blocks
-
     rule = blocks.choose(g, CONTEXT // PAGE)
     queries = 1024 // g.queries_per_plane  # of one tile
-    mixed: list[tuple[int, ...]] = [
+    mixed: list[Sizes] = [
         (queries * tiles, kv_block, 1024, 256, 8)
         for tiles in ((1, 2) if g.num_k_planes > 4 else (2, 4))
         for kv_block in (1024, 2048)
     ]
-    others: dict[str, list[tuple[int, ...]]] = {"decode": [(256, 8), (512, 4), (1024, 4), (2048, 4)], "mixed": mixed}
+    others: dict[str, list[Sizes]] = {"decode": [(256, 8), (512, 4), (1024, 4), (2048, 4)], "mixed": mixed}
     return {
         kind: list(dict.fromkeys([tuple(vars(getattr(rule, kind)).values()), *sizes])) for kind, sizes in others.items()
     }
@@ -248,11 +166,7 @@ def candidates(g: Any) -> dict[str, list[tuple[int, ...]]]:
 
 def sweep(target: str) -> None:
     """Stores the best sizes per geometry and kind: for `TUNED_FOR`, the fewest cycles, then bundles, then VMEM."""
-    from pallas_kernels import tuning
     from pallas_kernels.tpu import blocks
-    from pallas_kernels.tpu.decode_memory import DecodeBlocks
-    from pallas_kernels.tpu.tiles import MixedBlocks
-    from scripts.lab.accounts.targets import tpu_target
 
     path = tuning.FOLDER / f"{tpu_target(target).chip.name}.json"
     entries: dict[str, Any] = {}
@@ -273,7 +187,7 @@ def sweep(target: str) -> None:
     path.write_text(json.dumps({"source": source, "entries": entries}, indent=2) + "\n")
 
 
-def _kept(kernels: list[Kernel], kind: str, by_rule: tuple[int, ...]) -> Kernel:
+def _kept(kernels: list[Kernel], kind: str, by_rule: Sizes) -> Kernel:
     """The best kernel of a kind; prints a line for each. At most half of the VMEM: XLA keeps weights in the rest."""
     tried = [k for k in kernels if isinstance(k, KERNELS[kind])]
     fitting = [k for k in tried if k.compiled.vmem.used <= k.compiled.vmem.capacity // 2]
