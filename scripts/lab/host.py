@@ -27,6 +27,7 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.step import Bucket, Capacity, StepInput, StepOutput
+from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.repeated import EachCounts
 from server.engine import outbox
 
@@ -226,8 +227,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
     parser.add_argument("--waiting", type=int, default=0, help="tokens of a cached prompt that waits")
     args = parser.parse_args(argv)
+    say_head()
+    say("Microseconds of CPU per step: median (mean, p99).\n")
+    table = Table({"rows": "5", **dict.fromkeys((*PARTS, "parts"), ">16")}, say)
     for rows in args.rows:
         figures = measure(rows, args.steps, arrivals=args.arrivals, context=args.context, waiting=args.waiting)
-        parts = ", ".join(f"{name} {part}" for name, part in figures.items())
-        print(f"{rows} rows, microseconds of CPU, median (mean, p99): {parts}", flush=True)
+        table.row(rows, *map(str, figures.values()))
     return 0

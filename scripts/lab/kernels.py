@@ -27,6 +27,7 @@ from model.quantization.forms import FORM_NAMES
 from pallas_kernels.chips import GPUS, TPUS
 from scripts.lab.accounts.process import printed_by
 from scripts.lab.accounts.specs import KV_DTYPES, MODELS
+from scripts.lab.tables import Table, head
 
 GIB, MIB = 1 << 30, 1 << 20
 GLUE_TOKENS = (64, 2048)  # a decode step, and a prefill
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             figures, lines = device_gpu.measure(args.target, model, MODELS[model])
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    publish(lines, args.markdown)
+    publish([head(), *lines], args.markdown)
     return 0
 
 
@@ -138,34 +139,29 @@ def accounts(*flags: str) -> list[dict[str, Any]]:
 def step_table(args: argparse.Namespace, forms: list[str]) -> list[str]:
     """The decode step in bfloat16, and the same with weights and pages as `forms` says."""
     memory = (TPUS | GPUS)[args.target.split(":")[0]].memory_bytes_per_s
-    lines = [
-        f"\n### {args.target}, {args.step}: a decode of 64 rows of 2k, what each chip reads\n",
-        "| | weights, GiB | K/V, GiB | together | of bfloat16's | us at the memory's speed | updated in place, MiB "
-        "(pages) | temporaries, MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = Table(
+        {
+            "": "", "weights, GiB": ".2f", "K/V, GiB": ".2f", "together": ".2f", "of bfloat16's": ".3f",
+            "us at the memory's speed": ".0f", "updated in place, MiB (pages)": ">", "temporaries, MiB": ".1f",
+        }
+    )  # fmt: skip
     wide = None
     name = f"weights {args.quantization or 'bfloat16'}, K/V {KV_DTYPES[args.kv_cache_dtype]}"
     for form, flags in {"bfloat16": [], name: forms}.items():
         (a,) = accounts("--target", args.target, "--preset", args.step, *flags)
         read = a["weights_read"] + a["kv_read"]
         wide = wide or read
-        lines.append(
-            f"| {form} | {a['weights_read'] / GIB:.2f} | {a['kv_read'] / GIB:.2f} | {read / GIB:.2f} "
-            f"| {read / wide:.3f} | {read / memory * 1e6:.0f} | {a['alias_bytes'] / MIB:.0f} "
-            f"({a['kv_bytes'] / MIB:.0f}) | {a['temp_bytes'] / MIB:.1f} |"
-        )
-    return lines
+        in_place = f"{a['alias_bytes'] / MIB:.0f} ({a['kv_bytes'] / MIB:.0f})"
+        sizes = [size / GIB for size in (a["weights_read"], a["kv_read"], read)]
+        table.row(form, *sizes, read / wide, read / memory * 1e6, in_place, a["temp_bytes"] / MIB)
+    return [f"\n### {args.target}, {args.step}: a decode of 64 rows of 2k, what each chip reads\n", *table.lines]
 
 
 def glue_table(args: argparse.Namespace, forms: list[str]) -> list[str]:
     """What a layer of a TPU's steps does besides its kernels, by XLA's estimate."""
-    lines = [
-        f"\n### {args.target}, {args.step}: one layer without its attention kernels, estimated cycles\n",
-        "| tokens of the step | products | everything else |",
-        "|---|---|---|",
-    ]
+    table = Table({"tokens of the step": ">", "products": ">", "everything else": ">"})
     sizes = [f"--tokens={tokens}" for tokens in GLUE_TOKENS]
     for a in accounts("--target", args.target, "--preset", args.step, "--layers", "2", *sizes, *forms):
-        lines.append(f"| {a['num_tokens']} | {a['product_cycles']} | {a['glue_cycles']} |")
-    return lines
+        table.row(a["num_tokens"], a["product_cycles"], a["glue_cycles"])
+    title = f"\n### {args.target}, {args.step}: one layer without its attention kernels, estimated cycles\n"
+    return [title, *table.lines]

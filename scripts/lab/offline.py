@@ -29,6 +29,7 @@ from model.inputs.paths import local_path
 from model.loading.source import resolve
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.workload import random_ids
+from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.settings import SCHEDULING, EngineSettings, add_engine_flags
@@ -149,14 +150,6 @@ def measure(engine: Engine, requests: Sequence[Request], scheduling: str) -> tup
     return run, {request_id: tuple(ids) for request_id, ids in tokens.items()}
 
 
-def describe(run: Run) -> str:
-    """A run in one line."""
-    return (
-        f"{run.scheduling:<11} {run.output_tokens_per_s:9.1f} output tokens/s  {run.seconds:7.2f} s  "
-        f"{run.num_steps:6d} steps  wasted rows {run.row_waste:6.1%}, tokens {run.token_waste:6.1%}"
-    )
-
-
 def under_a_grammar(requests: Sequence[Request]) -> list[Request]:
     """The same requests under a grammar of an array that is longer than any output."""
     grammar = json_schema_grammar(ENDLESS)
@@ -179,13 +172,15 @@ def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str],
     grammars = grammars_of(built) if GRAMMAR in ways else None
     if grammars is not None:
         grammars.load()
+    figures = {"output tokens/s": "9.1f", "s": "7.2f", "steps": "6", "rows wasted": "6.1%", "tokens wasted": "6.1%"}
+    table = Table({"": "<11", **figures}, say)
     for _ in range(repeats):
         for way in ways:
             if way == GRAMMAR:
                 run, _ = measure(built.engine(grammars=grammars), under_a_grammar(requests), way)
             else:
                 run, texts[way] = measure(built.engine(way), requests, way)
-            print(describe(run), flush=True)
+            table.row(way, run.output_tokens_per_s, run.seconds, run.num_steps, run.row_waste, run.token_waste)
             if way not in best or run.seconds < best[way].seconds:
                 best[way] = run
     first, *others = texts.values()
@@ -197,6 +192,8 @@ def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str],
 
 def bench(args: argparse.Namespace) -> int:
     """Runs each way of scheduling, prints it, and returns the exit code."""
+    import jax
+
     args.max_queue = max(args.max_queue, args.num_prompts)
     settings = EngineSettings.from_namespace(args)
     built = build_runner(settings, print)
@@ -204,10 +201,11 @@ def bench(args: argparse.Namespace) -> int:
     requests = make_requests(args, vocab_size=built.info.vocab_size, max_model_len=built.info.max_model_len, seed=seed)
     built.engine().warm_up(lambda line: print(f"  {line}"))
     ways = [settings.scheduling, *([args.compare] if args.compare not in (None, settings.scheduling) else [])]
+    say_head(jax.devices()[0].device_kind)
     lens = np.array([request.sampling.max_tokens for request in requests])
     print(
         f"{len(requests)} requests, outputs of {lens.mean():.0f} tokens on average "
-        f"(median {np.median(lens):.0f}, {lens.min()} to {lens.max()})"
+        f"(median {np.median(lens):.0f}, {lens.min()} to {lens.max()})\n"
     )
     best = best_of_each(built, requests, ways, args.repeats)
     result: dict[str, Any] = {"runs": [{**asdict(r), "tokens_per_s": r.output_tokens_per_s} for r in best.values()]}

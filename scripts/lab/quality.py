@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
+from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.errors import add_debug_flag, failed
 from scripts.wiring.repeated import EachCounts
 from scripts.wiring.settings import QUANTIZATIONS
@@ -46,8 +47,9 @@ def bench(forms: list[str], *, kv: bool, num_stories: int | None = None) -> None
     encoder = SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
     exact = load_hf(DEMO_FOLDER, config, dtype="float32")
     suites = evaluate.suites()
-    scores = f"{'KL, nats a token':>18}{'+-':>11}{'same top token':>16}{'sums':>10}{'comparisons':>13}"
-    print(f"{'weights':10}{'inputs':10}{'K/V':10}" + scores)
+    say_head()
+    scores = {"KL, nats a token": "9.6f", "+-": "9.6f", "same top token": "7.4f", "sums": ">7", "comparisons": ">7"}
+    table = Table({"weights": "<9", "inputs": "<9", "K/V": "<8", **scores}, say)
     weights: list[tuple[WeightForm | None, Rounding | None]] = [(None, None)]
     for named in (form_named(name, config.projection_inputs) for name in forms):
         weights += [(named, None), (named, Rounding())] if isinstance(named, EightBit) else [(named, None)]
@@ -60,11 +62,8 @@ def bench(forms: list[str], *, kv: bool, num_stories: int | None = None) -> None
             f"{sum(evaluate.exact(model, encoder, suites[name]))}/{len(suites[name])}"
             for name in ("held_out_sums", "held_out_comparisons")
         ]
-        inputs = form if rounding else "float32"
-        stored = f"{form or 'float32'!s:10}{inputs:10}{'int8' if is_narrow else 'float32':10}"
-        scores = f"{near.divergence:18.6f}{near.divergence_error:11.6f}{near.same_top_token:16.4f}"
-        scores += f"{right[0]:>10}{right[1]:>13}"
-        print(stored + scores, flush=True)
+        stored = str(form or "float32"), str(form if rounding else "float32"), "int8" if is_narrow else "float32"
+        table.row(*stored, near.divergence, near.divergence_error, near.same_top_token, *right)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,6 +26,7 @@ from batcher.request import Request, RequestOutput, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
 from scripts.lab.agreeing_pair import write_pair
+from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.engine import Built, build_runner
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.repeated import EachCounts
@@ -167,12 +168,15 @@ def bench(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace, with_drafts: EngineSettings, texts: dict[str, tuple[int, ...]] | None) -> int:
     """Prints the table of these prompts, or of `args.texts`."""
+    import jax
+
     both = [build_runner(settings, print) for settings in (replace(with_drafts, speculative_config=None), with_drafts)]
     for built in both:
         built.engine().warm_up(lambda line: print(f"  {line}", flush=True))
     results: list[Run] = []
-    print("| text | streams | tokens/s | with drafts | ratio | accepted | tokens a step | same text |")
-    print("|---|---|---|---|---|---|---|---|")
+    say_head(jax.devices()[0].device_kind)
+    rates = {"tokens/s": "8.0f", "with drafts": "8.0f", "ratio": "5.2f", "accepted": ".0%", "tokens a step": ".2f"}
+    table = Table({"text": "<5", "streams": "7", **rates, "same text": ""}, say)
     texts = texts or prompts(with_drafts, both[0].info.vocab_size, args.texts)
     for name, prompt in texts.items():
         for streams in args.streams:
@@ -187,12 +191,8 @@ def compare(args: argparse.Namespace, with_drafts: EngineSettings, texts: dict[s
             assert plain is not None and drafted is not None
             results += [plain, drafted]
             same = sum(a == b for a, b in zip(*written, strict=True))
-            print(
-                f"| {name} | {streams} | {plain.tokens_per_s:.0f} | {drafted.tokens_per_s:.0f} | "
-                f"{drafted.tokens_per_s / plain.tokens_per_s:.2f} | {drafted.acceptance:.0%} | "
-                f"{drafted.tokens_per_step:.2f} | {same} of {streams} |",
-                flush=True,
-            )
+            speeds = plain.tokens_per_s, drafted.tokens_per_s, drafted.tokens_per_s / plain.tokens_per_s
+            table.row(name, streams, *speeds, drafted.acceptance, drafted.tokens_per_step, f"{same} of {streams}")
     if args.output_json:
         args.output_json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
     return 0

@@ -26,6 +26,7 @@ from statistics import median
 import psutil
 
 from model.inputs.paths import local_path
+from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.repeated import EachCounts
 
@@ -123,20 +124,21 @@ def starts(kind: str, count: int, flags: Sequence[str], say: Callable[[str], Non
 def table(results: dict[str, list[Start]]) -> str:
     """The medians of each kind."""
     names = list(dict.fromkeys(name for of_kind in results.values() for result in of_kind for name in result.phases))
-    rows = [["median", *names, "ready s", "CPU s", "HTTP MiB", "engine MiB"]]
+    memory = {"HTTP MiB": "8.0f", "engine MiB": "8.0f"}
+    table = Table({"median": "<8", **dict.fromkeys([*names, "ready s", "CPU s"], "6.1f"), **memory})
     for kind, of_kind in results.items():
-        seconds = [[result.phases.get(name, 0.0) for result in of_kind] for name in names]
-        seconds += [[result.ready for result in of_kind], [result.cpu for result in of_kind]]
-        memory = [[result.http_mib for result in of_kind], [result.engine_mib for result in of_kind]]
-        rows.append([kind, *(f"{median(some):.1f}" for some in seconds), *(f"{median(some):.0f}" for some in memory)])
-    return "\n".join(f"{kind:<9}" + "".join(f"{cell:>11}" for cell in cells) for kind, *cells in rows)
+        figures = [[r.phases.get(name, 0.0) for name in names] for r in of_kind]
+        figures = [[*f, r.ready, r.cpu, r.http_mib, r.engine_mib] for f, r in zip(figures, of_kind, strict=True)]
+        table.row(kind, *map(median, zip(*figures, strict=True)))
+    return "\n".join(table.lines)
 
 
 def bench(args: argparse.Namespace) -> int:
     """Starts the servers, prints the table, and returns the exit code."""
     if args.starts < 1:
         raise ValueError(f"--starts {args.starts}: it is at least 1")
-    results = {kind: starts(kind, args.starts, args.flags, lambda line: print(line, flush=True)) for kind in args.kinds}
+    results = {kind: starts(kind, args.starts, args.flags, say) for kind in args.kinds}
+    say_head()
     print(table(results))
     if args.output_json:
         of_kinds = {kind: [asdict(result) for result in of_kind] for kind, of_kind in results.items()}

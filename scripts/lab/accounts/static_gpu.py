@@ -34,6 +34,7 @@ from scripts.lab.accounts.process import CompilerError, printed_by
 from scripts.lab.accounts.sass import Loop, read_loops
 from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import gpu_target
+from scripts.lab.tables import Table
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
 MUFU_CYCLES = 8  # of a scheduler for one warp: each scheduler has four of the multiprocessor's 16 units
@@ -87,47 +88,36 @@ def account(
         f"{chip.num_multiprocessors} multiprocessors at {chip.clock_hz / 1e9:g} GHz, "
         f"{chip.memory_bytes_per_s / 1e9:g} GB/s, {chip.bf16_flops_per_s / 1e12:g} TFLOP/s.",
         "",
-        "| kernel | warpgroups | registers | spill bytes | SMEM KiB | CTAs per multiprocessor |",
-        "|---|---|---|---|---|---|",
     ]
-    loop_lines, kernels, cycles = [], [], {}  # cycles to issue a whole block, by kernel
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    uses = ("warpgroups", "registers", "spill bytes", "SMEM KiB", "CTAs per multiprocessor")
+    resources = Table({"kernel": "", **dict.fromkeys(uses, ">"), "SMEM KiB": ".1f"})
+    counts = dict.fromkeys(("keys", "KiB", "instructions per warp", "stalls per warp"), ".0f")
+    floors = dict.fromkeys(("cycles to issue", "memory floor", "product floor"), ".0f")
+    turns = Table({"loop": "", **counts, "of them": "", **floors})
+    kernels, cycles = [], {}  # cycles to issue a whole block, by kernel
+    with tempfile.TemporaryDirectory() as dumps:
+        folder = Path(dumps)
         compile_kernels(target_name, heads, kv_dtype, folder, cuda_root)
         for kernel in gpu_report.kernels(folder):
             ctas = kernel.ctas(chip)
-            lines.append(
-                f"| {kernel.name} | {kernel.warpgroups} | {kernel.registers} | {kernel.spill_bytes} "
-                f"| {kernel.shared_memory / 1024:.1f} | {ctas} |"
-            )
+            used = kernel.warpgroups, kernel.registers, kernel.spill_bytes
+            resources.row(kernel.name, *used, kernel.shared_memory / 1024, ctas)
             figure: dict[str, Any] = kernel.figures() | {"ctas": ctas, "loops": []}
             kernels.append(figure)
             for index, loop in enumerate(read_loops(kernel.sass)):
                 turn = Turn.of(loop, kernel, chip, spec)
                 figure["loops"].append(vars(loop) | vars(turn))
-                loop_lines.append(_loop_line(kernel.name, ["whole blocks", "masked"][index], loop, turn))
+                found = ", ".join(f"{loop.operations[op]} {op}" for op in SHOWN if op in loop.operations)
+                counted = turn.block_kv, turn.bytes / 1024, loop.instructions, loop.stall_cycles
+                name = f"{kernel.name}, {['whole blocks', 'masked'][index]}"
+                turns.row(name, *counted, found, turn.issue, turn.memory, turn.products)
                 if index == 0:
                     cycles[kernel.name] = turn.issue
-    lines += [
-        "",
-        "| loop | keys | KiB | instructions per warp | stalls per warp | of them | cycles to issue | memory floor "
-        "| product floor |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *loop_lines,
-        "",
-    ]
+    lines += [*resources.lines, "", *turns.lines, ""]
     prefill_cycles = cycles.get("paged_prefill") or cycles["paged_prefill_mma"]
     machine = Machine(chip=chip, spec=spec, decode_cycles=cycles["paged_decode"], prefill_cycles=prefill_cycles)
     batches, predicted = gpu_prediction.table(machine)
     return {"target": target_name, "model": model, "kernels": kernels, "batches": batches}, lines + predicted
-
-
-def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
-    counts = ", ".join(f"{loop.operations[op]} {op}" for op in SHOWN if op in loop.operations)
-    return (
-        f"| {kernel}, {which} | {turn.block_kv} | {turn.bytes / 1024:.0f} | {loop.instructions} | {loop.stall_cycles} "
-        f"| {counts} | {turn.issue:.0f} | {turn.memory:.0f} | {turn.products:.0f} |"
-    )
 
 
 def compile_kernels(

@@ -5,10 +5,7 @@ What is counted, and how far it can be trusted, is said in `tpu_static`.
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +26,7 @@ from scripts.lab.accounts.tpu_static import (
     Row,
     compile_kernels,
 )
+from scripts.lab.tables import Table, head
 
 SHIPPED_BLOCKS = [(8, 8), (16, 8), (8, 32), (8, 64), (16, 64)]  # pages of KV, queries
 # Lengths as in serving: an item of a decode or a tile of a chunk has its full cost, even if it is mostly padding.
@@ -91,39 +89,35 @@ class Report:
         return [title, *self._iterations(), "", *self._batches()]
 
     def _iterations(self) -> list[str]:
-        lines = [
-            "| kernel | block sizes | bundles of one inner iteration | bytes | DMA floor | MXU floor | bundles per KV "
-            "token (DMA floor) | bundles per query x 1k KV (MXU floor) | VMEM MiB (spilled KiB) |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
+        table = Table(
+            {
+                "kernel": "", "block sizes": "", "bundles of one inner iteration": ">", "bytes": ".0f",
+                "DMA floor": ".0f", "MXU floor": ".0f", "bundles per KV token (DMA floor)": ">",
+                "bundles per query x 1k KV (MXU floor)": ">", "VMEM MiB (spilled KiB)": ">",
+            }
+        )  # fmt: skip
         for kernel in self.kernels:
             i, vmem = kernel.iteration(), kernel.compiled.vmem
             pairs = i.kv_tokens * i.queries
             dma, mxu = kernel.dma_cycles(i.num_bytes), kernel.mxu_cycles(pairs)
-            lines.append(
-                f"| {kernel.name} | {', '.join(map(str, kernel.sizes))} | {i.bundles} | {i.num_bytes:.0f} | {dma:.0f} "
-                f"| {mxu:.0f} | {i.bundles / i.kv_tokens:.2f} ({dma / i.kv_tokens:.2f}) "
-                f"| {i.bundles * 1024 / pairs:.1f} ({mxu * 1024 / pairs:.1f}) "
-                f"| {vmem.used / 2**20:.1f} ({vmem.spilled / 2**10:.0f}) |"
-            )
-        return lines
+            per_token = f"{i.bundles / i.kv_tokens:.2f} ({dma / i.kv_tokens:.2f})"
+            per_pair = f"{i.bundles * 1024 / pairs:.1f} ({mxu * 1024 / pairs:.1f})"
+            memory = f"{vmem.used / 2**20:.1f} ({vmem.spilled / 2**10:.0f})"
+            sizes = ", ".join(map(str, kernel.sizes))
+            table.row(kernel.name, sizes, i.bundles, i.num_bytes, dma, mxu, per_token, per_pair, memory)
+        return table.lines
 
     def _batches(self) -> list[str]:
-        lines = [
-            "| batch | ours, us | shipped, us | ours is faster by | ours: bundles, DMA floor | inner bundles per query "
-            "x 1k KV computed (of the causal ones, everything included) | shipped |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        per_pair = "inner bundles per query x 1k KV computed (of the causal ones, everything included)"
+        columns = {"batch": "", "ours, us": ".1f", "shipped, us": ".1f", "ours is faster by": ">"}
+        table = Table({**columns, "ours: bundles, DMA floor": ">", per_pair: ">", "shipped": ">"})
         for name, rows in BATCHES.items():
             ours, theirs = self._best("ours", rows), self._best("shipped", rows)
-            micros = ours.cycles / self.target.chip.clock_hz * 1e6
-            shipped = "" if theirs is None else f"{theirs.cycles / self.target.chip.clock_hz * 1e6:.1f}"
-            ratio = "" if theirs is None else f"{theirs.cycles / ours.cycles:.2f}x"
-            lines.append(
-                f"| {name} | {micros:.1f} | {shipped} | {ratio} | {ours.bundles:.0f}, {ours.dma_cycles:.0f} "
-                f"| {_per_pair(ours, rows)} | {_per_pair(theirs, rows)} |"
-            )
-        return lines
+            micros, shipped = (e and e.cycles / self.target.chip.clock_hz * 1e6 for e in (ours, theirs))
+            faster = theirs and f"{theirs.cycles / ours.cycles:.2f}x"
+            floors = f"{ours.bundles:.0f}, {ours.dma_cycles:.0f}"
+            table.row(name, micros, shipped, faster, floors, _per_pair(ours, rows), _per_pair(theirs, rows))
+        return table.lines
 
     def _best(self, kernel: str, rows: Any) -> Any:
         """The estimate of a batch. For the kernel of jax, it is that of the best block sizes for this batch."""
@@ -138,10 +132,10 @@ class Report:
         return sum(parts, Estimate())
 
 
-def _per_pair(estimate: Estimate | None, rows: list[Row]) -> str:
+def _per_pair(estimate: Estimate | None, rows: list[Row]) -> str | None:
     """Bundles per 1,024 pairs, of prompts only: in a decode the matrix unit multiplies padding."""
     if estimate is None or any(row.query_len == 1 for row in rows):
-        return ""
+        return None
     causal = sum(row.query_len * (2 * row.kv_len - row.query_len + 1) / 2 for row in rows)
     return f"{estimate.inner_bundles * 1024 / estimate.pairs:.1f} ({estimate.bundles * 1024 / causal:.1f})"
 
@@ -183,7 +177,7 @@ def sweep(target: str) -> None:
                 ("mixed", MixedBlocks.__dataclass_fields__),
             )
         }
-    source = f"{command()}; {versions()}; the compiler's account, not checked on a chip"
+    source = f"{head()}; the compiler's account, not checked on a chip"
     path.write_text(json.dumps({"source": source, "entries": entries}, indent=2) + "\n")
 
 
@@ -206,14 +200,3 @@ def _kept(kernels: list[Kernel], kind: str, by_rule: Sizes) -> Kernel:
 
 def _cost(estimate: Estimate) -> tuple[int, int]:
     return round(estimate.cycles), round(estimate.bundles)
-
-
-def command() -> str:
-    """The command as it was typed."""
-    return "python -m scripts.lab kernels " + shlex.join(sys.argv[1:])
-
-
-def versions() -> str:
-    """Today's date and the versions of the compiler's packages."""
-    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")]
-    return f"{datetime.date.today().isoformat()}; {', '.join(packages)}"
