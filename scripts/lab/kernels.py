@@ -113,9 +113,9 @@ def main(argv: list[str] | None = None) -> int:
             kv_dtype = KV_DTYPES[args.kv_cache_dtype]
             figures, lines = static_gpu.account(args.target, model, MODELS[model], kv_dtype, args.cuda_root)
         else:
-            from scripts.lab.chip import device_gpu
+            from scripts.lab.chip import speed
 
-            figures, lines = device_gpu.measure(args.target, model, MODELS[model])
+            figures, lines = speed.measure(args.target, MODELS[model])
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1) + "\n")
     publish([head(), *lines], args.markdown)

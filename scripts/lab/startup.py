@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -26,15 +23,14 @@ from statistics import median
 import psutil
 
 from model.inputs.paths import local_path
+from scripts.lab.load.servers import READY, launched
 from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.errors import FailedError, add_debug_flag, run_command
 from scripts.wiring.repeated import EachCounts
 
-ROOT = Path(__file__).parents[2]
 # Lines that the server prints at its start. Each phase is named by its line.
 _PHASE = re.compile(r"^  (\w[\w -]*?) +(\d+\.\d) s ")
 _PROGRAMS = re.compile(r"^  (compiled|ran) .*?programs (?:once )?in (\d+\.\d) s")
-_READY = re.compile(r"^ready after (\d+\.\d) s: ")
 _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -73,26 +69,15 @@ def phase_of(line: str) -> tuple[str, float] | None:
     return None if found is None else (found[1], float(found[2]))
 
 
-@contextmanager
-def _launched(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "scripts.launch", "--port", "0", *flags]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            yield server
-        finally:
-            server.terminate()
-            server.communicate()
-
-
 def start(flags: Sequence[str]) -> Start:
     """Starts a server, waits until it is ready, and stops it. Raises FailedError if it ends before."""
     phases: dict[str, float] = {}
-    with _launched(flags) as server:
+    with launched(*flags) as server:
         assert server.stdout is not None
         for line in server.stdout:
             if (phase := phase_of(line)) is not None:
                 phases |= [phase]
-            elif found := _READY.match(line):
+            elif found := READY.match(line):
                 http = psutil.Process(server.pid)
                 others = http.children(recursive=True)
                 cpu = sum(sum(process.cpu_times()[:2]) for process in (http, *others))

@@ -21,7 +21,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from scripts.lab.chip.options import ROOT
+from scripts.lab.chip.parts import ROOT
 from scripts.wiring.errors import FailedError
 
 PACKAGE = "pallas-serve"

@@ -9,9 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.lab.chip.options import ROOT, Options
-from scripts.lab.chip.result import Result
-from scripts.lab.chip.serving import server
+from scripts.lab.chip.parts import ROOT, Options, Result
+from scripts.lab.load.servers import server
 
 FULL = {"num_prompts": 256, "lengths": [(1000, 1000), (128, 2048)], "serving": (128, 32, 512, 128)}
 TINY = {"num_prompts": 4, "lengths": [(16, 8)], "serving": (4, 2, 16, 4)}
