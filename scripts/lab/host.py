@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,8 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from batcher.step import Bucket, Capacity, StepInput, StepOutput
+from batcher.step import Capacity
+from scripts.lab.simulation.instant_runner import InstantRunner
 from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.repeated import EachCounts
 from server.engine import outbox
@@ -35,43 +35,6 @@ PAGE_SIZE = 16
 BUDGET = 2048
 WARM_UP_STEPS = 100
 ADDRESS = "inproc://outputs"
-
-
-class InstantRunner:
-    """A runner whose steps take no time. Every token is 5."""
-
-    num_compiles = 0
-
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity = capacity
-        self._outputs: dict[int, StepOutput] = {}
-
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    def warm_up(
-        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
-    ) -> list[Bucket]:
-        for rows in {bucket.num_rows for bucket in buckets}:
-            self._outputs[rows] = StepOutput(tokens=np.full((rows, 1), 5, np.int32), finite=np.ones(rows, bool))
-        return []
-
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        raise RuntimeError("nothing is left for later here")
-
-    def execute(self, step: StepInput) -> _Handle:
-        return _Handle(self._outputs[step.bucket.num_rows])
-
-    def recover(self) -> None:
-        raise RuntimeError("nothing ever fails here")
-
-
-class _Handle:
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-
-    def result(self) -> StepOutput:
-        return self._output
 
 
 class Sender:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,14 +22,15 @@ from typing import Any
 import numpy as np
 
 from batcher.engine import Engine
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.workload import random_ids
+from scripts.lab.serve_all import serve_all
 from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.engine import Built, build_runner
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+from scripts.wiring.errors import add_debug_flag, run_command
 from scripts.wiring.settings import SCHEDULING, EngineSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
 from server.engine.scratch_folder import ScratchFolder
@@ -111,43 +110,20 @@ def measure(engine: Engine, requests: Sequence[Request], scheduling: str) -> tup
     Raises:
         FailedError: a request ended with an error.
     """
-    remaining = len(requests)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    errors: list[str] = []
-    done = threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        nonlocal remaining
-        tokens[output.request_id] += output.token_ids
-        if output.error is not None:
-            errors.append(f"{output.request_id}: {output.error}")
-        if output.finish_reason is not None:
-            remaining -= 1
-            if not remaining:
-                done.set()
-
-    started = time.perf_counter()
-    for request in requests:
-        engine.add_request(request, on_output)
-    engine.start()
-    done.wait()
-    seconds = time.perf_counter() - started
+    served = serve_all(engine, requests)
     stats = engine.stats()
-    engine.shutdown()
-    if errors:
-        raise FailedError(f"{len(errors)} requests failed; the first: {errors[0]}")
     run = Run(
         scheduling=scheduling,
-        seconds=seconds,
+        seconds=served.ended_s - served.started_s,
         prompt_tokens=stats.prompt_tokens,
-        output_tokens=sum(map(len, tokens.values())),
+        output_tokens=sum(map(len, served.tokens)),
         num_steps=stats.num_steps,
         num_preemptions=stats.num_preemptions,
         row_waste=1 - stats.step_rows / stats.step_rows_padded,
         token_waste=1 - stats.step_tokens / stats.step_tokens_padded,
         compiles_after_warm_up=stats.num_compiles_after_warm_up,
     )
-    return run, {request_id: tuple(ids) for request_id, ids in tokens.items()}
+    return run, {r.request_id: tuple(ids) for r, ids in zip(requests, served.tokens, strict=True)}
 
 
 def under_a_grammar(requests: Sequence[Request]) -> list[Request]:

@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from batcher.engine import Engine
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
 from scripts.lab.agreeing_pair import write_pair
+from scripts.lab.serve_all import serve_all
 from scripts.lab.tables import Table, say, say_head
 from scripts.wiring.engine import Built, build_runner
-from scripts.wiring.errors import FailedError, add_debug_flag, run_command
+from scripts.wiring.errors import add_debug_flag, run_command
 from scripts.wiring.repeated import EachCounts
 from scripts.wiring.settings import EngineSettings, add_engine_flags
 from scripts.wiring.stand_in_tokenizer import tokenizer_folder
@@ -97,37 +96,12 @@ def prompts(settings: EngineSettings, vocab_size: int, names: Sequence[str]) -> 
 def measure(engine: Engine, prompt: tuple[int, ...], streams: int, output_len: int) -> tuple[float, list[list[int]]]:
     """Seconds from the first token of the last stream to the end of all, and the tokens of each stream. Streams differ
     by the first token of their prompts, so that they do not write the same text."""
-    outputs: list[list[int]] = [[] for _ in range(streams)]
-    errors: list[str] = []
-    remaining, waiting = streams, streams
-    started = 0.0
-    done = threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        nonlocal remaining, waiting, started
-        own = outputs[int(output.request_id)]
-        if not own:
-            waiting -= 1
-            started = time.perf_counter() if waiting == 0 else started
-        own += output.token_ids
-        if output.error is not None:
-            errors.append(output.error)
-        if output.finish_reason is not None:
-            remaining -= 1
-            if not remaining:
-                done.set()
-
     sampling = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
-    for i in range(streams):
-        own_prompt = (prompt[i % len(prompt)], *prompt)
-        engine.add_request(Request(request_id=str(i), prompt=own_prompt, sampling=sampling), on_output)
-    engine.start()
-    done.wait()
-    seconds = time.perf_counter() - started
-    engine.shutdown()
-    if errors:
-        raise FailedError(f"{len(errors)} requests failed; the first: {errors[0]}")
-    return seconds, outputs
+    requests = [
+        Request(request_id=str(i), prompt=(prompt[i % len(prompt)], *prompt), sampling=sampling) for i in range(streams)
+    ]
+    served = serve_all(engine, requests)
+    return served.ended_s - served.all_begun_s, served.tokens
 
 
 def run(built: Built, name: str, prompt: tuple[int, ...], streams: int, output_len: int) -> tuple[Run, list[list[int]]]:
