@@ -39,8 +39,7 @@ def bench(forms: list[str], *, kv: bool, num_stories: int | None = None) -> None
     from model.loading.weights import load_hf
     from model.quantization.forms import EightBit, Rounding, WeightForm, form_named
     from scripts.lab.demo import evaluate
-    from scripts.lab.demo.agreement import NUM_STORIES, agreement
-    from scripts.lab.demo.narrow_kv import with_narrow_kv
+    from scripts.lab.demo.agreement import NUM_STORIES, agreement, with_narrow_kv
     from scripts.lab.demo.tokenizer import SampleEncoder
 
     config = LlamaConfig.from_file(DEMO_FOLDER)

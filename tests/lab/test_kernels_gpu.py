@@ -120,4 +120,4 @@ def test_without_a_gpu_measuring_says_so(monkeypatch):
 
 def test_without_a_disassembler_the_account_says_what_to_install(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="install the package nvidia-cuda-nvdisasm"):
-        static_gpu.compile_kernels("h200", (32, 8, 128), "bfloat16", tmp_path, tmp_path)
+        static_gpu.compiled_kernels("h200", (32, 8, 128), "bfloat16", tmp_path)

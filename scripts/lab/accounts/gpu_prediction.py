@@ -134,7 +134,7 @@ def _decode(machine: Machine, kv_lens: list[int], num_rows: int) -> tuple[Launch
     block_s = machine.block_s(block_kv, decode.TILE_M, machine.decode_cycles, slots // machine.chip.num_multiprocessors)
     attend = Launch(
         units=[_unit(machine, n, block_kv, block_s) for n in blocks for _ in range(spec.num_kv_heads)],
-        slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S, persistent=True,
+        slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S,
     )  # fmt: skip
     return attend, _to_merge(machine, work.merges, work.num_merges, parts), max(blocks, default=0)
 
@@ -170,7 +170,7 @@ def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[Launch, list[l
             last_read[keys] = len(units)
             unit = _unit(machine, end - first, block_kv, block_s, from_memory=not is_cached)
             units.append(replace(unit, bytes=unit.bytes + _part_bytes(tile, shape, spec)))
-    attend = Launch(units=units, slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S, persistent=True)
+    attend = Launch(units=units, slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S)
     longest = int((tiles[:, tile_list.TILE_END_BLOCK] - tiles[:, tile_list.TILE_FIRST_BLOCK]).max())
     return attend, _to_merge(machine, work.merges, work.num_merges, parts), longest
 
@@ -216,7 +216,7 @@ def _merging(machine: Machine, kinds: list[list[Unit]]) -> Launch:
     """The one launch that merges the partial results of all kernels."""
     units = [unit for kind in kinds for unit in kind]
     slots = tuning.merging_ctas(machine.gpu)
-    return Launch(units=units, slots=slots, start_s=CTA_START_S, between_s=0.0, persistent=True)
+    return Launch(units=units, slots=slots, start_s=CTA_START_S, between_s=0.0)
 
 
 def table(machine: Machine) -> tuple[dict[str, Any], list[str]]:

@@ -16,7 +16,6 @@ neighbouring tiles of a prompt share blocks in the L2 cache.
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -95,24 +94,21 @@ def account(
     floors = dict.fromkeys(("cycles to issue", "memory floor", "product floor"), ".0f")
     turns = Table({"loop": "", **counts, "of them": "", **floors})
     kernels, cycles = [], {}  # cycles to issue a whole block, by kernel
-    with tempfile.TemporaryDirectory() as dumps:
-        folder = Path(dumps)
-        compile_kernels(target_name, heads, kv_dtype, folder, cuda_root)
-        for kernel in gpu_report.kernels(folder):
-            ctas = kernel.ctas(chip)
-            used = kernel.warpgroups, kernel.registers, kernel.spill_bytes
-            resources.row(kernel.name, *used, kernel.shared_memory / 1024, ctas)
-            figure: dict[str, Any] = kernel.figures() | {"ctas": ctas, "loops": []}
-            kernels.append(figure)
-            for index, loop in enumerate(read_loops(kernel.sass)):
-                turn = Turn.of(loop, kernel, chip, spec)
-                figure["loops"].append(vars(loop) | vars(turn))
-                found = ", ".join(f"{loop.operations[op]} {op}" for op in SHOWN if op in loop.operations)
-                counted = turn.block_kv, turn.bytes / 1024, loop.instructions, loop.stall_cycles
-                name = f"{kernel.name}, {['whole blocks', 'masked'][index]}"
-                turns.row(name, *counted, found, turn.issue, turn.memory, turn.products)
-                if index == 0:
-                    cycles[kernel.name] = turn.issue
+    for kernel in compiled_kernels(target_name, heads, kv_dtype, cuda_root):
+        ctas = kernel.ctas(chip)
+        used = kernel.warpgroups, kernel.registers, kernel.spill_bytes
+        resources.row(kernel.name, *used, kernel.shared_memory / 1024, ctas)
+        figure: dict[str, Any] = kernel.figures() | {"ctas": ctas, "loops": []}
+        kernels.append(figure)
+        for index, loop in enumerate(read_loops(kernel.sass)):
+            turn = Turn.of(loop, kernel, chip, spec)
+            figure["loops"].append(vars(loop) | vars(turn))
+            found = ", ".join(f"{loop.operations[op]} {op}" for op in SHOWN if op in loop.operations)
+            counted = turn.block_kv, turn.bytes / 1024, loop.instructions, loop.stall_cycles
+            name = f"{kernel.name}, {['whole blocks', 'masked'][index]}"
+            turns.row(name, *counted, found, turn.issue, turn.memory, turn.products)
+            if index == 0:
+                cycles[kernel.name] = turn.issue
     lines += [*resources.lines, "", *turns.lines, ""]
     prefill_cycles = cycles.get("paged_prefill") or cycles["paged_prefill_mma"]
     machine = Machine(chip=chip, spec=spec, decode_cycles=cycles["paged_decode"], prefill_cycles=prefill_cycles)
@@ -120,10 +116,10 @@ def account(
     return {"target": target_name, "model": model, "kernels": kernels, "batches": batches}, lines + predicted
 
 
-def compile_kernels(
-    target: str, heads: tuple[int, int, int], kv_dtype: str, folder: Path, cuda_root: Path | None
-) -> None:
-    """Dumps the kernels of a mixed step, with their SASS, into `folder`.
+def compiled_kernels(
+    target: str, heads: tuple[int, int, int], kv_dtype: str, cuda_root: Path | None
+) -> list[gpu_report.Kernel]:
+    """The kernels of a mixed step, with their SASS.
 
     Raises:
         SystemExit: there is no nvdisasm, or the kernels do not compile.
@@ -134,11 +130,12 @@ def compile_kernels(
             f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm next to the CUDA plug-in "
             "(scripts/test --all does), or name a CUDA toolkit's folder with --cuda-root"
         )
-    arguments = (target, json.dumps(heads), kv_dtype, str(folder), str(root.resolve()))
+    arguments = (target, json.dumps(heads), kv_dtype, str(root.resolve()))
     try:
-        printed_by("scripts.lab.accounts.compile_gpu_layer", *arguments)
+        lines = printed_by("scripts.lab.accounts.compile_gpu_layer", *arguments)
     except CompilerError as error:
         raise SystemExit(f"the kernels do not compile for {target}: {error}") from error
+    return [gpu_report.Kernel(**line) for line in lines]
 
 
 def _cuda_root() -> Path | None:
