@@ -72,6 +72,8 @@ def check(p: argparse.ArgumentParser, args: argparse.Namespace, *, is_tpu: bool)
             p.error(f"--{name.replace('_', '-')} is for {'GPUs' if is_tpu else 'TPUs'}, not for {args.target}")
     if is_tpu and not args.static:
         p.error("say --static; scripts/check --parts speed measures, on a machine with a TPU")
+    if is_tpu and args.kv_cache_dtype == "fp8":
+        p.error("--kv-cache-dtype fp8 is for GPUs: the pages of TPUs have bfloat16 or int8")
     if args.static == args.device:
         p.error("say --static or --device")
     if args.device and args.kv_cache_dtype != "auto":
@@ -146,7 +148,8 @@ def step_table(args: argparse.Namespace, forms: list[str]) -> list[str]:
         }
     )  # fmt: skip
     wide = None
-    name = f"weights {args.quantization or 'bfloat16'}, K/V {KV_DTYPES[args.kv_cache_dtype]}"
+    kv = "bfloat16" if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    name = f"weights {args.quantization or 'bfloat16'}, K/V {kv}"
     for form, flags in {"bfloat16": [], name: forms}.items():
         (a,) = accounts("--target", args.target, "--preset", args.step, *flags)
         read = a["weights_read"] + a["kv_read"]

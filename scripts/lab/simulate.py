@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -31,6 +30,7 @@ from scripts.lab.load.presets import TRAFFIC
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
 from scripts.lab.tables import Table, say, say_head
+from scripts.wiring.errors import add_debug_flag, run_command
 from scripts.wiring.repeated import EachCounts
 
 PAGE_SIZE = 64  # tokens
@@ -192,6 +192,16 @@ def compare_policies(args: argparse.Namespace) -> None:
         table.row(name, *steps, *costs)
 
 
+def bench(args: argparse.Namespace) -> int:
+    """Prints the table that is asked for, and returns the exit code."""
+    say_head()
+    if args.long_prompts:
+        compare_thresholds(args.long_prompts, args.num_requests, args.trace, args.even_context)
+    else:
+        compare_policies(args)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     p = argparse.ArgumentParser(prog="python -m scripts.lab simulate", description=__doc__.splitlines()[0])
@@ -203,24 +213,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     p.add_argument("--limits", nargs="+", action=EachCounts, choices=LIMITS, default=LIMITS)
     p.add_argument(
-        "--long-prompts",
-        type=int,
-        nargs="+",
-        action=EachCounts,
-        metavar="TOKENS",
-        help="compare these thresholds instead",
+        "--long-prompts", type=int, nargs="+", action=EachCounts, metavar="TOKENS", help="compare these thresholds"
     )
     p.add_argument(
         "--even-context", type=float, metavar="TOKENS", help="of context, with attention as dear as products"
     )
+    add_debug_flag(p)
     args = p.parse_args(argv)
-    try:
-        say_head()
-        if args.long_prompts:
-            compare_thresholds(args.long_prompts, args.num_requests, args.trace, args.even_context)
-        else:
-            compare_policies(args)
-    except (ValueError, OSError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("simulate", lambda: bench(args), debug=args.debug)

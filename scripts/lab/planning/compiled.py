@@ -101,15 +101,6 @@ def _ask(question: Question) -> list[Account]:
     return [Account(**line, num_pages=question.num_pages) for line in lines]
 
 
-def _slice(target: Target, chips: int) -> str | None:
-    """The TPU slice of one replica, as libtpu names it; None: there is none. tpu7x has two devices per chip."""
-    name = target.chip.name
-    shape = _SLICES.get(-(-chips // 2) if name == "tpu7x" else chips)
-    if shape is None:
-        return None
-    return f"{name}:{shape}" + ("x1" if name in ("v5p", "tpu7x") else "")
-
-
 def _answer(asked: Question) -> None:
     """Prints an account of each depth: in a process that has the compiler's environment before it imports jax."""
     from model.compiling.compiler_options import compiler_options
@@ -141,6 +132,15 @@ def _answer(asked: Question) -> None:
             "cpu_s": time.process_time() - begin,
         }
         print(json.dumps(answer), flush=True)
+
+
+def _slice(target: Target, chips: int) -> str | None:
+    """The TPU slice of one replica, as libtpu names it; None: there is none. tpu7x has two devices per chip."""
+    name = target.chip.name
+    shape = _SLICES.get(-(-chips // 2) if name == "tpu7x" else chips)
+    if shape is None:
+        return None
+    return f"{name}:{shape}" + ("x1" if name in ("v5p", "tpu7x") else "")
 
 
 if __name__ == "__main__":
