@@ -14,10 +14,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from scripts.lab.accounts import jax_attention
 from scripts.lab.chip.operands import Operands
 
 Store = tuple[jax.Array, ...]
-LANES = 128  # the kernel of jax stores every head dim in so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,25 +91,12 @@ def _combined_pages(operands: Operands) -> Store:
     """The form of jax's kernel: [P, page, 2 K, 128], keys and values of a head next to each other."""
     pages = operands.pages()  # [P, 2, K, page, H]
     num_pages, _, heads, page_size, head_dim = pages.shape
-    combined = pages.transpose(0, 3, 2, 1, 4).reshape(num_pages, page_size, 2 * heads, head_dim)
-    return (jnp.pad(combined, ((0, 0), (0, 0), (0, 0), (0, LANES - head_dim))),)
+    return (jax_attention.padded(pages.transpose(0, 3, 2, 1, 4).reshape(num_pages, page_size, 2 * heads, head_dim)),)
 
 
 def _ragged_paged_attention(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-
-    head_dim, batch = operands.spec.head_dim, operands.batch
     flat = queries.reshape(-1, *queries.shape[2:])
-    output = ragged_paged_attention(
-        jnp.pad(flat, ((0, 0), (0, 0), (0, LANES - head_dim))),
-        *store,
-        batch.kv_lens,
-        batch.page_table,
-        batch.query_starts,
-        batch.num_rows.reshape(1),
-        sm_scale=operands.spec.scale,
-    )
-    return output[..., :head_dim].reshape(queries.shape)
+    return jax_attention.attend(flat, store[0], operands.batch, operands.spec.scale).reshape(queries.shape)
 
 
 TPU_PEERS = {
