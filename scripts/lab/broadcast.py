@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
+from scripts.lab.tables import Table, say, say_head
 from server.engine.hosts.cluster import Cluster
 from server.engine.hosts.commands import Numbered, Stop, step_to_wire
 from server.engine.hosts.follower import Follower
@@ -30,7 +31,7 @@ STEPS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints one line for each kind of step."""
+    """Prints a row for each kind of step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--followers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2000)
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         follower.start()
     leader = Leader(cluster, sys.exit)
     leader.gather({}, print)
+    say_head()
+    table = Table({"": "<36", "bytes": "7", "median us": "7.0f", "p99 us": "7.0f", "followers": "7"}, say)
     for name, (bucket, num_patches) in STEPS.items():
         packed = np.random.default_rng(0).integers(1 << 17, size=PackedLayout(bucket).size, dtype=np.int32)
         patches = tuple(np.zeros((2, PATCH_BLOCK), np.int32) for _ in range(num_patches))
@@ -60,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             seconds.append(time.perf_counter() - started)
             time.sleep(0.0005)  # a step's time: the device computes, and ZeroMQ's thread sends
         median, high = np.percentile(seconds, (50, 99)) * 1e6
-        print(f"{name:36} {size:7} bytes  {median:6.0f} us median, {high:6.0f} us p99, {args.followers} follower(s)")
+        table.row(name, size, median, high, args.followers)
     leader.stop()
     for follower in followers:
         follower.join()

@@ -19,11 +19,9 @@ from model.inputs.paths import local_path
 from scripts.building.device import find_device
 from scripts.flags.errors import FailedError, add_debug_flag, run_command
 from scripts.flags.settings import DEVICES
-from scripts.lab.chip import PARTS
 from scripts.lab.chip.kit import make_kit
-from scripts.lab.chip.options import DEFAULT_MODELS, Options
-from scripts.lab.chip.progress import Progress
-from scripts.lab.chip.report import write_report
+from scripts.lab.chip.parts import DEFAULT_MODELS, PARTS, Options
+from scripts.lab.chip.progress import Progress, write_report
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="scripts/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--parts", type=_parts, default=PARTS, metavar="A,B", help=f"of {', '.join(PARTS)} (default: all)")
+    p.add_argument(
+        "--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (default: all)"
+    )
     p.add_argument("--resume", action="store_true", help="keep the results of parts that have finished")
     p.add_argument("--device", default="auto", choices=DEVICES)
     p.add_argument(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,51 +25,16 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from batcher.step import Bucket, Capacity, StepInput, StepOutput
+from batcher.step import Capacity
 from scripts.flags.parsing import EachCounts
+from scripts.lab.simulation.instant_runner import InstantRunner
+from scripts.lab.tables import Table, say, say_head
 from server.engine import outbox
 
 PAGE_SIZE = 16
 BUDGET = 2048
 WARM_UP_STEPS = 100
 ADDRESS = "inproc://outputs"
-
-
-class InstantRunner:
-    """A runner whose steps take no time. Every token is 5."""
-
-    num_compiles = 0
-
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity = capacity
-        self._outputs: dict[int, StepOutput] = {}
-
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    def warm_up(
-        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
-    ) -> list[Bucket]:
-        for rows in {bucket.num_rows for bucket in buckets}:
-            self._outputs[rows] = StepOutput(tokens=np.full((rows, 1), 5, np.int32), finite=np.ones(rows, bool))
-        return []
-
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        raise RuntimeError("nothing is left for later here")
-
-    def execute(self, step: StepInput) -> _Handle:
-        return _Handle(self._outputs[step.bucket.num_rows])
-
-    def recover(self) -> None:
-        raise RuntimeError("nothing ever fails here")
-
-
-class _Handle:
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-
-    def result(self) -> StepOutput:
-        return self._output
 
 
 class Sender:
@@ -226,8 +190,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
     parser.add_argument("--waiting", type=int, default=0, help="tokens of a cached prompt that waits")
     args = parser.parse_args(argv)
+    say_head()
+    say("Microseconds of CPU per step: median (mean, p99).\n")
+    table = Table({"rows": "5", **dict.fromkeys((*PARTS, "parts"), ">16")}, say)
     for rows in args.rows:
         figures = measure(rows, args.steps, arrivals=args.arrivals, context=args.context, waiting=args.waiting)
-        parts = ", ".join(f"{name} {part}" for name, part in figures.items())
-        print(f"{rows} rows, microseconds of CPU, median (mean, p99): {parts}", flush=True)
+        table.row(rows, *map(str, figures.values()))
     return 0

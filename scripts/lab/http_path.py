@@ -32,6 +32,7 @@ import psutil
 
 from scripts.flags.parsing import EachCounts
 from scripts.lab.instant_engine import InstantConfig
+from scripts.lab.tables import Table, say, say_head
 from server.main import run
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
@@ -206,14 +207,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--api-server-count", type=int, default=1, help="HTTP processes")
     parser.add_argument("--tokens-per-s", type=float, default=20000, help="that the engine draws for all streams")
     args = parser.parse_args(argv)
+    say_head()
+    say("Microseconds of CPU per token; milliseconds to the first event, of all at once and of one meanwhile.\n")
+    costs = {"HTTP us": "5.1f", "parent and each": "<", "engine us": "5.1f", "client us": "5.1f"}
+    firsts = {"first of all, ms": "5.1f", "of one, ms": "5.1f"}
+    table = Table({"streams": "5", "tokens/s": "7.0f", "events per token": "5.2f", **costs, **firsts}, say)
     for streams in args.streams:
         f = measure(streams, args.tokens, args.tokens_per_s, args.api_server_count)
-        shares = " + ".join(f"{share:.1f}" for share in f.http_shares)
-        http = f"{f.http_us:.1f}" if args.api_server_count == 1 else f"{f.http_us:.1f} (parent and each: {shares})"
-        print(
-            f"{f.streams} streams: {f.tokens_per_s:.0f} tokens/s, {f.events_per_token:.2f} events per token; "
-            f"CPU us per token: HTTP {http}, engine {f.engine_us:.1f}, client {f.client_us:.1f}; "
-            f"first event after {f.first_ms:.1f} ms (all at once), {f.first_meanwhile_ms:.1f} ms (one meanwhile)",
-            flush=True,
-        )
+        shares = " + ".join(f"{share:.1f}" for share in f.http_shares) if args.api_server_count > 1 else None
+        own = f.http_us, shares, f.engine_us, f.client_us
+        table.row(f.streams, f.tokens_per_s, f.events_per_token, *own, f.first_ms, f.first_meanwhile_ms)
     return 0

@@ -7,7 +7,6 @@ tokens have left the engine. Nothing of the engine is changed for it.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -20,8 +19,9 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.delivery import Tokens
 from batcher.engine import Engine
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, SamplingParams
 from batcher.step import Bucket, Capacity, Runner, StepHandle, StepInput, StepOutput, Variant
+from scripts.lab.serve_all import serve_all
 
 NUM_SETTLING = 5  # steps with all rows before the first one that counts
 NUM_ROWS = 1  # place of the number of rows in a packed buffer
@@ -143,30 +143,13 @@ def time_in_engine(
     config = EngineConfig(eos_token_ids=(), prefix_caching=False, pipeline_depth=pipeline_depth, seed=0)
     engine = Engine(recorder, config, ladder)
     max_tokens = num_drawn(num_rows, context, steps, capacity.max_num_batched_tokens)
-    ended = threading.Semaphore(0)
-    failures: list[str] = []
-
-    def on_output(output: RequestOutput) -> None:
-        if output.error is not None:
-            failures.append(output.error)
-        if output.finish_reason is not None:
-            ended.release()
-
-    engine.listen(recorder.hear)
-    rng = np.random.default_rng(0)
+    rng, requests = np.random.default_rng(0), []
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
     for number in range(num_rows):
         prompt = rng.integers(0, capacity.vocab_size, context).tolist()
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
-        engine.add_request(Request(request_id=str(number), prompt=prompt, sampling=params), on_output)
-    engine.start()
-    try:
-        for _ in range(num_rows):
-            if not ended.acquire(timeout=TIMEOUT_S):
-                raise RuntimeError(f"the engine has not ended its requests in {TIMEOUT_S:g} s")
-    finally:
-        engine.shutdown()
-    if failures:
-        raise RuntimeError(f"the engine has ended a request with an error: {failures[0]}")
+        requests.append(Request(request_id=str(number), prompt=prompt, sampling=params))
+    engine.listen(recorder.hear)
+    serve_all(engine, requests, TIMEOUT_S)
     return _figures(num_rows, recorder.records, pipeline_depth)
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,15 +23,17 @@ import numpy as np
 
 from batcher.config import Scheduling
 from batcher.engine import Engine
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
 from scripts.building.build import Built, build_runner
 from scripts.building.stand_in_tokenizer import tokenizer_folder
-from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.workload import random_ids
+from scripts.lab.serve_all import serve_all
+from scripts.lab.tables import Table, say, say_head
 from server.engine.scratch_folder import ScratchFolder
 from server.grammar.forms import json_schema_grammar
 from server.grammar.matcher import TokenGrammars, vocabulary_of
@@ -111,51 +111,20 @@ def measure(engine: Engine, requests: Sequence[Request], scheduling: str) -> tup
     Raises:
         FailedError: a request ended with an error.
     """
-    remaining = len(requests)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    errors: list[str] = []
-    done = threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        nonlocal remaining
-        tokens[output.request_id] += output.token_ids
-        if output.error is not None:
-            errors.append(f"{output.request_id}: {output.error}")
-        if output.finish_reason is not None:
-            remaining -= 1
-            if not remaining:
-                done.set()
-
-    started = time.perf_counter()
-    for request in requests:
-        engine.add_request(request, on_output)
-    engine.start()
-    done.wait()
-    seconds = time.perf_counter() - started
+    served = serve_all(engine, requests)
     stats = engine.stats()
-    engine.shutdown()
-    if errors:
-        raise FailedError(f"{len(errors)} requests failed; the first: {errors[0]}")
     run = Run(
         scheduling=scheduling,
-        seconds=seconds,
+        seconds=served.ended_s - served.started_s,
         prompt_tokens=stats.prompt_tokens,
-        output_tokens=sum(map(len, tokens.values())),
+        output_tokens=sum(map(len, served.tokens)),
         num_steps=stats.num_steps,
         num_preemptions=stats.num_preemptions,
         row_waste=1 - stats.step_rows / stats.step_rows_padded,
         token_waste=1 - stats.step_tokens / stats.step_tokens_padded,
         compiles_after_warm_up=stats.num_compiles_after_warm_up,
     )
-    return run, {request_id: tuple(ids) for request_id, ids in tokens.items()}
-
-
-def describe(run: Run) -> str:
-    """A run in one line."""
-    return (
-        f"{run.scheduling:<11} {run.output_tokens_per_s:9.1f} output tokens/s  {run.seconds:7.2f} s  "
-        f"{run.num_steps:6d} steps  wasted rows {run.row_waste:6.1%}, tokens {run.token_waste:6.1%}"
-    )
+    return run, {r.request_id: tuple(ids) for r, ids in zip(requests, served.tokens, strict=True)}
 
 
 def under_a_grammar(requests: Sequence[Request]) -> list[Request]:
@@ -180,13 +149,15 @@ def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str],
     grammars = grammars_of(built) if GRAMMAR in ways else None
     if grammars is not None:
         grammars.load()
+    figures = {"output tokens/s": "9.1f", "s": "7.2f", "steps": "6", "rows wasted": "6.1%", "tokens wasted": "6.1%"}
+    table = Table({"": "<11", **figures}, say)
     for _ in range(repeats):
         for way in ways:
             if way == GRAMMAR:
                 run, _ = measure(built.engine(grammars=grammars), under_a_grammar(requests), way)
             else:
                 run, texts[way] = measure(built.engine(way), requests, way)
-            print(describe(run), flush=True)
+            table.row(way, run.output_tokens_per_s, run.seconds, run.num_steps, run.row_waste, run.token_waste)
             if way not in best or run.seconds < best[way].seconds:
                 best[way] = run
     first, *others = texts.values()
@@ -198,6 +169,8 @@ def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str],
 
 def bench(args: argparse.Namespace) -> int:
     """Runs each way of scheduling, prints it, and returns the exit code."""
+    import jax
+
     args.max_queue = max(args.max_queue, args.num_prompts)
     settings = EngineSettings.from_namespace(args)
     built = build_runner(settings, print)
@@ -205,10 +178,11 @@ def bench(args: argparse.Namespace) -> int:
     requests = make_requests(args, vocab_size=built.info.vocab_size, max_model_len=built.info.max_model_len, seed=seed)
     built.engine().warm_up(lambda line: print(f"  {line}"))
     ways = [settings.scheduling, *([args.compare] if args.compare not in (None, settings.scheduling) else [])]
+    say_head(jax.devices()[0].device_kind)
     lens = np.array([request.sampling.max_tokens for request in requests])
     print(
         f"{len(requests)} requests, outputs of {lens.mean():.0f} tokens on average "
-        f"(median {np.median(lens):.0f}, {lens.min()} to {lens.max()})"
+        f"(median {np.median(lens):.0f}, {lens.min()} to {lens.max()})\n"
     )
     best = best_of_each(built, requests, ways, args.repeats)
     result: dict[str, Any] = {"runs": [{**asdict(r), "tokens_per_s": r.output_tokens_per_s} for r in best.values()]}

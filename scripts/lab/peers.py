@@ -26,9 +26,10 @@ from model.inputs.paths import local_path
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
 from scripts.lab.load.client import Target, run
-from scripts.lab.load.metrics import summary
+from scripts.lab.load.metrics import both_of, failures_of, summary
 from scripts.lab.load.servers import serving
 from scripts.lab.load.workload import BenchRequest, from_file
+from scripts.lab.tables import Table, ratio, say, say_head
 
 
 @dataclass(frozen=True)
@@ -133,22 +134,21 @@ def table(results: list[dict[str, Any]], names: list[str]) -> str:
         key = result["server"], result["concurrency"]
         if key not in best or result["output_tokens_per_s"] > best[key]["output_tokens_per_s"]:
             best[key] = result
-    lines = [f"{'server':<16}{'at once':>8}{'out tok/s':>11}{'TTFT p50/p99 ms':>20}{'TPOT p50 ms':>13}  foreign cores"]
+    latencies = {"TTFT p50/p99 ms": ">13", "TPOT p50 ms": "7.1f"}
+    table = Table({"server": "<16", "at once": "7", "out tok/s": "9.1f", **latencies, "foreign cores": "5.2f", "": ""})
     for (name, concurrency), result in best.items():
-        ttft, tpot = result["ttft_ms"] or {}, result["tpot_ms"] or {}
-        both = f"{ttft.get('p50', 0):.0f}/{ttft.get('p99', 0):.0f}"
-        wrong = "" if result["output_tokens"] == result["output_tokens_wanted"] else "  (outputs of other lengths)"
-        failed = f"  ({result['failed']} FAILED: {result['errors'][0]})" if result["failed"] else ""
-        lines.append(
-            f"{name:<16}{concurrency:>8}{result['output_tokens_per_s']:>11.1f}{both:>20}{tpot.get('p50', 0):>13.1f}"
-            f"  {result['foreign_cores']:.2f}{wrong}{failed}"
-        )
+        ttft, tpot, notes = both_of(result, "ttft"), (result["tpot_ms"] or {}).get("p50"), failures_of(result)
+        if result["output_tokens"] != result["output_tokens_wanted"]:
+            notes = f"outputs of other lengths {notes}".rstrip()
+        rate, foreign = result["output_tokens_per_s"], result["foreign_cores"]
+        table.row(name, concurrency, rate, ttft, tpot, foreign, notes)
     first, *others = names
+    lines = []
     for other in others:
         for concurrency in sorted({concurrency for _, concurrency in best}):
             ours, theirs = (best[name, concurrency]["output_tokens_per_s"] for name in (first, other))
-            lines.append(f"{first} / {other} at {concurrency}: {ours / theirs:.2f}" if theirs else f"{other}: nothing")
-    return "\n".join(lines)
+            lines.append(ratio(f"{first} / {other} at {concurrency}", ours, theirs))
+    return "\n".join([*table.lines, "", *lines])
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -164,9 +164,8 @@ def bench(args: argparse.Namespace) -> int:
             with serving(peer.name, command, args.port, timeout_s=args.start_timeout) as server:
                 for result in measure(peer, requests, args, server):
                     results.append(result)
-                    print(
-                        f"{peer.name} at {result['concurrency']}: {result['output_tokens_per_s']:.1f} tok/s", flush=True
-                    )
+                    say(f"{peer.name} at {result['concurrency']}: {result['output_tokens_per_s']:.1f} tok/s")
+    say_head()
     print(table(results, [peer.name for peer in args.server]))
     if args.output_json:
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
-from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import QUANTIZATIONS
+from scripts.lab.tables import Table, say, say_head
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,11 +24,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def bench(forms: list[str], *, kv: bool, num_stories: int | None = None) -> None:
+def bench(args: argparse.Namespace) -> int:
     """Prints one line for each form of the weights, with the inputs of projections as they are and, for 8 bits, rounded
-    to the same form; and with `kv` another one for K/V in int8. Raises ValueError if there is no story."""
-    if num_stories is not None and num_stories < 1:
-        raise ValueError(f"--num-stories {num_stories} is not 1 or more")
+    to the same form; and another one for K/V in int8. Returns the exit code."""
+    if args.num_stories is not None and args.num_stories < 1:
+        raise ValueError(f"--num-stories {args.num_stories} is not 1 or more")
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -38,40 +39,34 @@ def bench(forms: list[str], *, kv: bool, num_stories: int | None = None) -> None
     from model.loading.weights import load_hf
     from model.quantization.forms import EightBit, Rounding, WeightForm, form_named
     from scripts.lab.demo import evaluate
-    from scripts.lab.demo.agreement import NUM_STORIES, agreement
-    from scripts.lab.demo.narrow_kv import with_narrow_kv
+    from scripts.lab.demo.agreement import NUM_STORIES, agreement, with_narrow_kv
     from scripts.lab.demo.tokenizer import SampleEncoder
 
     config = LlamaConfig.from_file(DEMO_FOLDER)
     encoder = SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
     exact = load_hf(DEMO_FOLDER, config, dtype="float32")
     suites = evaluate.suites()
-    scores = f"{'KL, nats a token':>18}{'+-':>11}{'same top token':>16}{'sums':>10}{'comparisons':>13}"
-    print(f"{'weights':10}{'inputs':10}{'K/V':10}" + scores)
+    say_head()
+    scores = {"KL, nats a token": "9.6f", "+-": "9.6f", "same top token": "7.4f", "sums": ">7", "comparisons": ">7"}
+    table = Table({"weights": "<9", "inputs": "<9", "K/V": "<8", **scores}, say)
     weights: list[tuple[WeightForm | None, Rounding | None]] = [(None, None)]
-    for named in (form_named(name, config.projection_inputs) for name in forms):
+    for named in (form_named(name, config.projection_inputs) for name in args.quantization):
         weights += [(named, None), (named, Rounding())] if isinstance(named, EightBit) else [(named, None)]
-    for (form, rounding), is_narrow in product(weights, (False, True) if kv else (False,)):
+    for (form, rounding), is_narrow in product(weights, (False, True) if args.kv else (False,)):
         model = load_hf(DEMO_FOLDER, config, dtype="float32", quantization=form, rounding=rounding)
         if is_narrow:
             model = with_narrow_kv(model)
-        near = agreement(exact, model, encoder, num_stories or NUM_STORIES)
+        near = agreement(exact, model, encoder, args.num_stories or NUM_STORIES)
         right = [
             f"{sum(evaluate.exact(model, encoder, suites[name]))}/{len(suites[name])}"
             for name in ("held_out_sums", "held_out_comparisons")
         ]
-        inputs = form if rounding else "float32"
-        stored = f"{form or 'float32'!s:10}{inputs:10}{'int8' if is_narrow else 'float32':10}"
-        scores = f"{near.divergence:18.6f}{near.divergence_error:11.6f}{near.same_top_token:16.4f}"
-        scores += f"{right[0]:>10}{right[1]:>13}"
-        print(stored + scores, flush=True)
+        stored = str(form or "float32"), str(form if rounding else "float32"), "int8" if is_narrow else "float32"
+        table.row(*stored, near.divergence, near.divergence_error, near.same_top_token, *right)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
-    try:
-        bench(args.quantization, kv=args.kv, num_stories=args.num_stories)
-    except (Exception, KeyboardInterrupt) as error:
-        return failed("quality", error, debug=args.debug)
-    return 0
+    return run_command("quality", lambda: bench(args), debug=args.debug)

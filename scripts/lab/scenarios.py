@@ -33,9 +33,10 @@ from scripts.lab.load.arrivals import arrival_times
 from scripts.lab.load.client import Outcome, Target, run
 from scripts.lab.load.goodput import Trial, find_rate, passes
 from scripts.lab.load.goodput import table as goodput_table
-from scripts.lab.load.metrics import summary
+from scripts.lab.load.metrics import both_of, failures_of, summary
 from scripts.lab.load.scenarios import SCENARIOS, Scenario, Size, Variant, chats, closed_loop
 from scripts.lab.load.servers import serving
+from scripts.lab.tables import Table, ratio, say_head
 
 GOODPUT = "goodput"
 SLOS = {"ttft": 500.0, "tpot": 50.0}
@@ -122,22 +123,17 @@ def rows_of(scenario: Scenario, size: Size, targets: Targets, random: np.random.
 
 def table(title: str, rows: Mapping[str, Row], scenario: Scenario) -> str:
     """The rows, and the ratios between some of them."""
-    lines = [
-        f"{title:<34}{'requests':>9}{'out tok/s':>11}{'TTFT p50/p99 ms':>18}{'TPOT p50 ms':>13}{'ITL p50/p99 ms':>17}"
-    ]
+    latencies = {"TTFT p50/p99 ms": ">13", "TPOT p50 ms": "7.1f", "ITL p50/p99 ms": ">13"}
+    table = Table({title: "<34", "requests": "7", "out tok/s": "9.1f", **latencies, "": ""})
     for name, row in rows.items():
-        ttft, tpot, itl = (row[f"{metric}_ms"] or {} for metric in ("ttft", "tpot", "itl"))
-        failed = f"  ({row['failed']} FAILED: {row['errors'][0]})" if row["failed"] else ""
-        lines.append(
-            f"{name:<34}{row['completed']:>9}{row['output_tokens_per_s']:>11.1f}"
-            f"{ttft.get('p50', 0):>11.0f}/{ttft.get('p99', 0):<6.0f}{tpot.get('p50', 0):>13.1f}"
-            f"{itl.get('p50', 0):>10.1f}/{itl.get('p99', 0):<6.1f}{failed}"
-        )
+        rate, tpot = row["output_tokens_per_s"], (row["tpot_ms"] or {}).get("p50")
+        ttft, itl = both_of(row, "ttft"), both_of(row, "itl", digits=1)
+        table.row(name, row["completed"], rate, ttft, tpot, itl, failures_of(row))
+    lines = [*table.lines, ""]
     for text, metric, above, below in scenario.ratios:
         figure = "p99" if metric == "itl" else "mean"
         above_ms, below_ms = ((rows[name][f"{metric}_ms"] or {}).get(figure) for name in (above, below))
-        if above_ms and below_ms:
-            lines.append(f"{text} ({metric.upper()} {figure}): {above_ms / below_ms:.3f}")
+        lines.append(ratio(f"{text} ({metric.upper()} {figure})", above_ms, below_ms))
     return "\n".join(lines)
 
 
@@ -162,11 +158,12 @@ def bench(args: argparse.Namespace) -> int:
         raise ValueError(f"--context is at least 256 and --seconds above 0: {args.context}, {args.seconds:g}")
     random = np.random.default_rng(args.seed)
     results: dict[str, Any] = {}
+    say_head()
     for name in (*SCENARIOS, GOODPUT) if args.scenario == "all" else (args.scenario,):
         if name == GOODPUT:
             with servers({"ours": "--no-enable-prefix-caching"}, args) as targets:
                 trials = goodput(size, targets["ours"], random)
-            print(goodput_table(trials, SLOS, share=SHARE), end="\n\n", flush=True)
+            print(goodput_table(trials, SLOS, needed=SHARE), end="\n\n", flush=True)
             results[name] = {f"{trial.rate:.3f}": trial.result for trial in trials}
         else:
             scenario = SCENARIOS[name]

@@ -27,6 +27,7 @@ from scripts.lab.load.goodput import table as goodput_table
 from scripts.lab.load.lengths import Lengths, Trace
 from scripts.lab.load.metrics import METRICS, summary, table
 from scripts.lab.load.workload import BenchRequest, from_file, from_trace, random_prompts
+from scripts.lab.tables import say_head
 
 GOODPUT_SHARE = 0.9  # of the requests of a rate that must meet the objectives
 
@@ -189,7 +190,8 @@ def find_goodput(args: argparse.Namespace, target: Target) -> int:
         return Trial(rate, result, passes(result, share=GOODPUT_SHARE))
 
     trials = find_rate(attempt, start=float(args.request_rate or 1.0))
-    print(goodput_table(trials, slos, share=GOODPUT_SHARE))
+    say_head()
+    print(goodput_table(trials, slos, needed=GOODPUT_SHARE))
     if args.output_json:
         rows = [{"rate": trial.rate, "passed": trial.passed, **trial.result} for trial in trials]
         args.output_json.write_text(json.dumps({"label": args.label, "trials": rows}, indent=2) + "\n")
@@ -232,6 +234,7 @@ def bench(args: argparse.Namespace) -> int:
     result = summary(outcomes, duration_s, metrics=metrics, percentiles=percentiles, slos_ms=slos)
     load = f"{args.request_rate} requests/s" if args.request_rate else "closed loop"
     concurrency = f", at most {args.max_concurrency} in flight" if args.max_concurrency else ""
+    say_head()
     print(table(result, f"{target.model}: {len(requests)} requests, {load}{concurrency}"))
     if args.output_json:
         settings = {key: str(value) for key, value in vars(args).items() if key != "api_key" and value is not None}

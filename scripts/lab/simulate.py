@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -25,15 +24,18 @@ from pathlib import Path
 import numpy as np
 
 from batcher.long_prompts import LongPrompts
+from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
 from scripts.lab.load.arrivals import arrival_times
 from scripts.lab.load.lengths import Trace
 from scripts.lab.load.presets import TRAFFIC
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
+from scripts.lab.tables import Table, say, say_head
 
 PAGE_SIZE = 64  # tokens
 LONG = 100_000  # tokens of a long prompt
+POLICIES = ("forecast", "admit if free", "clairvoyant")
 LIMITS = ("none", "2048", "exact", "mixed")
 # (prompt, output): "conversation" has the distribution of Azure's trace; "code" has longer prompts and short outputs.
 _SYNTHETIC = {"conversation": TRAFFIC["chat"], "code": TRAFFIC["code"]}
@@ -92,11 +94,12 @@ def chats_after_short_answers() -> list[SimulatedRequest]:
 def compare(requests: list[SimulatedRequest], machine: Machine) -> Row:
     """Policy -> result."""
     output_lens = {str(i): request.num_output for i, request in enumerate(requests)}
-    return {
-        "forecast": simulate(requests, machine),
-        "admit if free": simulate(requests, machine, forecast=AdmitIfFree(), max_stalls=0),
-        "clairvoyant": simulate(requests, machine, forecast=Clairvoyant(output_lens)),
-    }
+    runs = (
+        simulate(requests, machine),
+        simulate(requests, machine, forecast=AdmitIfFree(), max_stalls=0),
+        simulate(requests, machine, forecast=Clairvoyant(output_lens)),
+    )
+    return dict(zip(POLICIES, runs, strict=True))
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, list[SimulatedRequest], Machine]]:
@@ -141,10 +144,10 @@ def chats_among_long_prompts(count: int, trace: Path | None) -> list[SimulatedRe
     return sorted(requests + long, key=lambda request: request.arrival_s)
 
 
-def long_prompt_rows(
+def compare_thresholds(
     thresholds: Iterable[int], num_requests: int, trace: Path | None, even_context: float | None
-) -> Iterator[str]:
-    """Lines of Markdown: latencies in seconds with each threshold, and with none.
+) -> None:
+    """Prints a table of latencies in seconds with each threshold, and with none.
 
     Args:
         even_context: of the machine, see `WithAttention`; None: attention takes no time.
@@ -161,8 +164,8 @@ def long_prompt_rows(
     if even_context is not None:
         among = workloads["chats among prompts of 100,000"]
         workloads["chats alone"] = [request for request in among if request.num_prompt < LONG]
-    yield "| workload | threshold | budget | steps | TTFT p50 / p99 | ITL p50 / p99 | TTFT of long prompts p50 / p99 |"
-    yield "|---|---|---|---|---|---|---|"
+    latencies = {"TTFT p50 / p99": ">13", "ITL p50 / p99": ">13", "TTFT of long prompts p50 / p99": ">"}
+    table = Table({"workload": "<39", "threshold": ">5", "budget": "<6", "steps": "6,", **latencies}, say)
     for name, requests in workloads.items():
         for threshold, budget in product((0, *thresholds), budgets):
             limits = LongPrompts(threshold=threshold)
@@ -170,18 +173,33 @@ def long_prompt_rows(
             short = [served.ttft for served in result.served if served.num_prompt < LONG]
             long = [served.ttft for served in result.served if served.num_prompt == LONG]
             figures = [_percentiles(times) for times in (short, result.itl, long)]
-            yield f"| {' | '.join([name, str(threshold or 'none'), budget, f'{result.num_steps:,}', *figures])} |"
+            table.row(name, str(threshold or "none"), budget, result.num_steps, *figures)
 
 
-def _percentiles(seconds: list[float]) -> str:
-    return " / ".join(f"{seconds:.3f}" for seconds in np.percentile(seconds, [50, 99])) if seconds else "-"
+def _percentiles(seconds: list[float]) -> str | None:
+    return " / ".join(f"{seconds:.3f}" for seconds in np.percentile(seconds, [50, 99])) if seconds else None
 
 
-def table_row(name: str, row: Row) -> str:
-    """A line of Markdown: steps, preemptions, recomputed tokens and worst inter-token latency of each policy."""
-    steps = [f"{result.num_steps:,}" for result in row.values()]
-    costs = [f"{r.num_preemptions} / {r.recomputed_tokens:,} / {r.worst_itl:.2f}" for r in row.values()]
-    return f"| {' | '.join([name, *steps, *costs])} |"
+def compare_policies(args: argparse.Namespace) -> None:
+    """Prints a table of steps, preemptions, recomputed tokens and worst inter-token latency of each policy."""
+    say("Costs are preemptions / recomputed tokens / worst ITL in seconds.\n")
+    columns = {f"{figure}: {policy}": form for figure, form in (("steps", ","), ("costs", ">")) for policy in POLICIES}
+    table = Table({"workload": "", **columns}, say)
+    for name, requests, machine in cases(args):
+        row = compare(requests, machine)
+        steps = [result.num_steps for result in row.values()]
+        costs = [f"{r.num_preemptions} / {r.recomputed_tokens:,} / {r.worst_itl:.2f}" for r in row.values()]
+        table.row(name, *steps, *costs)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Prints the table that is asked for, and returns the exit code."""
+    say_head()
+    if args.long_prompts:
+        compare_thresholds(args.long_prompts, args.num_requests, args.trace, args.even_context)
+    else:
+        compare_policies(args)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -195,30 +213,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     p.add_argument("--limits", nargs="+", action=EachCounts, choices=LIMITS, default=LIMITS)
     p.add_argument(
-        "--long-prompts",
-        type=int,
-        nargs="+",
-        action=EachCounts,
-        metavar="TOKENS",
-        help="compare these thresholds instead",
+        "--long-prompts", type=int, nargs="+", action=EachCounts, metavar="TOKENS", help="compare these thresholds"
     )
     p.add_argument(
         "--even-context", type=float, metavar="TOKENS", help="of context, with attention as dear as products"
     )
+    add_debug_flag(p)
     args = p.parse_args(argv)
-    try:
-        if args.long_prompts:
-            for line in long_prompt_rows(args.long_prompts, args.num_requests, args.trace, args.even_context):
-                print(line, flush=True)
-            return 0
-        print(
-            "| workload | steps: forecast | admit if free | clairvoyant "
-            "| preemptions / recomputed tokens / worst ITL, s: forecast | admit if free | clairvoyant |"
-        )
-        print("|---|---|---|---|---|---|---|")
-        for name, requests, machine in cases(args):
-            print(table_row(name, compare(requests, machine)), flush=True)
-    except (ValueError, OSError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("simulate", lambda: bench(args), debug=args.debug)

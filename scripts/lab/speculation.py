@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from batcher.engine import Engine
-from batcher.request import Request, RequestOutput, SamplingParams
+from batcher.request import Request, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
 from scripts.building.build import Built, build_runner
 from scripts.building.stand_in_tokenizer import tokenizer_folder
-from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.agreeing_pair import write_pair
+from scripts.lab.serve_all import serve_all
+from scripts.lab.tables import Table, say, say_head
 from server.engine.scratch_folder import ScratchFolder
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -96,37 +96,12 @@ def prompts(settings: EngineSettings, vocab_size: int, names: Sequence[str]) -> 
 def measure(engine: Engine, prompt: tuple[int, ...], streams: int, output_len: int) -> tuple[float, list[list[int]]]:
     """Seconds from the first token of the last stream to the end of all, and the tokens of each stream. Streams differ
     by the first token of their prompts, so that they do not write the same text."""
-    outputs: list[list[int]] = [[] for _ in range(streams)]
-    errors: list[str] = []
-    remaining, waiting = streams, streams
-    started = 0.0
-    done = threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        nonlocal remaining, waiting, started
-        own = outputs[int(output.request_id)]
-        if not own:
-            waiting -= 1
-            started = time.perf_counter() if waiting == 0 else started
-        own += output.token_ids
-        if output.error is not None:
-            errors.append(output.error)
-        if output.finish_reason is not None:
-            remaining -= 1
-            if not remaining:
-                done.set()
-
     sampling = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
-    for i in range(streams):
-        own_prompt = (prompt[i % len(prompt)], *prompt)
-        engine.add_request(Request(request_id=str(i), prompt=own_prompt, sampling=sampling), on_output)
-    engine.start()
-    done.wait()
-    seconds = time.perf_counter() - started
-    engine.shutdown()
-    if errors:
-        raise FailedError(f"{len(errors)} requests failed; the first: {errors[0]}")
-    return seconds, outputs
+    requests = [
+        Request(request_id=str(i), prompt=(prompt[i % len(prompt)], *prompt), sampling=sampling) for i in range(streams)
+    ]
+    served = serve_all(engine, requests)
+    return served.ended_s - served.all_begun_s, served.tokens
 
 
 def run(built: Built, name: str, prompt: tuple[int, ...], streams: int, output_len: int) -> tuple[Run, list[list[int]]]:
@@ -167,12 +142,15 @@ def bench(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace, with_drafts: EngineSettings, texts: dict[str, tuple[int, ...]] | None) -> int:
     """Prints the table of these prompts, or of `args.texts`."""
+    import jax
+
     both = [build_runner(settings, print) for settings in (replace(with_drafts, speculative_config=None), with_drafts)]
     for built in both:
         built.engine().warm_up(lambda line: print(f"  {line}", flush=True))
     results: list[Run] = []
-    print("| text | streams | tokens/s | with drafts | ratio | accepted | tokens a step | same text |")
-    print("|---|---|---|---|---|---|---|---|")
+    say_head(jax.devices()[0].device_kind)
+    rates = {"tokens/s": "8.0f", "with drafts": "8.0f", "ratio": "5.2f", "accepted": ".0%", "tokens a step": ".2f"}
+    table = Table({"text": "<5", "streams": "7", **rates, "same text": ""}, say)
     texts = texts or prompts(with_drafts, both[0].info.vocab_size, args.texts)
     for name, prompt in texts.items():
         for streams in args.streams:
@@ -187,12 +165,8 @@ def compare(args: argparse.Namespace, with_drafts: EngineSettings, texts: dict[s
             assert plain is not None and drafted is not None
             results += [plain, drafted]
             same = sum(a == b for a, b in zip(*written, strict=True))
-            print(
-                f"| {name} | {streams} | {plain.tokens_per_s:.0f} | {drafted.tokens_per_s:.0f} | "
-                f"{drafted.tokens_per_s / plain.tokens_per_s:.2f} | {drafted.acceptance:.0%} | "
-                f"{drafted.tokens_per_step:.2f} | {same} of {streams} |",
-                flush=True,
-            )
+            speeds = plain.tokens_per_s, drafted.tokens_per_s, drafted.tokens_per_s / plain.tokens_per_s
+            table.row(name, streams, *speeds, drafted.acceptance, drafted.tokens_per_step, f"{same} of {streams}")
     if args.output_json:
         args.output_json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
     return 0

@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,12 +25,12 @@ import psutil
 from model.inputs.paths import local_path
 from scripts.flags.errors import FailedError, add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
+from scripts.lab.load.servers import READY, launched
+from scripts.lab.tables import Table, say, say_head
 
-ROOT = Path(__file__).parents[2]
 # Lines that the server prints at its start. Each phase is named by its line.
 _PHASE = re.compile(r"^  (\w[\w -]*?) +(\d+\.\d) s ")
 _PROGRAMS = re.compile(r"^  (compiled|ran) .*?programs (?:once )?in (\d+\.\d) s")
-_READY = re.compile(r"^ready after (\d+\.\d) s: ")
 _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -72,26 +69,15 @@ def phase_of(line: str) -> tuple[str, float] | None:
     return None if found is None else (found[1], float(found[2]))
 
 
-@contextmanager
-def _launched(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "scripts.launch", "--port", "0", *flags]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            yield server
-        finally:
-            server.terminate()
-            server.communicate()
-
-
 def start(flags: Sequence[str]) -> Start:
     """Starts a server, waits until it is ready, and stops it. Raises FailedError if it ends before."""
     phases: dict[str, float] = {}
-    with _launched(flags) as server:
+    with launched(*flags) as server:
         assert server.stdout is not None
         for line in server.stdout:
             if (phase := phase_of(line)) is not None:
                 phases |= [phase]
-            elif found := _READY.match(line):
+            elif found := READY.match(line):
                 http = psutil.Process(server.pid)
                 others = http.children(recursive=True)
                 cpu = sum(sum(process.cpu_times()[:2]) for process in (http, *others))
@@ -123,20 +109,21 @@ def starts(kind: str, count: int, flags: Sequence[str], say: Callable[[str], Non
 def table(results: dict[str, list[Start]]) -> str:
     """The medians of each kind."""
     names = list(dict.fromkeys(name for of_kind in results.values() for result in of_kind for name in result.phases))
-    rows = [["median", *names, "ready s", "CPU s", "HTTP MiB", "engine MiB"]]
+    memory = {"HTTP MiB": "8.0f", "engine MiB": "8.0f"}
+    table = Table({"median": "<8", **dict.fromkeys([*names, "ready s", "CPU s"], "6.1f"), **memory})
     for kind, of_kind in results.items():
-        seconds = [[result.phases.get(name, 0.0) for result in of_kind] for name in names]
-        seconds += [[result.ready for result in of_kind], [result.cpu for result in of_kind]]
-        memory = [[result.http_mib for result in of_kind], [result.engine_mib for result in of_kind]]
-        rows.append([kind, *(f"{median(some):.1f}" for some in seconds), *(f"{median(some):.0f}" for some in memory)])
-    return "\n".join(f"{kind:<9}" + "".join(f"{cell:>11}" for cell in cells) for kind, *cells in rows)
+        figures = [[r.phases.get(name, 0.0) for name in names] for r in of_kind]
+        figures = [[*f, r.ready, r.cpu, r.http_mib, r.engine_mib] for f, r in zip(figures, of_kind, strict=True)]
+        table.row(kind, *map(median, zip(*figures, strict=True)))
+    return "\n".join(table.lines)
 
 
 def bench(args: argparse.Namespace) -> int:
     """Starts the servers, prints the table, and returns the exit code."""
     if args.starts < 1:
         raise ValueError(f"--starts {args.starts}: it is at least 1")
-    results = {kind: starts(kind, args.starts, args.flags, lambda line: print(line, flush=True)) for kind in args.kinds}
+    results = {kind: starts(kind, args.starts, args.flags, say) for kind in args.kinds}
+    say_head()
     print(table(results))
     if args.output_json:
         of_kinds = {kind: [asdict(result) for result in of_kind] for kind, of_kind in results.items()}

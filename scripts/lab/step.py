@@ -19,6 +19,7 @@ from model.inputs.paths import local_path
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.step_timing import Timing, time_bucket
+from scripts.lab.tables import Table, say, say_head
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
@@ -49,6 +50,8 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
     """Times each step and its matrix products alone, prints them, and returns the exit code."""
     if args.dispatch:
         return bench_dispatch(args.dispatch)
+    import jax
+
     from scripts.building.build import build_runner
     from scripts.lab.in_engine import num_drawn
 
@@ -71,16 +74,14 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
     runner.warm_up(shapes, print)
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     timings = []
-    print(f"{'':18}{'step ms':>9}{'slowest':>9}{'tok/s':>9}{'dispatch ms':>13}{'products ms':>13}{'ratio':>7}")
+    say_head(jax.devices()[0].device_kind)
+    formats = {"step ms": "7.2f", "slowest": "7.2f", "tok/s": "7.0f", "dispatch ms": "7.3f", "products ms": "7.2f"}
+    table = Table({"": "<18", **formats, "ratio": "5.2f"}, say)
     for bucket in shapes:
-        timing = time_bucket(runner, bucket, context=args.context, steps=args.steps, sampling=sampling)
-        timings.append(timing)
+        t = time_bucket(runner, bucket, context=args.context, steps=args.steps, sampling=sampling)
+        timings.append(t)
         name = f"decode {bucket.num_rows}" if bucket.decode_only else f"prefill {bucket.num_tokens}"
-        print(
-            f"{name:18}{timing.step_ms:9.2f}{timing.slowest_ms:9.2f}{timing.tokens_per_s:9.0f}"
-            f"{timing.dispatch_ms:13.3f}{timing.products_ms:13.2f}{timing.ratio:7.2f}",
-            flush=True,
-        )
+        table.row(name, t.step_ms, t.slowest_ms, t.tokens_per_s, t.dispatch_ms, t.products_ms, t.ratio)
     inside = in_engine(args, runner, timings) if args.in_engine else []
     if args.json:
         figures: list[dict[str, Any]] = [
@@ -97,30 +98,18 @@ def in_engine(args: argparse.Namespace, runner: ModelRunner, alone: list[Timing]
 
     temperature = args.temperature if args.variant is Variant.SAMPLE else 0.0
     sampling = {"temperature": temperature, "top_p": args.top_p, "top_k": args.top_k}
-    print("\nin the engine, ms from result to result and their parts (delivery and next overlap with the device):")
-    print(
-        f"{'':18}{'alone':>9}{'step':>9}{'ratio':>7}{'dispatch':>10}{'device':>9}{'idle':>9}{'delivery':>10}{'next':>8}"
-    )
+    say("\nin the engine, ms from result to result and their parts (delivery and next overlap with the device):\n")
+    formats = {"dispatch": "7.3f", "device": "7.2f", "idle": "7.3f", "delivery": "7.3f", "next": "7.3f"}
+    table = Table({"": "<18", "alone": "7.2f", "step": "7.2f", "ratio": "5.2f", **formats}, say)
     found = []
     for timing in alone:
         if timing.num_tokens != timing.num_rows:
             continue
-        inside = time_in_engine(
-            runner,
-            timing.num_rows,
-            context=args.context,
-            steps=args.steps,
-            sampling=sampling,
-            pipeline_depth=args.pipeline_depth,
-        )
-        found.append(inside)
-        ratio = inside.step_ms / timing.step_ms
-        print(
-            f"decode {inside.num_rows:<11}{timing.step_ms:9.2f}{inside.step_ms:9.2f}{ratio:7.2f}"
-            f"{inside.dispatch_ms:10.3f}{inside.device_ms:9.2f}{inside.idle_ms:9.3f}{inside.delivery_ms:10.3f}"
-            f"{inside.next_ms:8.3f}",
-            flush=True,
-        )
+        lengths = {"context": args.context, "steps": args.steps, "pipeline_depth": args.pipeline_depth}
+        e = time_in_engine(runner, timing.num_rows, sampling=sampling, **lengths)
+        found.append(e)
+        steps = timing.step_ms, e.step_ms, e.step_ms / timing.step_ms
+        table.row(f"decode {e.num_rows}", *steps, e.dispatch_ms, e.device_ms, e.idle_ms, e.delivery_ms, e.next_ms)
     return found
 
 
@@ -130,14 +119,14 @@ def bench_dispatch(presets: list[str]) -> int:
 
     from scripts.lab.dispatch import time_dispatch
 
-    print(f"{'':18}{'devices':>9}{'layers':>9}{'arguments':>11}{'wall us':>9}{'CPU us':>9}")
+    say_head(jax.devices()[0].device_kind)
+    table = Table(
+        {"": "<18", "devices": "7", "layers": "7", "arguments": "7", "wall us": "7.0f", "CPU us": "7.0f"}, say
+    )
     for name in presets:
         for num_devices in sorted({1, len(jax.devices())}):
             call = time_dispatch(name, num_devices)
-            print(
-                f"{name:18}{num_devices:9}{call.num_layers:9}{call.num_arguments:11}{call.wall_us:9.0f}{call.cpu_us:9.0f}",
-                flush=True,
-            )
+            table.row(name, num_devices, call.num_layers, call.num_arguments, call.wall_us, call.cpu_us)
     return 0
 
 

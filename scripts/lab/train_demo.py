@@ -25,12 +25,15 @@ from tokenizers import Tokenizer
 
 from model.config import LlamaConfig
 from model.inputs.paths import local_path
+from model.loading.export import save_hf
 from model.loading.weights import load_hf
-from scripts.lab.demo import calculator, evaluate, export
+from model.network.llama import Llama
+from scripts.lab.demo import calculator, evaluate
 from scripts.lab.demo import tokenizer as llama_tokenizer
 from scripts.lab.demo.agreement import agreement
 from scripts.lab.demo.arithmetic import Arithmetic
 from scripts.lab.demo.corpus import Corpus, Document
+from scripts.lab.demo.optimizer import Arrays
 from scripts.lab.demo.tokenizer import SampleEncoder
 from scripts.lab.demo.trainer import Schedule, Shape, Trainer
 
@@ -59,6 +62,7 @@ SHOWN_PROMPTS = (
 )
 SHOWN_CALCULATION = "What is 347 * 21?"  # with the calculator
 SHOWN_TEXT = "Once upon a time"
+TEMPERATURE, TOP_P = 0.6, 0.9  # of answers: Llama 3's own
 
 
 def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
@@ -182,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
             say(", ".join(f"{name} {score:.3f}" for name, score in scores(trainer, encoder).items()), seconds())
 
     trainer.run(corpus, encoder, report_every=REPORT_EVERY, report=report, stop_after=arguments.stop_after)
-    export.export(arguments.output, trainer.model(trainer.params), encoder.tokenizer)
+    export(arguments.output, trainer.model(trainer.params), encoder.tokenizer)
     result = {
         "seed": arguments.seed,
         "steps": trainer.step,
@@ -210,7 +214,7 @@ def evaluation_of(folder: Path) -> dict[str, Any]:
 def scores(trainer: Trainer, encoder: SampleEncoder) -> dict[str, float]:
     """The share of exact answers in each suite, with the rounded weights of the checkpoint. Of a draft model, the share
     of a new story's tokens that it predicts as its teacher does."""
-    model = trainer.model(export.rounded(trainer.params))
+    model = trainer.model(rounded(trainer.params))
     if trainer.teacher is not None:
         return {"same_token_in_stories": agreement(trainer.teacher, model, encoder, num_stories=50).same_top_token}
     results = {name: evaluate.exact(model, encoder, cases) for name, cases in evaluate.suites().items()}
@@ -219,13 +223,34 @@ def scores(trainer: Trainer, encoder: SampleEncoder) -> dict[str, float]:
 
 def show(trainer: Trainer, encoder: SampleEncoder) -> None:
     """Prints the model's answers to SHOWN_PROMPTS."""
-    model = trainer.model(export.rounded(trainer.params))
+    model = trainer.model(rounded(trainer.params))
     prompts = {question: encoder.prompt(None, (), question) for question in SHOWN_PROMPTS}
     prompts[SHOWN_CALCULATION] = encoder.prompt(None, (), SHOWN_CALCULATION, [calculator.tool(None)])
     prompts[SHOWN_TEXT] = [trainer.config.bos_token_id or 0, *encoder.text(SHOWN_TEXT)]
     answers = evaluate.generate(model, encoder, list(prompts.values()), max_tokens=200)
     for question, answer in zip(prompts, answers, strict=True):
         print(f"> {question}\n{encoder.tokenizer.decode(answer)}", flush=True)
+
+
+def rounded(params: Arrays) -> Arrays:
+    """The float32 parameters, rounded as in the checkpoint."""
+    return {name: param.astype(jnp.bfloat16).astype(jnp.float32) for name, param in params.items()}
+
+
+def export(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
+    """Writes a Hugging Face checkpoint in bfloat16, and the tokenizer's files."""
+    config = model.config
+    save_hf(model, folder)
+    generation = {
+        "bos_token_id": config.bos_token_id,
+        "do_sample": True,
+        "eos_token_id": list(config.eos_token_ids),
+        "pad_token_id": tokenizer.token_to_id(llama_tokenizer.PADDING),
+        "temperature": TEMPERATURE,
+        "top_p": TOP_P,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    llama_tokenizer.save(tokenizer, folder, config.max_position_embeddings)
 
 
 def say(line: str, seconds: float) -> None:

@@ -14,8 +14,7 @@ from model.network.packed import pack
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 from pallas_kernels.cpu import library
 from scripts.lab.demo import evaluate
-from scripts.lab.demo.agreement import agreement
-from scripts.lab.demo.narrow_kv import with_narrow_kv
+from scripts.lab.demo.agreement import agreement, with_narrow_kv
 from scripts.lab.demo.tokenizer import SampleEncoder
 from tests.c_compiler import NATIVE, compiler
 

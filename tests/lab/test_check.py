@@ -17,14 +17,11 @@ from model.presets import preset
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
 from scripts.lab import check
-from scripts.lab.chip import PARTS, kernels, pool
-from scripts.lab.chip.activity import activity
-from scripts.lab.chip.bounds import work_of_step
+from scripts.lab.chip import kernels
 from scripts.lab.chip.kit import make_kit, missing_packages
-from scripts.lab.chip.options import Options
-from scripts.lab.chip.progress import Progress
-from scripts.lab.chip.report import write_report
-from scripts.lab.chip.result import Result
+from scripts.lab.chip.parts import PARTS, Options, Result
+from scripts.lab.chip.progress import Progress, write_report
+from scripts.lab.chip.steps import activity, work_of_step
 from scripts.lab.chip.text import compare
 from tests.scripts import faulty_forms
 
@@ -145,7 +142,7 @@ def test_the_likeliest_forms_are_tested_first():
 def test_a_pool_of_serving_size_has_pages_past_31_bits():
     model, backend = "llama-3.1-8b", Backend.GPU
     elements = PagedAttention(kernels.spec_of(model, backend, "bfloat16"), backend).kv_pages(1).size
-    assert pool.first_page_of(elements) * elements > 1 << 31
+    assert kernels.first_page_of(elements) * elements > 1 << 31
 
 
 def test_the_report_says_what_is_wrong(tmp_path):

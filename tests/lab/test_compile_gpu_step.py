@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -14,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from scripts.lab.accounts.compile_gpu_step import read_buffers, read_program, read_thunks
+from scripts.lab.accounts.compile_step import read_buffers, read_program, read_thunks
+from scripts.lab.accounts.process import printed_by
 from scripts.lab.accounts.sass import read_loops
 
 needs_plugin = pytest.mark.skipif(
@@ -27,37 +24,22 @@ LAUNCHES_PER_LAYER = 13
 LAUNCHES_AROUND = 24
 
 
-def compiled(*flags: str, account: str = "compile_gpu_step") -> dict[str, Any]:
-    """In a process of its own: the PTX version is fixed by the first target that a process compiles for."""
-    process = subprocess.run(
-        [sys.executable, "-m", f"scripts.lab.accounts.{account}", *flags],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(process.stdout.splitlines()[-1])
+def compiled(*flags: str) -> dict[str, Any]:
+    return printed_by("scripts.lab.accounts.compile_step", *flags)[-1]
 
 
 @needs_plugin
 @pytest.mark.targets
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("account", "flags"),
-    [
-        ("compile_gpu_step", ["--variant", "sample", "--rows", "8"]),
-        ("compile_drafts_step", ["--drafts", "eagle", "--drafts-only"]),
-    ],
-    ids=["sampled", "drafts"],
+    "flags", [["--variant", "sample"], ["--drafts", "eagle", "--drafts-only"]], ids=["sampled", "drafts"]
 )
-def test_loops_and_branches_are_in_the_graph(account, flags):
+def test_loops_and_branches_are_in_the_graph(flags):
     """Outside of it, the host would wait for the device in each of their passes."""
-    result = compiled("--target", "h200", "--layers", "1", *flags, account=account)
+    result = compiled("--target", "h200", "--layers", "1", "--rows", "8", *flags)
     assert (result["command_buffers"], result["outside"]) == (1, {}), result
     assert result["inside"]["kWhile"] >= 2
-    if account == "compile_drafts_step":
-        assert result["kernels"] > 0 == result["spill_bytes"]
+    assert result["kernels"] > 0 == result["spill_bytes"]
 
 
 @needs_plugin
@@ -84,7 +66,7 @@ def test_an_8b_step_is_one_cuda_graph_and_copies_nothing(flags, kernels_per_laye
     assert result["copies"] == {}
     assert result["copied_arguments"] == []
     assert result["alias_bytes"] >= result["kv_bytes"]
-    assert result["temp_mib"] < max_temp_mib
+    assert result["temp_bytes"] < max_temp_mib << 20
     read = 15_009_849_344 + 17_179_869_184  # 64 rows of 2k in bfloat16: weights, and K/V
     assert result["weights_read"] + result["kv_read"] == pytest.approx(read * (0.5 if "fp8" in flags else 1), rel=0.01)
 
@@ -93,7 +75,7 @@ def test_an_8b_step_is_one_cuda_graph_and_copies_nothing(flags, kernels_per_laye
 @pytest.mark.targets
 @pytest.mark.slow
 def test_70b_on_eight_gpus_reduces_twice_a_layer_between_graphs():
-    result = compiled("--target", "h200", "--preset", "llama-3.1-70b", "--chips", "8")
+    result = compiled("--target", "8xh200", "--preset", "llama-3.1-70b")
     assert result["layers"] == 80
     # Two a layer; the embedding's, and the greedy token's.
     assert 2 * 80 < result["outside"]["kAllReduce"] <= 2 * 80 + 4
@@ -103,7 +85,7 @@ def test_70b_on_eight_gpus_reduces_twice_a_layer_between_graphs():
     assert result["copies"] == {}
     assert result["copied_arguments"] == []
     assert result["alias_bytes"] >= result["kv_bytes"]
-    assert result["temp_mib"] < 100
+    assert result["temp_bytes"] < 100 << 20
 
 
 THUNKS = """\

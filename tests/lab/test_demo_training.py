@@ -15,7 +15,7 @@ from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
 from scripts.lab import train_demo
-from scripts.lab.demo import export, stories
+from scripts.lab.demo import stories
 from scripts.lab.demo import tokenizer as demo_tokenizer
 from scripts.lab.demo.arithmetic import Arithmetic
 from scripts.lab.demo.corpus import Corpus
@@ -161,10 +161,10 @@ def test_training_lowers_the_loss_and_goes_on_where_it_was(
 
 def test_the_exported_checkpoint_is_the_model(config: LlamaConfig, encoder: SampleEncoder, tmp_path: Path) -> None:
     trainer = Trainer(config, SCHEDULE)
-    export.export(tmp_path, trainer.model(trainer.params), encoder.tokenizer)
+    train_demo.export(tmp_path, trainer.model(trainer.params), encoder.tokenizer)
     assert LlamaConfig.from_file(tmp_path) == config
     loaded = load_hf(tmp_path, config, dtype=jnp.float32)
-    expected = nnx.state(trainer.model(export.rounded(trainer.params)))
+    expected = nnx.state(trainer.model(train_demo.rounded(trainer.params)))
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), nnx.to_pure_dict(expected))
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_can_be_gone_on_with(tmp_path: Path) -> None:
     assert (trainer.step, trainer.schedule.steps) == (0, 70)
     assert trainer.config == LlamaConfig.from_file(DEMO_FOLDER)
     assert encoder.tokenizer.get_vocab() == Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).get_vocab()
-    export.export(tmp_path, trainer.model(trainer.params), encoder.tokenizer)
+    train_demo.export(tmp_path, trainer.model(trainer.params), encoder.tokenizer)
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (DEMO_FOLDER / name).read_bytes(), name
     assert train_demo.evaluation_of(DEMO_FOLDER)["parameters"] == sum(p.size for p in trainer.params.values())

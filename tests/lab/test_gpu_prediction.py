@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels.chips import GPUS
-from scripts.lab.accounts.compile_gpu_layer import make_spec
 from scripts.lab.accounts.gpu_prediction import SHAPES, Machine, predict
 from scripts.lab.accounts.gpu_schedule import Launch, Unit, seconds
+from scripts.lab.accounts.specs import make_spec
 
 
-def launch(units: list[Unit], slots: int, *, persistent: bool = False) -> Launch:
-    return Launch(units=units, slots=slots, start_s=1.0, between_s=0.5, persistent=persistent)
+def launch(units: list[Unit], slots: int) -> Launch:
+    return Launch(units=units, slots=slots, start_s=1.0, between_s=0.5)
 
 
 def test_a_unit_alone_is_bound_by_itself_or_by_the_memory():
@@ -28,14 +28,13 @@ def test_units_at_the_same_time_share_the_memory():
 
 def test_a_persistent_cta_starts_once():
     units = [Unit(bytes=0, alone_s=2)] * 4
-    assert seconds(launch(units, 2), 100.0) == pytest.approx(2 * (1 + 2 + 0.5))
-    assert seconds(launch(units, 2, persistent=True), 100.0) == pytest.approx(1 + 2 * (2 + 0.5))
+    assert seconds(launch(units, 2), 100.0) == pytest.approx(1 + 2 * (2 + 0.5))
 
 
 def test_rounds_of_alternating_direction():
     """One CTA takes 4 and 1, the other 3 and 2."""
     units = [Unit(bytes=0, alone_s=n) for n in (4, 3, 2, 1)]
-    assert seconds(launch(units, 2, persistent=True), 100.0) == pytest.approx(1 + 5 + 2 * 0.5)
+    assert seconds(launch(units, 2), 100.0) == pytest.approx(1 + 5 + 2 * 0.5)
 
 
 # Cycles of the kernels as compiled: results/2026-11-23-kernels.md.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from batcher.step import Capacity
-from scripts.lab.host import InstantRunner
 from scripts.lab.in_engine import InEngine, _figures, _Record, ladder_of, num_drawn, time_in_engine
+from scripts.lab.simulation.instant_runner import InstantRunner
 
 CAPACITY = Capacity(
     num_slots=4, num_pages=64, page_size=16, max_model_len=200, max_num_batched_tokens=32, vocab_size=100

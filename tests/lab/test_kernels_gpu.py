@@ -8,21 +8,28 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ref_ragged_paged_attention
 
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.self_test import TOLERANCE
 from pallas_kernels.spec import Backend
-from scripts.lab import kernels, kernels_gpu
+from scripts.lab import kernels
 from scripts.lab.accounts import static_gpu
-from scripts.lab.accounts.compile_gpu_layer import make_spec
-from scripts.lab.chip import device_gpu, gpu_check, gpu_peers
-from scripts.lab.chip.gpu_operands import make_operands
+from scripts.lab.accounts.specs import make_spec
+from scripts.lab.chip import speed
+from scripts.lab.chip.kernels import TINY
+from scripts.lab.chip.operands import make_operands
+from scripts.lab.chip.peers import GPU_PEERS, TPU_PEERS
 
 HEADS = (2, 1, 64)
-PLAN = device_gpu.Plan(
+PLAN = speed.Plan(
     variants=[(HEADS, 16, "bfloat16")],
-    checked=[[(1, 5), (1, 40)], [(1, 3), (9, 20)]],
-    decodes={"64 x 2k": [70, 70], "ragged": [20, 5]},
-    prefills={"1 x 8k": [16]},
-    short_chunks={"3 on 40": [(3, 40)]},
+    sizes=TINY,
+    shapes={
+        "decode": {"64 x 2k": [(1, 70), (1, 70)], "ragged": [(1, 20), (1, 5)]},
+        "prefill": {"1 x 8k": [(16, 16)]},
+        "short chunks": {"3 on 40": [(3, 40)]},
+    },
     layers=2,
     batches=1,
     calls=2,
@@ -33,19 +40,20 @@ PLAN = device_gpu.Plan(
 
 @pytest.mark.slow
 def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
-    figures, lines = device_gpu.measure("h200", "8b", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN)
-    kernels_gpu.publish(figures, lines, tmp_path / "figures.json", tmp_path / "report.md")
+    figures, lines = speed.measure("h200", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN)
+    kernels.publish(lines, tmp_path / "report.md")
     assert capsys.readouterr().out.splitlines() == (tmp_path / "report.md").read_text().splitlines() == lines
-    written = json.loads((tmp_path / "figures.json").read_text())
-    assert [len(check["rows"]) for check in written["checks"]] == [2, 2]
-    assert all(0 < check["error"] < gpu_check.TOLERANCE for check in written["checks"])
+    written = json.loads(json.dumps(figures))
+    (check,) = written["checks"]
+    assert (check["heads"], check["page_size"], check["dtype"]) == (list(HEADS), 16, "bfloat16")
+    assert 0 < check["largest_error"] < TOLERANCE
     decode, prefill = written["decode"]["64 x 2k"], written["prefill"]["1 x 8k"]
     ours = decode["ours"]
     assert ours["per_s"] == pytest.approx(140 * 64 * 4 / ours["layer_s"])
     assert ours["share"] == pytest.approx(ours["per_s"] / written["copy_bytes_per_s"])
     assert prefill["ours"]["per_s"] == pytest.approx(16 * 17 * 2 * 2 * 64 / prefill["ours"]["layer_s"])
     for by in (decode, prefill):
-        assert by.keys() == {"ours", *gpu_peers.PEERS}
+        assert by.keys() == {"ours", *GPU_PEERS}
         assert "layer_s" in by["gather everything"]
         assert "layer_s" in by["jax.nn, xla, contiguous"]
         assert by["jax.nn, cudnn, contiguous"]["missing"]  # there is no cuDNN on a CPU, and the run goes on
@@ -63,35 +71,45 @@ def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["gather everything", "jax.nn, xla, contiguous"])
 def test_peers_compute_the_same_attention(name, rows):
     operands = make_operands(make_spec((4, 2, 64), page_size=16), rows, seed=3)
-    peer = gpu_peers.PEERS[name]
+    peer = GPU_PEERS[name]
     queries = operands.queries.reshape(len(rows), -1, *operands.queries.shape[1:])
     output = peer.attend(operands, queries, peer.store(operands)).reshape(operands.queries.shape)
-    np.testing.assert_allclose(np.asarray(output, np.float32), gpu_check.expected(operands), atol=0.03)
+    np.testing.assert_allclose(np.asarray(output, np.float32), operands.expected(), atol=0.03)
 
 
 def test_new_keys_are_the_last_of_every_row():
     operands = make_operands(make_spec(HEADS, page_size=16), [(1, 3), (2, 18)], seed=0)
     assert np.array_equal(operands.new(operands.keys), operands.keys[jnp.asarray([2, 19, 20])])
-    index, pages, slots = operands.places(with_new=True)
-    assert index.tolist() == list(range(21))
+    pages, slots = operands.places()
     assert slots.tolist() == [0, 1, 2, *range(16), 0, 1]
     assert len(set(pages.tolist())) == 3
     assert 0 not in pages
 
 
-@pytest.mark.parametrize("what", ["output", "pages"])
-def test_a_wrong_result_ends_the_run(monkeypatch, what):
-    right = gpu_check.PagedAttention
+def test_a_wrong_result_ends_the_run_before_the_timings(monkeypatch):
+    right = PagedAttention.__call__
 
-    class Wrong(right):
-        def __call__(self, queries, keys, values, pages, metadata):
-            output, pages = super().__call__(queries, keys, values, pages, metadata)
-            return (output + 1, pages) if what == "output" else (output, pages.at[0, 0, 0, 0, 0].set(1))
+    def wrong(self, *arguments, **options):
+        output, pages = right(self, *arguments, **options)
+        return output + 1, pages
 
-    monkeypatch.setattr(gpu_check, "PagedAttention", Wrong)
-    operands = make_operands(make_spec(HEADS, page_size=16), [(1, 5)], seed=0)
-    with pytest.raises(SystemExit, match="off by 1" if what == "output" else "changed in the pages"):
-        gpu_check.check(Backend.GPU_INTERPRET, operands)
+    monkeypatch.setattr(PagedAttention, "__call__", wrong)
+    with pytest.raises(SystemExit, match=r"WRONG: .*num_query_heads=2.*is wrong: off by"):
+        speed.measure("h200", HEADS, backend=Backend.REFERENCE, plan=PLAN)
+
+
+@pytest.mark.parametrize(("head_dim", "rows"), [(128, [(1, 70)] * 3), (64, [(20, 20)] * 2)], ids=["decode", "prefill"])
+def test_jaxs_kernel_for_tpus_gets_the_pages_in_its_form(head_dim, rows, monkeypatch):
+    """By the reference that jax has for its kernel, which itself runs on a TPU only."""
+    operands = make_operands(make_spec((4, 2, head_dim), page_size=16), rows, seed=3)
+    monkeypatch.setattr(
+        "jax.experimental.pallas.ops.tpu.ragged_paged_attention.ragged_paged_attention", ref_ragged_paged_attention
+    )
+    peer = TPU_PEERS["jax's ragged paged attention"]
+    queries = operands.queries.reshape(len(rows), -1, *operands.queries.shape[1:])
+    output = peer.attend(operands, queries, peer.store(operands)).reshape(operands.queries.shape)
+    assert output.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(output, np.float32), operands.expected(), atol=0.03)
 
 
 def test_without_a_gpu_measuring_says_so(monkeypatch):
@@ -102,4 +120,4 @@ def test_without_a_gpu_measuring_says_so(monkeypatch):
 
 def test_without_a_disassembler_the_account_says_what_to_install(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="install the package nvidia-cuda-nvdisasm"):
-        static_gpu.compile_kernels("h200", (32, 8, 128), "bfloat16", tmp_path, tmp_path)
+        static_gpu.compiled_kernels("h200", (32, 8, 128), "bfloat16", tmp_path)

@@ -71,7 +71,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 def test_a_layer_is_what_lies_between_two_attentions() -> None:
     layer = layer_cycles(PROGRAM)
-    assert (layer.products, layer.glue, layer.operations) == (50, 34, {"copy.1": 30, "copy.2": 4})
+    assert (layer.products, layer.glue) == (50, 30 + 4)
 
 
 def test_one_layer_has_no_next_attention() -> None:

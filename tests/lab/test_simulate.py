@@ -54,15 +54,20 @@ def test_a_change_of_regime_is_survived_with_fewer_preemptions() -> None:
 def test_the_table_has_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--num-requests", "3", "--contexts", "8192", "--pools", "16384", "--limits", "none", "mixed"]
     assert simulate.main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2 * 2 + 1 + 1
     assert all(line.count("|") == 8 for line in lines)
 
 
+def cells(printed: str) -> list[list[str]]:
+    """Of a table's rows."""
+    _, _, *lines = [line for line in printed.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 def test_thresholds_of_long_prompts_are_compared_with_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(["--long-prompts", "1024", "--num-requests", "40"]) == 0
-    _, _, *lines = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = cells(capsys.readouterr().out)
     assert [row[1] for row in rows] == ["none", "1024"] * 2
     ttft = [float(row[4].split("/")[1]) for row in rows]
     assert ttft[1] < ttft[0] / 2  # of short prompts behind a long one
@@ -71,8 +76,7 @@ def test_thresholds_of_long_prompts_are_compared_with_none(capsys: pytest.Captur
 def test_a_budget_of_time_bounds_steps_behind_long_contexts(capsys: pytest.CaptureFixture[str]) -> None:
     """And changes nothing where no context is long."""
     assert simulate.main(["--long-prompts", "1024", "--num-requests", "60", "--even-context", "26600"]) == 0
-    _, _, *lines = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = cells(capsys.readouterr().out)
     assert [row[2] for row in rows] == ["tokens", "time"] * 6
     itl = {tuple(row[:3]): float(row[5].split("/")[1]) for row in rows}
     among = "chats among prompts of 100,000"

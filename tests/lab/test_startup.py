@@ -21,9 +21,9 @@ def test_phases_memory_and_cpu_time_of_a_start(tmp_path, capfd):
     assert result["cpu"] > 0
     assert result["engine_mib"] > result["http_mib"] > 10
     printed, errors = capfd.readouterr()
-    head, row = printed.splitlines()[-2:]
-    assert head.split()[:2] == ["median", "start"]
-    assert row.split()[0] == "cold"
+    titles, _, row = printed.splitlines()[-3:]
+    assert titles.split()[:4] == ["|", "median", "|", "start"]
+    assert row.split()[:2] == ["|", "cold"]
     assert "Broken pipe" not in errors
 
 

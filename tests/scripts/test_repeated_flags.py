@@ -11,7 +11,7 @@ import pytest
 
 from scripts import launch
 from scripts.flags.parsing import EachCounts, Once
-from scripts.lab.chip import PARTS
+from scripts.lab.chip.parts import PARTS
 
 SCRIPTS = Path(launch.__file__).parent
 COMMANDS = sorted(
@@ -19,7 +19,7 @@ COMMANDS = sorted(
     for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("lab/*.py")]
     if "\ndef parser() -> argparse.ArgumentParser:" in path.read_text()
 )
-TEXTS = ["1", "2", "a={port}", "b={port}", "4:12", "8:16", '{"a": 1}', '{"b": 2}', *PARTS[:2]]
+TEXTS = ["1", "2", "a={port}", "b={port}", "4:12", "8:16", '{"a": 1}', '{"b": 2}', *list(PARTS)[:2]]
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:

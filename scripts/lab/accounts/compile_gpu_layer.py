@@ -1,11 +1,9 @@
-"""Compiles one layer's append and attention for a GPU that is not here: a child process of `kernels_gpu`.
+"""Compiles one layer's append and attention for a GPU that is not here: a child process of `static_gpu`.
 
-    python -m scripts.lab.accounts.compile_gpu_layer h200 '[32, 8, 128]' bfloat16 DUMP_FOLDER [CUDA_ROOT]
+    python -m scripts.lab.accounts.compile_gpu_layer h200 '[32, 8, 128]' bfloat16 CUDA_ROOT
 
-The dtype is that of the pages.
-
-The folder gets Mosaic's dump of every kernel, with its SASS if CUDA_ROOT has bin/nvdisasm. A process can compile for
-one target only: the first compilation fixes the PTX version.
+The dtype is that of the pages. It prints a JSON object for each kernel, as `gpu_report.Kernel`, with the SASS by
+nvdisasm in CUDA_ROOT/bin and without the PTX.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
+from scripts.lab.accounts import gpu_report
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import gpu_target
-
-PAGE_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +75,16 @@ def lower_layer(
     return jax.jit(layer, donate_argnums=4).lower(batch, queries, keys, keys, kv, *scales), kv
 
 
-def make_spec(
-    heads: tuple[int, int, int], page_size: int = PAGE_SIZE, dtype: Any = jnp.bfloat16, kv_dtype: Any = None
-) -> AttentionSpec:
-    """`heads`: query heads, KV heads and head dim on one chip. `kv_dtype`: of the pages (default: `dtype`)."""
-    return AttentionSpec(
-        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], page_size=page_size, dtype=dtype,
-        kv_dtype=dtype if kv_dtype is None else kv_dtype,
-    )  # fmt: skip
-
-
-def main(target_name: str, heads: str, kv_dtype: str, folder: str, cuda_root: str | None = None) -> None:
-    """Compiles the layer of a mixed step, while Mosaic dumps its kernels into `folder`."""
-    os.environ["MOSAIC_GPU_DUMP_TO"] = folder
-    if cuda_root:
-        os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_root
+def main(target_name: str, heads: str, kv_dtype: str, cuda_root: str) -> None:
+    """Compiles the layer of a mixed step, which has all kernels."""
+    os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_root
     target = gpu_target(target_name)
     mesh = Mesh(np.array(target.devices()), ("tensor",))
-    # A mixed step has all kernels.
+    spec = make_spec(tuple(json.loads(heads)), kv_dtype=kv_dtype)
     with target.compiling(mesh):
-        lowered, _ = lower_layer(mesh, make_spec(tuple(json.loads(heads)), kv_dtype=jnp.dtype(kv_dtype)), StepShape())
-        lowered.compile()
+        _, _, kernels = gpu_report.collected(partial(lower_layer, mesh, spec, StepShape()), with_sass=True)
+    for kernel in kernels:
+        print(json.dumps(vars(kernel) | {"ptx": ""}), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.tpu import append, decode, decode_memory, layout, mixed, mixed_memory
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks
 from scripts.lab.accounts.bundles import bundle_dumps, read_loops, read_vmem
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import tpu_target
 
 NUM_ROWS, NUM_PAGES, PAGE, PAGES_PER_SEQ, CHUNK_TOKENS = 64, 2048, 128, 32, 2048
@@ -99,14 +97,7 @@ def shipped(spec: AttentionSpec, sizes: list[int]) -> tuple[Callable, list[tuple
 
 def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int], kv_dtype: str) -> None:
     """Compiles a kernel, which dumps its bundles. Errors of the compiler are raised."""
-    spec = AttentionSpec(
-        num_query_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=heads[2],
-        page_size=PAGE,
-        dtype=jnp.bfloat16,
-        kv_dtype=jnp.dtype(kv_dtype),
-    )
+    spec = make_spec((heads[0], heads[1], heads[2]), PAGE, kv_dtype=kv_dtype)
     g = layout.geometry(spec)
     builders = {
         "decode": lambda: our_decode(g, sizes),
@@ -114,13 +105,7 @@ def compile_one(target: str, kernel: str, sizes: list[int], heads: list[int], kv
         "few": lambda: our_mixed(g, FewBlocks(**dict(zip(FewBlocks.__dataclass_fields__, sizes, strict=True)))),
         "shipped": lambda: shipped(spec, sizes),
     }
-    call, operands = builders[kernel]()
-    mesh = Mesh(np.array(tpu_target(target).devices()[:1]), ("tensor",))
-    everywhere = NamedSharding(mesh, P())
-    # A kernel for an absent chip lowers only under shard_map: the mesh determines the chip.
-    sharded = jax.shard_map(call, mesh=mesh, in_specs=(P(),) * len(operands), out_specs=P(), check_vma=False)
-    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in operands]
-    jax.jit(sharded).lower(*abstract).compile()
+    tpu_target(target).compile_kernel(*builders[kernel]())
 
 
 def main(target: str, folder: Path, jobs: list[tuple[str, list[int], list[int], str]]) -> None:

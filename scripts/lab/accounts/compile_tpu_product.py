@@ -18,9 +18,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.tpu import int4_product
 from pallas_kernels.tpu.int4_product import Blocks
@@ -55,23 +52,14 @@ PRODUCTS = (
 
 def compile_product(product: Product, target: TpuTarget, folder: Path) -> dict[str, int]:
     """Its account. Errors of the compiler are raised."""
-    mesh = Mesh(np.array(target.devices()[:1]), ("tensor",))
     shape, of_groups = (product.num_in, product.num_out), (product.num_in // product.group, product.num_out)
-    operands = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
-        for shape, dtype in (
-            ((product.rows, product.num_in), jnp.bfloat16),
-            (shape, jnp.int4),
-            *(1 + product.has_zeros) * ((of_groups, jnp.bfloat16),),
-        )
-    ]
+    scales_and_zeros = (1 + product.has_zeros) * [(of_groups, jnp.bfloat16)]
 
     def multiply(*operands: jax.Array) -> jax.Array:
         return int4_product.multiply(*operands, out_dtype=jnp.bfloat16)
 
-    # A kernel for an absent chip lowers only under shard_map: the mesh determines the chip.
-    sharded = jax.shard_map(multiply, mesh=mesh, in_specs=(P(),) * len(operands), out_specs=P(), check_vma=False)
-    compiled = jax.jit(sharded).lower(*operands).compile()
+    operands = [((product.rows, product.num_in), jnp.bfloat16), (shape, jnp.int4), *scales_and_zeros]
+    compiled = target.compile_kernel(multiply, operands)
     (dump,) = bundle_dumps(folder, "int4_product")
     (vmem,) = (vmem for name, vmem in read_vmem(folder).items() if "int4_product" in name)
     chip, scales = target.chip, of_groups[0] * product.num_out * 2

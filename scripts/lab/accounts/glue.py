@@ -8,10 +8,9 @@ that are scheduled between the attention of one layer and the attention of the n
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{")
-_OPERATION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = ")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%([\w.\-]+)")
 # Names of kernels. Of the first that a program has, each layer has one.
@@ -24,7 +23,6 @@ class LayerCycles:
 
     products: float = 0.0
     glue: float = 0.0  # everything else, kernels excepted
-    operations: dict[str, int] = field(default_factory=dict)  # of the glue: those of the last of these layers
 
 
 def layer_cycles(program: str) -> LayerCycles:
@@ -45,15 +43,13 @@ def layer_cycles(program: str) -> LayerCycles:
         raise ValueError(f"a program of at least two layers is needed: {len(calls)} calls of {' or '.join(ATTENTION)}")
     found = LayerCycles()
     for i in range(calls[0] + 1, calls[-1]):
-        name, cycles = _OPERATION.match(lines[i]), _CYCLES.search(lines[i])
-        if name is None or cycles is None:
+        cycles = _CYCLES.search(lines[i])
+        if cycles is None:
             continue
         if _is_product(lines[i], computations):
             found.products += int(cycles[1])
         else:
             found.glue += int(cycles[1])
-            if i > calls[-2]:
-                found.operations[name[1]] = int(cycles[1])
     num_layers = len(calls) - 1
     found.products /= num_layers
     found.glue /= num_layers

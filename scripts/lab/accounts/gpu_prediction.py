@@ -18,7 +18,9 @@ from pallas_kernels.chips import GpuChip
 from pallas_kernels.gpu import combine, decode, device, prefill_tile, tile_list, tuning, work_list
 from pallas_kernels.gpu.parts import MERGE_PARTS, NO_PARTS, Parts
 from pallas_kernels.spec import AttentionSpec
-from scripts.lab.accounts.gpu_schedule import Launch, Unit, seconds
+from scripts.lab.accounts.gpu_schedule import Launch, Unit
+from scripts.lab.accounts.gpu_schedule import seconds as seconds_of
+from scripts.lab.tables import Table
 
 COPY_SHARE = 0.92  # of the data sheet's bandwidth that a large copy reaches
 LATENCY_S = 1.0e-6  # from a copy's start to its last byte, under load
@@ -113,7 +115,7 @@ def predict(machine: Machine, rows: Rows, *, cut: bool = True) -> Prediction:
     work_s = max(kv_bytes / (COPY_SHARE * bandwidth), 4 * products * spec.head_dim / chip.bf16_flops_per_s)
     return Prediction(
         floor_s=kv_bytes / bandwidth,
-        seconds=sum(LAUNCH_S + seconds(launch, COPY_SHARE * bandwidth) for launch in launches),
+        seconds=sum(LAUNCH_S + seconds_of(launch, COPY_SHARE * bandwidth) for launch in launches),
         units=sum(unit.alone_s > 0 for unit in attend.units),
         longest=longest,
         launches=len(launches),
@@ -132,7 +134,7 @@ def _decode(machine: Machine, kv_lens: list[int], num_rows: int) -> tuple[Launch
     block_s = machine.block_s(block_kv, decode.TILE_M, machine.decode_cycles, slots // machine.chip.num_multiprocessors)
     attend = Launch(
         units=[_unit(machine, n, block_kv, block_s) for n in blocks for _ in range(spec.num_kv_heads)],
-        slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S, persistent=True,
+        slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S,
     )  # fmt: skip
     return attend, _to_merge(machine, work.merges, work.num_merges, parts), max(blocks, default=0)
 
@@ -168,7 +170,7 @@ def _prefill(machine: Machine, rows: Rows, *, cut: bool) -> tuple[Launch, list[l
             last_read[keys] = len(units)
             unit = _unit(machine, end - first, block_kv, block_s, from_memory=not is_cached)
             units.append(replace(unit, bytes=unit.bytes + _part_bytes(tile, shape, spec)))
-    attend = Launch(units=units, slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S, persistent=True)
+    attend = Launch(units=units, slots=slots, start_s=CTA_START_S + LATENCY_S, between_s=BETWEEN_S)
     longest = int((tiles[:, tile_list.TILE_END_BLOCK] - tiles[:, tile_list.TILE_FIRST_BLOCK]).max())
     return attend, _to_merge(machine, work.merges, work.num_merges, parts), longest
 
@@ -214,24 +216,21 @@ def _merging(machine: Machine, kinds: list[list[Unit]]) -> Launch:
     """The one launch that merges the partial results of all kernels."""
     units = [unit for kind in kinds for unit in kind]
     slots = tuning.merging_ctas(machine.gpu)
-    return Launch(units=units, slots=slots, start_s=CTA_START_S, between_s=0.0, persistent=True)
+    return Launch(units=units, slots=slots, start_s=CTA_START_S, between_s=0.0)
 
 
 def table(machine: Machine) -> tuple[dict[str, Any], list[str]]:
     """The figures of all shapes, and their lines in Markdown."""
-    lines = [
-        "| predicted by a model, one layer | memory floor us | limit us | us | of the bandwidth | units "
-        "| longest, blocks | launches | short chunks not cut, us |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    micros = dict.fromkeys(("memory floor us", "limit us", "us"), ".1f")
+    counts = dict.fromkeys(("units", "longest, blocks", "launches"), ">")
+    columns = {"predicted by a model, one layer": "", **micros, "of the bandwidth": ".0%", **counts}
+    table = Table({**columns, "short chunks not cut, us": ".1f"})
     figures = {}
     for name, rows in SHAPES.items():
         found = predict(machine, rows)
         whole = predict(machine, rows, cut=False) if any(query_len > 1 for query_len, _ in rows) else None
         figures[name] = vars(found) | {"share": found.share, "whole_s": whole.seconds if whole else None}
-        times = [found.floor_s, found.limit_s, found.seconds]
-        lines.append(
-            f"| {name} | {' | '.join(f'{x * 1e6:.1f}' for x in times)} | {found.share:.0%} | {found.units} "
-            f"| {found.longest} | {found.launches} | {f'{whole.seconds * 1e6:.1f}' if whole else '-'} |"
-        )
-    return figures, lines
+        times = [seconds * 1e6 for seconds in (found.floor_s, found.limit_s, found.seconds)]
+        numbers = found.units, found.longest, found.launches
+        table.row(name, *times, found.share, *numbers, whole and whole.seconds * 1e6)
+    return figures, table.lines

@@ -1,7 +1,7 @@
-"""Reads the compilers' report on kernels: registers, spills and shared memory.
+"""Reads the compilers' report on kernels: registers, spills and shared memory, and the SASS.
 
-Mosaic writes it to the folder `MOSAIC_GPU_DUMP_TO`, if that is set before compiling, with the SASS. It then also writes
-the module after each pass, which takes as long as the compilation. `collected` does without these.
+Mosaic prints it if the environment asks for it. (It also writes it to a folder, if `MOSAIC_GPU_DUMP_TO` is set, but
+with the module after each pass, which takes as long as the compilation.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ class Kernel:
     """A kernel of a dump, with its use of a multiprocessor's resources."""
 
     name: str
-    file: str  # the stem of its files in a dump
+    file: str  # its name, and the number of kernels of this name before it
     registers: int  # per thread, at launch
     spill_bytes: int
     shared_memory: int
@@ -51,17 +50,6 @@ class Kernel:
         """CTAs that one multiprocessor holds at once, by registers and by shared memory."""
         by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.warpgroups * WARPGROUP)
         return min(by_registers, chip.shared_memory.per_multiprocessor // (self.shared_memory + DRIVER_BYTES))
-
-
-def kernels(folder: Path) -> list[Kernel]:
-    """Every kernel of the dump, in the order of their names."""
-    found = []
-    for path in sorted(folder.glob("*.ptxas")):
-        stem = path.with_suffix("")
-        ptx, resources = (stem.with_suffix(suffix).read_text() for suffix in (".ptx", ".resources.txt"))
-        sass = stem.with_suffix(".sass_ctrl")
-        found.append(_kernel(stem.name, ptx, path.read_text(), sass.read_text() if sass.exists() else "", resources))
-    return found
 
 
 def collected[T](

@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """The work of one CTA, or one of several that a persistent CTA does."""
+    """One of the works of a persistent CTA."""
 
     bytes: float  # from memory
     alone_s: float  # at least, while it is loading
@@ -25,23 +25,30 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One kernel's launch."""
+    """One kernel's launch, with as many persistent CTAs as the chip runs at once. They take the units in rounds of
+    alternating direction."""
 
-    units: Sequence[Unit]  # in the order in which they are taken
-    slots: int  # CTAs that the chip runs at once
+    units: Sequence[Unit]
+    slots: int  # CTAs
     start_s: float  # of a CTA, before its first bytes arrive
     between_s: float  # after each unit, before the CTA's next one loads
-    persistent: bool  # each CTA takes its units in rounds of alternating direction; otherwise each unit is a CTA
 
 
 def seconds(launch: Launch, bytes_per_s: float) -> float:
     """How long the launch takes."""
-    queues = _Queues(launch)
+    rounds = [0] * launch.slots
+
+    def next_of(cta: int) -> Unit | None:
+        turn = rounds[cta]
+        rounds[cta] += 1
+        index = turn * launch.slots + (cta if turn % 2 == 0 else launch.slots - 1 - cta)
+        return launch.units[index] if index < len(launch.units) else None
+
     waiting: list[tuple[float, int, Unit]] = []  # when it begins to load
     bytes_left, alone_left, ctas = np.zeros(0), np.zeros(0), np.zeros(0, int)
     now = end = 0.0
     for cta in range(launch.slots):
-        if (unit := queues.next(cta)) is not None:
+        if (unit := next_of(cta)) is not None:
             heapq.heappush(waiting, (launch.start_s, cta, unit))
     while waiting or len(ctas):
         # A share 1 of the time alone is done per `alone_left`; those that load share what the memory gives.
@@ -56,32 +63,11 @@ def seconds(launch: Launch, bytes_per_s: float) -> float:
         ended = alone_left <= 1e-12
         for cta in ctas[ended]:
             end = now + launch.between_s
-            if (unit := queues.next(int(cta))) is not None:
-                pause = launch.between_s if launch.persistent else launch.between_s + launch.start_s
-                heapq.heappush(waiting, (now + pause, int(cta), unit))
+            if (unit := next_of(int(cta))) is not None:
+                heapq.heappush(waiting, (end, int(cta), unit))
         bytes_left, alone_left, ctas = bytes_left[~ended], alone_left[~ended], ctas[~ended]
         while waiting and waiting[0][0] <= now:
             _, cta, unit = heapq.heappop(waiting)
             bytes_left, alone_left = np.append(bytes_left, unit.bytes), np.append(alone_left, max(unit.alone_s, 1e-9))
             ctas = np.append(ctas, cta)
     return end
-
-
-class _Queues:
-    """The units that each CTA takes next."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.launch, self.next_unit = launch, 0
-        self.rounds = [0] * launch.slots
-
-    def next(self, cta: int) -> Unit | None:
-        """The CTA's next unit, or, without persistent CTAs, that of the CTA which comes into its place."""
-        launch = self.launch
-        if launch.persistent:
-            turn = self.rounds[cta]
-            self.rounds[cta] += 1
-            index = turn * launch.slots + (cta if turn % 2 == 0 else launch.slots - 1 - cta)
-        else:
-            index = self.next_unit
-            self.next_unit += 1
-        return launch.units[index] if index < len(launch.units) else None

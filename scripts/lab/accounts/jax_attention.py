@@ -87,27 +87,24 @@ class JaxAttention(PagedAttention):
         self, queries: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array, metadata: Metadata
     ) -> tuple[jax.Array, jax.Array]:
         """As `__call__`, of one chip's heads."""
-        head_dim, batch = self.spec.head_dim, metadata.batch
-        both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, head_dim)
-        pages = pages.at[metadata.page, metadata.offset].set(_padded(both), mode="drop")
-        output = shipped.ragged_paged_attention(
-            _padded(queries),
-            pages,
-            batch.kv_lens,
-            batch.page_table,
-            batch.query_starts,
-            batch.num_rows.reshape(1),
-            sm_scale=self.spec.scale,
-            num_kv_pages_per_block=PAGES_OF_BLOCK,
-            num_queries_per_block=QUERIES_OF_BLOCK,
-            vmem_limit_bytes=VMEM_BYTES,
-        )
-        return output[..., :head_dim], pages
+        both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, self.spec.head_dim)
+        pages = pages.at[metadata.page, metadata.offset].set(padded(both), mode="drop")
+        sizes = {"num_kv_pages_per_block": PAGES_OF_BLOCK, "num_queries_per_block": QUERIES_OF_BLOCK}
+        return attend(queries, pages, metadata.batch, self.spec.scale, vmem_limit_bytes=VMEM_BYTES, **sizes), pages
 
     def _kv_partition(self) -> P:
         return P(None, None, self.axis, None)
 
 
-def _padded(heads: jax.Array) -> jax.Array:
-    """[T, heads, H] in the lanes of a stored head."""
-    return jnp.pad(heads, ((0, 0), (0, 0), (0, LANES - heads.shape[-1])))
+def attend(queries: jax.Array, pages: jax.Array, batch: RaggedBatch, scale: float, **sizes: int) -> jax.Array:
+    """JAX's kernel on queries [T, N, H] and pages [P, page, 2 K, 128]; `sizes`: of its blocks, and of VMEM."""
+    output = shipped.ragged_paged_attention(
+        padded(queries), pages, batch.kv_lens, batch.page_table, batch.query_starts, batch.num_rows.reshape(1),
+        sm_scale=scale, **sizes,
+    )  # fmt: skip
+    return output[..., : queries.shape[-1]]
+
+
+def padded(heads: jax.Array) -> jax.Array:
+    """[..., H] in the lanes of a stored head."""
+    return jnp.pad(heads, [(0, 0)] * (heads.ndim - 1) + [(0, LANES - heads.shape[-1])])

@@ -16,10 +16,6 @@ neighbouring tiles of a prompt share blocks in the L2 cache.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,10 +28,12 @@ from pallas_kernels.chips import GpuChip
 from pallas_kernels.gpu import device, prefill_tile, tuning
 from pallas_kernels.spec import AttentionSpec
 from scripts.lab.accounts import gpu_prediction, gpu_report
-from scripts.lab.accounts.compile_gpu_layer import PAGE_SIZE, make_spec
 from scripts.lab.accounts.gpu_prediction import Machine
+from scripts.lab.accounts.process import CompilerError, printed_by
 from scripts.lab.accounts.sass import Loop, read_loops
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import gpu_target
+from scripts.lab.tables import Table
 
 SHOWN = ("HGMMA", "HMMA", "LDSM", "UTMALDG", "LDGSTS", "MUFU", "BAR", "FENCE", "STL", "LDL")
 MUFU_CYCLES = 8  # of a scheduler for one warp: each scheduler has four of the multiprocessor's 16 units
@@ -83,59 +81,45 @@ def account(
     chip, spec = gpu_target(target_name).chip, make_spec(heads, kv_dtype=kv_dtype)
     lines = [
         f"## {chip.device_kind}: {model} ({heads[0]} query heads, {heads[1]} KV heads, head dim {heads[2]}), "
-        f"bf16, pages of {PAGE_SIZE} tokens" + (f" in {kv_dtype}" if spec.has_kv_scales else ""),
+        f"bf16, pages of {spec.page_size} tokens" + (f" in {kv_dtype}" if spec.has_kv_scales else ""),
         "",
         f"Compiled only, nothing was run. jax {version('jax')}, ptxas of {_package('nvidia-cuda-nvcc')}. "
         f"{chip.num_multiprocessors} multiprocessors at {chip.clock_hz / 1e9:g} GHz, "
         f"{chip.memory_bytes_per_s / 1e9:g} GB/s, {chip.bf16_flops_per_s / 1e12:g} TFLOP/s.",
         "",
-        "| kernel | warpgroups | registers | spill bytes | SMEM KiB | CTAs per multiprocessor |",
-        "|---|---|---|---|---|---|",
     ]
-    loop_lines, kernels, cycles = [], [], {}  # cycles to issue a whole block, by kernel
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        compile_kernels(target_name, heads, kv_dtype, folder, cuda_root)
-        for kernel in gpu_report.kernels(folder):
-            ctas = kernel.ctas(chip)
-            lines.append(
-                f"| {kernel.name} | {kernel.warpgroups} | {kernel.registers} | {kernel.spill_bytes} "
-                f"| {kernel.shared_memory / 1024:.1f} | {ctas} |"
-            )
-            figure: dict[str, Any] = kernel.figures() | {"ctas": ctas, "loops": []}
-            kernels.append(figure)
-            for index, loop in enumerate(read_loops(kernel.sass)):
-                turn = Turn.of(loop, kernel, chip, spec)
-                figure["loops"].append(vars(loop) | vars(turn))
-                loop_lines.append(_loop_line(kernel.name, ["whole blocks", "masked"][index], loop, turn))
-                if index == 0:
-                    cycles[kernel.name] = turn.issue
-    lines += [
-        "",
-        "| loop | keys | KiB | instructions per warp | stalls per warp | of them | cycles to issue | memory floor "
-        "| product floor |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *loop_lines,
-        "",
-    ]
+    uses = ("warpgroups", "registers", "spill bytes", "SMEM KiB", "CTAs per multiprocessor")
+    resources = Table({"kernel": "", **dict.fromkeys(uses, ">"), "SMEM KiB": ".1f"})
+    counts = dict.fromkeys(("keys", "KiB", "instructions per warp", "stalls per warp"), ".0f")
+    floors = dict.fromkeys(("cycles to issue", "memory floor", "product floor"), ".0f")
+    turns = Table({"loop": "", **counts, "of them": "", **floors})
+    kernels, cycles = [], {}  # cycles to issue a whole block, by kernel
+    for kernel in compiled_kernels(target_name, heads, kv_dtype, cuda_root):
+        ctas = kernel.ctas(chip)
+        used = kernel.warpgroups, kernel.registers, kernel.spill_bytes
+        resources.row(kernel.name, *used, kernel.shared_memory / 1024, ctas)
+        figure: dict[str, Any] = kernel.figures() | {"ctas": ctas, "loops": []}
+        kernels.append(figure)
+        for index, loop in enumerate(read_loops(kernel.sass)):
+            turn = Turn.of(loop, kernel, chip, spec)
+            figure["loops"].append(vars(loop) | vars(turn))
+            found = ", ".join(f"{loop.operations[op]} {op}" for op in SHOWN if op in loop.operations)
+            counted = turn.block_kv, turn.bytes / 1024, loop.instructions, loop.stall_cycles
+            name = f"{kernel.name}, {['whole blocks', 'masked'][index]}"
+            turns.row(name, *counted, found, turn.issue, turn.memory, turn.products)
+            if index == 0:
+                cycles[kernel.name] = turn.issue
+    lines += [*resources.lines, "", *turns.lines, ""]
     prefill_cycles = cycles.get("paged_prefill") or cycles["paged_prefill_mma"]
     machine = Machine(chip=chip, spec=spec, decode_cycles=cycles["paged_decode"], prefill_cycles=prefill_cycles)
     batches, predicted = gpu_prediction.table(machine)
     return {"target": target_name, "model": model, "kernels": kernels, "batches": batches}, lines + predicted
 
 
-def _loop_line(kernel: str, which: str, loop: Loop, turn: Turn) -> str:
-    counts = ", ".join(f"{loop.operations[op]} {op}" for op in SHOWN if op in loop.operations)
-    return (
-        f"| {kernel}, {which} | {turn.block_kv} | {turn.bytes / 1024:.0f} | {loop.instructions} | {loop.stall_cycles} "
-        f"| {counts} | {turn.issue:.0f} | {turn.memory:.0f} | {turn.products:.0f} |"
-    )
-
-
-def compile_kernels(
-    target: str, heads: tuple[int, int, int], kv_dtype: str, folder: Path, cuda_root: Path | None
-) -> None:
-    """Dumps the kernels of a mixed step, with their SASS, into `folder`.
+def compiled_kernels(
+    target: str, heads: tuple[int, int, int], kv_dtype: str, cuda_root: Path | None
+) -> list[gpu_report.Kernel]:
+    """The kernels of a mixed step, with their SASS.
 
     Raises:
         SystemExit: there is no nvdisasm, or the kernels do not compile.
@@ -146,24 +130,12 @@ def compile_kernels(
             f"no bin/nvdisasm under {root}: install the package nvidia-cuda-nvdisasm next to the CUDA plug-in "
             "(scripts/test --all does), or name a CUDA toolkit's folder with --cuda-root"
         )
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.lab.accounts.compile_gpu_layer",
-        target,
-        json.dumps(heads),
-        kv_dtype,
-        str(folder),
-    ]
-    process = subprocess.run(
-        [*command, str(root.resolve())],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode:
-        raise SystemExit(f"the kernels do not compile for {target}:\n{process.stderr[-4000:]}")
+    arguments = (target, json.dumps(heads), kv_dtype, str(root.resolve()))
+    try:
+        lines = printed_by("scripts.lab.accounts.compile_gpu_layer", *arguments)
+    except CompilerError as error:
+        raise SystemExit(f"the kernels do not compile for {target}: {error}") from error
+    return [gpu_report.Kernel(**line) for line in lines]
 
 
 def _cuda_root() -> Path | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
 
@@ -27,12 +30,31 @@ class TpuTarget:
     chip: TpuChip
     bounds: tuple[int, ...]
 
+    platform = "tpu"
+
     def devices(self) -> list[jax.Device]:
         """Descriptions of the chips. jax raises RuntimeError if libtpu is missing or does not know the topology."""
         bounds = (*self.bounds, 1, 1)[:3]  # all chips on one host, as on a VM that is the whole slice
         return list(
             topologies.get_topology_desc(platform="tpu", topology_name=self.name, chips_per_host_bounds=bounds).devices
         )
+
+    def compiling(self, mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+        """Nothing: the devices of the mesh say enough."""
+        return contextlib.nullcontext()
+
+    def compile_kernel(self, call: Callable[..., Any], operands: Sequence[tuple[Any, Any]]) -> jax.stages.Compiled:
+        """A kernel alone, on one chip. Errors of the compiler are raised.
+
+        Args:
+            operands: their shapes and dtypes.
+        """
+        mesh = Mesh(np.array(self.devices()[:1]), ("tensor",))
+        everywhere = NamedSharding(mesh, P())
+        # A kernel for an absent chip lowers only under shard_map: the mesh determines the chip.
+        sharded = jax.shard_map(call, mesh=mesh, in_specs=(P(),) * len(operands), out_specs=P(), check_vma=False)
+        abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in operands]
+        return jax.jit(sharded).lower(*abstract).compile()
 
 
 def tpu_target(name: str) -> TpuTarget:
@@ -52,16 +74,18 @@ def tpu_target(name: str) -> TpuTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """One kind of GPU."""
+    """GPUs of one kind in one host."""
 
     chip: GpuChip
+    count: int = 1
 
-    def devices(self, count: int = 1) -> list[jax.Device]:
-        """Descriptions of `count` chips of one host. jax raises RuntimeError if the CUDA plug-in is missing."""
-        shape = f"1x{count}x1" if count > 1 else "1x1x1"
+    platform = "gpu"
+
+    def devices(self) -> list[jax.Device]:
+        """Descriptions of the chips. jax raises RuntimeError if the CUDA plug-in is missing."""
         return list(
             topologies.get_topology_desc(
-                self.chip.name, platform="cuda", target_config=self._description(), topology=shape
+                self.chip.name, platform="cuda", target_config=self._description(), topology=f"1x{self.count}x1"
             ).devices
         )
 
@@ -109,7 +133,13 @@ device_description_str: "{chip.device_kind}"
 
 
 def gpu_target(name: str) -> GpuTarget:
-    """`name`: a key of `chips.GPUS`."""
-    if name not in GPUS:
-        raise ValueError(f"not a GPU target: {name=}; it is one of {sorted(GPUS)}")
-    return GpuTarget(chip=GPUS[name])
+    """`name`: a key of `chips.GPUS`, after the number of chips if they are several: h200, 8xh200."""
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", name)
+    if match is None or match[2] not in GPUS:
+        raise ValueError(f"not a GPU target: {name=}; it is one of {sorted(GPUS)}, or several, as 8xh200")
+    return GpuTarget(chip=GPUS[match[2]], count=int(match[1] or 1))
+
+
+def target_named(name: str) -> TpuTarget | GpuTarget:
+    """As `tpu_target` or `gpu_target`."""
+    return tpu_target(name) if ":" in name else gpu_target(name)

@@ -14,27 +14,20 @@ For the kernel of jax only the innermost loop counts; its caller must append new
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+from pallas_kernels.tpu.decode_memory import SHORT_BLOCK
+from pallas_kernels.tpu.tiles import NARROW_UNITS
 from scripts.lab.accounts.bundles import Loop, Vmem, dump_flags
+from scripts.lab.accounts.process import printed_by
+from scripts.lab.accounts.specs import MODELS
 from scripts.lab.accounts.targets import TpuTarget
 
 PAGE = 128
-SHORT_BLOCK = 256  # as in `pallas_kernels.tpu.decode_memory`, which imports jax
 TOKEN_TILE, TILE_WORDS = 16, 8  # tokens that are rotated and packed at a time, and their words, in bfloat16
 MASKS = 2  # of a query block, besides the one that masks nothing
-NARROW_UNITS = 4  # as in `pallas_kernels.tpu.tiles`
-MODELS = {  # query heads, KV heads, head dim, as one chip sees them
-    "1b": (32, 8, 64),
-    "3b": (24, 8, 128),
-    "8b": (32, 8, 128),
-    "70b/8": (8, 1, 128),
-}
 
 
 @dataclass(frozen=True)
@@ -109,27 +102,11 @@ class CompileError(Exception):
 def compile_kernels(
     target: str, jobs: list[tuple[str, tuple[int, ...], tuple[int, int, int], str]]
 ) -> list[Compiled | CompileError]:
-    """Jobs are (kernel, block sizes, heads, dtype of the pages).
-
-    They are compiled in a child process, because libtpu reads the dump flags when it loads.
-    """
+    """Jobs are (kernel, block sizes, heads, dtype of the pages). They are compiled in a child process."""
+    module = "scripts.lab.accounts.compile_tpu_kernel"
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": dump_flags(folder),
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "scripts.lab.accounts.compile_tpu_kernel", target, folder, json.dumps(jobs)],
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return [_result(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+        lines = printed_by(module, target, folder, json.dumps(jobs), LIBTPU_INIT_ARGS=dump_flags(folder))
+    return [_result(line) for line in lines]
 
 
 def _result(line: dict[str, Any]) -> Compiled | CompileError:
@@ -317,7 +294,7 @@ class _Width:
 
 
 def narrow_tile(queries_per_plane: int) -> int:
-    """Queries of a narrow tile: see `pallas_kernels.tpu.tiles.MixedBlocks.narrow`, which imports jax."""
+    """Queries of a narrow tile: see `pallas_kernels.tpu.tiles.MixedBlocks.narrow`."""
     queries = 16
     while queries * queries_per_plane % 128 or queries * queries_per_plane < 256:
         queries *= 2

@@ -1,3 +1,1 @@
-"""The parts of `scripts/check`, one file each. `progress` runs them in order, `__main__` runs one in its process."""
-
-PARTS = ("versions", "kernels", "pool", "text", "engines", "speed", "steps", "load")
+"""The parts of `scripts/check` (`parts`). `progress` runs them in order, `__main__` runs one in its process."""

@@ -8,15 +8,15 @@ import traceback
 from pathlib import Path
 
 from model.inputs.words import described
-from scripts.lab.chip.options import Options
-from scripts.lab.chip.result import Result
+from scripts.lab.chip.parts import PARTS, Options, Result
 
 
 def main(part: str, options: str, path: str) -> None:
-    """Calls `run(options, result)` of the part's module. The result is stored line by line."""
+    """Calls the part's function. The result is stored line by line."""
     result = Result.begun(Path(path))
     try:
-        importlib.import_module(f"scripts.lab.chip.{part}").run(Options.from_json(options), result)
+        module, _, function = PARTS[part].runs.partition(":")
+        getattr(importlib.import_module(f"scripts.lab.chip.{module}"), function)(Options.from_json(options), result)
     except Exception as error:
         traceback.print_exc()
         result.status = "failed" if result.status == "right" else result.status

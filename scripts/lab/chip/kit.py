@@ -22,7 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from scripts.flags.errors import FailedError
-from scripts.lab.chip.options import ROOT
+from scripts.lab.chip.parts import ROOT
 
 PACKAGE = "pallas-serve"
 THERE = ("jax", "jaxlib", "flax")  # on the machine, with all that they need

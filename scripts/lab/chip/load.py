@@ -9,9 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.lab.chip.options import ROOT, Options
-from scripts.lab.chip.result import Result
-from scripts.lab.chip.serving import server
+from scripts.lab.chip.parts import ROOT, Options, Result
+from scripts.lab.load.servers import server
 
 FULL = {"num_prompts": 256, "lengths": [(1000, 1000), (128, 2048)], "serving": (128, 32, 512, 128)}
 TINY = {"num_prompts": 4, "lengths": [(16, 8)], "serving": (4, 2, 16, 4)}
@@ -30,7 +29,7 @@ def run(options: Options, result: Result) -> None:
     for input_len, output_len in sizes["lengths"]:
         lengths = ["--input-len", str(input_len), "--output-len", str(output_len)]
         prompts = ["--num-prompts", str(sizes["num_prompts"])]
-        figures = _command("offline", "--output-json", *flags, *lengths, *prompts)
+        figures = _command("offline", *flags, *lengths, *prompts)
         (found,) = figures["runs"]
         result.figures[f"offline {input_len}/{output_len}"] = found
         result.say(f"- {input_len} / {output_len} tokens: {found['tokens_per_s']:.0f} output tokens/s")
@@ -41,7 +40,7 @@ def run(options: Options, result: Result) -> None:
     num_prompts, concurrency, input_len, output_len = sizes["serving"]
     with server(*flags) as url:
         served = _command(
-            "serving", "--output-json", "--base-url", url, "--num-prompts", str(num_prompts),
+            "serving", "--base-url", url, "--num-prompts", str(num_prompts),
             "--max-concurrency", str(concurrency), "--input-len", str(input_len), "--output-len", str(output_len),
             "--prompt-format", "ids", "--ignore-eos",
         )  # fmt: skip
@@ -56,11 +55,10 @@ def run(options: Options, result: Result) -> None:
         result.wrong(f"{served['failed']} served requests failed")
 
 
-def _command(name: str, output_flag: str, *flags: str) -> Any:
+def _command(name: str, *flags: str) -> Any:
     """Runs a bench in a process of its own, and returns the JSON that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
-        subprocess.run(
-            [sys.executable, "-m", "scripts.lab", name, *flags, output_flag, str(path)], cwd=ROOT, check=True
-        )
+        command = [sys.executable, "-m", "scripts.lab", name, *flags, "--output-json", str(path)]
+        subprocess.run(command, cwd=ROOT, check=True)
         return json.loads(path.read_text())

@@ -1,4 +1,5 @@
-"""Runs the parts, each in a process of its own with a time limit, and keeps their results in a folder.
+"""Runs the parts, each in a process of its own with a time limit, keeps their results in a folder, and writes the
+report: Markdown for people, JSON with all figures.
 
 This process does not import JAX. A part that crashes or hangs on the device does not stop the next part.
 """
@@ -6,23 +7,22 @@ This process does not import JAX. A part that crashes or hangs on the device doe
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from scripts.building.child import how_it_ended
-from scripts.lab.chip import PARTS
-from scripts.lab.chip.options import ROOT, Options
-from scripts.lab.chip.result import Result
+from scripts.lab.chip.parts import PARTS, ROOT, WORDS, Options, Result
+from scripts.lab.tables import Table
 
-# Seconds of each part at most; a part also ends when all time is used. Their sum is more: few parts need their limit.
-LIMITS_S = {
-    "versions": 60, "kernels": 200, "pool": 100, "text": 120, "engines": 120, "speed": 150, "steps": 200, "load": 240,
-}  # fmt: skip
 # In a rehearsal the GPU kernels' interpreter needs threads, of which XLA's CPU client has as many as devices.
 REHEARSAL = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 REHEARSAL_PATIENCE = 3  # a busy CPU is no finding
@@ -42,18 +42,18 @@ class Progress:
             self.forget(PARTS)
             file.write_text(subject)
 
-    def forget(self, parts: tuple[str, ...]) -> None:
+    def forget(self, parts: Iterable[str]) -> None:
         """Removes the results of `parts`."""
         for part in parts:
             self._path(part).unlink(missing_ok=True)
 
-    def run(self, parts: tuple[str, ...]) -> dict[str, Result]:
+    def run(self, parts: Iterable[str]) -> dict[str, Result]:
         """Runs those of `parts` that have no result, and returns the results of all parts that have one."""
         deadline = time.monotonic() + self._options.limit_s
         for part in parts:
             if self._path(part).exists() and not Result.read(self._path(part)).is_bad:
                 continue
-            own_limit_s = LIMITS_S[part] * (REHEARSAL_PATIENCE if self._options.rehearse else 1)
+            own_limit_s = PARTS[part].limit_s * (REHEARSAL_PATIENCE if self._options.rehearse else 1)
             limit_s = min(own_limit_s, deadline - time.monotonic())
             if limit_s > 0:
                 print(f"{part}: running, for at most {limit_s:.0f} s", flush=True)
@@ -100,3 +100,34 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def write_report(folder: Path, options: Options, results: dict[str, Result]) -> tuple[Path, Path]:
+    """Writes `check-<chip>-<date>.md` and `.json` to `folder`, and returns their paths."""
+    found = results["versions"].figures if "versions" in results else {}
+    chip = "rehearsal" if options.rehearse else found.get("device", options.device)
+    now = datetime.now(UTC)
+    name = f"check-{re.sub('[^a-z0-9]+', '-', str(chip).lower()).strip('-')}-{now:%Y-%m-%d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    markdown, figures = folder / f"{name}.md", folder / f"{name}.json"
+    lines = [f"# Check of {chip}, {now:%Y-%m-%d %H:%M} UTC", ""]
+    if options.rehearse:
+        lines += ["A rehearsal on a CPU, with interpreted kernels and tiny shapes: no figure here is a chip's.", ""]
+    lines += [f"Seed {options.seed}; models {', '.join(options.models)}.", ""]
+    table = Table({"part": "", "": "", "seconds": ".0f"})
+    for part, (title, *_) in PARTS.items():
+        result = results.get(part)
+        table.row(title, WORDS[result.status] if result else "not run", result.seconds if result else 0)
+    lines += table.lines
+    for part, result in results.items():
+        lines += ["", f"## {PARTS[part].title}: {WORDS[result.status]}", ""]
+        lines += [f"- **{problem}**" for problem in result.problems]
+        lines += [""] * bool(result.problems) + result.lines
+    markdown.write_text("\n".join(lines) + "\n")
+    content = {
+        "date": now.isoformat(timespec="seconds"),
+        "options": dataclasses.asdict(options),
+        "parts": {part: dataclasses.asdict(result) for part, result in results.items()},
+    }
+    figures.write_text(json.dumps(content, indent=1) + "\n")
+    return markdown, figures

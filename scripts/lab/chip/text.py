@@ -1,14 +1,20 @@
-"""The demo's greedy text on this device, from a whole server over HTTP, against the text of a CPU."""
+"""The demo's greedy text on this device, from a whole server over HTTP, against the text of a CPU; and that of two
+engines on one host, started twice: the second start reads its programs from the compile cache.
+
+Engine 1 has no chip with the number 0, and runs programs that engine 0 has compiled. On v6e, programs that are read for
+chips other than 0 are said to halt the chip (https://github.com/jax-ml/jax/issues/38004, with libtpu 0.0.30).
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from scripts.lab.chip.options import Options
-from scripts.lab.chip.result import Result
-from scripts.lab.chip.serving import fetch, server
+from scripts.building.replicas import chips_of_this_host
+from scripts.lab.chip.parts import Options, Result
+from scripts.lab.load.servers import fetch, server
 
 PROMPTS = (
     "What is 47 + 35?",
@@ -22,6 +28,7 @@ PROMPTS = (
 )
 # Devices round differently. At a place where the CPU gives both tokens nearly the same probability, either is right.
 NEAR_TIE = 0.2  # nats
+ENGINES = 2
 Token = dict[str, Any]  # an entry of the API's `logprobs.content`
 
 
@@ -42,6 +49,22 @@ def run(options: Options, result: Result) -> None:
         result.say(f"- {prompt} {text!r}: {verdict}")
         if verdict.startswith("WRONG"):
             result.wrong(f"{prompt}: {verdict}")
+
+
+def run_two_engines(options: Options, result: Result) -> None:
+    """Fills the result. All prompts are sent at once, so both engines answer."""
+    if options.device != "cpu" and len(chips_of_this_host(options.device)) < ENGINES:
+        result.say(f"Not checked: there is one chip here, and {ENGINES} engines need one each.")
+        return
+    limits, prompts = small_server(rehearse=options.rehearse)
+    with tempfile.TemporaryDirectory() as cache:
+        flags = [*limits, "--data-parallel-size", str(ENGINES), "--compile-cache", cache]
+        compiled, read = (answers_of(options.device, flags, prompts)[0] for _ in range(2))
+    for prompt, expected, found in zip(prompts, compiled, read, strict=True):
+        verdict = compare(expected, found)
+        result.say(f"- {prompt}: {verdict}")
+        if verdict.startswith("WRONG"):
+            result.wrong(f"{prompt}: with programs from the compile cache, {verdict}")
 
 
 def small_server(*, rehearse: bool) -> tuple[list[str], Sequence[str]]:

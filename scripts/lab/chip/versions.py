@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -10,8 +9,8 @@ import subprocess
 from pallas_kernels.chips import GPUS
 from scripts.building.device import start_jax
 from scripts.flags.settings import EngineSettings
-from scripts.lab.chip.options import ROOT, Options
-from scripts.lab.chip.result import Result
+from scripts.lab.chip.parts import ROOT, Options, Result
+from scripts.lab.tables import versions
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "libtpu", "flax", "numpy")
 NVIDIA = (
@@ -37,11 +36,11 @@ def run(options: Options, result: Result) -> None:
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "commit": _commit(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "nvidia_smi": _nvidia_smi(),
+        "packages": versions(PACKAGES),
+        "nvidia_smi": nvidia_smi(),
     }
     for name, value in result.figures.items():
-        shown = ", ".join(f"{k} {v}" for k, v in value.items() if v) if isinstance(value, dict) else value
+        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         result.say(f"- {name}: {' '.join(str(shown or 'not known here').split())}")
     known = {chip.device_kind for chip in GPUS.values()}
     if device.platform == "gpu" and device.device_kind not in known:
@@ -50,14 +49,8 @@ def run(options: Options, result: Result) -> None:
         )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _nvidia_smi() -> dict[str, str]:
+def nvidia_smi() -> dict[str, str]:
+    """What NVIDIA's tool says of the first GPU; nothing where there is none."""
     query = ["nvidia-smi", f"--query-gpu={','.join(NVIDIA)}", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)

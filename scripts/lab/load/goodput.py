@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.lab.load.metrics import both_of
+from scripts.lab.tables import Table
+
 PRECISION = 1.1  # the rate found and the next one that failed differ by at most this factor
 MOST_TRIALS = 12
 
@@ -58,24 +61,19 @@ def best_of(trials: list[Trial]) -> Trial | None:
     return max((trial for trial in trials if trial.passed), key=lambda trial: trial.rate, default=None)
 
 
-def table(trials: list[Trial], slos_ms: dict[str, float], *, share: float) -> str:
+def table(trials: list[Trial], slos_ms: dict[str, float], *, needed: float) -> str:
     """The trials by their rates, and the rate found."""
     slos = ", ".join(f"{name} <= {limit:g} ms" for name, limit in slos_ms.items())
-    lines = [f"{'requests/s':>10}{'requests':>10}{'within SLOs':>13}{'goodput/s':>11}"]
-    lines[0] += f"{'TTFT p50/p99 ms':>20}{'TPOT p50/p99 ms':>20}"
+    latencies = {"TTFT p50/p99 ms": ">13", "TPOT p50/p99 ms": ">13"}
+    rates = {"requests/s": "8.2f", "requests": "7", "within SLOs": "7.0%", "goodput/s": "8.2f"}
+    table = Table({**rates, **latencies, "": ""})
     for trial in sorted(trials, key=lambda trial: trial.rate):
         result = trial.result
         sent, good = result["completed"] + result["failed"], result["goodput"]
-        shown = [_both(result.get(f"{name}_ms")) for name in ("ttft", "tpot")]
-        lines.append(
-            f"{trial.rate:>10.2f}{sent:>10}{good['requests'] / sent:>13.0%}{good['requests_per_s']:>11.2f}"
-            f"{shown[0]:>20}{shown[1]:>20}" + ("" if trial.passed else "  failed")
-        )
+        shown = [both_of(result, name) for name in ("ttft", "tpot")]
+        share, rate = good["requests"] / sent, good["requests_per_s"]
+        table.row(trial.rate, sent, share, rate, *shown, "" if trial.passed else "failed")
     best = best_of(trials)
     found = "no rate" if best is None else f"{best.rate:.2f} requests/s"
-    lines.append(f"goodput: {found} with at least {share:.0%} of the requests within {slos}")
-    return "\n".join(lines)
-
-
-def _both(figures: dict[str, float] | None) -> str:
-    return "-" if not figures else f"{figures['p50']:.0f}/{figures['p99']:.0f}"
+    goodput = f"goodput: {found} with at least {needed:.0%} of the requests within {slos}"
+    return "\n".join([*table.lines, "", goodput])

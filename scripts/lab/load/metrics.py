@@ -78,6 +78,17 @@ def summary(
     return result
 
 
+def both_of(result: Mapping[str, Any], metric: str, digits: int = 0) -> str | None:
+    """The median and the 99th percentile of a metric of a summary; None if it has none."""
+    figures = result.get(f"{metric}_ms")
+    return f"{figures['p50']:.{digits}f}/{figures['p99']:.{digits}f}" if figures else None
+
+
+def failures_of(result: Mapping[str, Any]) -> str:
+    """How many requests of a summary have failed, and why one has; empty if none has."""
+    return f"{result['failed']} FAILED: {result['errors'][0]}" if result["failed"] else ""
+
+
 def _meets(row: Mapping[str, float | None], outcome: Outcome, slos_ms: Mapping[str, float]) -> bool:
     """A request of one token has no TPOT and no ITL, so it meets both. The ITL objective limits the longest gap."""
     for name, limit in slos_ms.items():

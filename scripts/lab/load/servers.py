@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -12,10 +15,48 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from scripts.flags.errors import FailedError
+
+ROOT = Path(__file__).parents[3]
+READY = re.compile(r"^ready after (\d+\.\d) s: (\S+?)(?:/v1)?$")
+FETCH_TIMEOUT_S = 120.0
+
+
+@contextmanager
+def launched(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    """Our own server with these flags on a free port; its lines are to be read. It ends with the context."""
+    command = [sys.executable, "-m", "scripts.launch", "--port", "0", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+@contextmanager
+def server(*flags: str) -> Iterator[str]:
+    """As `launched`: its address, once it is ready. Prints its lines. Raises FailedError if it ends before."""
+    with launched(*flags) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if (found := READY.match(line)) is not None:
+                yield found[2]
+                return
+    raise FailedError("the server ended before it was ready")
+
+
+def fetch(url: str, body: Any = None) -> Any:
+    """The JSON answer to a GET, or to a POST of `body`. Raises URLError if it is not 200."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT_S) as response:
+        return json.load(response)
 
 
 @contextmanager

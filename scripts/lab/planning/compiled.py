@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pickle
-import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant
 from scripts.estimates.target import Target
-from scripts.lab.planning.memory import Account, MemoryPlan, Sizes
+from scripts.lab.accounts.process import CompilerError, printed_by
+from scripts.lab.planning.memory import Account, MemoryPlan, Sizes, size_up
 
 if TYPE_CHECKING:
     from scripts.flags.settings import EngineSettings
@@ -29,7 +29,7 @@ _SLICES = {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What `compile_steps` is asked for: one program of a plan, at several depths."""
+    """What the compiler's process is asked for: one program of a plan, at several depths."""
 
     settings: EngineSettings
     target: Target
@@ -94,16 +94,10 @@ def extrapolated(one: Account, two: Account, depth: int, bound: int) -> Account:
 
 
 def _ask(question: Question) -> list[Account]:
-    process = subprocess.run(
-        [sys.executable, "-m", "scripts.lab.planning.compile_steps"],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
-        input=pickle.dumps(question),
-        capture_output=True,
-        check=False,
-    )
-    if process.returncode:
-        raise RuntimeError(f"the step does not compile (--no-compile plans without): {process.stderr.decode()[-2000:]}")
-    lines = [json.loads(line) for line in process.stdout.decode().splitlines() if line.startswith("{")]
+    try:
+        lines = printed_by(__name__, stdin=pickle.dumps(question))
+    except CompilerError as error:
+        raise RuntimeError(f"the step does not compile (--no-compile plans without): {error}") from error
     return [Account(**line, num_pages=question.num_pages) for line in lines]
 
 
@@ -118,3 +112,40 @@ def slice_name(chip: str, count: int) -> str | None:
     """The topology of so many TPUs; None: there is none."""
     shape = _SLICES.get(count)
     return shape if shape is None or chip not in ("v5p", "tpu7x") else f"{shape}x1"
+
+
+def _answer(asked: Question) -> None:
+    """Prints an account of each depth: in a process that has the compiler's environment before it imports jax."""
+    from model.compiling.compiler_options import compiler_options
+    from model.execution.step_programs import StepPrograms
+    from model.network.packed import pack_for_tpu
+    from model.network.sharding import make_mesh
+    from scripts.building.limits import bucket_config, runner_config
+    from scripts.lab.accounts.targets import target_named
+
+    target, chips, settings = asked.target, asked.chips, asked.settings
+    described = target_named(asked.topology or f"{chips}x{target.chip.name}")
+    mesh = make_mesh(chips, described.devices()[:chips])
+    buckets = bucket_config(settings, target.platform)
+    for num_layers in asked.depths:
+        sizes = size_up(settings, target, chips, mesh=mesh, num_layers=num_layers)
+        if target.platform == "tpu":
+            pack_for_tpu(sizes.model, mesh)
+        limits = runner_config(settings, buckets, sizes.max_model_len)
+        programs = StepPrograms(sizes.model, sizes.attention, limits, asked.num_pages, None)
+        begin = time.process_time()
+        with described.compiling(mesh):
+            lowered = programs.step(asked.bucket).lower()
+            memory: Any = lowered.compile(compiler_options=compiler_options(target.platform)).memory_analysis()
+        answer = {
+            "num_layers": num_layers,
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+            "cpu_s": time.process_time() - begin,
+        }
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _answer(pickle.load(sys.stdin.buffer))  # from the process that has started this one

@@ -115,7 +115,7 @@ class Sizes:
         """The seconds of its steps."""
         import jax.numpy as jnp
 
-        from scripts.lab.accounts.step_bytes import step_bytes
+        from scripts.lab.accounts.compile_step import step_bytes
 
         page_bytes = self.attention.page_bytes() * self.config.num_layers
         return roofline(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -19,10 +19,10 @@ from batcher.requests.admission import make_request_state
 from batcher.scheduling.forecast import Forecast
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState
-from batcher.step import Bucket, Capacity, StepInput, StepOutput
+from batcher.step import Capacity, StepOutput
+from scripts.lab.simulation.instant_runner import TOKEN, InstantRunner
 
 EOS = 1
-TOKEN = 5  # drawn by every step until the request ends
 PREFIX_TOKEN = 6  # of the prefix that requests share
 VOCAB_SIZE = 1 << 20
 
@@ -123,35 +123,6 @@ class Result:
         return max(self.itl, default=0.0)
 
 
-class _Device:
-    """A runner that computes nothing: `simulate` writes the results of its steps."""
-
-    num_compiles = 0
-
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity = capacity
-
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    def warm_up(
-        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
-    ) -> list[Bucket]:
-        return []
-
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        raise NotImplementedError("nothing is left for later")
-
-    def execute(self, step: StepInput) -> _Device:
-        return self
-
-    def result(self) -> StepOutput:
-        raise NotImplementedError("a simulated step has no result of its own")
-
-    def recover(self) -> None:
-        raise NotImplementedError("a simulated step does not fail")
-
-
 def simulate(
     requests: Sequence[SimulatedRequest],
     machine: Machine,
@@ -191,12 +162,11 @@ def simulate(
         min_decode_rows=machine.min_decode_rows, min_mixed_tokens=64,
     )  # fmt: skip
     now = 0.0
-    device = _Device(capacity)
     config = EngineConfig(
         eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts,
         even_context=even_context, seed=0,
     )  # fmt: skip
-    core = EngineCore(device, config, BucketLadder(limits), lambda: now)
+    core = EngineCore(InstantRunner(capacity), config, BucketLadder(limits), lambda: now)
     if forecast is not None:
         core.scheduler.forecast = forecast
     if max_stalls is not None:

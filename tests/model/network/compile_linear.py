@@ -5,7 +5,6 @@ Run in a process of its own: `python -m tests.model.network.compile_linear h200`
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from functools import partial
@@ -21,8 +20,8 @@ from model.compiling.compiler_options import compiler_options
 from model.network.linear import Linear
 from model.network.packed import pack_for_tpu
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
-from pallas_kernels.chips import GPUS, GpuChip, TpuChip
-from scripts.lab.accounts.targets import gpu_target, tpu_target
+from pallas_kernels.chips import GpuChip, TpuChip
+from scripts.lab.accounts.targets import target_named
 
 SHAPE = (14336, 4096)  # of Llama 3.1 8B: half of gate_up
 ROWS = (1, 16, 64, 512)
@@ -38,8 +37,8 @@ def forms(chip: TpuChip | GpuChip) -> list[tuple[WeightForm | None, Rounding | N
 
 
 def main(name: str) -> None:
-    is_gpu = name in GPUS
-    target = gpu_target(name) if is_gpu else tpu_target(name)
+    target = target_named(name)
+    is_gpu = target.platform == "gpu"
     mesh = Mesh(np.array(target.devices()), ("tensor",))
     everywhere = NamedSharding(mesh, P())
     for form, rounding in forms(target.chip):
@@ -51,10 +50,10 @@ def main(name: str) -> None:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
         for rows in ROWS:
             inputs = jax.ShapeDtypeStruct((rows, SHAPE[1]), jnp.bfloat16, sharding=everywhere)
-            with target.compiling(mesh) if is_gpu else contextlib.nullcontext():
+            with target.compiling(mesh):
                 program = jax.jit(lambda state, x, structure=structure: nnx.merge(structure, state)(x))
                 lowered = program.trace(state, inputs).lower(lowering_platforms=("cuda" if is_gpu else "tpu",))
-                compiled = lowered.compile(compiler_options=compiler_options("gpu" if is_gpu else "tpu"))
+                compiled = lowered.compile(compiler_options=compiler_options(target.platform))
             memory = compiled.memory_analysis()
             result = {
                 "form": form and str(form),

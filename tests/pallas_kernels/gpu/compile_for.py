@@ -20,8 +20,9 @@ from pallas_kernels.gpu import tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.lab.accounts import gpu_report
-from scripts.lab.accounts.compile_gpu_layer import StepShape, lower_layer, make_spec
+from scripts.lab.accounts.compile_gpu_layer import StepShape, lower_layer
 from scripts.lab.accounts.sass import read_loops
+from scripts.lab.accounts.specs import make_spec
 from scripts.lab.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
 from tests.pallas_kernels.gpu.offsets import page_products

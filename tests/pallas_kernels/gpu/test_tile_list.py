@@ -14,7 +14,7 @@ from pallas_kernels.gpu import tile_list, tuning
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_tile import TileShape
-from scripts.lab.accounts.compile_gpu_layer import make_spec
+from scripts.lab.accounts.specs import make_spec
 
 PARTS = Parts(max_parts=6, min_keys=256, max_slots=1024, long_row=480, min_keys_of_long=128)
 ROWS = 11  # in every list: one program for all of a test's examples

@@ -12,7 +12,7 @@ from pallas_kernels.gpu import tuning, work_list
 from pallas_kernels.gpu.append import destinations
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
-from scripts.lab.accounts.compile_gpu_layer import make_spec
+from scripts.lab.accounts.specs import make_spec
 
 PARTS = Parts(max_parts=6, min_keys=128, max_slots=64)
 H200 = Gpu(arch=(9, 0), num_multiprocessors=132)

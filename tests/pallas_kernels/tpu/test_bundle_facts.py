@@ -7,7 +7,8 @@ import pytest
 from pallas_kernels.chips import GIB, TPUS
 from pallas_kernels.tpu import decode_memory, layout
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
-from scripts.lab.kernels_tpu import MODELS, geometry
+from scripts.lab.accounts.specs import MODELS
+from scripts.lab.accounts.tpu_report import geometry
 from tests.pallas_kernels.tpu.bundle_facts import GRANULE_BYTES, offsets_not_in_granules, runs_on_the_first_core
 
 HEAD = "{ %s11_s30 = sld [smem:[#allocation0]] /* megacore core id :: core id */ }\n"

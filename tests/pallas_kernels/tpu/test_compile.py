@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.lab.accounts.bundles import dump_flags
+from scripts.lab.accounts.process import printed_by
 from tests.pallas_kernels.tpu.compile_for import shapes
 
 TARGETS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
-KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.lab.accounts.compile_tpu_step"
+KERNELS, STEPS = "tests.pallas_kernels.tpu.compile_for", "scripts.lab.accounts.compile_step"
 PRODUCTS = "scripts.lab.accounts.compile_tpu_product"
 MOST_GLUE_CYCLES = (8_000, 60_000)  # of a layer, by XLA's estimate: in a decode step of 64 rows, in 2,048 tokens
 # Cycles by the floor, which is reading K and V once, of the chips of which it is said: results/2026-11-23-kernels.md.
@@ -24,8 +22,6 @@ MOST_OF_THE_FLOOR = {
     "chunk of 64 on 32k": {"v6e:1x1": 1.25, "tpu7x:1x1x1": 2.6},
 }
 MOST_BUNDLES_PER_PAIR = {"v6e:1x1": 95, "tpu7x:1x1x1": 102}  # of a query and 1,024 tokens, everything included
-# So that several may run on one machine, and none asks for a metadata server or a chip.
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 pytestmark = [
     pytest.mark.targets,
@@ -35,16 +31,7 @@ pytestmark = [
 
 
 def compile_in_a_process_of_its_own(module: str, *arguments: str, flags: str = "") -> list[dict]:
-    process = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    results = printed_by(module, *arguments, LIBTPU_INIT_ARGS=flags)
     for result in results:
         print(*arguments, json.dumps(result))  # what `pytest -rP` shows
     return results
@@ -114,7 +101,9 @@ def test_steps_copy_neither_activations_nor_weights_nor_pages() -> None:
     flags = ("--target", "v6e:1x1", "--layers", "2")
     sizes = ("--tokens", "64", "--tokens", "2048")
     wide = compile_in_a_process_of_its_own(STEPS, *flags, *sizes)
-    narrow = compile_in_a_process_of_its_own(STEPS, *flags, *sizes, "--quantization", "int8", "--kv-dtype", "int8")
+    narrow = compile_in_a_process_of_its_own(
+        STEPS, *flags, *sizes, "--quantization", "int8", "--kv-cache-dtype", "int8"
+    )
     for results in (wide, narrow):
         for result, most in zip(results, MOST_GLUE_CYCLES, strict=True):
             assert result["glue_cycles"] <= most, result
@@ -135,8 +124,8 @@ def test_steps_with_a_head_that_drafts_update_all_pages_in_place() -> None:
     """Those of the model, of the head, and what the head reads of the model. Counted: for each token gained at an
     acceptance of 0.7, three drafts read less than 0.55 of the weights of a plain step of all 32 layers. On a tpu7x,
     whose compiler would copy the head's 849 MiB of weights before its loops."""
-    flags = ("--target", "tpu7x:1x1x1", "--layers", "3", "--drafts", "eagle3")
-    plain, drafts = compile_in_a_process_of_its_own("scripts.lab.accounts.compile_drafts_step", *flags)
+    flags = ("--target", "tpu7x:1x1x1", "--tensor-parallel-size", "1", "--layers", "3", "--rows", "8")
+    plain, drafts = compile_in_a_process_of_its_own(STEPS, *flags, "--drafts", "eagle3")
     for result in (plain, drafts):
         assert result["alias_bytes"] >= result["state_bytes"], result
         assert result["temp_bytes"] < 16 << 20, result  # the features' pages alone are 512 MiB

@@ -1,4 +1,4 @@
-"""Other implementations of attention on a GPU, compared with the paged kernels in one run.
+"""Other implementations of attention on the same chip, timed next to the paged kernels in one run.
 
 All take a batch of equal rows. Implementations without pages get contiguous K and V. A server does not have these, so
 such implementations are a bound and no alternative.
@@ -14,7 +14,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from scripts.lab.chip.gpu_operands import Operands
+from scripts.lab.accounts import jax_attention
+from scripts.lab.chip.operands import Operands
 
 Store = tuple[jax.Array, ...]
 
@@ -45,7 +46,7 @@ def _dense(
 
 
 def _pages(operands: Operands) -> Store:
-    return (operands.pages(with_new=True),)
+    return (operands.pages(),)
 
 
 def _gather(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
@@ -59,7 +60,7 @@ def _gather(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
 
 def _cudnn_pages(operands: Operands) -> Store:
     """cuDNN's form: separate keys and values [P, K, page, H], without the null page."""
-    pages = operands.pages(with_new=True)[1:]
+    pages = operands.pages()[1:]
     return pages[:, 0], pages[:, 1]
 
 
@@ -78,9 +79,27 @@ def _cudnn_paged(operands: Operands, queries: jax.Array, store: Store) -> jax.Ar
     return output.swapaxes(1, 2)
 
 
-PEERS = {
+GPU_PEERS = {
     "gather everything": Peer(store=_pages, attend=_gather),
     "jax.nn, xla, contiguous": Peer(store=_contiguous, attend=partial(_dense, implementation="xla")),
     "jax.nn, cudnn, contiguous": Peer(store=_contiguous, attend=partial(_dense, implementation="cudnn")),
     "cudnn, paged": Peer(store=_cudnn_pages, attend=_cudnn_paged),
+}
+
+
+def _combined_pages(operands: Operands) -> Store:
+    """The form of jax's kernel: [P, page, 2 K, 128], keys and values of a head next to each other."""
+    pages = operands.pages()  # [P, 2, K, page, H]
+    num_pages, _, heads, page_size, head_dim = pages.shape
+    return (jax_attention.padded(pages.transpose(0, 3, 2, 1, 4).reshape(num_pages, page_size, 2 * heads, head_dim)),)
+
+
+def _ragged_paged_attention(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
+    flat = queries.reshape(-1, *queries.shape[2:])
+    return jax_attention.attend(flat, store[0], operands.batch, operands.spec.scale).reshape(queries.shape)
+
+
+TPU_PEERS = {
+    **{name: GPU_PEERS[name] for name in ("gather everything", "jax.nn, xla, contiguous")},
+    "jax's ragged paged attention": Peer(store=_combined_pages, attend=_ragged_paged_attention),
 }

@@ -1,4 +1,5 @@
-"""Batches with their queries and K/V for the GPU kernels: contiguous, and in pages scattered at random."""
+"""Batches with their queries and K/V, as the timed kernels and their peers take them: contiguous, and in pages
+scattered at random."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dense
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from scripts.lab.accounts.gpu_prediction import Rows
 
@@ -44,26 +46,30 @@ class Operands:
         index = [np.arange(end - query_len, end) for (query_len, _), end in zip(self.rows, ends, strict=True)]
         return whole[np.concatenate(index)]
 
-    def places(self, *, with_new: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Index in `keys`, page, and slot in the page: of every token, or of those before the step."""
-        table, begin = np.asarray(self.batch.page_table), 0
-        index, pages, slots = [], [], []
-        for row, (query_len, kv_len) in enumerate(self.rows):
-            position = np.arange(kv_len if with_new else kv_len - query_len)
-            index.append(begin + position)
-            pages.append(table[row, position // self.spec.page_size])
-            slots.append(position % self.spec.page_size)
-            begin += kv_len
-        return np.concatenate(index), np.concatenate(pages), np.concatenate(slots)
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The page of every token, and its slot there."""
+        table = np.asarray(self.batch.page_table)
+        positions = [np.arange(kv_len) for _, kv_len in self.rows]
+        pages = [table[row, position // self.spec.page_size] for row, position in enumerate(positions)]
+        return np.concatenate(pages), np.concatenate(positions) % self.spec.page_size
 
-    def pages(self, *, fill: float = 0.0, with_new: bool = False) -> jax.Array:
-        """[P, 2, K, page, H], with `fill` in slots without a token."""
-        index, pages, slots = self.places(with_new=with_new)
+    def pages(self) -> jax.Array:
+        """[P, 2, K, page, H], with 0 in slots without a token."""
+        pages, slots = self.places()
         spec = self.spec
         shape = (self.num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        store = jnp.full(shape, fill, spec.dtype)
-        both = jnp.stack([self.keys[index], self.values[index]], axis=1)  # [tokens, 2, K, H]
-        return store.at[pages, :, :, slots].set(both)
+        both = jnp.stack([self.keys, self.values], axis=1)  # [tokens, 2, K, H]
+        return jnp.zeros(shape, spec.dtype).at[pages, :, :, slots].set(both)
+
+    def expected(self) -> np.ndarray:
+        """f32[T, N, H]: dense causal attention in numpy, row by row."""
+        begin, query_begin, outputs = 0, 0, []
+        queries, keys, values = (np.asarray(x.astype(jnp.float32)) for x in (self.queries, self.keys, self.values))
+        for query_len, kv_len in self.rows:
+            rows, own = slice(begin, begin + kv_len), slice(query_begin, query_begin + query_len)
+            outputs.append(dense.attend(queries[own], keys[rows], values[rows], scale=self.spec.scale))
+            begin, query_begin = begin + kv_len, query_begin + query_len
+        return np.concatenate(outputs)
 
 
 def make_operands(spec: AttentionSpec, rows: Rows, seed: int) -> Operands:
