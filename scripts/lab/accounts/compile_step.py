@@ -10,8 +10,9 @@ drafts (not with `--drafts-only`) and with each `--drafts`.
 Bytes are those of one device. `alias_bytes` are updated in place, of `state_bytes`, of which the model's pages have
 `kv_bytes`. `temp_bytes` are what the program writes besides its results; `dequantized_copies` are quantised weights
 among them, in a wider type. `weights_read` and `kv_read` are counted, not compiled: the bytes that must be read in a
-decode of the rows with `--context` tokens each; with drafts, the weights are those of all passes, but the K/V are the model's
-alone. `of_plain` are the weights read for each token that a row gains at `--acceptance`, next to the plain step.
+decode of the rows with `--context` tokens each; with drafts, the weights are those of all passes, but the K/V are the
+model's alone. `of_plain` are the weights read for each token that a row gains at `--acceptance`, next to the plain
+step.
 
 TPUs: `exchanges` counts those between chips outside of loops; those with `-start` run next to other operations.
 `product_cycles` and `glue_cycles` are those of one layer, see `glue`; null if one layer only is compiled.
