@@ -39,6 +39,25 @@ class SamplingParams:
     grammar: str | None = None  # of the output, in the text form that the engine's `Grammars` read
 
 
+class LogprobsMode(StrEnum):
+    """What the log-probabilities of generated tokens are, in vLLM's names. Those of prompts are always raw."""
+
+    RAW_LOGPROBS = "raw_logprobs"  # under the model's own distribution
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGPROBS = "processed_logprobs"  # under the distribution that the token was drawn from
+    PROCESSED_LOGITS = "processed_logits"
+
+    @property
+    def is_processed(self) -> bool:
+        """After bias, penalties, bans, masks, temperature, top_k, top_p and min_p."""
+        return self in (LogprobsMode.PROCESSED_LOGPROBS, LogprobsMode.PROCESSED_LOGITS)
+
+    @property
+    def are_logits(self) -> bool:
+        """Not normalised."""
+        return self in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS)
+
+
 class Pooling(StrEnum):
     """How the hidden states of a prompt's tokens become one vector, its embedding."""
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from batcher.grammar import num_mask_words
-from batcher.request import Pooling
+from batcher.request import LogprobsMode, Pooling
 from batcher.slots import SlotLayout
 from model.config import LlamaConfig
 from model.execution.device_memory import DeviceMemory
@@ -41,6 +41,7 @@ class RunnerConfig:
     max_model_len: int  # tokens of prompt and output of one request
     memory_utilization: float = 0.9  # of the device's memory, for everything together
     num_pages: int | None = None  # None: as many as fit and can be of use
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
     lookup: PromptLookup | None = None  # of drafts; None: there are none
     max_draft_rows: int = 0  # of the largest speculative step

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from batcher.request import LogprobsMode
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.execution.rows import StepRows, advance, ragged_batch, step_rows
@@ -38,7 +39,11 @@ Outputs = dict[str, jax.Array]
 
 
 def make_multi_step(
-    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention
+    bucket: Bucket,
+    rebuild: Callable[[Any], Llama],
+    attention: PagedAttention,
+    *,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The steps of one bucket, to be compiled: arguments and results are those of `make_step`. A row draws as many
     tokens as it brings."""
@@ -66,7 +71,7 @@ def make_multi_step(
                 drawn, is_finite = greedy_and_finite(logits)
             else:
                 is_finite = all_finite(logits)
-                drawn, logprobs, history = draw(vocabulary, logits, history, state.masks, rows)
+                drawn, logprobs, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
                 found = named("", logprobs)
             slots = advance(state.slots, rows, drawn, rows.kv_lens)
             written = {

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from batcher.request import LogprobsMode
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, Variant
 from model.execution import page_text
@@ -46,7 +47,12 @@ from pallas_kernels.api import PagedAttention
 
 
 def make_speculative_step(
-    bucket: Bucket, rebuild: Callable[[Any], Llama], attention: PagedAttention, drafter: PromptLookup | Drafter
+    bucket: Bucket,
+    rebuild: Callable[[Any], Llama],
+    attention: PagedAttention,
+    drafter: PromptLookup | Drafter,
+    *,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The step of one bucket with drafts, to be compiled: arguments and results are those of `make_step`."""
 
@@ -80,7 +86,7 @@ def make_speculative_step(
         else:
             is_finite = all_finite(logits).reshape(-1, 1 + bucket.num_drafts)
             drawn, found, history = vocabulary.run(
-                draw_after_drafts,
+                partial(draw_after_drafts, mode=logprobs_mode),
                 logits,
                 history,
                 state.masks,
@@ -226,7 +232,14 @@ def _places(rows: StepRows, num_drafts: int) -> _Places:
 
 
 def draw_after_drafts(
-    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, places: StepRows, drafts: jax.Array
+    shard: VocabShard,
+    logits: jax.Array,
+    history: jax.Array,
+    masks: jax.Array,
+    places: StepRows,
+    drafts: jax.Array,
+    *,
+    mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
 ) -> tuple[jax.Array, Logprobs, jax.Array]:
     """The tokens after every place i32[S, D], their log-probabilities [S * D], and the history with the tokens that
     rows with penalties keep.
@@ -251,8 +264,10 @@ def draw_after_drafts(
         return counts
 
     of_masks = partial(masks.at[places.slots].get, mode="clip")
-    drawn = sampling.sample(shard, logits, asked, places.kv_lens, places.emits, with_drafts, of_masks)
-    found = logprobs(shard, logits, drawn, places.emits & asked.wants_logprobs)
+    of_place = (shard, logits, asked, places.kv_lens, places.emits, with_drafts, of_masks)
+    drawn = sampling.sample(*of_place)
+    scored = partial(sampling.processed, *of_place) if mode.is_processed else lambda: logits
+    found = logprobs(shard, scored, drawn, places.emits & asked.wants_logprobs, mode)
 
     by_row = drawn.reshape(num_rows, num_places)
     is_kept = jnp.arange(num_places) <= _num_accepted(by_row, drafts)[:, None]

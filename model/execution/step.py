@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from batcher.request import MAX_LOGPROBS, Pooling
+from batcher.request import MAX_LOGPROBS, LogprobsMode, Pooling
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.execution import draft_pages, page_text
@@ -143,6 +143,7 @@ def make_step(
     pooling: Pooling | None = None,
     lookup: PromptLookup | None = None,
     drafter: Drafter | None = None,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
 ) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
     """The step of one bucket, to be compiled: (weights, K/V scales, state, packed i32[PackedLayout.size]) ->
     (state, output).
@@ -151,6 +152,7 @@ def make_step(
         rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
         pooling: of hidden states, where the bucket's variant is EMBED.
         lookup: of drafts, which are only compared with the tokens, in steps whose header says so. None: there are none.
+        logprobs_mode: of the drawn tokens.
         drafter: of other steps. This one keeps what the network reads of the model. None: there is none.
     """
 
@@ -179,7 +181,7 @@ def make_step(
             drawn, is_finite = greedy_and_finite(logits)
         else:
             is_finite = all_finite(logits)
-            drawn, found, history = draw(vocabulary, logits, history, state.masks, rows)
+            drawn, found, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
             outputs = named("", found)
         outputs["finite"] = is_finite.astype(jnp.int32)
         if bucket.variant.scores:
@@ -270,11 +272,11 @@ def vocabulary_of(history: jax.Array, attention: PagedAttention) -> VocabSplit:
 
 
 def draw(
-    vocabulary: VocabSplit, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows
+    vocabulary: VocabSplit, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows, mode: LogprobsMode
 ) -> tuple[jax.Array, Logprobs, jax.Array]:
     """The rows' next tokens i32[S], their log-probabilities, and the history with them."""
     return vocabulary.run(
-        _draw,
+        partial(_draw, mode=mode),
         logits,
         history,
         masks,
@@ -285,13 +287,15 @@ def draw(
 
 
 def _draw(
-    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows
+    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows, *, mode: LogprobsMode
 ) -> tuple[jax.Array, Logprobs, jax.Array]:
     """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
     asked = sampling.sampling_rows(rows.state)
     of_history, of_masks = (partial(array.at[rows.slots].get, mode="clip") for array in (history, masks))
-    drawn = sampling.sample(shard, logits, asked, rows.kv_lens, rows.emits, of_history, of_masks)
-    found = logprobs(shard, logits, drawn, rows.emits & asked.wants_logprobs)
+    of_row = (shard, logits, asked, rows.kv_lens, rows.emits, of_history, of_masks)
+    drawn = sampling.sample(*of_row)
+    scored = partial(sampling.processed, *of_row) if mode.is_processed else lambda: logits
+    found = logprobs(shard, scored, drawn, rows.emits & asked.wants_logprobs, mode)
     counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
     return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
 

@@ -68,7 +68,8 @@ class StepPrograms:
         structures, weights = zip(*map(nnx.split, models), strict=True)
         leaves, self._tree = _flatten(weights)
         self.weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
-        self.made_from = (*map(repr, structures), attention)  # all that decides the programs besides their arguments
+        # All that decides the programs besides their arguments.
+        self.made_from = (*map(repr, structures), attention, config.logprobs_mode)
         self._rebuild, *of_draft = (partial(self._rebuilt, i, structure) for i, structure in enumerate(structures))
         self._lookup, self._drafter = config.lookup, None if draft is None else self._drafter_of(*draft, *of_draft)
         if draft is not None:
@@ -109,16 +110,25 @@ class StepPrograms:
 
     def step(self, bucket: Bucket) -> Program:
         """(weights, scales of K/V, state, packed) -> (state, output), with the state in place."""
+        mode = self.config.logprobs_mode
         if bucket.num_drafts:
             drafts = self._drafter or self._lookup
             assert drafts is not None, "the ladder has drafts and the runner has none"
-            step = make_speculative_step(bucket, self._rebuild, self.attention, drafts)
+            step = make_speculative_step(bucket, self._rebuild, self.attention, drafts, logprobs_mode=mode)
         elif bucket.num_steps > 1:
-            step = make_multi_step(bucket, self._rebuild, self.attention)
+            step = make_multi_step(bucket, self._rebuild, self.attention, logprobs_mode=mode)
         else:
             lookup = self.config.lookup if self.tells_would_accept(bucket) else None
             pooling, drafter = self.config.pooling, self._drafter
-            step = make_step(bucket, self._rebuild, self.attention, pooling=pooling, lookup=lookup, drafter=drafter)
+            step = make_step(
+                bucket,
+                self._rebuild,
+                self.attention,
+                pooling=pooling,
+                lookup=lookup,
+                drafter=drafter,
+                logprobs_mode=mode,
+            )
         packed = self.sent((PackedLayout(bucket).size,))
         arguments = (self.weights_like, self.kv_scales_like, self.state_like, packed)
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next

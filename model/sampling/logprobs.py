@@ -1,4 +1,4 @@
-"""Log-probabilities under the raw distribution: of a row's own token and of the most likely tokens.
+"""Log-probabilities of a row's own token and of the most likely tokens.
 
 Each chip finds the most likely tokens of its part of the vocabulary, and the sum over the part. These small results of
 all chips are then merged.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from batcher.request import MAX_LOGPROBS
+from batcher.request import MAX_LOGPROBS, LogprobsMode
 from model.sampling.vocab_split import VocabShard
 from pallas_kernels.cpu import per_token
 
@@ -52,9 +52,15 @@ class Ranked:
     num_above: jax.Array  # i32[S, 1]
 
 
-def logprobs(shard: VocabShard, logits: jax.Array, tokens: jax.Array, asking: jax.Array) -> Logprobs:
-    """`logits` f32[S, V] come unchanged from the model; `tokens` i32[S] are clipped. Zeros if no row asks."""
-    return if_asked(asking, lambda: merge(shard, find(shard, logits, tokens)))
+def logprobs(
+    shard: VocabShard,
+    logits: Callable[[], jax.Array],
+    tokens: jax.Array,
+    asking: jax.Array,
+    mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+) -> Logprobs:
+    """`logits` are f32[S, V], raw or processed as `mode` says; `tokens` i32[S] are clipped. Zeros if no row asks."""
+    return if_asked(asking, lambda: merge(shard, find(shard, logits(), tokens), are_logits=mode.are_logits))
 
 
 def if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
@@ -95,12 +101,13 @@ def merge_ranked(shard: VocabShard, ranked: Ranked) -> tuple[Logprobs, jax.Array
     return merge(shard, ranked.found), 1 + jnp.sum(num_above, axis=-1)
 
 
-def merge(shard: VocabShard, found: Found) -> Logprobs:
-    """The log-probabilities, from every chip's results. Takes two exchanges: of floats and of ids."""
+def merge(shard: VocabShard, found: Found, *, are_logits: bool = False) -> Logprobs:
+    """The log-probabilities, or the logits, from every chip's results. Takes two exchanges: of floats and of ids."""
     (top_ids,) = shard.gather(found.top_ids)
     top, greatest, mass, chosen = shard.gather(found.top, found.greatest, found.mass, found.chosen)
     of_all = jnp.max(greatest, axis=-1, keepdims=True)
-    normaliser = of_all + jnp.log(jnp.sum(mass * jnp.exp(greatest - of_all), axis=-1, keepdims=True))
+    sums = jnp.sum(mass * jnp.exp(greatest - of_all), axis=-1, keepdims=True)
+    normaliser = jnp.zeros_like(of_all) if are_logits else of_all + jnp.log(sums)
     num_top = min(MAX_LOGPROBS, shard.vocab_size)
     top, index = lax.top_k(top, num_top)  # equal logits are in the order of their ids
     top_ids = jnp.take_along_axis(top_ids, index, axis=1)

@@ -94,6 +94,27 @@ def sample(
     return lax.cond(draws.any(), draw, lambda: best)
 
 
+def processed(
+    shard: VocabShard,
+    logits: jax.Array,
+    rows: SamplingRows,
+    positions: jax.Array,
+    asking: jax.Array,
+    history: Callable[[], jax.Array],
+    masks: Callable[[], jax.Array],
+) -> jax.Array:
+    """The logits f32[S, V] of the distribution that `sample` draws from; arguments as there. Tokens that cannot be
+    drawn have -inf. Greedy rows have no temperature, top_k, top_p and min_p."""
+    adjusted = adjust(shard, logits, rows, positions, asking, history, masks)
+    greatest, _ = most_likely(shard, adjusted)
+    draws = asking & (rows.temperature > 0)
+    temperature = jnp.where(draws, rows.temperature, 1)
+    weights = tempered_weights(shard, adjusted, greatest, temperature)
+    threshold = kept_threshold(shard, weights, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p, asking=draws)
+    is_kept = ~draws[:, None] | (weights >= threshold[:, None])
+    return jnp.where(is_kept, adjusted / temperature[:, None], -jnp.inf)
+
+
 def most_likely(shard: VocabShard, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The greatest logit of each row, f32[S], and the first token that has it, i32[S]."""
     greatest = jnp.max(logits, axis=-1, keepdims=True)

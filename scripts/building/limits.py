@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from batcher.buckets import BucketConfig
 from batcher.long_prompts import LongPrompts
+from batcher.request import LogprobsMode
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         max_model_len=max_model_len,
         memory_utilization=settings.memory_utilization,
         num_pages=settings.num_pages,
+        logprobs_mode=LogprobsMode(settings.logprobs_mode),
         pooling=settings.pooling,
         lookup=lookup,
         max_draft_rows=buckets.max_draft_rows,

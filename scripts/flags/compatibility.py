@@ -95,7 +95,6 @@ REFUSED = {
     "--kv-events-config": "events of the prefix cache are not supported yet",
     "--log-config-file": "the log goes to stderr: --log-level",
     "--logits-processors": "no code of a plug-in is ever run",
-    "--logprobs-mode": "log-probabilities are the model's own, before bias, penalties and temperature: raw_logprobs",
     "--master-addr": "several hosts are served with --coordinator, --num-hosts and --host-id",
     "--max-logprobs": f"a token has at most {MAX_LOGPROBS}; --max-request-logprobs is for all of a request",
     "--max-long-partial-prefills": "long prompts have --max-num-partial-prefills and --long-prefill-token-threshold",
@@ -123,7 +122,7 @@ WITH_VALUE = frozenset(
     "--allowed-headers --allowed-methods --chat-template-content-format --code-revision --data-parallel-backend "
     "--default-chat-template-kwargs --download-dir --fingerprint-mode --h11-max-header-count "
     "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes --kv-events-config "
-    "--log-config-file --logits-processors --logprobs-mode --master-addr --max-cudagraph-capture-size --max-log-len "
+    "--log-config-file --logits-processors --master-addr --max-cudagraph-capture-size --max-log-len "
     "--max-logprobs --max-long-partial-prefills --middleware --mm-processor-kwargs --model-impl --nnodes --node-rank "
     "-O --optimization-level -pp --performance-mode --prefix-caching-hash-algo --response-role --rope-theta "
     "--scheduling-policy --show-hidden-metrics-for-version --stream-interval --structured-outputs-config "
@@ -137,7 +136,6 @@ HARMLESS = {
     "--cpu-offload-gb": ("0",),
     "--data-parallel-backend": ("mp",),
     "--default-chat-template-kwargs": ("{}",),
-    "--logprobs-mode": ("raw_logprobs",),
     "--max-logprobs": (str(MAX_LOGPROBS),),
     "--nnodes": ("1",),
     "--node-rank": ("0",),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH, Scheduling
-from batcher.request import Pooling
+from batcher.request import LogprobsMode, Pooling
 from model.inputs.paths import is_url, place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
@@ -89,6 +89,11 @@ class EngineSettings:
     max_num_partial_prefills: int | None = _of_batching(
         None, "Longer prompts that are computed at once; shorter ones do not wait for them", unset="any number",
         type=int, metavar="N", least=1, most=_MANY,
+    )  # fmt: skip
+    logprobs_mode: str = _of_model(
+        LogprobsMode.RAW_LOGPROBS.value, "The numbers that answers have as log-probabilities of generated tokens: raw "
+        "ones are the model's own, processed ones those after all that steers the draw", choices=tuple(LogprobsMode),
+        metavar="MODE",
     )  # fmt: skip
     step_budget: str = _of_batching(
         "tokens", "The budget of a step counts `tokens` or estimated `time`, which a long context makes longer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from batcher.grammar import num_mask_words
-from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams
+from batcher.request import (
+    MAX_DEVICE_STOP_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    LogprobsMode,
+    Request,
+    SamplingParams,
+)
 from batcher.scheduling.request_state import RequestState
 from batcher.slots import SlotLayout
 from batcher.steps.pack import slot_state
@@ -23,6 +30,7 @@ from model.sampling import sampling
 from model.sampling.logprobs import logprobs
 from model.sampling.threshold import kept_threshold
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
+from tests.c_compiler import compiler
 from tests.examples import examples
 
 VOCAB = 300  # more than two draw blocks, and no multiple of one
@@ -67,7 +75,7 @@ def jitted(name: str):
             whole(logits), logits, rows, positions, asking, lambda: history, lambda: masks
         ),
         "kept": _kept,
-        "logprobs": lambda logits, tokens, asking: logprobs(whole(logits), logits, tokens, asking),
+        "logprobs": lambda logits, tokens, asking: logprobs(whole(logits), lambda: logits, tokens, asking),
     }
     return jax.jit(functions[name])
 
@@ -425,6 +433,38 @@ def test_logprobs_are_of_the_raw_distribution():
     order = np.argsort(-exact, axis=1)[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(found.top_ids, order)
     np.testing.assert_allclose(found.top, np.take_along_axis(exact, order, axis=1), atol=1e-5)
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+@pytest.mark.parametrize("mode", LogprobsMode)
+@pytest.mark.parametrize("case", DISTRIBUTIONS)
+def test_logprobs_are_of_the_distribution_that_the_mode_names(case, mode, in_c):
+    """Some processed ones are of tokens that are never drawn."""
+    if in_c:
+        compiler()
+    temperature = DISTRIBUTIONS[case]["temperature"]
+    rows = make_rows(2, **DISTRIBUTIONS[case] | {"temperature": [temperature, 0]})
+    tokens, asking = np.array([int(np.argmax(LOGITS)), int(np.argmin(LOGITS))], np.int32), np.ones(2, bool)
+    logits, position = np.tile(LOGITS, (2, 1)), np.zeros(2, np.int32)
+
+    @jax.jit
+    def found(logits, rows):
+        shard = VocabShard(vocab_size=VOCAB, in_c=in_c)
+        none = (lambda: jnp.zeros(logits.shape, jnp.int32), lambda: jnp.asarray(no_masks(logits)))
+        scored = partial(sampling.processed, shard, logits, rows, position, asking, *none)
+        return logprobs(shard, scored if mode.is_processed else lambda: logits, tokens, asking, mode)
+
+    drawn = expected_distribution(LOGITS, **DISTRIBUTIONS[case])
+    with np.errstate(divide="ignore"):
+        exact = np.log(np.stack([drawn, expected_distribution(LOGITS, temperature=1.0)]))
+    if not mode.is_processed:
+        exact[0] = exact[1]
+    if mode.are_logits:
+        own = LOGITS / [[temperature if mode.is_processed else 1], [1]]
+        exact = np.where(np.isfinite(exact), own, -np.inf)
+    np.testing.assert_allclose(found(logits, rows).chosen, exact[np.arange(2), tokens], atol=2e-5)
+    greatest = -np.sort(-exact, axis=1)[:, :MAX_LOGPROBS]
+    np.testing.assert_allclose(found(logits, rows).top, greatest, atol=2e-5)
 
 
 def test_no_logprobs_are_computed_where_none_are_asked_for():

@@ -34,7 +34,7 @@ def program(vocab: int, num_shards: int):
     def draw(shard, logits, history, masks, rows, positions):
         asking = jnp.ones(logits.shape[0], bool)
         tokens = sampling.sample(shard, logits, rows, positions, asking, lambda: history, lambda: masks)
-        return tokens, logprobs(shard, logits, tokens, asking)
+        return tokens, logprobs(shard, lambda: logits, tokens, asking)
 
     split = VocabSplit(vocab, make_mesh(num_shards) if num_shards > 1 else None)
     specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED, REPLICATED), "out_specs": REPLICATED}
