@@ -81,6 +81,9 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
         return Line(
             custom_id=custom_id, problem=f"line {number}: stream is for the HTTP server; here answers are whole"
         )
+    if body.get("background"):
+        problem = f"line {number}: background is for the HTTP server; here all answers are waited for"
+        return Line(custom_id=custom_id, problem=problem)
     return Line(custom_id=custom_id, url=url, body={**_defaults_of(url, body, defaults), **body})
 
 

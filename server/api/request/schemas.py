@@ -70,11 +70,9 @@ class ResponseFormat(Declared):
     triggers: Any = None
 
 
-class CommonFields(Declared, kw_only=True):
-    """What all routes that generate share, Anthropic's excepted. None: not given."""
+class SamplingParameters(Declared, kw_only=True):
+    """What steers the draw of tokens. None: not given."""
 
-    model: str | None = None
-    stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -89,16 +87,24 @@ class CommonFields(Declared, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], WORDS] | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: Annotated[list[int], TOKENS] | None = None
+    bad_words: Annotated[list[str], WORDS] | None = None
+    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `server.api.request.grammars` reads it
+
+
+class CommonFields(SamplingParameters, kw_only=True):
+    """What all routes that generate share, Anthropic's excepted."""
+
+    model: str | None = None
+    stream: bool | None = False
+    # beyond OpenAI's
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = None
     timeout_s: float | None = None
     cache_salt: str | None = None
-    truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    allowed_token_ids: Annotated[list[int], TOKENS] | None = None
-    bad_words: Annotated[list[str], WORDS] | None = None
-    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `server.api.request.grammars` reads it
 
 
 class SamplingFields(CommonFields, kw_only=True):

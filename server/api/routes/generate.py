@@ -28,7 +28,7 @@ from server.api.request.fields import (
     of_other_routes,
 )
 from server.api.request.sampling import check_ids
-from server.api.request.schemas import STOPS, TOKENS, WORDS, CompletionRequest, Declared, StreamOptions
+from server.api.request.schemas import TOKENS, CompletionRequest, Declared, SamplingParameters, StreamOptions
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.completions import Completions
 from server.api.state import ServerState
@@ -38,30 +38,18 @@ from server.http.request_error import RequestError
 from server.text.tokenizer import ByteLevelTokenizer
 
 
-class GenerateParams(Declared, kw_only=True):
-    """vLLM's sampling parameters, with vLLM's defaults."""
+class GenerateParams(SamplingParameters, kw_only=True):
+    """vLLM's sampling parameters, with vLLM's defaults in place of the model's."""
 
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    min_p: float | None = 0.0
+    repetition_penalty: float | None = 1.0
     n: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: str | Annotated[list[str], STOPS] | None = None
-    stop_token_ids: Annotated[list[int], WORDS] | None = None
-    bad_words: Annotated[list[str], WORDS] | None = None
-    ignore_eos: bool | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Annotated[list[int], TOKENS] | None = None
-    truncate_prompt_tokens: int | None = None
-    structured_outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateRequest(Declared, kw_only=True):

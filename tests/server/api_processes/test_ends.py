@@ -186,6 +186,6 @@ def test_a_process_that_dies_before_it_is_ready_ends_the_server(tmp_path):
 
 
 def test_a_number_of_processes_that_makes_no_sense_is_refused(tmp_path):
-    for count in (0, -1, 65):
-        with pytest.raises(ValueError, match="--api-server-count is 1 to 64"):
+    for count, limit in ((0, "at least 1"), (-1, "at least 1"), (65, "at most 64")):
+        with pytest.raises(ValueError, match=f"--api-server-count must be {limit}, not {count}"):
             Settings(tokenizer_folder=tmp_path, model_names=("m",), api_server_count=count)
