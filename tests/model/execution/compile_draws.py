@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from batcher.slots import SlotLayout
 from model.execution import speculative_step, step
 from model.execution.rows import StepRows
 from model.network.sharding import make_mesh
+from model.sampling.logprobs import LogprobsMode
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
 from scripts.lab.accounts.targets import tpu_target
 
@@ -44,9 +46,11 @@ def main() -> None:
     logits, history = array(NUM_PLACES, VOCAB_SIZE, dtype=jnp.float32), array(NUM_SLOTS, VOCAB_SIZE)
     arguments = (logits, history, array(NUM_SLOTS, num_mask_words(VOCAB_SIZE)), rows)
 
+    draw = partial(step._draw, mode=LogprobsMode.RAW_LOGPROBS)
+
     def plain(*arguments: Any) -> Any:
         specs = (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED)
-        return vocabulary.run(step._draw, *arguments, in_specs=specs, out_specs=RESULTS)
+        return vocabulary.run(draw, *arguments, in_specs=specs, out_specs=RESULTS)
 
     def after_drafts(*arguments: Any) -> Any:
         specs = (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED, REPLICATED)
