@@ -83,6 +83,7 @@ class Request:
     counts_drafts: bool = False  # its outputs say how many of its drafts were right
     client: int = 0  # clients share the rows of a step, and so do a client's groups: see `fair_queue.py`
     group: str = ""  # "": it is alone
+    adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
 
 
 class FinishReason(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batcher.sampling_table import PARAMETERS, Column
 
-_FIRST = 2
+_FIRST = 3
 
 
 def _starts() -> tuple[dict[str, int], int]:
@@ -26,6 +26,7 @@ class SlotLayout:
 
     LAST_TOKEN = 0  # the token that the next step reads if the host sends -1
     KV_LEN = 1  # tokens of this request whose K/V are in pages
+    ADAPTER = 2  # the adapter slot of its LoRA adapter; 0: the base model
     STARTS, PAGE_TABLE = _starts()  # of the sampling columns by name; [pages_per_seq], never read past the row's pages
 
     @staticmethod

@@ -49,6 +49,7 @@ class Bucket:
     variant: Variant
     num_drafts: int = 0  # per row; num_tokens is then num_rows * (1 + num_drafts)
     num_steps: int = 1  # most tokens that a row draws one after the other; more than 1 for decodes only
+    has_adapters: bool = False  # its rows may have LoRA adapters
 
     @property
     def decode_only(self) -> bool:
@@ -67,6 +68,7 @@ class Capacity:
     vocab_size: int
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
     keeps_text: bool = False  # its programs keep the tokens of every page, from which drafts are taken
+    max_loras: int = 0  # LoRA adapters that may run at once, in the adapter slots 1 to max_loras; 0: there are none
 
     @property
     def pages_per_seq(self) -> int:
@@ -111,6 +113,7 @@ class PackedLayout:
 
 MASK_BLOCK = 16  # rows of one dispatch of masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
+MAX_STAGED_ADAPTERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +126,14 @@ class PenaltyReset:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterWrite:
+    """The weights of a staged LoRA adapter go into an adapter slot, in place of those that it holds."""
+
+    slot: int  # 1 to max_loras
+    adapter: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
     """The runner's input for one step: one packed buffer, and the updates to apply before the step."""
 
@@ -131,6 +142,7 @@ class StepInput:
     patches: tuple[np.ndarray, ...] = ()  # each i32[2, PATCH_BLOCK], applied before the step, in order
     penalty_resets: tuple[PenaltyReset, ...] = ()  # applied before the step
     masks: tuple[np.ndarray, ...] = ()  # each i32[MASK_BLOCK, 1 + num_mask_words], slots first; num_slots is padding
+    adapters: tuple[AdapterWrite, ...] = ()  # applied before the step; afterwards these adapters are staged no longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,9 +200,19 @@ class Runner(Protocol):
     def execute(self, step: StepInput) -> StepHandle:
         """Dispatches one step and returns at once. Raises KeyError if its bucket was not warmed up."""
 
+    def stage_adapter(self, adapter: int) -> None:
+        """Brings the weights of a LoRA adapter to the device, beside the adapter slots, for an `AdapterWrite`. Blocks;
+        called from a thread of its own while steps run. At most `MAX_STAGED_ADAPTERS` are staged at once.
+
+        Raises ValueError or OSError if the weights cannot be read any more.
+        """
+
+    def unstage_adapter(self, adapter: int) -> None:
+        """Frees the weights of a staged adapter, which no step will write. An adapter that is not staged is ignored."""
+
     def recover(self) -> None:
-        """Prepares the device for further steps after a failed one. No step is in flight. Slot state and pages may be
-        lost.
+        """Prepares the device for further steps after a failed one. No step is in flight. Slot state, pages and adapter
+        slots may be lost; staged adapters are.
 
         Raises the device's error if it cannot go on; the engine then dies.
         """

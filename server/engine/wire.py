@@ -39,6 +39,7 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     counts_drafts: bool = False
     client: int = 0
     group: str = ""
+    adapter: int = 0
 
 
 SAME_GRAMMAR = ""
