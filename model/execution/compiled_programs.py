@@ -19,7 +19,7 @@ from model.compiling.exported_programs import ExportedPrograms, executable_finge
 from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
 from model.execution import dequantized_copies, memory_plan
 from model.execution.device_memory import device_memory
-from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, StepPrograms
+from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, WRITE_ADAPTER, StepPrograms
 from model.inputs.paths import Place
 
 _PACKAGES = [Path(__file__).parents[2] / name for name in ("batcher", "model", "pallas_kernels")]  # the programs' code
@@ -38,6 +38,7 @@ class CompiledPrograms:
         self.patch: Any
         self.bring_masks: Any
         self.reset_history: Any
+        self.write_adapter: Any  # None: there are no adapters
         self.left: list[Bucket] = []  # for `compile_later`
         self.untried: set[Bucket] = set()  # exported by an earlier start, loaded while serving, and not run yet
         self._described = described
@@ -94,7 +95,7 @@ class CompiledPrograms:
         assert compilation is not None
         programs = compilation.result()
         self.patch, self.reset_history = programs.pop(PATCH), programs.pop(RESET_HISTORY)
-        self.bring_masks = programs.pop(BRING_MASKS)
+        self.bring_masks, self.write_adapter = programs.pop(BRING_MASKS), programs.pop(WRITE_ADAPTER, None)
         if programs.keys() | set(self.left) != set(buckets):
             raise ValueError("start_compiling was given other buckets than warm_up")
         self.steps = {bucket: programs[bucket] for bucket in buckets if bucket in programs}

@@ -16,11 +16,14 @@ from flax import nnx
 from batcher.grammar import num_mask_words
 from batcher.request import LogprobsMode, Pooling
 from batcher.slots import SlotLayout
+from batcher.step import MAX_STAGED_ADAPTERS
 from model.config import LlamaConfig
+from model.execution import adapter_slots
 from model.execution.device_memory import DeviceMemory
 from model.execution.prompt_lookup import PromptLookup
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
+from model.network.sharding import sharding_of
 from model.sampling.threshold import PARTS_ON_CHIPS
 from pallas_kernels.api import PagedAttention
 
@@ -42,6 +45,8 @@ class RunnerConfig:
     memory_utilization: float = 0.9  # of the device's memory, for everything together
     num_pages: int | None = None  # None: as many as fit and can be of use
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    max_loras: int = 0  # LoRA adapters that may run at once
+    max_lora_rank: int = 16  # to which all are padded
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
     lookup: PromptLookup | None = None  # of drafts; None: there are none
     max_draft_rows: int = 0  # of the largest speculative step
@@ -62,7 +67,7 @@ class MemoryNeeds:
     """Of one device, in bytes."""
 
     weights: int
-    state: int  # slot state and token histories
+    state: int  # slot state, token histories, and the slots of adapters
     temporaries: int  # of the largest program: an upper bound
     page: int  # the K/V of one page, of all layers and of a draft model or head; and its tokens if there are drafts
 
@@ -79,6 +84,7 @@ def memory_needs(
         draft: a draft model or a head, and its attention.
     """
     needs = _needs_of_one(model, attention, limits)
+    needs = replace(needs, state=needs.state + adapter_bytes(model, attention, limits))
     text = 4 * attention.spec.page_size
     if draft is None:
         return replace(needs, page=needs.page + (text if limits.lookup else 0))
@@ -114,6 +120,20 @@ def _needs_of_one(model: Llama | EagleHead, attention: PagedAttention, limits: R
         ),
         page=attention.page_bytes() * model.config.num_layers,
     )
+
+
+def adapter_bytes(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> int:
+    """Bytes of the slots of LoRA adapters on one device, and of the adapters that are staged beside them."""
+    if not limits.max_loras:
+        return 0
+    held = adapter_slots.describe(
+        model.config,
+        num_slots=limits.max_loras + MAX_STAGED_ADAPTERS,
+        rank=limits.max_lora_rank,
+        dtype=model.dtype,
+        sharding=lambda axes: sharding_of(axes, attention.mesh),
+    )
+    return adapter_slots.bytes_of(held)
 
 
 def weights_bytes(model: Llama | EagleHead) -> int:
@@ -220,7 +240,8 @@ def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {limits.memory_utilization:.0%} may be "
         f"used and {gib(max(memory.free, 0))} are free besides the weights. Needed: weights {gib(needs.weights)}, "
-        f"temporaries of the largest step {gib(needs.temporaries)}, state of the request slots {gib(needs.state)}, K/V "
+        f"temporaries of the largest step {gib(needs.temporaries)}, state of the request slots"
+        f"{' and LoRA adapters' if limits.max_loras else ''} {gib(needs.state)}, K/V "
         f"pages of one request of {limits.max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
         f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, "
         f"take --dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"

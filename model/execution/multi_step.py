@@ -25,13 +25,16 @@ from model.execution.step import (
     DeviceState,
     KvScales,
     OutputLayout,
+    Step,
     apply_patches,
     draw,
     forward,
     named,
+    step_adapters,
     vocabulary_of,
 )
 from model.network.llama import Llama
+from model.network.lora import AdapterSlots
 from model.sampling.greedy import all_finite, greedy_and_finite
 from pallas_kernels.api import PagedAttention
 
@@ -44,11 +47,13 @@ def make_multi_step(
     attention: PagedAttention,
     *,
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
-) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
-    """The steps of one bucket, to be compiled: arguments and results are those of `make_step`. A row draws as many
-    tokens as it brings."""
+    max_loras: int = 0,
+) -> Step:
+    """The steps of one bucket. A row draws as many tokens as it brings."""
 
-    def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
+    def step(
+        weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array, slots_of_adapters: AdapterSlots = ()
+    ) -> tuple[DeviceState, jax.Array]:
         assert state.text is None, "a program of several steps keeps no text"
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
@@ -64,7 +69,8 @@ def make_multi_step(
             metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=True)
             tokens = jnp.where(rows.emits, rows.state[:, SlotLayout.LAST_TOKEN], 0)
             positions = jnp.where(rows.emits, rows.past, 0)
-            hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata)
+            adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
+            hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters)
             logits = model.logits(hidden)  # f32[S, V]
             history, found = state.history, {}
             if bucket.variant is Variant.GREEDY:

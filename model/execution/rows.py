@@ -81,3 +81,16 @@ def read_once(rows: StepRows) -> StepRows:
     """The rows, for a program that uses them after the slots are advanced. XLA would read the slots again there, and
     therefore copy them before they are written."""
     return lax.optimization_barrier(rows)
+
+
+def row_of_tokens(rows: StepRows, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The row i32[T] of each token, which is the last one in padding, and whether it is none of padding, bool[T]."""
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)
+    return jnp.minimum(row, rows.starts.shape[0] - 2), index < rows.starts[-1]
+
+
+def adapters_of_tokens(rows: StepRows, num_tokens: int) -> jax.Array:
+    """The adapter slot i32[T] of each token's row."""
+    of_rows = rows.state[:, SlotLayout.ADAPTER]
+    return of_rows if num_tokens == len(of_rows) else of_rows[row_of_tokens(rows, num_tokens)[0]]

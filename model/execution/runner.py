@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from batcher.step import Bucket, Capacity, StepHandle, StepInput, StepOutput
+from batcher.step import AdapterWrite, Bucket, Capacity, StepHandle, StepInput, StepOutput
 from model.compiling.compiler_options import compiler_options
-from model.execution import memory_plan
+from model.execution import adapter_slots, memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
 from model.execution.host_copy import HostCopy
@@ -27,6 +28,7 @@ from model.inputs.paths import Place
 from model.inputs.words import one_line
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
+from model.network.lora import AdapterSlots, LoraWeights
 from pallas_kernels.api import PagedAttention
 
 logger = logging.getLogger(__name__)
@@ -62,12 +64,14 @@ class ModelRunner:
         export_folder: where executables are kept from one start to the next, see `ExportedPrograms`; None: nowhere.
         draft: a small model with the same vocabulary or an EAGLE head, as `model`, and its attention over pages of the
             same size.
+        adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage_adapter`; None: there are none.
 
     Attributes:
         described: the shapes of the programs' arguments.
         programs: those that are compiled.
         weights: the arrays of all models, which a program takes first.
         state: the arrays that steps pass on; each step's program takes and replaces them.
+        adapters: the slots of LoRA adapters, which `AdapterWrite` replaces.
 
     Raises:
         ValueError: the model does not fit (see `memory_plan.plan_pages`), or `export_folder` is open to others.
@@ -83,8 +87,10 @@ class ModelRunner:
         traced_folder: Place | None = None,
         export_folder: Path | None = None,
         draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
+        adapter_weights: Callable[[int], LoraWeights] | None = None,
     ) -> None:
         self._attention = attention
+        self._adapter_weights = adapter_weights
         self._config = config
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
         self._num_pages = self._plan_pages(model, draft) if config.num_pages is None else config.num_pages
@@ -95,7 +101,12 @@ class ModelRunner:
             )
         self.described = StepPrograms(model, attention, config, self._num_pages, draft)
         self.programs = CompiledPrograms(self.described, traced_folder=traced_folder, export_folder=export_folder)
+        self.state: DeviceState
+        self.adapters: AdapterSlots
         self._make_state = _maker_of(self.described.state_like)
+        self._make_adapters = _maker_of(self.described.adapters_like)
+        self._staging = threading.Lock()
+        self._staged: dict[int, AdapterSlots] = {}  # by the identity of the adapter
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
 
@@ -117,7 +128,7 @@ class ModelRunner:
                 jax.device_put(scales, like.sharding)
                 for scales, like in zip(kv_scales, self.described.kv_scales_like, strict=True)
             ]
-        self.state = self._make_state()
+        self._allocate()
         self.weights, self._kv_scales = weights, scales_of_layers
 
     def copied(self) -> list[HostCopy]:
@@ -141,7 +152,7 @@ class ModelRunner:
             for copy in weights:
                 restored.append(copy.on_devices())
             jax.block_until_ready(restored)
-            self.state = self._make_state()
+            self._allocate()
         except BaseException:
             for array in restored:
                 array.delete()
@@ -159,6 +170,7 @@ class ModelRunner:
             vocab_size=self.described.model_config.vocab_size,
             pooling=self._config.pooling,
             keeps_text=self.described.has_drafts,
+            max_loras=self._config.max_loras,
         )
 
     @property
@@ -261,7 +273,10 @@ class ModelRunner:
         for block in step.masks:
             masks = programs.bring_masks(masks, block)
         state = DeviceState(slots=slots, history=history, masks=masks, kv=state.kv, text=state.text, draft=state.draft)
-        self.state, output = programs.steps[step.bucket](self.weights, self._kv_scales, state, step.packed)
+        for write in step.adapters:
+            self._write_adapter(write)
+        adapters = (self.adapters,) if step.bucket.has_adapters else ()
+        self.state, output = programs.steps[step.bucket](self.weights, self._kv_scales, state, step.packed, *adapters)
         output.copy_to_host_async()
         layout = OutputLayout(
             step.bucket,
@@ -269,6 +284,25 @@ class ModelRunner:
             tells_would_accept=self.described.tells_would_accept(step.bucket),
         )
         return StepResult(output, layout)
+
+    def stage_adapter(self, adapter: int) -> None:
+        """See `batcher.step.Runner`."""
+        assert self._adapter_weights is not None, "the runner was made without adapters"
+        like = self.described.staged_like
+        staged = adapter_slots.staged(self._adapter_weights(adapter), self.described.model_config, like)
+        jax.block_until_ready(staged)
+        with self._staging:
+            self._staged[adapter] = staged
+
+    def unstage_adapter(self, adapter: int) -> None:
+        """See `batcher.step.Runner`."""
+        with self._staging:
+            self._staged.pop(adapter, None)
+
+    def _write_adapter(self, write: AdapterWrite) -> None:
+        with self._staging:
+            staged = self._staged.pop(write.adapter)
+        self.adapters = self.programs.write_adapter(self.adapters, staged, np.array([write.slot], np.int32))
 
     def _try(self, bucket: Bucket) -> None:
         """Runs an exported program on padding before its first step, and waits for it. If it fails, it is compiled
@@ -300,10 +334,17 @@ class ModelRunner:
 
     def _reallocate(self) -> None:
         self._free_state()
-        self.state = self._make_state()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """An empty state, and empty adapter slots."""
+        self.state, self.adapters = self._make_state(), self._make_adapters()
 
     def _free_state(self) -> None:
-        for array in jax.tree.leaves(self.state):
+        with self._staging:
+            staged = list(self._staged.values())
+            self._staged.clear()
+        for array in jax.tree.leaves((self.state, self.adapters, staged)):
             if not array.is_deleted():
                 array.delete()
 
@@ -315,7 +356,7 @@ class ModelRunner:
         return memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
 
 
-def _maker_of(like: DeviceState) -> Callable[[], DeviceState]:
+def _maker_of[T](like: T) -> Callable[[], T]:
     """Makes an empty state by one program: one for each array would be traced and compiled each."""
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings)

@@ -27,18 +27,21 @@ from model.execution import page_text
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import NO_TOKEN, Drafter, Draw
 from model.execution.prompt_lookup import PromptLookup, propose
-from model.execution.rows import StepRows, advance, ragged_batch, read_once, step_rows
+from model.execution.rows import StepRows, advance, ragged_batch, read_once, row_of_tokens, step_rows
 from model.execution.step import (
     DeviceState,
     KvScales,
     OutputLayout,
+    Step,
     apply_patches,
     named,
     run_model,
+    step_adapters,
     vocabulary_of,
 )
 from model.network.eagle import DraftVocabulary
 from model.network.llama import Llama
+from model.network.lora import AdapterSlots
 from model.sampling import sampling
 from model.sampling.greedy import all_finite, greedy, greedy_and_finite
 from model.sampling.logprobs import Logprobs, logprobs
@@ -53,10 +56,14 @@ def make_speculative_step(
     drafter: PromptLookup | Drafter,
     *,
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
-) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
-    """The step of one bucket with drafts, to be compiled: arguments and results are those of `make_step`."""
+    max_loras: int = 0,
+) -> Step:
+    """The step of one bucket with drafts. The drafts are the base model's; the tokens that accept them are the
+    adapters'."""
 
-    def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
+    def step(
+        weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array, slots_of_adapters: AdapterSlots = ()
+    ) -> tuple[DeviceState, jax.Array]:
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
@@ -72,8 +79,9 @@ def make_speculative_step(
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=False, spec_decode=True)
         network = drafter if isinstance(drafter, Drafter) else None
         taps = () if network is None else network.taps
+        adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
         hidden, kv, tapped = run_model(
-            model, tokens, positions, state.kv, kv_scales, attention, metadata, taps
+            model, tokens, positions, state.kv, kv_scales, attention, metadata, taps, adapters
         )  # [T, E]
         features = None if network is None else network.features(weights, hidden, tapped)
 
@@ -194,11 +202,8 @@ def _count_drafts(shard: VocabShard, counts: jax.Array, drafts: jax.Array) -> ja
 def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
     """The step's tokens and their positions, i32[T] each; 0 in padding, and in place of missing drafts."""
     brought = jnp.concatenate([rows.state[:, SlotLayout.LAST_TOKEN, None], jnp.maximum(drafts, 0)], axis=1)
-    index = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
-    row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)  # [T]; S in padding
-    is_real = index < rows.starts[-1]
-    row = jnp.minimum(row, bucket.num_rows - 1)
-    place = index - rows.starts[row]
+    row, is_real = row_of_tokens(rows, bucket.num_tokens)
+    place = jnp.arange(bucket.num_tokens, dtype=jnp.int32) - rows.starts[row]
     tokens = brought[row, jnp.minimum(place, bucket.num_drafts)]
     return jnp.where(is_real, tokens, 0), jnp.where(is_real, rows.past[row] + place, 0)
 

@@ -29,9 +29,18 @@ from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
 from model.execution.pooling import pool
 from model.execution.prompt_lookup import PromptLookup, propose
-from model.execution.rows import StepRows, advance, ragged_batch, read_once, step_rows
+from model.execution.rows import (
+    StepRows,
+    adapters_of_tokens,
+    advance,
+    ragged_batch,
+    read_once,
+    row_of_tokens,
+    step_rows,
+)
 from model.network.layers import Attend, AttendProjected
 from model.network.llama import Llama
+from model.network.lora import AdapterSlots, StepAdapters
 from model.sampling import sampling
 from model.sampling.greedy import all_finite, greedy_and_finite
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
@@ -43,6 +52,9 @@ SCORE_BLOCK = 64  # rows of logits computed at a time when prompt tokens are sco
 HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, per dispatch of `reset_history`
 HISTORY_BLOCK_SIZE = 2 + 2 * HISTORY_BLOCK
 
+# A step of one bucket, to be compiled: (weights, K/V scales, state, packed i32[PackedLayout.size]) -> (state, output).
+# If its rows may have LoRA adapters, the last argument is their slots.
+Step = Callable[..., tuple["DeviceState", jax.Array]]
 # For each layer f32[2, K], the scales of keys and values in 8-bit pages; None if pages have the activations' dtype.
 KvScales = Sequence[jax.Array | None]
 
@@ -144,19 +156,22 @@ def make_step(
     lookup: PromptLookup | None = None,
     drafter: Drafter | None = None,
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
-) -> Callable[[Any, KvScales, DeviceState, jax.Array], tuple[DeviceState, jax.Array]]:
-    """The step of one bucket, to be compiled: (weights, K/V scales, state, packed i32[PackedLayout.size]) ->
-    (state, output).
+    max_loras: int = 0,
+) -> Step:
+    """The step of one bucket.
 
     Args:
         rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
         pooling: of hidden states, where the bucket's variant is EMBED.
         lookup: of drafts, which are only compared with the tokens, in steps whose header says so. None: there are none.
         logprobs_mode: of the drawn tokens.
+        max_loras: adapter slots, where the bucket has adapters.
         drafter: of other steps. This one keeps what the network reads of the model. None: there is none.
     """
 
-    def step(weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array]:
+    def step(
+        weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array, slots_of_adapters: AdapterSlots = ()
+    ) -> tuple[DeviceState, jax.Array]:
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
@@ -167,8 +182,9 @@ def make_step(
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
         taps = () if drafter is None else drafter.taps
+        adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
         hidden, kv, tapped = run_model(
-            model, tokens, positions, state.kv, kv_scales, attention, metadata, taps
+            model, tokens, positions, state.kv, kv_scales, attention, metadata, taps, adapters
         )  # [T, D]
         features = None if drafter is None else drafter.features(weights, hidden, tapped)
 
@@ -211,9 +227,10 @@ def forward(
     kv_scales: KvScales,
     attention: PagedAttention,
     metadata: Any,
+    adapters: StepAdapters | None = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The hidden states [T, D], and the pages with the K/V of the step's tokens."""
-    hidden, kv, _ = run_model(model, tokens, positions, kv, kv_scales, attention, metadata)
+    hidden, kv, _ = run_model(model, tokens, positions, kv, kv_scales, attention, metadata, adapters=adapters)
     return hidden, kv
 
 
@@ -226,10 +243,21 @@ def run_model(
     attention: PagedAttention,
     metadata: Any,
     taps: Sequence[int] = (),
+    adapters: StepAdapters | None = None,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     """As `forward`, and the inputs [T, D] of the layers `taps` (`Llama.run`)."""
     attend = attend_in_pages(attention, metadata)
-    return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps)
+    return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters)
+
+
+def step_adapters(
+    slots: AdapterSlots, rows: StepRows, bucket: Bucket, model: Llama, max_loras: int
+) -> StepAdapters | None:
+    """The adapters of the step's tokens. None: the program has no adapters."""
+    if not bucket.has_adapters:
+        return None
+    of_tokens = adapters_of_tokens(rows, bucket.num_tokens)
+    return StepAdapters.of_tokens(slots, of_tokens, num_slots=max_loras, num_shards=model.num_shards)
 
 
 def attend_in_pages(attention: PagedAttention, metadata: Any) -> Attend | AttendProjected:
@@ -257,12 +285,9 @@ def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array,
     last = rows.state[:, SlotLayout.LAST_TOKEN]
     if bucket.decode_only:
         return jnp.where(sent < 0, last, sent), rows.past
-    index = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
-    row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)  # [T]; S in padding
-    is_real = index < rows.starts[-1]
-    row = jnp.minimum(row, bucket.num_rows - 1)
+    row, is_real = row_of_tokens(rows, bucket.num_tokens)
     tokens = jnp.where(sent < 0, last[row], sent)
-    positions = rows.past[row] + index - rows.starts[row]
+    positions = rows.past[row] + jnp.arange(bucket.num_tokens, dtype=jnp.int32) - rows.starts[row]
     return jnp.where(is_real, tokens, 0), jnp.where(is_real, positions, 0)
 
 

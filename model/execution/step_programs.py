@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
 from model.compiling.traced_programs import Program
-from model.execution import dequantized_copies
+from model.execution import adapter_slots, dequantized_copies
 from model.execution.draft_model import DraftModel
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
@@ -38,7 +38,8 @@ from model.network.llama import Llama
 from model.network.sharding import sharding_of
 from pallas_kernels.api import PagedAttention
 
-PATCH, RESET_HISTORY, BRING_MASKS = "patch", "reset history", "bring masks"  # the programs besides the steps
+# The programs besides the steps.
+PATCH, RESET_HISTORY, BRING_MASKS, WRITE_ADAPTER = "patch", "reset history", "bring masks", "write adapter"
 
 
 class StepPrograms:
@@ -76,20 +77,18 @@ class StepPrograms:
             self.made_from += (draft[1],)
             self._draft_layers = draft[0].config.num_layers
             self._features = (draft[0].config.hidden_size, draft[0].dtype)
-        if attention.mesh is None:
-            (device,) = leaves[0].sharding.device_set
-            self.everywhere: jax.sharding.Sharding = SingleDeviceSharding(device)
-            self._by_vocab: jax.sharding.Sharding = self.everywhere
-            self._by_feature: jax.sharding.Sharding = self.everywhere
-            by_head: jax.sharding.Sharding = self.everywhere
-        else:
-            self.everywhere = NamedSharding(attention.mesh, P())
-            self._by_vocab = sharding_of(("rows", "vocab"), attention.mesh)
-            self._by_feature = sharding_of(("rows", "rows", "mlp"), attention.mesh)
-            by_head = sharding_of(("rows", "heads"), attention.mesh)
-        scales: Any = jax.ShapeDtypeStruct((2, attention.spec.num_kv_heads), jnp.float32, sharding=by_head)
+        self._device = None if attention.mesh is not None else next(iter(leaves[0].sharding.device_set))
+        self.everywhere = self._sharding(())
+        scales: Any = jax.ShapeDtypeStruct(
+            (2, attention.spec.num_kv_heads), jnp.float32, sharding=self._sharding(("rows", "heads"))
+        )
         self.kv_scales_like: list[Any] = [scales if attention.spec.has_kv_scales else None] * model.config.num_layers
         self.state_like = self._describe_state()
+        describe = partial(
+            adapter_slots.describe, model.config, rank=config.max_lora_rank, dtype=model.dtype, sharding=self._sharding
+        )
+        self.adapters_like = describe(num_slots=config.max_loras) if config.max_loras else []
+        self.staged_like = describe(num_slots=1) if config.max_loras else []
         self.quantized_kernels = dequantized_copies.quantized_kernels(model, self.device.platform, attention.mesh)
 
     @property
@@ -109,14 +108,14 @@ class StepPrograms:
         return weights
 
     def step(self, bucket: Bucket) -> Program:
-        """(weights, scales of K/V, state, packed) -> (state, output), with the state in place."""
-        mode = self.config.logprobs_mode
+        """A `Step`, with the state in place."""
+        options: dict[str, Any] = {"logprobs_mode": self.config.logprobs_mode, "max_loras": self.config.max_loras}
         if bucket.num_drafts:
             drafts = self._drafter or self._lookup
             assert drafts is not None, "the ladder has drafts and the runner has none"
-            step = make_speculative_step(bucket, self._rebuild, self.attention, drafts, logprobs_mode=mode)
+            step = make_speculative_step(bucket, self._rebuild, self.attention, drafts, **options)
         elif bucket.num_steps > 1:
-            step = make_multi_step(bucket, self._rebuild, self.attention, logprobs_mode=mode)
+            step = make_multi_step(bucket, self._rebuild, self.attention, **options)
         else:
             lookup = self.config.lookup if self.tells_would_accept(bucket) else None
             pooling, drafter = self.config.pooling, self._drafter
@@ -127,10 +126,12 @@ class StepPrograms:
                 pooling=pooling,
                 lookup=lookup,
                 drafter=drafter,
-                logprobs_mode=mode,
+                **options,
             )
         packed = self.sent((PackedLayout(bucket).size,))
-        arguments = (self.weights_like, self.kv_scales_like, self.state_like, packed)
+        arguments: tuple[Any, ...] = (self.weights_like, self.kv_scales_like, self.state_like, packed)
+        if bucket.has_adapters:
+            arguments += (self.adapters_like,)
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
         # program would refuse it.
         kept = jax.tree.map(lambda x: x.sharding, self.state_like)
@@ -141,11 +142,16 @@ class StepPrograms:
         state = self.state_like
         reset = partial(reset_history, mesh=self.attention.mesh)
         block = (MASK_BLOCK, 1 + state.masks.shape[1])
-        return {
+        updates = {
             PATCH: self._update(apply_patches, state.slots, (2, PATCH_BLOCK)),
             BRING_MASKS: self._update(bring_masks, state.masks, block),
             RESET_HISTORY: self._update(reset, state.history, (HISTORY_BLOCK_SIZE,)),
         }
+        if self.config.max_loras:
+            arguments = (self.adapters_like, self.staged_like, self.sent((1,)))
+            placed = jax.tree.map(lambda x: x.sharding, self.adapters_like)
+            updates[WRITE_ADAPTER] = Program(adapter_slots.write, arguments, donated=0, out_shardings=placed)
+        return updates
 
     def products(self, bucket: Bucket) -> Callable[[Any, jax.Array], jax.Array]:
         """A function of (weights, tokens) with the matrix products and norms of the bucket's step and nothing else."""
@@ -159,7 +165,10 @@ class StepPrograms:
         return forward
 
     def name(self, key: Bucket | str) -> str:
-        """Of a stored program. Pooling decides the EMBED programs only, and the lookup those that use it."""
+        """Of a stored program. Pooling decides the EMBED programs only, the lookup those that use it, and the number of
+        adapters those that have any."""
+        if isinstance(key, Bucket) and key.has_adapters:
+            return f"{self.name(replace(key, has_adapters=False))} {self.config.max_loras} adapters"
         if isinstance(key, Bucket) and key.variant is Variant.EMBED:
             return f"{key} {self.config.pooling}"
         if isinstance(key, Bucket) and self.tells_would_accept(key):
@@ -185,6 +194,10 @@ class StepPrograms:
         packed[parts["patch_indices"]] = nowhere
         masks = np.full((MASK_BLOCK, 1 + self.state_like.masks.shape[1]), num_slots, np.int32)
         return StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,), masks=(masks,))
+
+    def _sharding(self, axes: Sequence[str]) -> jax.sharding.Sharding:
+        """Of an array with these logical axes."""
+        return sharding_of(axes, self.attention.mesh) if self._device is None else SingleDeviceSharding(self._device)
 
     def sent(self, shape: tuple[int, ...]) -> Any:
         """An int32 array from the host, as a ShapeDtypeStruct."""
@@ -219,7 +232,7 @@ class StepPrograms:
         slots, vocab, spec = self.config.max_num_seqs, self.model_config.vocab_size, self.attention.spec
         pages = self.attention.kv_pages(self._num_pages + 1)  # and the null page
         kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self.everywhere)
-        history: Any = jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._by_vocab)
+        history: Any = jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._sharding(("rows", "vocab")))
         pages_per_seq = -(-self.config.max_model_len // spec.page_size)
         return DeviceState(
             slots=self.sent((slots, SlotLayout.width(pages_per_seq))),
@@ -237,7 +250,7 @@ class StepPrograms:
         if drafter.reads_features:
             width, dtype = self._features
             shape = (num_pages, self.attention.spec.page_size, width)
-            features = jax.ShapeDtypeStruct(shape, dtype, sharding=self._by_feature)
+            features = jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(("rows", "rows", "mlp")))
         return DraftPages(kv=[kv] * self._draft_layers, filled=self.sent((num_pages,)), features=features)
 
 

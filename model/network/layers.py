@@ -18,6 +18,7 @@ from flax import nnx
 
 from model.config import LlamaConfig
 from model.network.linear import Linear
+from model.network.lora import LayerAdapters, with_adapters
 from model.network.rope import rotate
 from pallas_kernels.cpu import per_token
 
@@ -86,14 +87,21 @@ class Attention(nnx.Module):
         self.out = linear((config.hidden_size, config.num_heads * config.head_dim), ("embed", "heads"))
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend | AttendProjected
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        kv: Any,
+        attend: Attend | AttendProjected,
+        adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, Any]:
-        columns = self.qkv(x)
+        columns = with_adapters(adapters, "attention.qkv", x, self.qkv(x))
         if isinstance(attend, AttendProjected):
             attended, kv = attend.attend(columns, cos, sin, kv)
-            return self.out(attended), kv
-        attended, kv = attend(*self._rotated(columns, cos, sin), kv)
-        return self.out(attended.reshape(x.shape[0], -1)), kv
+        else:
+            attended, kv = attend(*self._rotated(columns, cos, sin), kv)
+            attended = attended.reshape(x.shape[0], -1)
+        return with_adapters(adapters, "attention.out", attended, self.out(attended)), kv
 
     def _rotated(self, columns: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The queries [T, N, H], keys and values [T, K, H]."""
@@ -122,16 +130,19 @@ class Mlp(nnx.Module):
         self.gate_up = linear((2 * mlp, embed), ("mlp", "embed"))
         self.down = linear((embed, mlp), ("embed", "mlp"))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        tokens = x.shape[0]
+    def __call__(self, x: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
+        gated = self._gated(with_adapters(adapters, "mlp.gate_up", x, self.gate_up(x)), x.dtype)
+        return with_adapters(adapters, "mlp.down", gated, self.down(gated))
+
+    def _gated(self, columns: jax.Array, dtype: Any) -> jax.Array:
+        """The inputs [T, F] of the second product."""
         if self.in_c:
-            return self.down(per_token.gate(self.gate_up(x)))
-        groups = self.gate_up(x).reshape(tokens, self.num_shards, -1)
+            return per_token.gate(columns)
+        groups = columns.reshape(columns.shape[0], self.num_shards, -1)
         if self.gate_up.for_cpu:  # in bfloat16 a CPU rounds after every operation, which takes most of its time
             groups = groups.astype(jnp.float32)
         gate, up = jnp.split(groups, 2, axis=-1)
-        gated = (jax.nn.silu(gate) * up).reshape(tokens, -1)
-        return self.down(gated.astype(x.dtype))
+        return (jax.nn.silu(gate) * up).reshape(columns.shape[0], -1).astype(dtype)
 
 
 class DecoderLayer(nnx.Module):
@@ -144,8 +155,14 @@ class DecoderLayer(nnx.Module):
         self.mlp = Mlp(config, linear, num_shards=num_shards)
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: Any, attend: Attend | AttendProjected
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        kv: Any,
+        attend: Attend | AttendProjected,
+        adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, Any]:
-        attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend)
+        attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend, adapters)
         x, normed = self.mlp_norm.of_sum(x, attended)
-        return x + self.mlp(normed), kv
+        return x + self.mlp(normed, adapters), kv

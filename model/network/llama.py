@@ -19,6 +19,7 @@ from model.config import LlamaConfig
 from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
 from model.network.linear import Linear, normal_param, rows_of
 from model.network.linear_method import multiply
+from model.network.lora import StepAdapters
 from model.network.rope import inverse_frequencies, rotation
 from model.quantization.forms import Rounding, WeightForm
 
@@ -88,9 +89,14 @@ class Llama(nnx.Module):
         kv: Sequence[Any],
         attend: Attend | AttendProjected,
         taps: Sequence[int] = (),
+        adapters: StepAdapters | None = None,
     ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
         """As `__call__`, and the inputs [T, D] of the layers `taps`, in that order. The input of a layer behind the
-        last one is the last one's output."""
+        last one is the last one's output.
+
+        Args:
+            adapters: of the tokens; None: they have none.
+        """
         if len(kv) != self.config.num_layers:
             raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
         x, cos, sin = self.embed(tokens, positions)
@@ -98,7 +104,8 @@ class Llama(nnx.Module):
         for number, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
             if number in taps:
                 tapped[number] = x
-            x, layer_kv = layer(x, cos, sin, layer_kv, attend)
+            of_layer = None if adapters is None else adapters.of_layer(number)
+            x, layer_kv = layer(x, cos, sin, layer_kv, attend, of_layer)
             new_kv.append(layer_kv)
         tapped[len(new_kv)] = x
         return self.norm(x), new_kv, [tapped[number] for number in taps]

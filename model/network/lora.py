@@ -1,11 +1,25 @@
-"""LoRA adapters (arXiv 2106.09685) of many requests in one step."""
+"""LoRA adapters (arXiv 2106.09685) of many requests in one step.
+
+The chips hold the adapters in slots. A projection's slots are two arrays: A of all slots, and B of all slots. A token's
+inputs are multiplied with A of all slots, what other slots than its own gave becomes zero, and the rest is multiplied
+with B of all slots. These are two dense products without a gather or a sort, and the zeros add nothing: a token's sums
+are the same whoever shares its step.
+
+Shape legend: `T` tokens of a step (padded), `P` projections of a fused `Linear`, `S` adapter slots, `R` the rank to
+which all adapters are padded, `D` inputs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from model.network.linear_method import multiply
 
 # The projections that an adapter may change, in the names of checkpoints, of each fused `Linear` of a layer in the
 # order of its outputs.
@@ -23,9 +37,74 @@ class LoraWeights:
 
     Args:
         identity: of its weights, from their bytes; above 0 and below 2**63.
-        layers: for each layer, (A [rank, in], B [out, rank]) by the projection's name, both float32. B has been multiplied by
-            the adapter's scale. A projection that the adapter leaves as it is has no entry.
+        layers: for each layer, (A [rank, in], B [out, rank]) by the projection's name, both float32. B has been
+            multiplied by the adapter's scale. A projection that the adapter leaves as it is has no entry.
     """
 
     identity: int
     layers: Sequence[Mapping[str, tuple[np.ndarray, np.ndarray]]]
+
+
+# A [P, S * R, D], and for each projection B [S * R, outputs]. Of one adapter, S is 1.
+Slots = tuple[jax.Array, tuple[jax.Array, ...]]
+# For each layer, the slots of a `Linear` by its name in `TARGETS`.
+AdapterSlots = Sequence[Mapping[str, Slots]]
+
+
+@dataclass(frozen=True)
+class LayerAdapters:
+    """The adapters of a step's tokens in one layer.
+
+    Args:
+        is_own: bool[T, S * R], whether a slot is the token's own.
+        num_shards: groups into which the outputs of a fused `Linear` are divided (`layers.Attention`).
+    """
+
+    slots: Mapping[str, Slots]
+    is_own: jax.Array
+    num_shards: int
+
+    def add(self, name: str, inputs: jax.Array, outputs: jax.Array) -> jax.Array:
+        """The outputs [T, out] of a `Linear` of these inputs [T, D], with what the tokens' adapters add to them."""
+        a, of_parts = self.slots[name]
+        reduced = multiply(inputs, a.reshape(-1, a.shape[-1]), for_cpu=False).reshape(-1, *a.shape[:2])
+        reduced = jnp.where(self.is_own[:, None], reduced, 0)
+        added = [_product(reduced[:, part], b) for part, b in enumerate(of_parts)]
+        return outputs + self._fused(added).astype(outputs.dtype)
+
+    def _fused(self, parts: list[jax.Array]) -> jax.Array:
+        """The outputs [T, n] of each projection, in the order of the fused one."""
+        if len(parts) == 1:
+            return parts[0]
+        groups = [part.reshape(part.shape[0], self.num_shards, -1) for part in parts]
+        return jnp.concatenate(groups, axis=-1).reshape(parts[0].shape[0], -1)
+
+
+@dataclass(frozen=True)
+class StepAdapters:
+    """The adapters of a step's tokens. Arguments as for `LayerAdapters`."""
+
+    slots: AdapterSlots
+    is_own: jax.Array
+    num_shards: int
+
+    @classmethod
+    def of_tokens(cls, slots: AdapterSlots, of_tokens: jax.Array, *, num_slots: int, num_shards: int) -> StepAdapters:
+        """The adapters in the slots i32[T] of the tokens, from 1; 0: the token has none."""
+        num_places = slots[0]["attention.out"][0].shape[1]
+        of_place = jnp.arange(num_places, dtype=jnp.int32) // (num_places // num_slots) + 1
+        return cls(slots, of_tokens[:, None] == of_place, num_shards)
+
+    def of_layer(self, number: int) -> LayerAdapters:
+        """Those of one layer."""
+        return LayerAdapters(self.slots[number], self.is_own, self.num_shards)
+
+
+def with_adapters(adapters: LayerAdapters | None, name: str, inputs: jax.Array, outputs: jax.Array) -> jax.Array:
+    """`LayerAdapters.add`; the outputs as they are if the tokens have no adapters."""
+    return outputs if adapters is None else adapters.add(name, inputs, outputs)
+
+
+def _product(inputs: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None
+    return jnp.dot(inputs, b, precision=precision, preferred_element_type=inputs.dtype)

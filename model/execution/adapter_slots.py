@@ -1,0 +1,127 @@
+"""The arrays in which a device holds LoRA adapters, and the program that writes one of them.
+
+Shape legend: as in `model.network.lora`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Sharding
+
+from model.config import LlamaConfig
+from model.network.lora import TARGETS, AdapterSlots, LoraWeights
+
+# The logical axes of the outputs and inputs of each of these.
+_AXES = {
+    "attention.qkv": ("heads", "embed"),
+    "attention.out": ("embed", "heads"),
+    "mlp.gate_up": ("mlp", "embed"),
+    "mlp.down": ("embed", "mlp"),
+}
+_KV = ("k_proj", "v_proj")  # their rows are those of KV heads, which may be stored repeatedly
+
+
+def describe(
+    config: LlamaConfig, *, num_slots: int, rank: int, dtype: Any, sharding: Callable[[Sequence[str]], Sharding]
+) -> list[dict[str, Any]]:
+    """`AdapterSlots` as ShapeDtypeStructs. What is split over the chips is split as in the `Linear` beside it: B by
+    outputs, or A by inputs. No product needs another exchange than the `Linear` does.
+
+    Args:
+        config: with the stored number of KV heads (`sharding.stored_config`).
+        rank: of a slot.
+        sharding: of an array with these logical axes (`sharding.RULES`).
+    """
+
+    def array(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes))
+
+    layer = {}
+    for name, parts in TARGETS.items():
+        outputs, inputs = _AXES[name]
+        a = array((len(parts), num_slots * rank, _num_in(config, name)), ("rows", "rows", inputs))
+        widths = [_width(config, part) for part in parts]
+        layer[name] = (a, tuple(array((num_slots * rank, width), ("rows", outputs)) for width in widths))
+    return [layer] * config.num_layers
+
+
+def _width(config: LlamaConfig, projection: str) -> int:
+    match projection:
+        case "q_proj":
+            return config.num_heads * config.head_dim
+        case "k_proj" | "v_proj":
+            return config.num_kv_heads * config.head_dim
+        case "o_proj" | "down_proj":
+            return config.hidden_size
+    return config.intermediate_size
+
+
+def staged(weights: LoraWeights, config: LlamaConfig, like: AdapterSlots) -> list[dict[str, Any]]:
+    """An adapter on the devices, as `like`, which is `describe` of one slot: padded to the rank, and with KV heads
+    repeated as in `config`."""
+
+    def array(values: np.ndarray, like: Any) -> jax.Array:
+        values = values.astype(like.dtype)
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: values[index])
+
+    return [
+        {
+            name: jax.tree.map(array, _padded(layer, name, config, like_layer[name]), like_layer[name])
+            for name in TARGETS
+        }
+        for layer, like_layer in zip(weights.layers, like, strict=True)
+    ]
+
+
+def _padded(
+    layer: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, config: LlamaConfig, like: Any
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The arrays of one `Linear`, with zeros for projections that the adapter leaves as they are."""
+    a, bs = np.zeros(like[0].shape, np.float32), [np.zeros(b.shape, np.float32) for b in like[1]]
+    for number, part in enumerate(TARGETS[name]):
+        if part in layer:
+            own_a, own_b = layer[part]
+            a[number, : len(own_a)] = own_a
+            bs[number][: len(own_a)] = _with_repeated_heads(own_b, config, part).T
+    return a, tuple(bs)
+
+
+def _num_in(config: LlamaConfig, name: str) -> int:
+    _, inputs = _AXES[name]
+    sizes = {"embed": config.hidden_size, "mlp": config.intermediate_size}
+    return sizes.get(inputs, config.num_heads * config.head_dim)
+
+
+def _with_repeated_heads(b: np.ndarray, config: LlamaConfig, projection: str) -> np.ndarray:
+    """B [out, rank] with the rows of each KV head as often as it is stored."""
+    times = _width(config, projection) // len(b)
+    if projection not in _KV or times == 1:
+        return b
+    heads = b.reshape(-1, config.head_dim, b.shape[1])
+    return np.repeat(heads, times, axis=0).reshape(-1, b.shape[1])
+
+
+def write(slots: AdapterSlots, adapter: AdapterSlots, slot: jax.Array) -> AdapterSlots:
+    """The slots with an adapter's arrays in one of them. To be compiled with `slots` donated.
+
+    Args:
+        adapter: of one slot.
+        slot: i32[1], from 1.
+    """
+
+    def placed(whole: jax.Array, part: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(whole, part, (slot[0] - 1) * part.shape[-2], axis=whole.ndim - 2)
+
+    return jax.tree.map(placed, slots, adapter)
+
+
+def bytes_of(described: AdapterSlots) -> int:
+    """On one device."""
+    leaves = jax.tree.leaves(described)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
