@@ -262,6 +262,8 @@ class ModelRunner:
             raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
         if step.bucket in programs.untried:
             self._try(step.bucket)
+        for write in step.adapters:
+            self._write_adapter(write)
         state = self.state
         slots, history, masks = state.slots, state.history, state.masks
         for patches in step.patches:
@@ -273,8 +275,6 @@ class ModelRunner:
         for block in step.masks:
             masks = programs.bring_masks(masks, block)
         state = DeviceState(slots=slots, history=history, masks=masks, kv=state.kv, text=state.text, draft=state.draft)
-        for write in step.adapters:
-            self._write_adapter(write)
         adapters = (self.adapters,) if step.bucket.has_adapters else ()
         self.state, output = programs.steps[step.bucket](self.weights, self._kv_scales, state, step.packed, *adapters)
         output.copy_to_host_async()

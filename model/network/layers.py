@@ -131,18 +131,23 @@ class Mlp(nnx.Module):
         self.down = linear((embed, mlp), ("embed", "mlp"))
 
     def __call__(self, x: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
-        gated = self._gated(with_adapters(adapters, "mlp.gate_up", x, self.gate_up(x)), x.dtype)
+        gated = self._gated(x, adapters)
         return with_adapters(adapters, "mlp.down", gated, self.down(gated))
 
-    def _gated(self, columns: jax.Array, dtype: Any) -> jax.Array:
+    def _gated(self, x: jax.Array, adapters: LayerAdapters | None) -> jax.Array:
         """The inputs [T, F] of the second product."""
+        columns, name = self.gate_up(x), "mlp.gate_up"
         if self.in_c:
-            return per_token.gate(columns)
+            return per_token.gate(with_adapters(adapters, name, x, columns))
         groups = columns.reshape(columns.shape[0], self.num_shards, -1)
         if self.gate_up.for_cpu:  # in bfloat16 a CPU rounds after every operation, which takes most of its time
             groups = groups.astype(jnp.float32)
         gate, up = jnp.split(groups, 2, axis=-1)
-        return (jax.nn.silu(gate) * up).reshape(columns.shape[0], -1).astype(dtype)
+        if adapters is not None:  # added to each half: joined first, both would be written and read once more
+            gate, up = (
+                half + part.reshape(half.shape) for half, part in zip((gate, up), adapters.parts(name, x), strict=True)
+            )
+        return (jax.nn.silu(gate) * up).reshape(x.shape[0], -1).astype(x.dtype)
 
 
 class DecoderLayer(nnx.Module):

@@ -64,20 +64,18 @@ class LayerAdapters:
     is_own: jax.Array
     num_shards: int
 
-    def add(self, name: str, inputs: jax.Array, outputs: jax.Array) -> jax.Array:
-        """The outputs [T, out] of a `Linear` of these inputs [T, D], with what the tokens' adapters add to them."""
+    def parts(self, name: str, inputs: jax.Array) -> list[jax.Array]:
+        """What the tokens' adapters add to the outputs of a `Linear` of these inputs [T, D]: [T, n] of each of its
+        projections."""
         a, of_parts = self.slots[name]
         reduced = multiply(inputs, a.reshape(-1, a.shape[-1]), for_cpu=False).reshape(-1, *a.shape[:2])
         reduced = jnp.where(self.is_own[:, None], reduced, 0)
-        added = [_product(reduced[:, part], b) for part, b in enumerate(of_parts)]
-        return outputs + self._fused(added).astype(outputs.dtype)
+        return [_product(reduced[:, part], b) for part, b in enumerate(of_parts)]
 
-    def _fused(self, parts: list[jax.Array]) -> jax.Array:
-        """The outputs [T, n] of each projection, in the order of the fused one."""
-        if len(parts) == 1:
-            return parts[0]
-        groups = [part.reshape(part.shape[0], self.num_shards, -1) for part in parts]
-        return jnp.concatenate(groups, axis=-1).reshape(parts[0].shape[0], -1)
+    def add(self, name: str, inputs: jax.Array, outputs: jax.Array) -> jax.Array:
+        """The outputs [T, out] of a `Linear` of these inputs, with what the adapters add to them."""
+        groups = [part.reshape(part.shape[0], self.num_shards, -1) for part in self.parts(name, inputs)]
+        return outputs + jnp.concatenate(groups, axis=-1).reshape(outputs.shape)
 
 
 @dataclass(frozen=True)

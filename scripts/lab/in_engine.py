@@ -69,6 +69,12 @@ class Recorder:
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
         self._runner.compile_later(bucket, report)
 
+    def stage_adapter(self, adapter: int) -> None:
+        self._runner.stage_adapter(adapter)
+
+    def unstage_adapter(self, adapter: int) -> None:
+        self._runner.unstage_adapter(adapter)
+
     def recover(self) -> None:
         self._runner.recover()
 

@@ -13,7 +13,16 @@ from flax import nnx
 
 from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
-from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, StepOutput
+from batcher.step import (
+    MASK_BLOCK,
+    PATCH_BLOCK,
+    AdapterWrite,
+    Bucket,
+    PackedLayout,
+    PenaltyReset,
+    StepInput,
+    StepOutput,
+)
 from model.config import LlamaConfig
 from model.execution.kv_range import measured_range
 from model.execution.memory_plan import RunnerConfig
@@ -112,6 +121,7 @@ class Row:
     num_computed: int = 0
     has_emitted: bool = False  # in this slot: its LAST_TOKEN is this row's
     mask: np.ndarray | None = None  # i32[num_mask_words] of every token that it draws
+    adapter_slot: int = 0  # of its LoRA adapter; 0: it has none
 
     @property
     def tokens(self) -> list[int]:
@@ -127,6 +137,7 @@ def admission(row: Row, width: int) -> np.ndarray:
     s, at = row.sampling, SlotLayout.at
     state = np.zeros(width, np.int32)
     state[SlotLayout.KV_LEN] = row.num_computed
+    state[SlotLayout.ADAPTER] = row.adapter_slot
     state[at("top_k")] = s.top_k
     floats = bits(s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty, s.repetition_penalty)
     names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -154,6 +165,7 @@ def pack(
     width: int,
     admit: list[Row] = (),
     from_host: bool = False,  # send the tokens of decodes, too, instead of -1
+    adapters: tuple[AdapterWrite, ...] = (),
 ) -> StepInput:
     """Decodes first. A row emits if its chunk reaches its last known token."""
     chunks = sorted(chunks, key=lambda chunk: chunk[1] != 1)
@@ -194,6 +206,7 @@ def pack(
         patches=tuple(blocks),
         penalty_resets=resets,
         masks=() if block is None else (block,),
+        adapters=adapters,
     )
 
 

@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--num-drafts", type=int, default=3)
     parser.add_argument("--acceptance", type=float, default=0.7, help="of each draft after right ones")
     parser.add_argument("--variant", type=Variant, default=Variant.GREEDY, choices=[Variant.GREEDY, Variant.SAMPLE])
+    parser.add_argument("--max-loras", type=int, default=0, help="slots of LoRA adapters (0: a step without any)")
+    parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--attention", choices=("own", "jax"), default="own", help="jax: the kernel that JAX ships")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each row, for the bytes that are read")
     parser.add_argument("--num-pages", type=int, help=f"besides the null page (default: {NUM_PAGES})")
@@ -128,6 +130,8 @@ def compile_step(
     num_drafts: int = 3,
     acceptance: float = 0.7,
     variant: Variant = Variant.GREEDY,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
     attention: str = "own",
     context: int = 2048,
     num_pages: int | None = None,
@@ -163,10 +167,17 @@ def compile_step(
     if attention == "jax":
         own = JaxAttention(own.spec, own.backend, mesh, own.axis)
     count = 0 if network is None else num_drafts
-    bucket = Bucket(num_tokens=tokens or rows * (1 + count), num_rows=rows, variant=variant, num_drafts=count)
+    bucket = Bucket(
+        num_tokens=tokens or rows * (1 + count),
+        num_rows=rows,
+        variant=variant,
+        num_drafts=count,
+        has_adapters=max_loras > 0,
+    )
     limits = RunnerConfig(
         max_num_seqs=max(rows, max_num_seqs or NUM_SLOTS[platform]), max_model_len=max_model_len,
         max_num_batched_tokens=max(MAX_TOKENS, bucket.num_tokens), draft_pass_tokens=DRAFT_PASS_TOKENS,
+        max_loras=max_loras, max_lora_rank=max_lora_rank,
     )  # fmt: skip
     draft = None if network is None else (network, attention_of(network.config, "bfloat16"))
     num_pages = num_pages or NUM_PAGES[platform]
@@ -203,7 +214,7 @@ def compile_step(
         "target": target, "devices": mesh.size, "preset": preset, "layers": config.num_layers,
         "quantization": quantization,
         "kv_dtype": KV_DTYPES[kv_cache_dtype], "num_tokens": bucket.num_tokens, "num_rows": rows,
-        "drafts": drafts, "num_drafts": count, "options": options or {}, **seconds,
+        "max_loras": max_loras, "drafts": drafts, "num_drafts": count, "options": options or {}, **seconds,
         "argument_bytes": memory.argument_size_in_bytes,
         "state_bytes": sum(map(_bytes, jax.tree.leaves(state))),
         "kv_bytes": own.page_bytes() * (1 + num_pages) * config.num_layers,

@@ -38,6 +38,12 @@ class InstantRunner:
             self._handles[rows] = _Handle(output)
         return self._handles[rows]
 
+    def stage_adapter(self, adapter: int) -> None:
+        raise NotImplementedError("the simulated engine has no adapters")
+
+    def unstage_adapter(self, adapter: int) -> None:
+        raise NotImplementedError("the simulated engine has no adapters")
+
     def recover(self) -> None:
         raise RuntimeError("nothing ever fails here")
 
