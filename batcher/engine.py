@@ -246,6 +246,7 @@ class Engine:
         for the steps in flight and ends the threads. May be called again, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
+        self._staging_thread.close()
         self._inbox.stop()
         is_stuck = isinstance(self.death, StepTimeoutError)  # who waits for the device then waits for ever
         if self._threads:
@@ -258,7 +259,8 @@ class Engine:
             while self.core.in_flight:
                 self._take([_result(self.core.in_flight[0])])
         self._mask_threads.close()
-        self._staging_thread.close(wait=not is_stuck)
+        if not is_stuck:
+            self._staging_thread.join()
 
     # --- without threads ---
 

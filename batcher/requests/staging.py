@@ -44,6 +44,7 @@ class StagingThread:
         self._on_failure = on_failure
         self._asked: SimpleQueue[int | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def ask(self, adapter: int) -> None:
         """The adapter is to be staged."""
@@ -52,14 +53,18 @@ class StagingThread:
             self._thread.start()
         self._asked.put(adapter)
 
-    def close(self, *, wait: bool) -> None:
-        """The thread ends after the adapter that it is at."""
+    def close(self) -> None:
+        """The thread is to end after the adapter that it is at."""
+        self._is_closed = True
         self._asked.put(None)
-        if wait and self._thread is not None:
+
+    def join(self) -> None:
+        """Waits until the thread has ended."""
+        if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while (adapter := self._asked.get()) is not None:
+        while (adapter := self._asked.get()) is not None and not self._is_closed:
             try:
                 self._on_staged(stage(self._runner, adapter))
             except Exception as error:

@@ -186,7 +186,6 @@ class AdapterSlots:
             if not self._rows[adapter]:
                 del self._rows[adapter]
                 self._use(self._slots[adapter])
-                self._is_stale = True
 
     def take_writes(self) -> list[AdapterWrite]:
         """Those of the step that is planned now."""

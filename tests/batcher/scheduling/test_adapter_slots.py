@@ -100,6 +100,25 @@ def test_a_pinned_adapter_is_not_replaced() -> None:
     assert writes(drive)[-1] == (1, 5)
 
 
+def test_the_slot_of_a_pinned_adapter_is_kept_for_nobody() -> None:
+    drive = make_drive(2)
+    drive.engine.pin_adapter(1)
+    add(drive, "pinned", adapter=1, num_tokens=40)
+    for i in range(2):
+        add(drive, f"more {i}", adapter=2, num_tokens=8)
+    drive.step()
+    with patch.object(adapter_slots, "MAX_PASSES", 0):
+        add(drive, "cold", adapter=3, num_tokens=40)
+        add(drive, "goes on", adapter=1)
+        add(drive, "kept out", adapter=2)
+        drive.step()
+        assert running(drive) == {"pinned", "more 0", "more 1", "goes on"}
+        while "cold" not in running(drive):
+            drive.step()
+        finish(drive)
+    assert writes(drive)[:3] == [(1, 1), (2, 2), (2, 3)]
+
+
 @pytest.mark.parametrize("max_loras", [0, 1])
 def test_one_slot_is_left_for_others(max_loras: int) -> None:
     with pytest.raises(ValueError, match=f"at most 0 of {max_loras}"):
@@ -168,6 +187,43 @@ def test_the_slot_with_the_fewest_rows_is_kept_for_the_one_that_waited_long() ->
         assert drive.heard["few"].finish_reason and drive.heard["passes"].finish_reason
         assert writes(drive) == [(1, 1), (2, 2), (2, 3)]
         finish(drive)
+
+
+def test_a_slot_that_is_kept_is_not_taken_by_another_cold_adapter() -> None:
+    drive = make_drive(1, num_slots=4)
+    add(drive, "base", adapter=0, num_tokens=50, client=1)
+    add(drive, "runs", adapter=1, client=1)
+    drive.step()
+    with patch.object(adapter_slots, "MAX_PASSES", 1):
+        add(drive, "waited long", adapter=2, client=1)
+        add(drive, "passes", adapter=1, client=1)
+        drive.step()
+        add(drive, "later", adapter=3, client=2)  # a client without a row goes first in the queue
+        finish(drive)
+    assert [adapter for _, adapter in writes(drive)] == [1, 2, 3]
+
+
+def test_passes_are_counted_anew_when_an_adapter_has_had_a_slot() -> None:
+    drive = make_drive(1, num_slots=2)
+    with patch.object(adapter_slots, "MAX_PASSES", 1):
+        add(drive, "first", adapter=1)
+        drive.step()
+        for i in range(4):
+            add(drive, f"x{i}", adapter=2, num_tokens=12 if i == 3 else 4)
+        add(drive, "passes x0", adapter=1)
+        while "x1" not in running(drive):
+            drive.step()
+        add(drive, "h", adapter=1)
+        for i in range(4, 7):
+            add(drive, f"x{i}", adapter=2)
+        while "h" not in running(drive):
+            drive.step()
+        assert drive.heard["x4"].outputs and not drive.heard["x5"].outputs  # x4 has passed h, and x5 may not
+        add(drive, "passes x5", adapter=1)
+        drive.step()
+        assert "passes x5" in running(drive)
+        finish(drive)
+    assert [adapter for _, adapter in writes(drive)] == [1, 2, 1, 2]
 
 
 def test_requests_of_a_better_priority_are_not_kept_out_for_one_that_waits() -> None:
