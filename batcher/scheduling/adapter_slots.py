@@ -29,7 +29,7 @@ from heapq import nsmallest
 from batcher.scheduling.request_state import RequestState
 from batcher.step import MAX_STAGED_ADAPTERS, AdapterWrite
 
-MAX_PASSES = 16
+MAX_PASSES = 16  # more would make requests wait longer, and fewer would exchange adapters more often
 
 
 def _place(seq: RequestState) -> tuple[int, int]:
