@@ -316,15 +316,28 @@ def test_others_are_served_while_an_adapter_is_staged() -> None:
     close(engine, runner)
 
 
-def test_many_adapters_on_threads() -> None:
-    listener, runner = Listener(), FakeRunner(CAPACITY)
+def test_many_adapters_on_threads_while_steps_fail_and_weights_change() -> None:
+    failing = {7, 20, 21, 40}
+
+    def fail(number: int) -> None:
+        if number in failing:
+            raise OSError("a hiccup")
+
+    listener, runner = Listener(), FakeRunner(CAPACITY, on_result=fail)
     engine = start(runner)
-    requests = [request(str(i), i % 7, num_tokens=3 + i % 9, first=10 + i % 5) for i in range(80)]
-    for one in requests:
+    requests = [request(str(i), i % 7, num_tokens=3 + i % 9, first=10 + i % 5) for i in range(120)]
+    for i, one in enumerate(requests):
         engine.add_request(one, listener)
-    check(requests, listener)
+        if i % 30 == 0:
+            engine.change(Change(work=lambda: None, on_done=lambda _error: None))
+        if i % 3 == 0:
+            listener.end(one.request_id)
+    codes = {one.request_id: listener.end(one.request_id).error_code for one in requests}
+    check([one for one in requests if codes[one.request_id] is None], listener)
+    assert set(codes.values()) == {None, ErrorCode.STEP_FAILED}
     assert engine.drain(PATIENCE_S)
     close(engine, runner)
+    assert runner.staged == set()
 
 
 def test_an_adapter_whose_requests_left_while_it_was_staged_is_unstaged() -> None:
