@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batcher.step import Bucket, Capacity, Variant
 
@@ -24,6 +24,7 @@ class BucketConfig:
     max_draft_rows: int = 0  # of the largest speculative program
     num_steps: int = 1  # most decode steps of one program
     max_multi_step_rows: int = 0  # of the largest program with several steps
+    adapters: bool = False  # each program has a second one, whose rows may have LoRA adapters
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -63,6 +64,8 @@ class BucketConfig:
             raise ValueError(f"the runner keeps no text to take drafts from: {self.num_drafts=}")
         if self.embeds != (capacity.pooling is not None):
             raise ValueError(f"one of runner and ladder embeds: {capacity.pooling=} {self.embeds=}")
+        if self.adapters != (capacity.max_loras > 0):
+            raise ValueError(f"one of runner and ladder has adapters: {capacity.max_loras=} {self.adapters=}")
 
 
 _EMBED_STRIDE = 2  # a program for every fourfold of tokens
@@ -79,7 +82,8 @@ class BucketLadder:
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
     limits: it is rare, and its programs are heavy. EMBED has every `_EMBED_STRIDE`-th T from the largest down, with the
     most rows of each. Speculative buckets and those of several steps have the row rungs of decodes up to their limits,
-    in both variants.
+    in both variants. With `adapters` each of these buckets exists twice. A step takes the bucket with `has_adapters` if
+    one of its rows has an adapter; other steps are faster in the bucket without.
     """
 
     def __init__(self, config: BucketConfig) -> None:
@@ -115,13 +119,12 @@ class BucketLadder:
         multi_step = [
             self._with_steps(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._multi_step
         ]
-        return sorted(
-            [*decodes, *mixed, *drafts, *multi_step, self._score, *(self._embed if self.config.embeds else ())]
-        )
+        plain = [*decodes, *mixed, *drafts, *multi_step, self._score, *(self._embed if self.config.embeds else ())]
+        return sorted([*plain, *map(_with_adapters, plain)] if self.config.adapters else plain)
 
     def needed_first(self) -> list[Bucket]:
-        """Buckets for a start: they hold every legal step of any variant, and a few requests do not pay for the
-        largest shapes."""
+        """Buckets for a start: they hold every legal step of any variant, with adapters and without, and a few requests
+        do not pay for the largest shapes."""
         rows, fewest = self._decode[-1], self._decode[0]
         light = min((t for t in self._tokens if t >= _LIGHT_TOKENS), default=self._tokens[-1])
         needed = {Bucket(rows, rows, Variant.SAMPLE), Bucket(fewest, fewest, Variant.SAMPLE)}
@@ -131,7 +134,7 @@ class BucketLadder:
             needed.add(self._with_drafts(self._draft[-1], Variant.SAMPLE))
         if self._multi_step:
             needed.add(self._with_steps(self._multi_step[-1], Variant.SAMPLE))
-        return sorted(needed)
+        return sorted(map(_with_adapters, needed) if self.config.adapters else needed)
 
     def fallback(self, bucket: Bucket, missing: Container[Bucket]) -> Bucket:
         """The smallest bucket besides `missing` ones whose program computes every step of `bucket`.
@@ -141,10 +144,24 @@ class BucketLadder:
         fitting = [other for other in self._buckets if other not in missing and _holds(other, bucket)]
         if not fitting:
             raise ValueError(f"there is no fallback for {bucket}: one of needed_first is missing")
-        return min(fitting, key=lambda other: (other.num_tokens, _rank(other), other.num_rows))
+        return min(fitting, key=lambda other: (other.num_tokens, other.has_adapters, _rank(other), other.num_rows))
 
-    def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
-        """The smallest bucket that holds the step. Raises ValueError if the step exceeds a limit."""
+    def choose(
+        self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant, has_adapters: bool = False
+    ) -> Bucket:
+        """The smallest bucket that holds the step. Raises ValueError if the step exceeds a limit.
+
+        Args:
+            has_adapters: whether one of the rows has an adapter.
+        """
+        return self._of(self._plain(num_tokens, num_rows, decode_only, variant), has_adapters)
+
+    def _of(self, plain: Bucket, has_adapters: bool) -> Bucket:
+        if has_adapters and not self.config.adapters:
+            raise ValueError(f"no program has adapters: {self.config}")
+        return _with_adapters(plain) if has_adapters else plain
+
+    def _plain(self, num_tokens: int, num_rows: int, decode_only: bool, variant: Variant) -> Bucket:
         c = self.config
         if not (1 <= num_rows <= c.max_num_seqs and num_rows <= num_tokens <= c.max_num_batched_tokens):
             raise ValueError(f"no step has this shape: {num_tokens=} {num_rows=} with {c}")
@@ -162,15 +179,19 @@ class BucketLadder:
                 return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], Variant.SAMPLE)
         raise AssertionError("the largest bucket holds every legal step")
 
-    def choose_speculative(self, num_rows: int, variant: Variant) -> Bucket | None:
+    def choose_speculative(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
         """The smallest speculative bucket with so many rows; None if there is none."""
         rung = bisect_left(self._draft, num_rows)
-        return self._with_drafts(self._draft[rung], variant) if rung < len(self._draft) else None
+        if rung == len(self._draft):
+            return None
+        return self._of(self._with_drafts(self._draft[rung], variant), has_adapters)
 
-    def choose_multi_step(self, num_rows: int, variant: Variant) -> Bucket | None:
+    def choose_multi_step(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
         """The smallest bucket of several steps with so many rows; None if there is none."""
         rung = bisect_left(self._multi_step, num_rows)
-        return self._with_steps(self._multi_step[rung], variant) if rung < len(self._multi_step) else None
+        if rung == len(self._multi_step):
+            return None
+        return self._of(self._with_steps(self._multi_step[rung], variant), has_adapters)
 
     def _with_steps(self, num_rows: int, variant: Variant) -> Bucket:
         return Bucket(num_rows, num_rows, variant, num_steps=self.config.num_steps)
@@ -198,6 +219,10 @@ class BucketLadder:
         return rest if below + later + step_cost_tokens < above else 0
 
 
+def _with_adapters(bucket: Bucket) -> Bucket:
+    return replace(bucket, has_adapters=True)
+
+
 def _rank(bucket: Bucket) -> int:
     """Each variant computes what those before it do, and more."""
     return list(Variant).index(bucket.variant)
@@ -205,11 +230,12 @@ def _rank(bucket: Bucket) -> int:
 
 def _holds(large: Bucket, small: Bucket) -> bool:
     """Whether a program computes every step of another one. A decode is also a step of a mixed program, and a step with
-    prompt tokens is none of a program for decodes only."""
+    prompt tokens is none of a program for decodes only. With adapters, a program also computes rows without them."""
     return (
         (large.num_drafts, large.num_steps) == (small.num_drafts, small.num_steps)
         and large.num_tokens >= small.num_tokens
         and large.num_rows >= small.num_rows
+        and large.has_adapters >= small.has_adapters
         and _rank(large) >= _rank(small)
         and (small.decode_only or not large.decode_only)
     )

@@ -126,6 +126,10 @@ class EngineCore:
         counts.num_preemptions = scheduler.num_preemptions
         counts.prefix_cache_queries = scheduler.prefix_queries
         counts.prefix_cache_hits = scheduler.prefix_hits
+        counts.num_adapters_resident = scheduler.adapters.num_resident
+        counts.num_adapters_staged = scheduler.adapters.num_staged
+        counts.num_adapter_loads = scheduler.adapters.num_writes
+        counts.running_of_adapters = scheduler.adapters.num_rows()
         counts.num_programs_to_come = len(self._deferred_programs)
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         counts.recent_steps = self._step_log.recent()
@@ -141,6 +145,15 @@ class EngineCore:
         except AssertionError as error:
             self._counts.integrity_failures += 1
             _log.error("the idle engine is inconsistent: %s", error)
+
+    # --- adapters ---
+
+    def next_to_stage(self, *, may_stage: bool) -> list[int]:
+        """The LoRA adapters to stage now. Unstages those that no request waits for any more."""
+        unwanted, wanted = self.scheduler.adapters.staging(may_stage=may_stage)
+        for adapter in unwanted:
+            self._runner.unstage_adapter(adapter)
+        return wanted
 
     # --- failure ---
 
@@ -168,7 +181,7 @@ class EngineCore:
             self._recompute()
 
     def _recompute(self) -> None:
-        """The device has lost pages and slots."""
+        """The device has lost pages, slots and adapter slots."""
         self._packer.forget()
         self.scheduler.recover()
 

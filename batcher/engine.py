@@ -8,6 +8,8 @@
     engine.add_request(request, on_output)   # thread-safe; on_output(RequestOutput) runs on the engine's thread
     engine.abort(request.request_id)         # thread-safe, at any time, repeatable
     engine.change(Change(...))               # thread-safe; other weights, between two steps
+    engine.pin_adapter(identity)             # thread-safe; a LoRA adapter that keeps its slot
+    engine.adapters_in_use()                 # thread-safe; the LoRA adapters of all requests
     engine.stats()                           # EngineStats: totals since start, gauges of now
     engine.shutdown(drain_s=10)              # waits 10 s for requests to finish, then aborts the rest
 
@@ -59,6 +61,7 @@ from batcher.inbox import Inbox, Result
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
 from batcher.requests.masks import Ask, MaskThreads, answer
+from batcher.requests.staging import StagingThread, stage
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.stats import EngineStats
@@ -97,6 +100,7 @@ class Engine:
         self._grammars = grammars
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
+        self._staging_thread = StagingThread(runner, self._inbox.staged, self._inbox.failed)
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
         self.core = EngineCore(runner, config, ladder, clock)
@@ -173,11 +177,28 @@ class Engine:
         """Makes the change soon, between two steps. Raises EngineClosedError or EngineDeadError."""
         self._inbox.change(change)
 
+    def pin_adapter(self, adapter: int) -> None:
+        """Once the LoRA adapter is in an adapter slot, it stays there. Raises ValueError if it would take the last one
+        that others can have."""
+        self.core.scheduler.adapters.pin(adapter)
+
+    def unpin_adapter(self, adapter: int) -> None:
+        """Others may take the adapter's slot again."""
+        self.core.scheduler.adapters.unpin(adapter)
+
+    def adapters_in_use(self) -> set[int]:
+        """The LoRA adapters of the requests that have not had their last output."""
+        return set(self._inbox.num_live_of_adapters())
+
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
         self._inbox.check_alive()
         stats = self.core.stats()
         stats.num_requests_waiting += self._inbox.num_arrived
+        if self._capacity.max_loras:
+            waiting = self._inbox.num_live_of_adapters()
+            waiting.subtract(stats.running_of_adapters)
+            stats.waiting_of_adapters = dict(+waiting)
         return stats
 
     @property
@@ -225,17 +246,21 @@ class Engine:
         for the steps in flight and ends the threads. May be called again, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
+        self._staging_thread.close()
         self._inbox.stop()
+        is_stuck = isinstance(self.death, StepTimeoutError)  # who waits for the device then waits for ever
         if self._threads:
             engine, reader = self._threads
             engine.join()
-            if not isinstance(self.death, StepTimeoutError):  # the reader then waits for the device, for ever
+            if not is_stuck:
                 reader.join()
         elif self.death is None:
             self._stop()
             while self.core.in_flight:
                 self._take([_result(self.core.in_flight[0])])
         self._mask_threads.close()
+        if not is_stuck:
+            self._staging_thread.join()
 
     # --- without threads ---
 
@@ -251,6 +276,7 @@ class Engine:
             self._take_inbox()
             self._make_changes()
             self._ask_for_masks(self._answer_here)
+            self._stage_here()
             dispatched = self._can_dispatch() and self.core.dispatch() is not None
             if self.core.in_flight and not (dispatched and self._can_dispatch()):
                 self._take([_result(self.core.in_flight[0])])
@@ -274,6 +300,8 @@ class Engine:
                     break
                 self._make_changes()
                 self._ask_for_masks(self._mask_threads.ask)
+                for adapter in self._next_to_stage():
+                    self._staging_thread.ask(adapter)
                 while self._can_dispatch() and (step := self.core.dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
@@ -328,10 +356,15 @@ class Engine:
             self._deliver(self.core.requests.abort(sequence, reason))
         for mask in news.masks:
             self._deliver(self.core.requests.take_mask(mask))
+        for staged in news.staged:
+            self._deliver(self.core.requests.take_staged(staged))
         self._deliver(self.core.requests.expire())
 
     def _can_dispatch(self) -> bool:
-        return self.core.can_dispatch() and not self._inbox.has_changes and not self._is_paused
+        return self.core.can_dispatch() and self._serves()
+
+    def _serves(self) -> bool:
+        return not self._inbox.has_changes and not self._is_paused
 
     def _make_changes(self) -> None:
         """Makes the changes that wait, if no step is in flight."""
@@ -388,6 +421,19 @@ class Engine:
         for ask in asks:
             self._deliver(self.core.requests.take_mask(answer(ask)))
 
+    # --- adapters ---
+
+    def _next_to_stage(self) -> list[int]:
+        return self.core.next_to_stage(may_stage=self._serves()) if self._capacity.max_loras else []
+
+    def _stage_here(self) -> None:
+        """Without threads: stages the adapters on the caller's thread."""
+        while adapters := self._next_to_stage():
+            for adapter in adapters:
+                self._deliver(self.core.requests.take_staged(stage(self._runner, adapter)))
+
+    # --- the end ---
+
     def _stop(self) -> None:
         self._take_inbox()
         while (change := self._inbox.take_change()) is not None:
@@ -396,7 +442,8 @@ class Engine:
 
     def _check_not_stuck(self) -> None:
         core = self.core
-        is_waiting = core.in_flight or core.requests.num_masks_wanted or self._inbox.has_changes or self._is_paused
+        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging
+        is_waiting = core.in_flight or is_asking or not self._serves()
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 
     def _die(self, error: Exception) -> None:

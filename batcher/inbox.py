@@ -1,4 +1,4 @@
-"""What other threads tell the engine's thread: arrivals, aborts, results, masks, changes, and that it is to end.
+"""What other threads tell the engine's thread: arrivals, aborts, results, masks, adapters, changes, and its end.
 
 One lock guards all of it. The engine's thread waits here until there is something to do, and takes the news in batches.
 """
@@ -6,6 +6,7 @@ One lock guards all of it. The engine's thread waits here until there is somethi
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from batcher.change import Change
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason
 from batcher.requests.masks import Answer
+from batcher.requests.staging import Staged
 from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
 
@@ -25,7 +27,12 @@ class News(NamedTuple):
     arrived: list[RequestState]
     aborted: list[tuple[RequestState, FinishReason]]  # not ids: those may be used again
     masks: list[Answer]
+    staged: list[Staged]
     forgets_prefixes: bool
+
+
+def _no_news() -> News:
+    return News([], [], [], [], forgets_prefixes=False)
 
 
 class Inbox:
@@ -43,7 +50,7 @@ class Inbox:
         self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
         # For those who wait until no request is live, or the engine is dead or about to stop.
         self._idle = threading.Condition(self._lock)
-        self._news = News([], [], [], False)
+        self._news = _no_news()
         self._results: list[Result] = []  # of steps in flight, in order
         self._changes: list[Change] = []
         self._num_hurried = 0  # masks that the next step waits for
@@ -103,6 +110,11 @@ class Inbox:
         with self._lock:
             return len(self._news.arrived)
 
+    def num_live_of_adapters(self) -> Counter[int]:
+        """Identity of a LoRA adapter -> its accepted requests that have not had their last output."""
+        with self._lock:
+            return Counter(seq.request.adapter for seq in self._live.values() if seq.request.adapter)
+
     # --- other news ---
 
     def forget_prefixes(self) -> None:
@@ -131,6 +143,12 @@ class Inbox:
             self._num_hurried -= len(masks)
             self._wake.notify()
 
+    def staged(self, adapter: Staged) -> None:
+        """An adapter has been staged, or cannot be."""
+        with self._lock:
+            self._news.staged.append(adapter)
+            self._wake.notify()
+
     def failed(self, error: Exception) -> None:
         """Another thread of the engine has failed: the engine cannot go on."""
         with self._lock:
@@ -157,8 +175,8 @@ class Inbox:
         if is_idle and (self._is_stopping or self._changes):
             return True
         news = self._news
-        has_news = self._results or news.arrived or news.aborted or news.masks or news.forgets_prefixes
-        return bool(has_news or (self._failure is not None and not self._is_stopping))
+        has_news = news.arrived or news.aborted or news.masks or news.staged or news.forgets_prefixes
+        return bool(self._results or has_news or (self._failure is not None and not self._is_stopping))
 
     def take_results(self) -> list[Result]:
         """The results that have arrived. Raises the failure of another thread, unless the engine is stopping."""
@@ -171,7 +189,7 @@ class Inbox:
     def take(self) -> News:
         """All that has come since the last call, other than results and changes."""
         with self._lock:
-            news, self._news = self._news, News([], [], [], False)
+            news, self._news = self._news, _no_news()
         return news
 
     def take_change(self) -> Change | None:

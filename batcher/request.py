@@ -100,6 +100,7 @@ class ErrorCode(StrEnum):
 
     QUEUE_DEADLINE = "queue_deadline"  # the request waited longer than its deadline_s (HTTP 503)
     GRAMMAR = "grammar"  # the grammar cannot be compiled or costs too much (HTTP 400)
+    ADAPTER = "adapter"  # the weights of its LoRA adapter cannot be read any more (HTTP 404)
     NOT_FINITE = "not_finite"  # the model gave NaN or infinity
     STEP_FAILED = "step_failed"  # a step that computed the request failed; other requests go on
     ENGINE_DEAD = "engine_dead"  # the engine stopped for good

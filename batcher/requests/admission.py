@@ -63,6 +63,8 @@ def make_request_state(
         raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} different tokens, not {len(bias_ids)}")
     if not -(2**127) <= request.cache_salt < 2**127:
         raise InvalidRequestError("cache_salt", f"cache_salt must fit in 128 bits, not {request.cache_salt}")
+    if request.adapter and not capacity.max_loras:
+        raise InvalidRequestError("adapter", "this engine runs no LoRA adapters: it was started without --enable-lora")
     if request.embeds and capacity.pooling is None:
         raise InvalidRequestError("embeds", "this engine makes no embeddings")
     return RequestState(

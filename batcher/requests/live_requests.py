@@ -11,6 +11,7 @@ from batcher.grammar import GrammarError
 from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.requests import counting
 from batcher.requests.masks import Answer, Ask
+from batcher.requests.staging import Staged
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.stats import EngineStats
@@ -98,6 +99,16 @@ class LiveRequests:
             self.num_compiling -= 1
             self._scheduler.add(seq)
         return []
+
+    def take_staged(self, staged: Staged) -> list[Delivery]:
+        """An adapter has been staged. If its weights cannot be read, the requests that wait for it end."""
+        adapters, error = self._scheduler.adapters, staged.error
+        adapters.staged(staged.adapter, is_there=error is None)
+        if error is None:
+            return []
+        message = f"the weights of this request's LoRA adapter cannot be read: {error}"
+        waiting = adapters.waiting_for(staged.adapter)
+        return [self.end(seq, FinishReason.ERROR, message, ErrorCode.ADAPTER) for seq in waiting]
 
     def end_all(self, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None) -> list[Delivery]:
         """Ends all requests."""

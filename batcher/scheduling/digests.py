@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from batcher.request import Request
 from batcher.scheduling.request_state import RequestState
 
 
@@ -12,11 +13,16 @@ def add_digests(seq: RequestState, page_size: int, most: int | None = None) -> b
     digests, count = seq.digests, seq.num_known // page_size
     stop = count if most is None else min(count, len(digests) + most)
     for page in range(len(digests), stop):
-        digests.append(next_digest(digests, seq.page_bytes(page, page_size), seq.request.cache_salt))
+        digests.append(next_digest(seq.request, digests, seq.page_bytes(page, page_size)))
     return stop >= count
 
 
-def next_digest(digests: list[bytes], content: bytes, salt: int) -> bytes:
-    """The digest of the page with `content`, the bytes of its tokens, that follows the pages with `digests`."""
-    parent = digests[-1] if digests else salt.to_bytes(16, "little", signed=True)
-    return blake2b(parent + content, digest_size=16).digest()
+def next_digest(request: Request, digests: list[bytes], content: bytes) -> bytes:
+    """The digest of the request's page with `content`, the bytes of its tokens, that follows those with `digests`."""
+    return blake2b((digests[-1] if digests else _root(request)) + content, digest_size=16).digest()
+
+
+def _root(request: Request) -> bytes:
+    """What all digests of a request follow from: its salt, and the weights that compute its K/V."""
+    root = request.cache_salt.to_bytes(16, "little", signed=True)
+    return root + request.adapter.to_bytes(16, "little", signed=True) if request.adapter else root

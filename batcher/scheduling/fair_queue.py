@@ -20,7 +20,8 @@ request waits for ever. Where there is one client, and each group has one reques
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from operator import attrgetter
 
 from batcher.scheduling.request_state import RequestState
@@ -84,7 +85,8 @@ class FairQueue:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # sorted
         self._num_waiting = 0
-        self._set_aside: dict[int, RequestState] = {}  # by arrival; these wait, but are not in the order
+        # By what they wait for, then by arrival; these wait, but are not in the order.
+        self._set_aside: defaultdict[Hashable, dict[int, RequestState]] = defaultdict(dict)
         self._nothing_for: RequestState | None = None  # that could take no row, since when no row has changed hands
 
     def __len__(self) -> int:
@@ -92,7 +94,8 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[RequestState]:
         """The waiting requests, in no order."""
-        yield from self._set_aside.values()
+        for aside in self._set_aside.values():
+            yield from aside.values()
         for level in self._levels.values():
             for client in level.clients.values():
                 for group in client.groups.values():
@@ -121,18 +124,21 @@ class FairQueue:
     def remove(self, seq: RequestState) -> None:
         """A waiting request waits no longer."""
         self._num_waiting -= 1
-        if self._set_aside.pop(seq.arrival, None) is None:
-            self._take_out(seq)
+        for waits_for, aside in self._set_aside.items():
+            if aside.pop(seq.arrival, None) is not None:
+                if not aside:
+                    del self._set_aside[waits_for]
+                return
+        self._take_out(seq)
 
-    def set_aside(self, seq: RequestState) -> None:
+    def set_aside(self, seq: RequestState, waits_for: Hashable) -> None:
         """A waiting request is passed over until `put_back`."""
         self._take_out(seq)
-        self._set_aside[seq.arrival] = seq
+        self._set_aside[waits_for][seq.arrival] = seq
 
-    def put_back(self, seqs: Iterable[RequestState] | None = None) -> None:
-        """Requests that were set aside are in the order again; None: all of them."""
-        for seq in list(self._set_aside.values()) if seqs is None else seqs:
-            del self._set_aside[seq.arrival]
+    def put_back(self, waits_for: Hashable) -> None:
+        """The requests that were set aside for this are in the order again."""
+        for seq in self._set_aside.pop(waits_for, {}).values():
             self._num_waiting -= 1
             self.add(seq)
 

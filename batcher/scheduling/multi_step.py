@@ -37,11 +37,13 @@ class SeveralSteps(OneToken):
         known = self._step_s.get(rows, last)
         self._step_s[rows] = known + _WEIGHT * (last - known)
 
-    def several(self, decodes: Sequence[RequestState], step: int, *, is_alone: bool) -> SeveralTokens | None:
+    def several(
+        self, decodes: Sequence[RequestState], step: int, *, is_alone: bool, has_adapters: bool = False
+    ) -> SeveralTokens | None:
         if not is_alone or any(seq.matcher is not None for seq in decodes):
             return None
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
-        bucket = self._ladder.choose_multi_step(len(decodes), variant)
+        bucket = self._ladder.choose_multi_step(len(decodes), variant, has_adapters=has_adapters)
         most = 1 if bucket is None else min(self._most_steps(bucket.num_rows), bucket.num_steps)
         return None if bucket is None or most == 1 else SeveralTokens(bucket, dict.fromkeys(decodes, most))
 

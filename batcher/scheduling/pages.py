@@ -5,8 +5,8 @@ it) or *reusable* (no sequence refers to it, but it holds the K/V of a stored pr
 always add up to the total. Page 0 is the null page: no request owns it, and page tables are padded with it.
 
 The prefix cache holds full pages only. A page's key is a digest of (parent digest, the page's tokens), and the root of
-the chain is the request's salt. Eviction takes the least recently released page. A sequence's pages are released last
-page first, so a prefix stays longer in the cache than the pages after it.
+the chain is the request's salt, with the identity of its LoRA adapter. Eviction takes the least recently released page.
+A sequence's pages are released last page first, so a prefix stays longer in the cache than the pages after it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batcher.scheduling.request_state import RequestState
-from batcher.step import Bucket
+from batcher.step import AdapterWrite, Bucket
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,4 +47,5 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[RequestState] = field(default_factory=list)
     masks: list[tuple[RequestState, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar
+    adapters: list[AdapterWrite] = field(default_factory=list)  # of the adapters that `admitted` brings to the slots
     grown: list[tuple[RequestState, int]] = field(default_factory=list)  # running rows and the indices of new pages

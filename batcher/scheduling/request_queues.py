@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from batcher.scheduling.adapter_slots import AdapterSlots
 from batcher.scheduling.columns import NEVER, SlotColumns
 from batcher.scheduling.digests import next_digest
 from batcher.scheduling.fair_queue import FairQueue
@@ -49,6 +50,7 @@ class RequestQueues:
         self.forecast: Forecast = OutputForecast(capacity.max_model_len)
         self.running: list[RequestState] = []  # sorted by key
         self.waiting = FairQueue(num_slots)
+        self.adapters = AdapterSlots(capacity.max_loras)
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens, at first admissions only
         self.prefix_hits = 0
@@ -72,6 +74,7 @@ class RequestQueues:
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.waiting.add(sequence)
+        self.adapters.add(sequence)
 
     def finish(self, sequence: RequestState) -> None:
         """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
@@ -80,6 +83,7 @@ class RequestQueues:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
+            self.adapters.remove(sequence)
             self.pool.let_go(sequence.prefix)
         sequence.state = State.FINISHED
 
@@ -111,7 +115,7 @@ class RequestQueues:
         for page in range(sequence.num_committed, count):
             content = sequence.page_bytes(page, self.page_size)
             if page == len(digests):
-                digests.append(next_digest(digests, content, sequence.request.cache_salt))
+                digests.append(next_digest(sequence.request, digests, content))
             self.pool.commit(sequence.pages[page], digests[page], content)
         sequence.num_committed = count
 
@@ -137,6 +141,7 @@ class RequestQueues:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.add(sequence)
+        self.adapters.add(sequence)
 
     # --- slots and pages ---
 
@@ -162,6 +167,8 @@ class RequestQueues:
         self.columns.enter(seq)
         seq.key = self.waiting.key(seq)
         self.waiting.admit(seq)
+        self.adapters.remove(seq)
+        self.adapters.enter(seq)
         insort(self.running, seq, key=_key)
         self._pages_at_limits += self._full_pages(seq)
         if self._outlook is not None:
@@ -178,13 +185,14 @@ class RequestQueues:
             insort(self._held, (seq.last_step, seq.slot, seq.pages))
         else:
             self._give_back(seq.slot, seq.pages)
-        seq.slot, seq.pages = -1, []
+        seq.slot, seq.adapter_slot, seq.pages = -1, 0, []
         seq.num_computed = seq.num_committed = seq.num_hit_pages = seq.num_stalls = 0
         seq.decoding = False
 
     def _give_back(self, slot: int, pages: list[int]) -> None:
         self.pool.release(pages)
         self._free_slots.append(slot)
+        self.adapters.give_back(slot)
 
     def _grow(self, seq: RequestState) -> tuple[RequestState, int]:
         """Gives the request one more page. Returns it with the page's index."""
@@ -206,6 +214,7 @@ class RequestQueues:
         for seq in reversed(list(self.running)):
             self.preempt(seq)
         self.pool.clear_cache()
+        self.adapters.forget()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, pages or queues are inconsistent."""
@@ -217,3 +226,4 @@ class RequestQueues:
         assert all(a.key < b.key for a, b in pairwise(self.running))
         assert all(seq.state is State.WAITING for seq in self.waiting)
         self.waiting.check_integrity(self.running)
+        self.adapters.check_integrity(self.running)

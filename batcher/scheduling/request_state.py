@@ -36,6 +36,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "adapter_slot",
         "allowed",
         "arrival",
         "arrived_s",
@@ -128,6 +129,7 @@ class RequestState:
         self.num_computed = 0
         self.decoding = False
         self.slot = -1
+        self.adapter_slot = 0  # of its LoRA adapter while it runs; 0: the base model
         self.pages: list[int] = []
         self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as computed
         self.prefix = StoredPrefix()  # of a waiting request

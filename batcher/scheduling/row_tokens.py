@@ -32,10 +32,12 @@ class OneToken:
     # Whether rows without drafts tell if the first one would have been right.
     tells_would_accept = False
 
-    def several(self, decodes: Sequence[RequestState], step: int, *, is_alone: bool) -> SeveralTokens | None:
+    def several(
+        self, decodes: Sequence[RequestState], step: int, *, is_alone: bool, has_adapters: bool = False
+    ) -> SeveralTokens | None:
         """What the rows of step number `step` may draw; None: one token each.
 
-        `is_alone`: all running requests decode in the step, and none waits.
+        `is_alone`: all running requests decode in the step, and none waits. `has_adapters`: one of them has an adapter.
         """
         return None
 

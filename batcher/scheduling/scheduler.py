@@ -10,7 +10,7 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
    its slot and pages, returns to the queue and is recomputed later.
 2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that run already
    or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
-3. Admission is in the order of the queue (exceptions: 4, 5 and 6). It gives a request all pages of its tokens to
+3. Admission is in the order of the queue (exceptions: 4, 5, 6 and 10). It gives a request all pages of its tokens to
    compute. It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`),
    must fit the pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full
    length. So the first request in the queue is always admitted in the end, and the running request with the lowest
@@ -27,6 +27,8 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
    that holds more, that one is preempted. Its full pages stay in the prefix cache, so little of it is computed again.
 9. In a step without prompts a row may draw several tokens, if the policy of the scheduler says so (`row_tokens.py`:
    drafts, or several steps in one program), within its limit and the pages that are available.
+10. A request whose LoRA adapter has to wait for an adapter slot is skipped, and may be passed so often
+    (`adapter_slots.py`). It keeps its place.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
 
 # Waiting requests that are looked at in one step and passed by others; it bounds the work for a long queue. Long
-# prompts that are known to wait for their turn are passed without a look.
+# prompts that are known to wait for their turn are passed without a look. Requests that wait for their adapters do not
+# count: the look is short, and they are not looked at again until something has changed for them.
 _MAX_PASSED = 8
 _MAX_STALLS = 16  # steps in a row; shorter than most recomputations, and a short delay for the client
 
@@ -62,6 +65,7 @@ class Verdict(Enum):
     NOT_READ = "it waits until its last token is read, and so do all requests after it"
     NO_MASK = "it waits for its mask; others may pass"
     NO_TURN = "it waits for another long prompt; others may pass"
+    NO_ADAPTER = "it waits for its LoRA adapter; others may pass"
 
 
 class Scheduler(RequestQueues):
@@ -160,11 +164,12 @@ class Scheduler(RequestQueues):
         started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
         num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
-        passed: list[RequestState] = []  # those that wait for a mask or for a page of this step
         num_passed = self._num_promised = 0
         is_full = False
         if self.long_prompts.may_begin(num_long):
-            self.waiting.put_back()
+            self.waiting.put_back(Verdict.NO_TURN)
+        for adapter in self.adapters.to_look_at_again():
+            self.waiting.put_back(adapter)
         time_left = self.step_budget.time - (self.token_budget - budget)
         while budget > 0:
             seq = started[0] if started else None
@@ -176,11 +181,11 @@ class Scheduler(RequestQueues):
                     is_full = True
                     if verdict is Verdict.NO_ROOM:
                         self._without_room, self._lacks_pages = seq, bool(self._free_slots)
+                elif verdict is Verdict.NO_ADAPTER:
+                    self.waiting.set_aside(seq, seq.request.adapter)
                 elif verdict is not Verdict.ADMITTED:
-                    self.waiting.set_aside(seq)
+                    self.waiting.set_aside(seq, verdict if verdict is Verdict.NO_TURN else Verdict.NEXT_STEP)
                     num_passed += 1
-                    if verdict is not Verdict.NO_TURN:
-                        passed.append(seq)
                 if verdict is not Verdict.ADMITTED:
                     continue
                 admitted.append(seq)
@@ -201,7 +206,7 @@ class Scheduler(RequestQueues):
             if self.prefix_caching:
                 first, last = seq.num_computed // self.page_size, (seq.num_computed + count) // self.page_size
                 in_this_step.update(seq.digests[first:last])
-        self.waiting.put_back(passed)
+        self.waiting.put_back(Verdict.NEXT_STEP)
         if chunks:
             self._trim(chunks, num_rows)
         return chunks, admitted
@@ -212,6 +217,8 @@ class Scheduler(RequestQueues):
             return Verdict.NOT_READ
         if seq.is_blocked:
             return Verdict.NO_MASK
+        if not self.adapters.may_enter(seq):
+            return Verdict.NO_ADAPTER
         prefix = seq.prefix
         if self.prefix_caching:
             add_digests(seq, self.page_size)
@@ -264,7 +271,10 @@ class Scheduler(RequestQueues):
         if work.chunks:
             return self._plan_ones(work)
         is_alone = not self.waiting and len(work.decodes) == len(self.running)
-        several = self.row_tokens.several(work.decodes, self.last_step + 1, is_alone=is_alone)
+        has_adapters = self._have_adapters(work.decodes)
+        several = self.row_tokens.several(
+            work.decodes, self.last_step + 1, is_alone=is_alone, has_adapters=has_adapters
+        )
         if several is None:
             return self._plan_ones(work)
         q_lens = {seq: self._fit(seq, most, work.grown) for seq, most in several.most.items()}
@@ -348,7 +358,13 @@ class Scheduler(RequestQueues):
         variant = next((variant for is_asked, variant in asked if is_asked), Variant.GREEDY)
         return StepPlan(
             number=number,
-            bucket=self._bucket(num_tokens, len(rows), decode_only=not longer, variant=variant),
+            bucket=self._bucket(
+                num_tokens,
+                len(rows),
+                decode_only=not longer,
+                variant=variant,
+                has_adapters=self._have_adapters(rows),
+            ),
             rows=rows,
             slots=self._slots(rows),
             q_lens=q_lens,
@@ -357,9 +373,18 @@ class Scheduler(RequestQueues):
             num_tokens=num_tokens,
             chunks=listed,
             admitted=work.admitted,
+            adapters=self.adapters.take_writes(),
             masks=masks,
             grown=work.grown,
         )
 
-    def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
-        return self.ladder.choose(num_tokens, num_rows, decode_only=decode_only, variant=variant)
+    def _have_adapters(self, rows: list[RequestState]) -> bool:
+        """Whether one of the rows has an adapter."""
+        return self.adapters.has_rows and any(seq.adapter_slot for seq in rows)
+
+    def _bucket(
+        self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant, has_adapters: bool
+    ) -> Bucket:
+        return self.ladder.choose(
+            num_tokens, num_rows, decode_only=decode_only, variant=variant, has_adapters=has_adapters
+        )

@@ -96,9 +96,11 @@ class Drafts(OneToken):
         if num_right:
             self._retries.was_right(last_step)
 
-    def several(self, decodes: Sequence[RequestState], step: int, *, is_alone: bool) -> SeveralTokens | None:
+    def several(
+        self, decodes: Sequence[RequestState], step: int, *, is_alone: bool, has_adapters: bool = False
+    ) -> SeveralTokens | None:
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
-        bucket = self._ladder.choose_speculative(len(decodes), variant)
+        bucket = self._ladder.choose_speculative(len(decodes), variant, has_adapters=has_adapters)
         if bucket is None or not any(map(may_have_drafts, decodes)):
             return None
         wanted = self._wanted(decodes, bucket)

@@ -37,8 +37,16 @@ class StaticScheduler(Scheduler):
         if not self.running:
             if self._held:
                 return None  # the previous batch still has rows in flight
-            while (seq := self.waiting.first()) and self._admit(seq, set()) is Verdict.ADMITTED:
-                admitted.append(seq)
+            for adapter in self.adapters.to_look_at_again():
+                self.waiting.put_back(adapter)
+            while seq := self.waiting.first():
+                verdict = self._admit(seq, set())
+                if verdict is Verdict.NO_ADAPTER:
+                    self.waiting.set_aside(seq, seq.request.adapter)
+                elif verdict is Verdict.ADMITTED:
+                    admitted.append(seq)
+                else:
+                    break
             self._batch_rows = len(admitted)
         chunks: list[tuple[RequestState, int]] = []
         budget = self.token_budget
@@ -86,7 +94,11 @@ class StaticScheduler(Scheduler):
         that a row draws is not stored."""
         return min(seq.num_prompt + longest, self.max_model_len) - 1
 
-    def _bucket(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
+    def _bucket(
+        self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant, has_adapters: bool
+    ) -> Bucket:
         if decode_only:
             num_tokens = num_rows = self._batch_rows
-        return super()._bucket(num_tokens, num_rows, decode_only=decode_only, variant=variant)
+        return super()._bucket(
+            num_tokens, num_rows, decode_only=decode_only, variant=variant, has_adapters=has_adapters
+        )

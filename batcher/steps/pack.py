@@ -22,7 +22,8 @@ class Packer:
     """Keeps a copy of the device's slot state, and sends only the values that differ.
 
     The device itself changes two columns, LAST_TOKEN and KV_LEN. LAST_TOKEN is never sent: a request decodes only after
-    one of its own steps has emitted a token. KV_LEN is sent at every admission.
+    one of its own steps has emitted a token. KV_LEN is sent at every admission. ADAPTER is an adapter slot, so it may
+    stay the same where the adapter in that slot is another one.
     """
 
     def __init__(self, capacity: Capacity, num_slots: int) -> None:
@@ -61,7 +62,14 @@ class Packer:
         resets = tuple(_penalty_reset(seq) for seq in plan.admitted if seq.has_penalties)
         allowed = [(seq, seq.allowed) for seq in plan.admitted if seq.allowed is not None and seq.matcher is None]
         masks = self._mask_blocks([*plan.masks, *allowed]) if plan.masks or allowed else ()
-        return StepInput(bucket=plan.bucket, packed=packed, patches=blocks, penalty_resets=resets, masks=masks)
+        return StepInput(
+            bucket=plan.bucket,
+            packed=packed,
+            patches=blocks,
+            penalty_resets=resets,
+            masks=masks,
+            adapters=tuple(plan.adapters),
+        )
 
     def _pack_tokens(self, plan: StepPlan, packed: np.ndarray, sections: dict[str, slice]) -> None:
         tokens = packed[sections["tokens"]]
@@ -135,7 +143,7 @@ def slot_state(seq: RequestState, page_size: int) -> tuple[np.ndarray, np.ndarra
 
     A list is sent without padding: the rest of its columns is never read.
     """
-    columns, values = [SlotLayout.KV_LEN], [seq.num_hit_pages * page_size]
+    columns, values = [SlotLayout.KV_LEN, SlotLayout.ADAPTER], [seq.num_hit_pages * page_size, seq.adapter_slot]
     for parameter_values, places in _PLACES:
         for (start, bits), value in zip(places, parameter_values(seq), strict=True):
             if isinstance(value, (int, float)):

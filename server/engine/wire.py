@@ -253,6 +253,7 @@ _STATUSES: dict[ErrorCode | None, int] = {
     ErrorCode.QUEUE_DEADLINE: 503,
     ErrorCode.ENGINE_DEAD: 503,
     ErrorCode.GRAMMAR: 400,
+    ErrorCode.ADAPTER: 404,
 }  # of an error
 
 

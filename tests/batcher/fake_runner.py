@@ -1,8 +1,9 @@
 """A runner in numpy that honours the packed contract to the letter and checks everything that can be checked.
 
 It keeps the same state as the device does, writes token ids where K/V would go, and "samples" a hash of the sampling
-parameters in the slot and of the whole prefix *as read through the page table*: a wrong page, slot, length, seed or a
-lost token changes the text. Steps are executed when a result is asked for, not before, so that a host that touches a
+parameters in the slot, of the adapter in its adapter slot, and of the whole prefix *as read through the page table*: a
+wrong page, slot, length, seed, adapter or a lost token changes the text. It also keeps which adapter has computed each
+position of a page. Steps are executed when a result is asked for, not before, so that a host that touches a
 buffer after handing it over is found out.
 """
 
@@ -20,6 +21,7 @@ from batcher.request import MAX_LOGPROBS, Pooling, Request
 from batcher.slots import SlotLayout
 from batcher.step import (
     MASK_BLOCK,
+    MAX_STAGED_ADAPTERS,
     PATCH_BLOCK,
     Bucket,
     Capacity,
@@ -51,6 +53,7 @@ class Draw:
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None  # by the mask
+    adapter: int = 0
 
     @property
     def has_penalties(self) -> bool:
@@ -62,7 +65,7 @@ class Draw:
             parts += [self.floats[:3], self.top_k, self.seed]
         if self.has_penalties:
             parts += [self.floats[3:], sorted(history.items())]
-        base = blake2b(prefix.astype(np.int32).tobytes(), digest_size=16)
+        base = blake2b(seen(prefix, self.adapter), digest_size=16)
         base.update(repr(parts).encode())
         if self.allowed is not None:
             open_ = [t for t in self.allowed if len(prefix) >= self.min_kv_len or t not in self.stop_ids]
@@ -74,6 +77,11 @@ class Draw:
             if len(prefix) >= self.min_kv_len or token not in self.stop_ids:
                 return token
             attempt += 1
+
+
+def seen(prefix: np.ndarray, adapter: int) -> bytes:
+    """What hidden states depend on."""
+    return prefix.astype(np.int32).tobytes() + (adapter.to_bytes(8, "little") if adapter else b"")
 
 
 def stop_ids_of(request: Request, eos_token_ids: tuple[int, ...]) -> set[int]:
@@ -95,6 +103,7 @@ def draw_of_request(request: Request, eos_token_ids: tuple[int, ...]) -> Draw:
         min_kv_len=len(request.prompt) + s.min_tokens if s.min_tokens else 0,
         stop_ids=tuple(sorted(stop_ids)) if s.min_tokens else (),
         bias=tuple((token, float(np.float32(bias))) for token, bias in s.logit_bias),
+        adapter=request.adapter,
     )
 
 
@@ -138,22 +147,22 @@ def fake_logprob(prefix: np.ndarray, token: int) -> float:
     return float(np.float32(-int.from_bytes(digest, "little") / 1000))
 
 
-def fake_hidden(prefix: np.ndarray) -> np.ndarray:
+def fake_hidden(prefix: np.ndarray, adapter: int) -> np.ndarray:
     """f32[FAKE_HIDDEN], of the last token of a prefix."""
-    digest = blake2b(prefix.astype(np.int32).tobytes(), digest_size=FAKE_HIDDEN).digest()
+    digest = blake2b(seen(prefix, adapter), digest_size=FAKE_HIDDEN).digest()
     return np.frombuffer(digest, np.uint8).astype(np.float32) - 128
 
 
-def fake_pooled(prefix: np.ndarray, start: int, pooling: Pooling | None) -> np.ndarray:
+def fake_pooled(prefix: np.ndarray, start: int, pooling: Pooling | None, adapter: int) -> np.ndarray:
     """Of a row that has computed `prefix[start:]` in a step."""
     if pooling is Pooling.LAST:
-        return fake_hidden(prefix)
-    return sum(fake_hidden(prefix[: stop + 1]) for stop in range(start, len(prefix)))
+        return fake_hidden(prefix, adapter)
+    return sum(fake_hidden(prefix[: stop + 1], adapter) for stop in range(start, len(prefix)))
 
 
 def expected_embedding(request: Request, pooling: Pooling) -> np.ndarray:
     """f32[FAKE_HIDDEN], from the request alone."""
-    pooled = fake_pooled(np.array(request.prompt), 0, pooling).astype(np.float64)
+    pooled = fake_pooled(np.array(request.prompt), 0, pooling, request.adapter).astype(np.float64)
     return (pooled / np.linalg.norm(pooled)).astype(np.float32)
 
 
@@ -175,6 +184,7 @@ class FakeRunner:
         propose: Proposal | None = None,  # of speculative steps
         tells_would_accept: bool = True,  # as if drafts were looked up: rows without drafts tell of the first one
         on_compile: Callable[[Bucket], None] | None = None,  # before a program that was left for later is there
+        on_stage: Callable[[int], None] | None = None,  # before an adapter is staged
     ) -> None:
         self._capacity = capacity
         self.width = SlotLayout.width(capacity.pages_per_seq)
@@ -189,6 +199,8 @@ class FakeRunner:
         self._propose = propose
         self._tells_would_accept = tells_would_accept
         self._on_compile = on_compile
+        self._on_stage = on_stage
+        self.num_staged = 0  # adapters, since the start
         self.num_lookups = 0  # steps without drafts that were asked whether the first ones would have been right
         self._warm: set[Bucket] = set()
         self.compiled_later: list[Bucket] = []
@@ -202,6 +214,9 @@ class FakeRunner:
         self.state = np.full((c.num_slots, self.width), POISON, np.int32)
         self.pages = np.full((c.num_pages + 1, c.page_size), POISON, np.int32)
         self.masks = np.full((c.num_slots, num_mask_words(c.vocab_size)), POISON, np.int32)
+        self.computed_by = np.full((c.num_pages + 1, c.page_size), POISON, np.int64)  # adapters
+        self.adapters = [0] + [POISON] * c.max_loras  # by adapter slot
+        self.staged: set[int] = set()
         self.brought: set[int] = set()
         self.history: list[Counter[int]] = [Counter() for _ in range(c.num_slots)]
 
@@ -228,11 +243,26 @@ class FakeRunner:
             self._on_execute(attempt)
         if step.bucket not in self._warm and step.bucket not in self.compiled_later:
             self._fail(f"no program for {step.bucket}")
+        for write in step.adapters:
+            if write.adapter not in self.staged or not 1 <= write.slot <= self._capacity.max_loras:
+                self._fail(f"{write} of {self.staged} staged adapters")
+            self.staged.remove(write.adapter)
         handle = _Handle(self, step, len(self.executed))
         self.executed.append(step.bucket)
         self.steps.append(step)
         self._pending.append(handle)
         return handle
+
+    def stage_adapter(self, adapter: int) -> None:
+        if self._on_stage is not None:
+            self._on_stage(adapter)
+        self.staged.add(adapter)
+        self.num_staged += 1
+        if len(self.staged) > MAX_STAGED_ADAPTERS:
+            self._fail(f"too many adapters are staged: {self.staged}")
+
+    def unstage_adapter(self, adapter: int) -> None:
+        self.staged.discard(adapter)
 
     def recover(self) -> None:
         if self._pending:
@@ -271,6 +301,8 @@ class FakeRunner:
         if step.packed.dtype != np.int32 or step.packed.shape != (layout.size,):
             self._fail(f"packed buffer: {step.packed.dtype} {step.packed.shape} for {bucket}")
         part = {name: step.packed[where] for name, where in layout.sections().items()}
+        for write in step.adapters:
+            self.adapters[write.slot] = write.adapter
         for block in step.patches:
             if block.shape != (2, PATCH_BLOCK) or block.dtype != np.int32:
                 self._fail(f"patch block: {block.shape} {block.dtype}")
@@ -298,6 +330,9 @@ class FakeRunner:
             drafts, first = [], []
             kv_len = int(self.state[slot, SlotLayout.KV_LEN])
             table = self.state[slot, SlotLayout.PAGE_TABLE :]
+            adapter = self._adapter(slot)
+            if adapter and (adapter == POISON or not bucket.has_adapters):
+                self._fail(f"slot {slot} runs with the adapter {adapter} in {bucket}")
             if not 0 <= kv_len <= kv_len + q_len < c.max_model_len:
                 self._fail(f"slot {slot} of length {kv_len} grows by {q_len}")
             if bucket.num_steps > 1:
@@ -326,9 +361,12 @@ class FakeRunner:
                 elif self.pages[page, offset - 1] == POISON:
                     self._fail(f"slot {slot} writes page {page} at {offset} after a gap")
                 self.pages[page, offset] = token
+                self.computed_by[page, offset] = adapter
             first_written = kv_len // c.page_size
             touched.append((set(pages[:first_written].tolist()), set(pages[first_written:].tolist())))
             prefix = self.pages[pages].reshape(-1)[: kv_len + q_len]
+            if (self.computed_by[pages].reshape(-1)[: kv_len + q_len] != adapter).any():
+                self._fail(f"slot {slot} reads what another adapter than {adapter} has computed: pages {pages}")
             if (prefix == POISON).any():
                 self._fail(f"slot {slot} reads what was never written: pages {pages}")
             if emits[row] and self.state[slot, SlotLayout.at("has_mask")] and slot not in self.brought:
@@ -344,7 +382,7 @@ class FakeRunner:
                 first_bad = int(np.argmax(prefix == self._nan_token)) - kv_len
                 out.finite[row, max(first_bad, 0) if bucket.num_steps > 1 else 0 :] = False
             if bucket.variant is Variant.EMBED:
-                out.pooled[row] = fake_pooled(prefix, kv_len, c.pooling)
+                out.pooled[row] = fake_pooled(prefix, kv_len, c.pooling, adapter)
             if bucket.variant.scores:
                 self._score(out, part["targets"], start, kv_len, prefix)
             start += q_len
@@ -410,6 +448,9 @@ class FakeRunner:
                 out.target_top_ids[t] = np.arange(MAX_LOGPROBS)
                 out.target_top_logprobs[t] = [fake_logprob(seen, i) for i in range(MAX_LOGPROBS)]
 
+    def _adapter(self, slot: int) -> int:
+        return self.adapters[self.state[slot, SlotLayout.ADAPTER]]
+
     def _draw(self, slot: int) -> Draw:
         row, col = self.state[slot], SlotLayout.at
         bits = row[[col(name) for name in FLOATS]].view(np.float32)
@@ -426,6 +467,7 @@ class FakeRunner:
             stop_ids=tuple(sorted(row[col("stop_ids") : col("stop_ids") + n_stop].tolist())),
             bias=tuple(zip(ids, values, strict=True)),
             allowed=tuple(np.flatnonzero(bits_allowed).tolist()) if row[col("has_mask")] else None,
+            adapter=self._adapter(slot),
         )
 
     def _apply(self, indices: np.ndarray, values: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from tests.batcher.toy_grammar import ToyGrammars
 EOS = (1, 2)
 CAPACITY = Capacity(num_slots=4, num_pages=64, page_size=4, max_model_len=64, max_num_batched_tokens=32, vocab_size=100)
 
-_OF_REQUESTS = ("client", "group", "cache_salt", "deadline_s", "embeds", "counts_drafts")
+_OF_REQUESTS = ("client", "group", "cache_salt", "deadline_s", "embeds", "counts_drafts", "adapter")
 
 
 def make_capacity(**changes: object) -> Capacity:
@@ -85,7 +85,7 @@ class Drive:
         self.clock = Clock()
         self.runner = runner or FakeRunner(capacity)
         limits = {"max_num_batched_tokens": capacity.max_num_batched_tokens, "max_num_seqs": capacity.num_slots}
-        limits["embeds"] = capacity.pooling is not None
+        limits |= {"embeds": capacity.pooling is not None, "adapters": capacity.max_loras > 0}
         self.ladder = BucketLadder(BucketConfig(**limits | {"min_mixed_tokens": 8} | (buckets or {})))
         settings = EngineConfig(**{"eos_token_ids": EOS, "seed": 0} | config)
         grammars = grammars or ToyGrammars(capacity.vocab_size)
@@ -140,6 +140,8 @@ class Drive:
         stats = self.engine.stats()
         assert stats.num_compiles_after_warm_up == 0
         assert stats.num_requests_running == stats.num_requests_waiting == stats.num_pages_used == 0
+        assert stats.running_of_adapters == stats.waiting_of_adapters == {}
+        assert self.engine.adapters_in_use() == self.runner.staged == set()
 
     def expected(self, request_id: str) -> list[int]:
         return expected_tokens(self.requests[request_id], self.capacity, EOS)

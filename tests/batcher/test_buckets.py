@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.step import Bucket, Variant
+from tests.batcher.harness import make_capacity
 from tests.examples import examples
 
 GREEDY, SAMPLE, SCORE = Variant.GREEDY, Variant.SAMPLE, Variant.SCORE
@@ -100,6 +103,44 @@ def test_the_next_larger_program_stands_in() -> None:
         ladder.fallback(Bucket(512, 64, SCORE), ladder.buckets())
 
 
+def test_with_adapters_each_program_has_a_second_one() -> None:
+    options = {"num_drafts": 2, "max_draft_rows": 4, "embeds": True}
+    plain, ladder = make_ladder(100, 12, **options), make_ladder(100, 12, adapters=True, **options)
+    second = {replace(bucket, has_adapters=True) for bucket in plain.buckets()}
+    assert ladder.buckets() == sorted({*plain.buckets(), *second})
+    assert set(ladder.needed_first()) == {replace(bucket, has_adapters=True) for bucket in plain.needed_first()}
+    for step in ((1, 1, True, GREEDY), (90, 9, False, SAMPLE), (9, 9, True, SCORE), (40, 3, False, Variant.EMBED)):
+        *shape, decode_only, variant = step
+        own = plain.choose(*shape, decode_only=decode_only, variant=variant)
+        for has_adapters in (False, True):
+            found = ladder.choose(*shape, decode_only=decode_only, variant=variant, has_adapters=has_adapters)
+            assert found == replace(own, has_adapters=has_adapters)
+    assert ladder.choose_speculative(3, GREEDY, has_adapters=True) == Bucket(12, 4, GREEDY, 2, has_adapters=True)
+    several = make_ladder(100, 12, adapters=True, num_steps=4, max_multi_step_rows=8)
+    assert several.choose_multi_step(3, GREEDY, has_adapters=True) == Bucket(
+        4, 4, GREEDY, num_steps=4, has_adapters=True
+    )
+    with pytest.raises(ValueError, match="no program has adapters"):
+        plain.choose(1, 1, decode_only=True, variant=GREEDY, has_adapters=True)
+
+
+def test_programs_with_adapters_stand_in_for_those_without_and_not_the_other_way() -> None:
+    ladder = make_ladder(512, 64, half_steps=False, few_rows=16, adapters=True)
+    own, larger = Bucket(8, 8, GREEDY), Bucket(8, 8, SAMPLE)
+    with_adapters = replace(own, has_adapters=True)
+    assert ladder.fallback(own, {own}) == larger
+    assert ladder.fallback(own, {own, larger}) == with_adapters
+    others = {bucket for bucket in ladder.buckets() if bucket.has_adapters and bucket.num_tokens < 512}
+    assert ladder.fallback(with_adapters, others).has_adapters
+
+
+def test_ladder_and_runner_agree_on_adapters() -> None:
+    for max_loras, adapters in ((0, True), (2, False)):
+        with pytest.raises(ValueError, match=rf"{max_loras=} self.adapters={adapters}"):
+            make_ladder(32, 4, adapters=adapters).config.check(make_capacity(max_loras=max_loras))
+    make_ladder(32, 4, adapters=True).config.check(make_capacity(max_loras=2))
+
+
 @given(data=st.data())
 def test_the_programs_of_a_start_hold_every_step(data: st.DataObject) -> None:
     num_seqs = data.draw(st.integers(1, 70))
@@ -111,6 +152,7 @@ def test_the_programs_of_a_start_hold_every_step(data: st.DataObject) -> None:
         half_steps=data.draw(st.booleans()),
         few_rows=data.draw(st.integers(1, 20)),
         embeds=data.draw(st.booleans()),
+        adapters=data.draw(st.booleans()),
         num_drafts=3 if drafts else 0,
         max_draft_rows=1 if drafts else 0,
     )

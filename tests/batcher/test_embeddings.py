@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.config import EngineConfig
+from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import ErrorCode, FinishReason, Pooling, Request
@@ -58,7 +58,7 @@ def test_in_any_company(pooling: Pooling, data: st.DataObject) -> None:
         pooling,
         num_pages=int(rng.integers(16, 40)),
         prefix_caching=bool(rng.random() < 0.8),
-        scheduling="static" if rng.random() < 0.2 else "continuous",
+        scheduling=Scheduling.STATIC if rng.random() < 0.2 else Scheduling.CONTINUOUS,
         pipeline_depth=int(rng.integers(1, 3)),
     )
     stem = list(map(int, rng.integers(3, 99, 20)))

@@ -88,6 +88,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_model_len=max_model_len,
         max_num_batched_tokens=num_slots + draw(st.integers(1, 30)),
         vocab_size=VOCAB,
+        max_loras=draw(st.sampled_from([0, 0, 1, 2])),
     )
     arrivals = []
     for i in range(draw(st.integers(1, 12))):
@@ -101,6 +102,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             client=draw(st.sampled_from([0, 0, 1])),
             group=draw(st.sampled_from(["", "", "samples", "others"])),
             cache_salt=draw(st.sampled_from([0, 0, 1])),
+            adapter=draw(st.sampled_from([0, 0, 1, 2, 3, 2**63 - 1])) if capacity.max_loras else 0,
         )
         aborted_after = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
         arrivals.append(Arrival(request, draw(st.integers(0, 12)), aborted_after))
@@ -154,19 +156,13 @@ def test_the_same_order_of_calls_gives_the_same_steps(scenario: Scenario) -> Non
     assert first.executed == second.executed
     for a, b in zip(first.steps, second.steps, strict=True):
         assert (a.packed == b.packed).all()
+        assert a.adapters == b.adapters
 
 
 @quick
 @given(scenarios())
 def test_with_room_for_everybody_nobody_is_preempted(scenario: Scenario) -> None:
     c = scenario.capacity
-    roomy = Capacity(
-        num_slots=c.num_slots,
-        num_pages=c.num_slots * c.pages_per_seq,
-        page_size=c.page_size,
-        max_model_len=c.max_model_len,
-        max_num_batched_tokens=c.max_num_batched_tokens,
-        vocab_size=c.vocab_size,
-    )
+    roomy = replace(c, num_pages=c.num_slots * c.pages_per_seq)
     drive = play(replace(scenario.of_equals(), capacity=roomy, prefix_caching=True))
     assert drive.engine.stats().num_preemptions == 0

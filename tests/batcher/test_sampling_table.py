@@ -26,7 +26,8 @@ def test_every_field_has_one_entry() -> None:
 
 def test_columns_lie_one_after_the_other() -> None:
     assert SlotLayout.KV_LEN == SlotLayout.LAST_TOKEN + 1  # one scatter writes both
-    end = SlotLayout.KV_LEN + 1
+    assert SlotLayout.ADAPTER == SlotLayout.KV_LEN + 1
+    end = SlotLayout.ADAPTER + 1
     for column in sampling_columns():
         assert SlotLayout.at(column.name) == end
         end += column.width

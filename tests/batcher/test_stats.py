@@ -77,7 +77,9 @@ def test_the_figures_of_several_engines_are_added():
     second = EngineStats(num_requests_running=2, num_steps=7, finished={"stop": 1, "abort": 4}, num_pages=30)
     for stats, seconds in ((first, 0.03), (second, 0.03), (second, 7000)):
         stats.queue_time.observe(seconds)
+    first.running_of_adapters, second.running_of_adapters = {7: 1}, {7: 2, 8: 1}
     total = total_of([first, second])
+    assert total.running_of_adapters == {7: 3, 8: 1}
     assert (total.num_requests_running, total.num_steps, total.kv_cache_usage) == (3, 12, 0.125)
     assert total.finished == {"stop": 3, "abort": 4}
     assert (sum(total.queue_time.counts), total.queue_time.counts[0]) == (3, 2)

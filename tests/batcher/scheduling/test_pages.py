@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batcher.scheduling.digests import next_digest
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.prefix import StoredPrefix
+from tests.batcher.harness import make_request
 from tests.examples import examples
 
 
@@ -22,7 +23,7 @@ def contents(tokens: list[int], page_size: int) -> list[bytes]:
 def digests_of(tokens: list[int], page_size: int, salt: int = 0) -> list[bytes]:
     digests: list[bytes] = []
     for content in contents(tokens, page_size):
-        digests.append(next_digest(digests, content, salt))
+        digests.append(next_digest(make_request("a", tokens, cache_salt=salt), digests, content))
     return digests
 
 

@@ -110,13 +110,14 @@ def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
         logprobs=2,
         seed=(7 << 32) + 0xFFFFFFFE,
     )
-    seq.num_hit_pages = 1
+    seq.num_hit_pages, seq.adapter_slot = 1, 2
     step = Packer(CAPACITY, 4).pack(make_plan([(seq, 1, 1)], Bucket(1, 1, Variant.SAMPLE), admitted=[seq]))
     col = SlotLayout.at
     assert patches(step) == {
         (3, column): value
         for column, value in {
             SlotLayout.KV_LEN: 4,
+            SlotLayout.ADAPTER: 2,
             col("temperature"): bits(0.5),
             col("top_k"): 7,
             col("top_p"): bits(0.9),
@@ -166,7 +167,7 @@ def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
     }
     packer.forget()
     step = packer.pack(make_plan([(second, 1, 1)], bucket, admitted=[second]))
-    assert len(patches(step)) == 17
+    assert len(patches(step)) == 18
 
 
 def test_a_new_page_of_a_running_row_is_one_patch() -> None:

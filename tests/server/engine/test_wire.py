@@ -51,9 +51,10 @@ def test_choices_of_one_grammar_carry_it_once():
     assert [(request.sampling.grammar, request.sampling.seed) for request in received] == [("G", 0), ("G", 1), ("G", 2)]
 
 
-def test_a_grammar_that_the_engine_refuses_is_the_clients_fault():
-    output = RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error="x", error_code=ErrorCode.GRAMMAR)
-    assert wire.output_to_wire(output).status == 400
+@pytest.mark.parametrize(("code", "status"), [(ErrorCode.GRAMMAR, 400), (ErrorCode.ADAPTER, 404)])
+def test_a_grammar_or_an_adapter_that_the_engine_refuses_is_the_clients_fault(code, status):
+    output = RequestOutput(request_id="a", finish_reason=FinishReason.ERROR, error="x", error_code=code)
+    assert wire.output_to_wire(output).status == status
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_an_output_arrives_whole(output, expected):
 
 
 def test_statistics_arrive_whole():
-    stats = EngineStats(num_steps=3, finished={"stop": 2})
+    stats = EngineStats(num_steps=3, finished={"stop": 2}, running_of_adapters={2**63 - 1: 4})
     stats.queue_time.observe(1.0)
     stats.speculation.observe(3, 2)
     assert carried(wire.Stats(stats), wire.Event) == wire.Stats(stats)

@@ -1,0 +1,412 @@
+"""Requests with LoRA adapters in the engine: staging, failures and changes. No row runs with another one's weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.change import Change
+from batcher.config import EngineConfig, Scheduling
+from batcher.engine import Engine
+from batcher.errors import EngineDeadError, InvalidRequestError
+from batcher.request import ErrorCode, FinishReason, Pooling, Request
+from batcher.scheduling.digests import next_digest
+from tests.batcher.fake_runner import FakeRunner, expected_tokens
+from tests.batcher.harness import EOS, Drive, make_capacity, make_request
+from tests.batcher.test_engine_threads import PATIENCE_S, Gate, Listener
+from tests.examples import examples
+
+CAPACITY = make_capacity(max_loras=2)
+
+
+def make_drive(max_loras: int = 2, on_stage: Callable[[int], None] | None = None, **config: object) -> Drive:
+    capacity = make_capacity(max_loras=max_loras)
+    return Drive(capacity, runner=FakeRunner(capacity, on_stage=on_stage), **config)
+
+
+def request(name: str, adapter: int, num_tokens: int = 6, first: int = 10, **options: object) -> Request:
+    return make_request(
+        name, range(first, first + 9), max_tokens=num_tokens, ignore_eos=True, adapter=adapter, **options
+    )
+
+
+def finish(drive: Drive) -> None:
+    drive.finish()
+    drive.check_outputs()
+
+
+# --- in any company ---
+
+OPTIONS = {
+    "plain": {},
+    "drafts": {"num_drafts": 2, "max_draft_rows": 4},
+    "several steps": {"num_steps": 3, "max_multi_step_rows": 4},
+}
+
+
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(OPTIONS)), st.sampled_from(Pooling))
+def test_every_row_has_its_own_weights_whatever_happens(seed: int, kind: str, pooling: Pooling) -> None:
+    """Adapters come and go in few slots and pages, while steps fail, weights change, and requests are preempted,
+    aborted, scored and embedded."""
+    rng = np.random.default_rng(seed)
+    failing = set(rng.integers(0, 60, int(rng.integers(0, 4))).tolist())
+
+    def fail(number: int) -> None:
+        if number in failing:
+            raise RuntimeError("no luck")
+
+    capacity = make_capacity(
+        max_loras=int(rng.integers(1, 4)), num_pages=int(rng.integers(16, 40)), pooling=pooling, keeps_text=True
+    )
+    runner = FakeRunner(capacity, on_result=fail, propose=lambda _known, coming: coming[:1] + [3])
+    options = {"prefix_caching": bool(rng.random() < 0.8), "pipeline_depth": int(rng.integers(1, 4))}
+    if kind == "plain" and rng.random() < 0.3:
+        options["scheduling"] = Scheduling.STATIC
+    drive = Drive(capacity, runner=runner, buckets=OPTIONS[kind], leaves_programs=bool(rng.random() < 0.5), **options)
+    prompt = list(map(int, rng.integers(3, 99, 24)))
+    done: list[Exception | None] = []
+    num_left, num_changes = 16, 0
+    while num_left or drive.engine.num_live:
+        draw = rng.random()
+        if num_left and draw < 0.5:
+            num_left -= 1
+            extra = ({"embeds": True}, {"prompt_logprobs": 1}, {"temperature": 0.7}, {}, {"grammar": "3 2 6"})
+            drive.add(
+                make_request(
+                    str(num_left),
+                    prompt[: int(rng.integers(1, 24))] + [int(rng.integers(3, 99))],
+                    max_tokens=int(rng.integers(1, 16)),
+                    adapter=int(rng.integers(0, 6)),
+                    priority=int(rng.integers(0, 2)),
+                    **extra[int(rng.integers(0, 5))],
+                )
+            )
+        elif draw < 0.53 and drive.requests:
+            drive.engine.abort(str(rng.choice(list(drive.requests))))
+        elif draw < 0.56 and drive.scheduler.running and "scheduling" not in options:
+            drive.scheduler.preempt(drive.scheduler.running[int(rng.integers(len(drive.scheduler.running)))])
+        elif draw < 0.59:
+            num_changes += 1
+            serves_after = not num_left or bool(rng.random() < 0.7)
+            drive.engine.change(Change(work=runner._wipe, on_done=done.append, serves_after=serves_after))
+            while len(done) < num_changes:
+                drive.step()
+            if not serves_after:
+                drive.step()
+                num_changes += 1
+                drive.engine.change(Change(work=lambda: None, on_done=done.append))
+        elif draw < 0.6:
+            drive.engine.reset_prefix_cache()
+        elif draw < 0.7:
+            drive.compile_one()
+        drive.step()
+        assert drive.num_steps < 3000, "somebody starves"
+    drive.check_idle()
+    drive.check_outputs()
+    assert set(done) <= {None}
+
+
+def test_steps_run_with_adapters_only_if_a_row_has_one() -> None:
+    drive = make_drive()
+    drive.add(request("base", 0, num_tokens=12))
+    for _ in range(4):
+        drive.step()
+    drive.add(request("a", 1, num_tokens=4))
+    finish(drive)
+    kinds = [bucket.has_adapters for bucket in drive.runner.executed]
+    assert kinds == [False] * 4 + [True] * 4 + [False] * (len(kinds) - 8)
+    assert len(kinds) > 8
+
+
+def test_without_adapters_nothing_has_changed() -> None:
+    drive, other = Drive(), make_drive()
+    for each in (drive, other):
+        for i in range(6):
+            each.add(request(str(i), 0, first=10 + i % 3))
+        finish(each)
+    assert drive.runner.executed == other.runner.executed
+    for a, b in zip(drive.runner.steps, other.runner.steps, strict=True):
+        assert (a.packed == b.packed).all()
+        assert a.adapters == b.adapters == ()
+    with pytest.raises(InvalidRequestError, match="--enable-lora") as caught:
+        drive.engine.add_request(request("a", 1), print)
+    assert caught.value.param == "adapter"
+
+
+# --- the prefix cache ---
+
+
+def test_prefixes_are_found_by_requests_of_their_own_adapter_only() -> None:
+    drive = make_drive(max_loras=1)
+    cached = []
+    for i, adapter in enumerate((1, 2, 0, 1, 2, 0)):  # each adapter loses its slot to the next one
+        heard = drive.add(request(str(i), adapter))
+        finish(drive)
+        cached.append(heard.last.num_cached_tokens)
+    assert cached == [0, 0, 0, 8, 8, 8]
+
+
+def test_digests_of_base_requests_are_what_they_were() -> None:
+    first = blake2b((7).to_bytes(16, "little", signed=True) + b"page", digest_size=16).digest()
+    base = request("a", 0, cache_salt=7)
+    assert next_digest(base, [], b"page") == first
+    assert next_digest(base, [first], b"page") == blake2b(first + b"page", digest_size=16).digest()
+    own = [next_digest(request("a", adapter, cache_salt=7), [], b"page") for adapter in (1, 2)]
+    assert len({first, *own}) == 3
+
+
+# --- staging ---
+
+
+class Files:
+    """Of adapters: those in `errors` cannot be read."""
+
+    def __init__(self, **errors: Exception) -> None:
+        self.errors = {int(name[1:]): error for name, error in errors.items()}
+        self.asked: list[int] = []
+
+    def __call__(self, adapter: int) -> None:
+        self.asked.append(adapter)
+        if adapter in self.errors:
+            raise self.errors[adapter]
+
+
+@pytest.mark.parametrize("error", [ValueError("it has changed since"), FileNotFoundError("no such folder")])
+def test_requests_of_an_adapter_that_cannot_be_read_end_with_an_error(error: Exception) -> None:
+    files = Files(a2=error)
+    drive = make_drive(on_stage=files)
+    for i in range(3):
+        drive.add(request(f"bad {i}", 2))
+        drive.add(request(f"good {i}", i))
+    finish_reasons = {}
+    drive.finish()
+    for name, heard in drive.heard.items():
+        finish_reasons[name] = heard.finish_reason
+        if name.startswith("bad") or name == "good 2":
+            assert heard.last.error_code is ErrorCode.ADAPTER
+            assert str(error) in heard.last.error
+    drive.check_outputs()
+    assert finish_reasons["good 1"] is FinishReason.LENGTH
+    assert files.asked.count(2) == 1
+    files.errors.clear()
+    drive.add(request("again", 2))
+    finish(drive)
+    assert drive.heard["again"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_preempted_request_whose_adapter_cannot_be_read_any_more_ends_with_its_tokens() -> None:
+    files = Files()
+    drive = make_drive(max_loras=1, on_stage=files)
+    heard = drive.add(request("a", 1, num_tokens=20, priority=1))
+    for _ in range(5):
+        drive.step()
+    files.errors[1] = OSError("gone")
+    drive.scheduler.preempt(drive.scheduler.running[0])
+    drive.add(request("b", 2))
+    finish(drive)
+    assert heard.last.error_code is ErrorCode.ADAPTER
+    assert 0 < len(heard.tokens) < 20
+
+
+def test_an_error_of_the_device_while_staging_ends_the_engine() -> None:
+    drive = make_drive(on_stage=Files(a1=RuntimeError("the device is lost")))
+    heard = drive.add(request("a", 1))
+    with pytest.raises(EngineDeadError, match="the device is lost"):
+        drive.step()
+    assert heard.last.error_code is ErrorCode.ENGINE_DEAD
+
+
+def test_adapters_are_staged_in_the_order_of_their_oldest_requests_and_two_at_once() -> None:
+    files = Files()
+    drive = make_drive(max_loras=1, on_stage=files)
+    for i, adapter in enumerate((5, 4, 4, 3, 5, 2)):
+        drive.add(request(str(i), adapter))
+    drive.step()
+    assert files.asked == [5, 4]
+    finish(drive)
+    assert files.asked == [5, 4, 3, 2]
+
+
+def test_an_adapter_that_nobody_waits_for_any_more_is_unstaged() -> None:
+    drive = make_drive(max_loras=1)
+    drive.add(request("a", 1, num_tokens=20))
+    drive.step()
+    drive.add(request("b", 2))
+    drive.step()
+    assert drive.runner.staged == {2}
+    drive.engine.abort("b")
+    drive.step()
+    assert drive.runner.staged == set()
+    finish(drive)
+
+
+def test_nothing_is_staged_while_the_device_cannot_serve() -> None:
+    files, done = Files(), []
+    drive = make_drive(on_stage=files)
+    drive.engine.change(Change(work=lambda: None, on_done=done.append, serves_after=False))
+    drive.add(request("a", 1))
+    for _ in range(3):
+        drive.step()
+    assert (done, files.asked) == ([None], [])
+    drive.engine.change(Change(work=lambda: None, on_done=done.append))
+    finish(drive)
+    assert files.asked == [1]
+
+
+def test_the_statistics_tell_of_adapters() -> None:
+    drive = make_drive(max_loras=1)
+    for name, adapter in (("a", 1), ("b", 1), ("c", 2), ("d", 3), ("e", 2), ("f", 0)):
+        drive.add(request(name, adapter))
+    drive.step()
+    drive.step()
+    stats = drive.engine.stats()
+    assert (stats.running_of_adapters, stats.waiting_of_adapters) == ({1: 2}, {2: 2, 3: 1})
+    assert (stats.num_adapters_resident, stats.num_adapters_staged, stats.num_adapter_loads) == (1, 2, 1)
+    assert drive.engine.adapters_in_use() == {1, 2, 3}
+    finish(drive)
+    stats = drive.engine.stats()
+    assert (stats.num_adapters_resident, stats.num_adapters_staged, stats.num_adapter_loads) == (1, 0, 3)
+
+
+# --- threads ---
+
+
+def start(runner: FakeRunner, **options: object) -> Engine:
+    limits = BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, min_mixed_tokens=8, adapters=True)
+    engine = Engine(runner, EngineConfig(eos_token_ids=EOS), BucketLadder(limits), **options)
+    engine.warm_up(print)
+    engine.start()
+    return engine
+
+
+def check(requests: list[Request], listener: Listener) -> None:
+    for one in requests:
+        listener.end(one.request_id)
+        assert listener.tokens(one.request_id) == expected_tokens(one, CAPACITY, EOS)
+
+
+def close(engine: Engine, runner: FakeRunner) -> None:
+    engine.shutdown()
+    assert runner.violations == []
+    assert engine.death is None
+    assert not any(thread.name == "engine-adapters" for thread in threading.enumerate())
+
+
+def test_others_are_served_while_an_adapter_is_staged() -> None:
+    gate, listener = Gate(first=0), Listener()
+    runner = FakeRunner(CAPACITY, on_stage=gate)
+    engine = start(runner)
+    slow, base = request("slow", 7), request("base", 0)
+    engine.add_request(slow, listener)
+    assert gate.reached.wait(PATIENCE_S)
+    engine.add_request(base, listener)
+    check([base], listener)
+    assert "slow" not in listener.outputs
+    assert engine.stats().waiting_of_adapters == {7: 1}
+    gate.open.set()
+    check([slow], listener)
+    close(engine, runner)
+
+
+def test_many_adapters_on_threads_while_steps_fail_and_weights_change() -> None:
+    failing = {7, 20, 21, 40}
+
+    def fail(number: int) -> None:
+        if number in failing:
+            raise OSError("a hiccup")
+
+    listener, runner = Listener(), FakeRunner(CAPACITY, on_result=fail)
+    engine = start(runner)
+    requests = [request(str(i), i % 7, num_tokens=3 + i % 9, first=10 + i % 5) for i in range(120)]
+    for i, one in enumerate(requests):
+        engine.add_request(one, listener)
+        if i % 30 == 0:
+            engine.change(Change(work=lambda: None, on_done=lambda _error: None))
+        if i % 3 == 0:
+            listener.end(one.request_id)
+    codes = {one.request_id: listener.end(one.request_id).error_code for one in requests}
+    check([one for one in requests if codes[one.request_id] is None], listener)
+    assert set(codes.values()) == {None, ErrorCode.STEP_FAILED}
+    assert engine.drain(PATIENCE_S)
+    close(engine, runner)
+    assert runner.staged == set()
+
+
+def test_an_adapter_whose_requests_left_while_it_was_staged_is_unstaged() -> None:
+    gate, listener, unstaged = Gate(first=0), Listener(), threading.Event()
+    runner = FakeRunner(CAPACITY, on_stage=gate)
+    unstage = runner.unstage_adapter
+
+    def unstage_and_tell(adapter: int) -> None:
+        unstage(adapter)
+        unstaged.set()
+
+    runner.unstage_adapter = unstage_and_tell
+    engine = start(runner)
+    engine.add_request(request("a", 1), listener)
+    assert gate.reached.wait(PATIENCE_S)
+    engine.abort("a")
+    assert listener.end("a").finish_reason is FinishReason.ABORT
+    gate.open.set()
+    assert unstaged.wait(PATIENCE_S)
+    assert runner.staged == set()
+    close(engine, runner)
+
+
+def test_what_was_staged_while_the_device_recovered_is_staged_again() -> None:
+    gate, listener = Gate(first=7), Listener()
+
+    def fail(_number: int) -> None:
+        if not runner.num_recoveries:
+            raise OSError("a hiccup")
+
+    runner = FakeRunner(CAPACITY, on_stage=gate, on_result=fail)
+    engine = start(runner)
+    waits, other = request("waits", 7), request("other", 0)
+    engine.add_request(waits, listener)
+    assert gate.reached.wait(PATIENCE_S)
+    engine.add_request(request("fails", 0), listener)
+    assert listener.end("fails").error_code is ErrorCode.STEP_FAILED
+    gate.open.set()
+    engine.add_request(other, listener)
+    check([waits, other], listener)
+    assert (runner.num_recoveries, runner.num_staged) == (1, 2)
+    close(engine, runner)
+
+
+def test_files_that_cannot_be_read_and_a_lost_device_are_told_apart_on_threads() -> None:
+    files, listener, deaths = Files(a1=ValueError("rank 99")), Listener(), []
+    files.errors[2] = RuntimeError("the device is lost")
+    runner = FakeRunner(CAPACITY, on_stage=files)
+    engine = start(runner, on_death=deaths.append)
+    engine.add_request(request("a", 1), listener)
+    assert listener.end("a").error_code is ErrorCode.ADAPTER
+    engine.add_request(request("b", 2), listener)
+    assert listener.end("b").error_code is ErrorCode.ENGINE_DEAD
+    engine.shutdown()
+    assert [str(death) for death in deaths] == ["the device is lost"]
+
+
+def test_a_shutdown_waits_for_the_adapter_that_is_staged() -> None:
+    gate, listener = Gate(first=0), Listener()
+    runner = FakeRunner(CAPACITY, on_stage=gate)
+    engine = start(runner)
+    for adapter in (1, 2):
+        engine.add_request(request(str(adapter), adapter), listener)
+    assert gate.reached.wait(PATIENCE_S)
+    ending = threading.Thread(target=engine.shutdown)
+    ending.start()
+    assert {listener.end(name).finish_reason for name in "12"} == {FinishReason.ABORT}
+    gate.open.set()
+    ending.join(PATIENCE_S)
+    assert not ending.is_alive()
+    assert runner.num_staged == 1
+    close(engine, runner)
