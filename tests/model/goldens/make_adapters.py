@@ -8,6 +8,10 @@ environment of its own:
     ~/torch/bin/python -m tests.model.goldens.make_adapters
 
 The values are drawn from numpy by name; a seed is tried until no greedy choice is a near-tie.
+
+`adapter.gguf` is what llama.cpp's converter makes of `adapters/torch_file`. The base is the variant's folder:
+
+    python convert_lora_to_gguf.py --base GQA2 --outfile adapter.gguf adapters/torch_file
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import numpy as np
 
 from tests.model.goldens import make
 
-ARRAYS, FOLDERS = make.FOLDER / "adapters.npz", make.FOLDER / "adapters"
+ARRAYS, FOLDERS, GGUF = (make.FOLDER / name for name in ("adapters.npz", "adapters", "adapter.gguf"))
 BASE = "gqa2"
 PROMPT_LENGTH, NEW_TOKENS = 12, 8
 

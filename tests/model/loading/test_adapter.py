@@ -24,6 +24,7 @@ from model.network.lora import LoraWeights
 from tests.model import adapters, checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.gguf_files import Type
+from tests.model.goldens.make_adapters import GGUF
 
 CONFIG = adapters.base_config()
 FIRST = "model.layers.0.self_attn.q_proj"
@@ -304,6 +305,10 @@ def test_an_adapter_that_changes_while_it_is_read_is_not_used(tmp_path, monkeypa
 
     monkeypatch.setattr(RemoteSlice, "__getitem__", written_meanwhile)
     assert refusal(folder) == f"{folder} changed while it was read: load it again"
+
+
+def test_the_file_of_llama_cpps_converter_is_the_same_adapter():
+    assert same(read(GGUF), read(adapters.folder("torch_file")))
 
 
 @pytest.mark.parametrize("name", ["q_and_v", "all_linear", "some_layers", "alpha_zero"])
