@@ -11,6 +11,7 @@ from typing import Any
 from model.config import ARCHITECTURE, LlamaConfig
 from model.inputs.gguf import GgufFile
 from model.inputs.words import shown
+from model.loading.hf_format import adapter_refusal
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _REQUIRED = {
@@ -44,6 +45,8 @@ def gguf_model_config(file: GgufFile) -> LlamaConfig:
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """The content of an equivalent `config.json`. ValueError naming everything that is missing or not supported."""
     metadata = file.metadata
+    if metadata.get("general.type") == "adapter":
+        raise ValueError(f"{file.path} {adapter_refusal(metadata.get('general.base_model.0.name'), 'FILE')}")
     if (found := metadata.get("general.architecture")) != "llama":
         raise ValueError(f"{file.path}: general.architecture={shown(found)} is not supported (only 'llama' is)")
     problems = [

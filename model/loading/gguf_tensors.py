@@ -75,7 +75,7 @@ class GgufTensors:
         self._tensors = file.tensors
         self._bytes = np.memmap(self._path, np.uint8, "r")
         self._check()
-        self._check_places(file)
+        check_places(file, len(self._bytes))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -147,8 +147,8 @@ class GgufTensors:
         """The part of a tensor at `index`. Quantised blocks are dequantised to float32."""
         tensor = self._tensor(key)
         *rows, columns = (np.arange(size)[part] for part, size in zip(index, tensor.shape, strict=True))
-        chosen = self._stored_rows(key, rows[0]) if rows else np.zeros(1, np.int64)
-        values = _values(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
+        chosen = stored_rows(key, self._config, rows[0]) if rows else np.zeros(1, np.int64)
+        values = values_of(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
     def four_bit_reader(self, name: str, key: str) -> Reader:
@@ -159,7 +159,7 @@ class GgufTensors:
         tensor = self._tensor(key)
         num_out, num_in = tensor.shape
         group = FOUR_BIT[Type(tensor.type)].group
-        rows = self._stored_rows(key, np.arange(num_out)[index[0]])
+        rows = stored_rows(key, self._config, np.arange(num_out)[index[0]])
         columns = np.arange(num_in if name == "kernel" else num_in // group)[index[1]]
         # Of values: whole groups are read. A shard of a kernel holds whole groups, too (`sharding.check_groups`).
         first, end = int(columns[0]), int(columns[-1]) + 1
@@ -167,17 +167,8 @@ class GgufTensors:
             first, end = first * group, end * group
         blocks = _blocks(self._bytes, tensor)
         chosen = (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
-        with np.errstate(invalid="ignore", over="ignore"):  # as in `_values`
+        with np.errstate(invalid="ignore", over="ignore"):  # as in `values_of`
             return np.concatenate([four_bit_part(name, Type(tensor.type), blocks[part], first, end) for part in chosen])
-
-    def _stored_rows(self, key: str, rows: np.ndarray) -> np.ndarray:
-        """In q and k, llama.cpp rotates pairs of neighbouring rows of a head, and Hugging Face its two halves."""
-        config = self._config
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
-        if heads is None:
-            return rows
-        stored = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2)
-        return stored.swapaxes(1, 2).reshape(-1)[rows]
 
     def _block_types(self) -> list[str]:
         """The quantised types of the projections, by name. The head may be of another type than the projections."""
@@ -190,47 +181,64 @@ class GgufTensors:
     def _tensor(self, key: str) -> GgufTensor:
         """The stored tensor. A head that is tied to the embedding is not stored."""
         is_tied = key == HEAD.key and self._config.tie_word_embeddings
-        return self._tensors[_name(EMBEDDING.key if is_tied else key)]
+        return self._tensors[name_of(EMBEDDING.key if is_tied else key)]
 
     def _check(self) -> None:
-        expected = {_name(key): shape for key, shape in expected_shapes(self._config).items()}
+        expected = {name_of(key): shape for key, shape in expected_shapes(self._config).items()}
         missing, extra = expected.keys() - self._tensors.keys(), self._tensors.keys() - expected.keys()
         extra -= {gguf_config.ROPE_FACTORS}
         problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
         problems += [f"unexpected: {', '.join(sorted(extra))}"] if extra else []
         for name in sorted(expected.keys() & self._tensors.keys()):
-            problems += [f"{name} {problem}" for problem in self._problems(self._tensors[name], expected[name])]
+            problems += [f"{name} {problem}" for problem in faults_of(self._tensors[name], expected[name])]
         if problems:
             raise ValueError(f"{self._path} does not hold this model's weights: {'; '.join(problems)}")
 
-    def _check_places(self, file: GgufFile) -> None:
-        """By the format, a tensor begins at the first aligned byte after the tensor before it. A tensor at another
-        place would be read from the bytes of other tensors."""
-        begin = end = file.start
-        for name, tensor in file.tensors.items():
-            if tensor.offset != begin:
-                raise ValueError(
-                    f"{self._path}: {name} is at byte {tensor.offset} and should be at {begin}, next to the tensor "
-                    "before it: the file is damaged, download it again"
-                )
-            end = begin + _num_bytes(tensor)
-            begin = -(-end // file.alignment) * file.alignment
-        if end > len(self._bytes):
-            raise ValueError(f"{self._path} is cut off: it has {len(self._bytes)} bytes, and its tensors end at {end}")
 
-    def _problems(self, tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
-        readable = (*FLOATS, *BLOCKS)
-        if tensor.type not in readable:
-            name = Type(tensor.type).name if tensor.type in Type else tensor.type
-            return [f"has type {name}, not one of {', '.join(type.name for type in readable)}"]
-        if tensor.shape != shape:
-            return [f"has shape {tensor.shape}, not {shape}"]
-        per_block, _ = GGML_QUANT_SIZES[Type(tensor.type)]
-        whole = shape[-1] % per_block == 0
-        return [] if whole else [f"has rows of {shape[-1]} values, which are no whole blocks of {per_block}"]
+def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
+    """Where these rows of the tensor `key` are. In q and k, llama.cpp rotates pairs of neighbouring rows of a head, and
+    Hugging Face its two halves."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
+    if heads is None:
+        return rows
+    stored = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2)
+    return stored.swapaxes(1, 2).reshape(-1)[rows]
 
 
-def _name(key: str) -> str:
+def check_places(file: GgufFile, num_bytes: int) -> None:
+    """By the format, a tensor begins at the first aligned byte after the tensor before it. A tensor at another place
+    would be read from the bytes of other tensors.
+
+    Args:
+        num_bytes: of the file. ValueError if it is cut off.
+    """
+    begin = end = file.start
+    for name, tensor in file.tensors.items():
+        if tensor.offset != begin:
+            raise ValueError(
+                f"{file.path}: {name} is at byte {tensor.offset} and should be at {begin}, next to the tensor before "
+                "it: the file is damaged, download it again"
+            )
+        end = begin + num_bytes_of(tensor)
+        begin = -(-end // file.alignment) * file.alignment
+    if end > num_bytes:
+        raise ValueError(f"{file.path} is cut off: it has {num_bytes} bytes, and its tensors end at {end}")
+
+
+def faults_of(tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
+    """What is wrong with a tensor that should have this shape."""
+    readable = (*FLOATS, *BLOCKS)
+    if tensor.type not in readable:
+        name = Type(tensor.type).name if tensor.type in Type else tensor.type
+        return [f"has type {name}, not one of {', '.join(type.name for type in readable)}"]
+    if tensor.shape != shape:
+        return [f"has shape {tensor.shape}, not {shape}"]
+    per_block, _ = GGML_QUANT_SIZES[Type(tensor.type)]
+    whole = shape[-1] % per_block == 0
+    return [] if whole else [f"has rows of {shape[-1]} values, which are no whole blocks of {per_block}"]
+
+
+def name_of(key: str) -> str:
     """The name in GGUF."""
     if key in _TOP:
         return _TOP[key]
@@ -239,7 +247,8 @@ def _name(key: str) -> str:
     return f"blk.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
-def _num_bytes(tensor: GgufTensor) -> int:
+def num_bytes_of(tensor: GgufTensor) -> int:
+    """Of the values of a tensor whose type is known."""
     per_block, block_bytes = GGML_QUANT_SIZES[Type(tensor.type)]
     return math.prod(tensor.shape) // per_block * block_bytes
 
@@ -247,11 +256,11 @@ def _num_bytes(tensor: GgufTensor) -> int:
 def _blocks(file: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     """u8[rows, blocks of a row, bytes of a block]"""
     per_block, block_bytes = GGML_QUANT_SIZES[Type(tensor.type)]
-    stored = file[tensor.offset : tensor.offset + _num_bytes(tensor)]
+    stored = file[tensor.offset : tensor.offset + num_bytes_of(tensor)]
     return stored.reshape(-1, tensor.shape[-1] // per_block, block_bytes)
 
 
-def _values(file: np.ndarray, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
+def values_of(file: np.ndarray, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
     """[rows, end - first]: these columns of these rows."""
     type = Type(tensor.type)
     per_block, _ = GGML_QUANT_SIZES[type]

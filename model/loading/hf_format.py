@@ -14,7 +14,11 @@ from model.quantization.packed_form import PackedForm, Part
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_TORCH_FILE = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,28 @@ IGNORED = re.compile(
 
 def is_adapter(folder: Place) -> bool:
     """Whether the folder holds changes to the weights of a model, such as LoRA's, and no weights of its own."""
-    others = (path.name for path in folder.glob("*.safetensors") if path.name != _ADAPTER_FILE)
-    return (folder / _ADAPTER_CONFIG).exists() and not any(others)
+    others = (path.name for path in folder.glob("*.safetensors") if path.name != ADAPTER_FILE)
+    return (folder / ADAPTER_CONFIG).exists() and not any(others)
 
 
 def adapter_fault(folder: Place) -> str:
     """The rest of a sentence that begins with the name of an adapter's folder. ValueError if its config is damaged."""
-    base = read_object(folder / _ADAPTER_CONFIG).get("base_model_name_or_path")
+    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return adapter_refusal(base, "FOLDER")
+
+
+def adapter_refusal(base: object, kind: str) -> str:
+    """As `adapter_fault`.
+
+    Args:
+        base: the name of the adapter's model, if it is known.
+        kind: "FOLDER" or "FILE".
+    """
     of_base = f" of the model {shown(base)}" if isinstance(base, str) and base else ""
-    how = "merge the two (`merge_and_unload` of the package peft), and name the folder of the result"
-    return f"is an adapter{of_base} and no model: {how}"
+    return (
+        f"is an adapter{of_base} and no model: serve its model with --enable-lora --lora-modules NAME={kind}, or merge "
+        "the two (`merge_and_unload` of the package peft) and serve the result"
+    )
 
 
 def sources(path: str) -> tuple[Source, ...]:

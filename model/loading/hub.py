@@ -41,7 +41,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise ValueError(
             f"{asked} is neither a folder nor in the local hub cache, and the hub cannot be reached; "
-            f"offline, give a folder with config.json and safetensors files"
+            "offline, give a folder with its files"
         ) from error
     except HfHubHTTPError as error:
         raise ValueError(f"the hub refused {asked}: {error}") from error

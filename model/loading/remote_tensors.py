@@ -1,4 +1,4 @@
-"""The tensors of a safetensors file in an object store. Only the bytes that are asked for are read.
+"""The tensors of a safetensors file, in an object store or of this machine. Only the bytes that are asked for are read.
 
 The safetensors library maps files of this machine. The format: https://huggingface.co/docs/safetensors.
 """
@@ -10,12 +10,13 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from model.inputs.remote import RemotePath
 from model.loading.safetensors_fault import MAX_HEADER, fault
 
 _DTYPES: Mapping[str, Any] = {
@@ -41,22 +42,61 @@ _FIRST_BYTES = 1 << 16  # of a file; nearly always with its whole header
 Index = tuple[slice, ...]
 
 
+class File(Protocol):
+    """A file whose parts can be read, such as a `RemotePath`."""
+
+    def stat(self) -> Any: ...
+
+    def version(self) -> str: ...
+
+    def read_range(self, start: int, end: int) -> bytearray: ...
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of this machine that is read and not mapped: another program may write it anew at any time, and a process
+    that reads the map of a file that has become shorter is killed."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def stat(self) -> Any:
+        return self.path.stat()
+
+    def version(self) -> str:
+        found = self.path.stat()
+        return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+    def read_range(self, start: int, end: int) -> bytearray:
+        content = bytearray(end - start)
+        with self.path.open("rb") as file:
+            file.seek(start)
+            if file.readinto(content) != len(content):
+                raise ValueError(f"{self} has become shorter while it was read: try again")
+        return content
+
+
 class RemoteTensors:
     """One file: its tensors by name.
+
+    Args:
+        max_header: bytes of the file's header.
 
     Raises:
         ValueError: the file is not safetensors, or incomplete.
         FileNotFoundError, ValueError: as `RemotePath`.
     """
 
-    def __init__(self, file: RemotePath):
+    def __init__(self, file: File, *, max_header: int = MAX_HEADER):
         self._file = file
         self._version = file.version()
         size = file.stat().st_size
         start = bytes(file.read_range(0, min(size, _FIRST_BYTES)))
         (header_size,) = _LENGTH.unpack(start[: _LENGTH.size].ljust(_LENGTH.size, b"\0"))
         self._data = _LENGTH.size + header_size
-        is_readable = size >= _LENGTH.size and header_size <= min(MAX_HEADER, size - _LENGTH.size)
+        is_readable = size >= _LENGTH.size and header_size <= min(max_header, size - _LENGTH.size)
         if is_readable and self._data > len(start):
             start += bytes(file.read_range(len(start), self._data))
         try:
@@ -109,7 +149,7 @@ class _Slice(ABC):
 class RemoteSlice(_Slice):
     """A tensor whose values are in the file."""
 
-    def __init__(self, file: RemotePath, dtype: str, shape: tuple[int, ...], start: int):
+    def __init__(self, file: File, dtype: str, shape: tuple[int, ...], start: int):
         super().__init__(dtype, shape)
         self._file = file
         self._start = start  # in bytes, in the file

@@ -20,7 +20,7 @@ from model.inputs.json_file import read_fields
 from model.inputs.paths import Place, is_url, place
 from model.inputs.remote import RemotePath
 from model.loading.gguf_config import gguf_model_config
-from model.loading.hf_format import adapter_fault, is_adapter
+from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_TORCH_FILE, adapter_fault, is_adapter
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -131,6 +131,26 @@ def head_folder(name: str, *, weights: bool = True) -> Path:
     folder = _from_hub(name, None, [*SMALL_FILES, *(_WEIGHT_FILES if weights else ())])
     if weights and not any(folder.glob("*.safetensors")):
         folder = _from_hub(name, None, [*SMALL_FILES, _TORCH_FILE])
+    return folder
+
+
+def adapter_place(name: str) -> Place:
+    """Where the LoRA adapter of this name is; one on the hub is downloaded first, without the other files next to it.
+
+    Args:
+        name: a folder or a GGUF file, also of a bucket, or a hub name such as "org/adapter".
+
+    Raises:
+        ValueError: there is none, or the hub or the bucket cannot be reached.
+    """
+    where = place(name, "adapter")
+    if where.is_dir() or (is_gguf(where) and where.exists()):
+        return where
+    if is_gguf(where) or is_url(name) or not _HUB_NAME.fullmatch(name):
+        raise ValueError(f"no adapter {name!r}: it can be a folder, a GGUF file or a hub name (org/adapter)")
+    folder = _from_hub(name, None, [ADAPTER_CONFIG, ADAPTER_FILE])
+    if not (folder / ADAPTER_FILE).exists():
+        folder = _from_hub(name, None, [ADAPTER_CONFIG, ADAPTER_TORCH_FILE])
     return folder
 
 

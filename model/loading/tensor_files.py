@@ -214,24 +214,24 @@ class TensorFiles:
         missing = required - self._slices.keys() - set().union(*self._lacking.values())
         extra = {key for key in self._slices.keys() - known if not IGNORED.fullmatch(key)}
         problems = [
-            f"{name} lacks tensors that the index promises: {_grouped(keys)}" for name, keys in self._lacking.items()
+            f"{name} lacks tensors that the index promises: {grouped(keys)}" for name, keys in self._lacking.items()
         ]
-        problems += [f"missing: {_grouped(missing)}"] if missing else []
-        problems += [f"in more than one file: {_grouped(self._repeated)}"] if self._repeated else []
-        problems += [f"unexpected: {_grouped(extra)}"] if extra else []
+        problems += [f"missing: {grouped(missing)}"] if missing else []
+        problems += [f"in more than one file: {grouped(self._repeated)}"] if self._repeated else []
+        problems += [f"unexpected: {grouped(extra)}"] if extra else []
         tensors = {key: Part(shape, self._types_of(key)) for key, shape in expected.items()} | parts
         present = {key: tensors[key] for key in tensors.keys() & self._slices.keys()}
-        problems += _by_message(
+        problems += by_message(
             (f"has shape {self.shape(key)}, not {part.shape}", key)
             for key, part in present.items()
             if self.shape(key) != part.shape
         )
-        problems += _by_message(
+        problems += by_message(
             (f"has type {self._slices[key].get_dtype()}, not one of {', '.join(part.types)}", key)
             for key, part in present.items()
             if self._slices[key].get_dtype() not in part.types
         )
-        problems += _by_message(
+        problems += by_message(
             (f"has shape {self.shape(key)}, not one of {', '.join(map(str, allowed))}", key)
             for key, allowed in scales.items()
             if key in self._slices and self.shape(key) not in allowed
@@ -367,14 +367,15 @@ def _is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and PurePath(name).name == name
 
 
-def _by_message(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    grouped = defaultdict(list)
+def by_message(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Problems of tensors in words, from pairs of a problem and a name."""
+    keys_of = defaultdict(list)
     for message, key in pairs:
-        grouped[message].append(key)
-    return [f"{_grouped(keys)} {message}" for message, keys in sorted(grouped.items())]
+        keys_of[message].append(key)
+    return [f"{grouped(keys)} {message}" for message, keys in sorted(keys_of.items())]
 
 
-def _grouped(keys: Iterable[str]) -> str:
+def grouped(keys: Iterable[str]) -> str:
     """Names all keys; layers that lack the same tensor share one name: model.layers.{0,1,2}.mlp.up_proj.weight."""
     layers: dict[str, list[int]] = defaultdict(list)
     for key in keys:

@@ -110,6 +110,37 @@ def write(
     return path
 
 
+def write_adapter(
+    path: Path,
+    config: LlamaConfig,
+    tensors: Mapping[str, np.ndarray],
+    type: Type = Type.F32,
+    *,
+    alpha: float,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> dict[str, np.ndarray]:
+    """PEFT's tensors as llama.cpp's convert_lora_to_gguf.py stores them. Returns the values that are left of them."""
+    writer, left = gguf.GGUFWriter(path, "llama"), {}
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for stored, value in tensors.items():
+        module, part = stored.removeprefix("base_model.model.").removesuffix(".weight").split(".lora_")
+        heads = heads_of(f"{module}.weight", config) if part == "B" else None
+        # Rows that are no whole blocks are stored in float16.
+        own = Type.F16 if type is Type.Q8_0 and value.shape[1] % 32 else type
+        wide = value.astype(np.float32)
+        packed = quantize(np.ascontiguousarray(permuted(wide, heads) if heads else wide), own)
+        writer.add_tensor(f"{name_of(f'{module}.weight')}.lora_{part.lower()}", packed, raw_dtype=own)
+        left[stored] = np.asarray(dequantize(quantize(wide, own), own))
+    more(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return left
+
+
 def tokenizer_of(writer: gguf.GGUFWriter, folder: Path) -> None:
     """Of a folder's `tokenizer.json` and its neighbours."""
     raw = json.loads((folder / "tokenizer.json").read_text())

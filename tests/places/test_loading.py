@@ -17,16 +17,18 @@ from model.config import LlamaConfig
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
 from model.loading import source as sources
+from model.loading.adapter import read_adapter
+from model.loading.adapter_store import AdapterStore
 from model.loading.orbax_format import load_orbax
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
-from model.loading.source import DEMO_FOLDER, Kind, resolve
+from model.loading.source import DEMO_FOLDER, Kind, adapter_place, resolve
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
 from scripts.convert_checkpoint import convert
 from scripts.lab import plan
-from tests.model import checkpoints
+from tests.model import adapters, checkpoints, gguf_files
 from tests.model.loading.test_convert import convert as convert_in_a_process
 from tests.model.loading.test_packed_checkpoints import FORMATS
 from tests.model.loading.test_packed_checkpoints import write as write_packed
@@ -268,3 +270,33 @@ def test_a_store_that_tensorstore_does_not_know_holds_no_conversion(tmp_path):
     with pytest.raises(ValueError, match=r"memory://bucket/out/orbax: .*are on a disk or on gs:// and s3://"):
         convert(found, url, place("memory://bucket/out", "folder"), dtype=None)
     assert config == found.config
+
+
+@pytest.mark.parametrize("name", ["rslora", "torch_file"])
+def test_an_adapter_is_read_from_a_store(name, tmp_path):
+    config = adapters.base_config()
+    url = put(adapters.folder(name), "memory://bucket/adapter")
+    (url / "optimizer.pt").write_bytes(b"of a trainer")
+    store = AdapterStore(config, max_rank=4, max_cpu=1)
+    identity = store.load(adapter_place(str(url)))
+    assert identity == read_adapter(adapters.folder(name), config, max_rank=4).identity
+    assert not any(tmp_path.rglob("optimizer.pt"))
+    other = store.load(adapters.folder("pattern"))
+    assert store.weights(identity).identity == identity != other
+    store.weights(other)
+    raw = json.loads((url / "adapter_config.json").read_text())
+    (url / "adapter_config.json").write_text(json.dumps(raw | {"lora_alpha": 1}))
+    with pytest.raises(ValueError, match="memory://bucket/adapter has changed since it was loaded"):
+        store.weights(identity)
+
+
+def test_a_gguf_adapter_is_read_from_a_store(tmp_path):
+    config = adapters.base_config()
+    gguf_files.write_adapter(tmp_path / "a.gguf", config, adapters.read(adapters.folder("q_and_v"))[1], alpha=8)
+    fsspec.filesystem("memory").store.clear()
+    url = place("memory://bucket/a.gguf", "--lora-modules")
+    url.copy_from(tmp_path / "a.gguf")
+    found = read_adapter(adapter_place(str(url)), config, max_rank=4)
+    assert found.identity == read_adapter(adapters.folder("q_and_v"), config, max_rank=4).identity
+    with pytest.raises(ValueError, match=r"no adapter 'memory://bucket/b\.gguf'"):
+        adapter_place("memory://bucket/b.gguf")

@@ -345,7 +345,10 @@ def test_a_config_file_that_cannot_be_used_is_refused_in_words(tmp_path, text, w
 
 def test_an_adapter_is_named_with_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.1-8B", "r": 16}')
-    wanted = rf"{tmp_path} is an adapter of the model 'meta-llama/Llama-3\.1-8B' and no model: merge the two"
+    wanted = (
+        rf"{tmp_path} is an adapter of the model 'meta-llama/Llama-3\.1-8B' and no model: "
+        "serve its model with --enable-lora --lora-modules NAME=FOLDER, or merge the two "
+    )
     with pytest.raises(ValueError, match=wanted):
         resolve(str(tmp_path))
     checkpoints.write(tmp_path, "gqa2")

@@ -20,12 +20,14 @@ from model.execution.memory_plan import RunnerConfig, memory_needs
 from model.execution.prompt_lookup import PromptLookup
 from model.execution.runner import ModelRunner
 from model.execution.step_programs import WRITE_ADAPTER
+from model.loading.adapter_store import AdapterStore
 from model.loading.weights import load_hf
 from model.network.lora import LoraWeights
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import form_named
+from tests.model import adapters as goldens
 from tests.model import checkpoints
-from tests.model.adapters import merged, random_adapter
+from tests.model.adapters import merged, random_weights
 from tests.model.collectives import collectives
 from tests.model.dense_attention import dense_logits
 from tests.model.driver import Row, pack, paged_attention, run
@@ -57,11 +59,11 @@ def config(folder: Path) -> LlamaConfig:
 def adapters(config: LlamaConfig) -> dict[int, LoraWeights]:
     """Of several ranks and projections; one changes a single layer, and one nothing at all."""
     made = [
-        random_adapter(config, 1, rank=RANK),
-        random_adapter(config, 2, rank=4, targets=("q_proj", "v_proj")),
-        random_adapter(config, 3, rank=3, targets=("k_proj", "o_proj", "up_proj"), layers=[1]),
-        random_adapter(config, 4, rank=RANK, targets=("gate_proj", "down_proj")),
-        random_adapter(config, 5, targets=()),
+        random_weights(config, 1, rank=RANK),
+        random_weights(config, 2, rank=4, targets=("q_proj", "v_proj")),
+        random_weights(config, 3, rank=3, targets=("k_proj", "o_proj", "up_proj"), layers=[1]),
+        random_weights(config, 4, rank=RANK, targets=("gate_proj", "down_proj")),
+        random_weights(config, 5, targets=()),
     ]
     return {adapter.identity: adapter for adapter in made}
 
@@ -148,6 +150,32 @@ def test_adapters_change_what_the_model_says(oracle) -> None:
     base, *others, nothing = (oracle(adapter, [5, 6, 7, 8, 9]) for adapter in range(6))
     assert (nothing == base).all()
     assert all(np.abs(other - base).max() > 0.1 for other in others)
+
+
+def test_the_numbers_are_those_of_peft(tmp_path) -> None:
+    """All golden adapters, three at once, beside a row without one."""
+    config, names = goldens.base_config(), sorted(goldens.ADAPTERS)
+    model = load_hf(checkpoints.write(tmp_path, goldens.BASE), config, dtype=jnp.float32)
+    store = AdapterStore(config, max_rank=RANK, max_cpu=2)
+    of_name = {name: store.load(goldens.folder(name)) for name in names}
+    attention, settings = paged_attention(config), RunnerConfig(**LIMITS, max_loras=3, max_lora_rank=RANK)
+    runner = ModelRunner(model, attention, settings, adapter_weights=store.weights)
+    prompt = replace(PROMPT, num_tokens=LIMITS["max_num_batched_tokens"], variant=Variant.SCORE)
+    runner.warm_up([prompt, DECODE], print)
+    tokens = goldens.prompt().tolist()
+    for name in names:
+        others = [other for other in names if other != name][:2]
+        writes = bring(runner, *(of_name[each] for each in (others[0], name, others[1])))
+        row, beside = rows(2, 0)
+        row.prompt = tokens
+        output = prefill(runner, [row, beside], prompt, adapters=writes)
+        for _ in range(7):
+            run(runner, DECODE, [(row, 1)])
+        logits, greedy = goldens.golden(name)
+        assert row.output == greedy, name
+        raw = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        expected = raw[np.arange(len(tokens) - 1), tokens[1:]]
+        assert np.abs(output.target_logprobs[: len(tokens) - 1] - expected).max() < 2e-4, name
 
 
 def logprobs_of(runner: ModelRunner, slots: tuple[int, ...], prompt: Bucket, *written: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from scripts.building.end_tokens import find_end_tokens
 from scripts.convert_checkpoint import convert
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.examples import examples
-from tests.model import checkpoints, gguf_blocks, gguf_files
+from tests.model import adapters, checkpoints, gguf_blocks, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.gguf_files import Type
 from tests.model.goldens.make import FOLDER
@@ -387,3 +387,17 @@ def test_llama_cpp_computes_the_same_of_the_file(tmp_path, type):
                 assert ours.argmax() == chosen
                 num_choices += 1
     assert num_choices > 40
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    raw, stored = adapters.read(adapters.folder("q_and_v"))
+    path = tmp_path / "adapter.gguf"
+
+    def of_base(writer):
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, "Llama 3.1 8B")
+
+    gguf_files.write_adapter(path, adapters.base_config(), stored, alpha=raw["lora_alpha"], more=of_base)
+    words = "is an adapter of the model 'Llama 3.1 8B' and no model: serve its model with --enable-lora --lora-modules "
+    with pytest.raises(ValueError, match=f"{path} {words}NAME=FILE, or merge the two"):
+        resolve(str(path))

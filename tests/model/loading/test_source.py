@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 
 from model.config import LlamaConfig
 from model.loading import hub as hub_client
-from model.loading.source import Kind, resolve
+from model.loading.source import Kind, adapter_place, resolve
 from model.network.sharding import abstract_model
 from model.presets import PRESETS
 from tests.model import checkpoints
@@ -157,3 +157,32 @@ def test_the_hubs_refusals_are_explained(error, complaint, monkeypatch):
     hub(monkeypatch, raising(error))
     with pytest.raises(ValueError, match=complaint):
         resolve("meta/llama")
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_only_the_files_of_an_adapter_are_fetched(file, monkeypatch, tmp_path):
+    def answer(patterns):
+        for name in {"adapter_config.json", file}.intersection(patterns):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    calls = hub(monkeypatch, answer)
+    assert adapter_place("org/adapter") == tmp_path
+    assert (tmp_path / file).exists()
+    asked = {pattern for _, _, patterns in calls for pattern in patterns}
+    assert asked <= {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
+
+
+def test_an_adapter_is_a_folder_or_a_gguf_file(monkeypatch, tmp_path):
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert adapter_place(str(tmp_path)) == tmp_path
+    assert adapter_place(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+    for name in ("", "nothing", "a/b/c", "b.gguf", "adapter_model.safetensors"):
+        with pytest.raises(ValueError, match=r"no adapter '.*': it can be a folder, a GGUF file or a hub name"):
+            adapter_place(str(tmp_path / "x" / name))
+    with pytest.raises(ValueError, match="HTTP"):
+        adapter_place("https://example.com/adapter")
+    hub(monkeypatch, raising(LocalEntryNotFoundError("no network")))
+    with pytest.raises(ValueError, match="org/adapter is neither a folder nor in the local hub cache"):
+        adapter_place("org/adapter")

@@ -1,0 +1,79 @@
+"""The LoRA adapters of a running engine, in the host's memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+
+from model.config import LlamaConfig
+from model.inputs.paths import Place
+from model.loading.adapter import read_adapter
+from model.network.lora import LoraWeights
+
+
+class AdapterStore:
+    """Keeps the weights of loaded adapters by their identities. Beyond `max_cpu`, the least recently used ones are
+    dropped, and read again when they are asked for. Any thread may call it; `load` and `weights` may read files.
+
+    Args:
+        config: of the model.
+        max_rank: `--max-lora-rank`.
+        max_cpu: `--max-cpu-loras`.
+    """
+
+    def __init__(self, config: LlamaConfig, *, max_rank: int, max_cpu: int):
+        if max_rank < 1 or max_cpu < 1:
+            raise ValueError(f"at least 1: {max_rank=} {max_cpu=}")
+        self._config, self._max_rank, self._max_cpu = config, max_rank, max_cpu
+        self._lock = Lock()
+        self._places: dict[int, Place] = {}
+        self._kept: OrderedDict[int, LoraWeights] = OrderedDict()  # the most recently used last
+
+    def load(self, place: Place) -> int:
+        """Reads the adapter of a folder or a GGUF file. Equal weights have one identity.
+
+        Raises:
+            ValueError, OSError: as `read_adapter`.
+        """
+        found = self._read(place)
+        with self._lock:
+            self._places[found.identity] = place
+            self._keep(found)
+        return found.identity
+
+    def weights(self, identity: int) -> LoraWeights:
+        """The adapter's weights.
+
+        Raises:
+            ValueError: it is not loaded, or its files have changed.
+            OSError: its files cannot be read.
+        """
+        with self._lock:
+            if identity in self._kept:
+                self._kept.move_to_end(identity)
+                return self._kept[identity]
+            place = self._places.get(identity)
+        if place is None:
+            raise ValueError(f"no adapter is loaded that has the {identity=}")
+        found = self._read(place)
+        if found.identity != identity:
+            raise ValueError(f"the adapter {place} has changed since it was loaded: load it again")
+        with self._lock:
+            if identity in self._places:
+                self._keep(found)
+        return found
+
+    def forget(self, identity: int) -> None:
+        """Drops an adapter. One that is not loaded is ignored."""
+        with self._lock:
+            self._places.pop(identity, None)
+            self._kept.pop(identity, None)
+
+    def _read(self, place: Place) -> LoraWeights:
+        return read_adapter(place, self._config, max_rank=self._max_rank)
+
+    def _keep(self, found: LoraWeights) -> None:
+        self._kept[found.identity] = found
+        self._kept.move_to_end(found.identity)
+        while len(self._kept) > self._max_cpu:
+            self._kept.popitem(last=False)
