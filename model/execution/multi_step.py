@@ -69,7 +69,7 @@ def make_multi_step(
             metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=True)
             tokens = jnp.where(rows.emits, rows.state[:, SlotLayout.LAST_TOKEN], 0)
             positions = jnp.where(rows.emits, rows.past, 0)
-            adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
+            adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
             hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters)
             logits = model.logits(hidden)  # f32[S, V]
             history, found = state.history, {}

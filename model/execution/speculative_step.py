@@ -79,7 +79,7 @@ def make_speculative_step(
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=False, spec_decode=True)
         network = drafter if isinstance(drafter, Drafter) else None
         taps = () if network is None else network.taps
-        adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
+        adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
         hidden, kv, tapped = run_model(
             model, tokens, positions, state.kv, kv_scales, attention, metadata, taps, adapters
         )  # [T, E]

@@ -182,7 +182,7 @@ def make_step(
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
         taps = () if drafter is None else drafter.taps
-        adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
+        adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
         hidden, kv, tapped = run_model(
             model, tokens, positions, state.kv, kv_scales, attention, metadata, taps, adapters
         )  # [T, D]
@@ -251,13 +251,13 @@ def run_model(
 
 
 def step_adapters(
-    slots: AdapterSlots, rows: StepRows, bucket: Bucket, model: Llama, max_loras: int
+    slots: AdapterSlots, rows: StepRows, bucket: Bucket, model: Llama, attention: PagedAttention, max_loras: int
 ) -> StepAdapters | None:
     """The adapters of the step's tokens. None: the program has no adapters."""
     if not bucket.has_adapters:
         return None
-    of_tokens = adapters_of_tokens(rows, bucket.num_tokens)
-    return StepAdapters.of_tokens(slots, of_tokens, num_slots=max_loras, num_shards=model.num_shards)
+    of_tokens, in_c = adapters_of_tokens(rows, bucket.num_tokens), attention.backend is Backend.CPU
+    return StepAdapters(slots, of_tokens, num_slots=max_loras, num_shards=model.num_shards, in_c=in_c)
 
 
 def attend_in_pages(attention: PagedAttention, metadata: Any) -> Attend | AttendProjected:

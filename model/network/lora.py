@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from model.network.linear_method import multiply
+from pallas_kernels.cpu import per_token
 
 # The projections that an adapter may change, in the names of checkpoints, of each fused `Linear` of a layer in the
 # order of its outputs.
@@ -52,50 +54,60 @@ AdapterSlots = Sequence[Mapping[str, Slots]]
 
 
 @dataclass(frozen=True)
-class LayerAdapters:
-    """The adapters of a step's tokens in one layer.
+class StepAdapters:
+    """The adapters of a step's tokens.
 
     Args:
-        is_own: bool[T, S * R], whether a slot is the token's own.
+        of_tokens: i32[T], the slot of each token, from 1; 0: it has no adapter.
+        num_slots: S.
         num_shards: groups into which the outputs of a fused `Linear` are divided (`layers.Attention`).
+        in_c: the C code of CPUs adds them, with sums that do not depend on the number of tokens.
     """
 
-    slots: Mapping[str, Slots]
-    is_own: jax.Array
+    slots: AdapterSlots
+    of_tokens: jax.Array
+    num_slots: int
     num_shards: int
+    in_c: bool = False
+
+    def of_layer(self, number: int) -> LayerAdapters:
+        """Those of one layer."""
+        return LayerAdapters(self, self.slots[number])
+
+    @cached_property
+    def is_own(self) -> jax.Array:
+        """bool[T, S * R]: whether a place in the arrays is one of the token's slot."""
+        slot = jnp.arange(1, self.num_slots + 1, dtype=jnp.int32)
+        return jnp.repeat(self.of_tokens[:, None] == slot, self.rank, axis=1)
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        num_places: int = self.slots[0]["attention.out"][0].shape[1]
+        return num_places // self.num_slots
+
+
+@dataclass(frozen=True)
+class LayerAdapters:
+    """The adapters of a step's tokens in one layer."""
+
+    step: StepAdapters
+    slots: Mapping[str, Slots]
 
     def parts(self, name: str, inputs: jax.Array) -> list[jax.Array]:
         """What the tokens' adapters add to the outputs of a `Linear` of these inputs [T, D]: [T, n] of each of its
         projections."""
         a, of_parts = self.slots[name]
         reduced = multiply(inputs, a.reshape(-1, a.shape[-1]), for_cpu=False).reshape(-1, *a.shape[:2])
-        reduced = jnp.where(self.is_own[:, None], reduced, 0)
+        reduced = jnp.where(self.step.is_own[:, None], reduced, 0)
         return [_product(reduced[:, part], b) for part, b in enumerate(of_parts)]
 
     def add(self, name: str, inputs: jax.Array, outputs: jax.Array) -> jax.Array:
         """The outputs [T, out] of a `Linear` of these inputs, with what the adapters add to them."""
-        groups = [part.reshape(part.shape[0], self.num_shards, -1) for part in self.parts(name, inputs)]
+        if self.step.in_c:
+            return per_token.add_adapters(inputs, outputs, self.step.of_tokens, *self.slots[name], self.step.rank)
+        groups = [part.reshape(part.shape[0], self.step.num_shards, -1) for part in self.parts(name, inputs)]
         return outputs + jnp.concatenate(groups, axis=-1).reshape(outputs.shape)
-
-
-@dataclass(frozen=True)
-class StepAdapters:
-    """The adapters of a step's tokens. Arguments as for `LayerAdapters`."""
-
-    slots: AdapterSlots
-    is_own: jax.Array
-    num_shards: int
-
-    @classmethod
-    def of_tokens(cls, slots: AdapterSlots, of_tokens: jax.Array, *, num_slots: int, num_shards: int) -> StepAdapters:
-        """The adapters in the slots i32[T] of the tokens, from 1; 0: the token has none."""
-        num_places = slots[0]["attention.out"][0].shape[1]
-        of_place = jnp.arange(num_places, dtype=jnp.int32) // (num_places // num_slots) + 1
-        return cls(slots, of_tokens[:, None] == of_place, num_shards)
-
-    def of_layer(self, number: int) -> LayerAdapters:
-        """Those of one layer."""
-        return LayerAdapters(self.slots[number], self.is_own, self.num_shards)
 
 
 def with_adapters(adapters: LayerAdapters | None, name: str, inputs: jax.Array, outputs: jax.Array) -> jax.Array:

@@ -31,8 +31,9 @@ FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", 
 ATTEND, MULTIPLY = "pallas_serve_attend", "pallas_serve_multiply"
 MULTIPLY_ROUNDED = "pallas_serve_multiply_rounded"
 NORM, GATE, ROTATE = "pallas_serve_norm", "pallas_serve_gate", "pallas_serve_rotate"
+ADD_ADAPTERS = "pallas_serve_add_adapters"
 LOG_SUM_EXP, TEMPER = "pallas_serve_log_sum_exp", "pallas_serve_temper"
-NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, NORM, GATE, ROTATE, LOG_SUM_EXP, TEMPER)
+NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER)
 COMPILE_TIMEOUT_S = 300
 SOURCES = Path(__file__).parent
 

@@ -121,6 +121,102 @@ XLA_FFI_Error* pallas_serve_norm(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 
+enum { MAX_PROJECTIONS = 3, MAX_RANK = 512, TOGETHER = 4 };
+
+typedef struct {
+  const void* inputs;   // [T, D]
+  const void* outputs;  // [T, E], E is the sum of the widths
+  const int32_t* slots;  // [T], from 1
+  const void* a;         // [P, S * rank, D]
+  const void* b[MAX_PROJECTIONS];  // [S * rank, width]
+  void* out;                       // [T, E]
+  enum Kind kind;                  // of all of these
+  int64_t num_projections, num_places, rank, depth, width, widths[MAX_PROJECTIONS];
+} Adapters;
+
+// reduced[n] = inputs * row n of a, for `rank` rows.
+INLINE void reduce(const Adapters* p, int64_t row, int64_t place, float* reduced, const enum Kind kind) {
+  for (int64_t first = 0; first < p->rank; first += TOGETHER) {
+    Block sums[TOGETHER] = {0};
+    int64_t left = p->rank - first;
+    for (int64_t i = 0; i < p->depth; i += BLOCK) {
+      int64_t count = at_most_block(p->depth - i);
+      Block x = load_block(p->inputs, row * p->depth + i, count, kind);
+      UNROLL for (int n = 0; n < TOGETHER; n++) {
+        int64_t of = place + first + (n < left ? n : 0);
+        Block a = load_block(p->a, of * p->depth + i, count, kind);
+        EACH_VECTOR sums[n].of[v] += x.of[v] * a.of[v];
+      }
+    }
+    for (int n = 0; n < TOGETHER && n < left; n++) reduced[first + n] = sum_of_block(sums[n]);
+  }
+}
+
+// Adds to `blocks` blocks of outputs. The last one has `count` numbers.
+INLINE void expand(const Adapters* p, const void* b, int64_t place, int64_t width, int64_t i, const float* reduced,
+                   int64_t at, const int blocks, int64_t count, const enum Kind kind) {
+  Block sums[TOGETHER] = {0};
+  for (int64_t n = 0; n < p->rank; n++)
+    UNROLL for (int k = 0; k < blocks; k++) {
+      Block row = load_block(b, (place + n) * width + i + k * BLOCK, k == blocks - 1 ? count : BLOCK, kind);
+      EACH_VECTOR sums[k].of[v] += reduced[n] * row.of[v];
+    }
+  UNROLL for (int k = 0; k < blocks; k++) {
+    int64_t own = k == blocks - 1 ? count : BLOCK;
+    Block y = load_block(p->outputs, at + i + k * BLOCK, own, kind);
+    EACH_VECTOR y.of[v] += sums[k].of[v];
+    store_block(p->out, at + i + k * BLOCK, own, y, kind);
+  }
+}
+
+INLINE void add_to_row(const Adapters* p, int64_t row, const enum Kind kind) {
+  float reduced[MAX_RANK];
+  int64_t slot = p->slots[row], at = row * p->width;
+  if (slot < 1 || slot * p->rank > p->num_places) return;
+  for (int64_t n = 0; n < p->num_projections; at += p->widths[n++]) {
+    int64_t place = (slot - 1) * p->rank, width = p->widths[n], i = 0;
+    reduce(p, row, n * p->num_places + place, reduced, kind);
+    for (; i + TOGETHER * BLOCK <= width; i += TOGETHER * BLOCK)
+      expand(p, p->b[n], place, width, i, reduced, at, TOGETHER, BLOCK, kind);
+    for (; i < width; i += BLOCK) expand(p, p->b[n], place, width, i, reduced, at, 1, at_most_block(width - i), kind);
+  }
+}
+
+static void do_adapters(const void* adapters, int64_t row) {
+  const Adapters* p = adapters;
+  if (p->kind == BFLOAT16) add_to_row(p, row, BFLOAT16);
+  else add_to_row(p, row, FLOAT32);
+}
+
+// (inputs [T, D], outputs [T, E], slots i32[T], a [P, S * rank, D], for each of P projections b [S * rank, width]) ->
+// the outputs, in place, with b's rows times the inputs' products with a's rows of the token's slot. Slots are from 1; 0
+// adds nothing. All are of float32 or of bfloat16. Attribute: rank i32.
+XLA_FFI_Error* pallas_serve_add_adapters(XLA_FFI_CallFrame* frame) {
+  if (answers_metadata(frame)) return NULL;
+  XLA_FFI_Buffer *inputs = argument(frame, 0), *outputs = argument(frame, 1), *a = argument(frame, 3);
+  Adapters adapters = {
+      .inputs = inputs->data,
+      .outputs = outputs->data,
+      .slots = argument(frame, 2)->data,
+      .a = a->data,
+      .out = result(frame, 0)->data,
+      .kind = kind_of(inputs),
+      .num_projections = a->dims[0],
+      .num_places = a->dims[1],
+      .rank = *(const int32_t*)((const XLA_FFI_Scalar*)frame->attrs.attrs[0])->value,
+      .depth = inputs->dims[1],
+      .width = outputs->dims[1],
+  };
+  if (adapters.num_projections > MAX_PROJECTIONS || adapters.rank > MAX_RANK)
+    return failure(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "an adapter has too many projections or ranks");
+  for (int64_t n = 0; n < adapters.num_projections; n++) {
+    adapters.b[n] = argument(frame, 4 + (int)n)->data;
+    adapters.widths[n] = argument(frame, 4 + (int)n)->dims[1];
+  }
+  for_rows(frame, inputs->dims[0], NUMBERS_OF_PART, do_adapters, &adapters);
+  return NULL;
+}
+
 typedef struct {
   const void* inputs;  // [T, 2 F]: gates, then what they multiply
   void* out;           // [T, F]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import library
-from pallas_kernels.cpu.library import GATE, LOG_SUM_EXP, NORM, ROTATE, TEMPER
+from pallas_kernels.cpu.library import ADD_ADAPTERS, GATE, LOG_SUM_EXP, NORM, ROTATE, TEMPER
 
 LOGITS_OF_CHUNK = 4096  # per_token.c
 TESTED = ((3, 40),)  # tokens and width of the self-test's rows
@@ -57,6 +57,23 @@ def rotate(
     return queries, keys, values
 
 
+def add_adapters(
+    inputs: jax.Array, outputs: jax.Array, slots: jax.Array, a: jax.Array, bs: Sequence[jax.Array], rank: int
+) -> jax.Array:
+    """The outputs [T, E] of products of inputs [T, D], with what LoRA adapters add: for each of the fused projections,
+    inputs times the rows of its A, times those of its B, of the token's adapter. All are float32 or bfloat16, and sums
+    are in float32.
+
+    Args:
+        slots: i32[T], of each token's adapter, from 1; 0: it has none, and its outputs stay as they are.
+        a: [P, S * rank, D], of S slots and P projections.
+        bs: for each projection [S * rank, n]; the n of all are E.
+        rank: at most 512.
+    """
+    call = _call(ADD_ADAPTERS, _like(outputs.shape, outputs), input_output_aliases={1: 0})
+    return call(inputs.astype(outputs.dtype), outputs, slots, a, *bs, rank=np.int32(rank))
+
+
 def log_sum_exp(logits: jax.Array) -> jax.Array:
     """The logarithm of the sum of e^logit, f32[S] of f32[S, V]."""
     rows, chunks = logits.shape[0], -(-logits.shape[1] // LOGITS_OF_CHUNK)
@@ -90,6 +107,7 @@ def fault(shapes: Sequence[tuple[int, int]] = TESTED) -> str | None:
                 "rotation": np.concatenate([turned.real, turned.imag], axis=1)[:, None],
                 "sum of exponentials": np.log(np.exp(wide).sum(axis=1)),
                 "weights": np.exp(wide - wide.max(axis=1, keepdims=True)),
+                "adapters": wide + wide @ total.T @ total,
             }
             cos, sin, columns = turn.real.astype(np.float32), turn.imag.astype(np.float32), np.tile(x, 3)
             found = _tested(x, added, scale[0], columns, cos, sin)
@@ -106,14 +124,16 @@ def _tested(x: Any, added: Any, scale: Any, columns: Any, cos: Any, sin: Any) ->
     def compute(x: jax.Array, added: jax.Array, scale: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
         keys, logits = rotate(columns, jnp.asarray(cos), jnp.asarray(sin), 1)[1], x.astype(jnp.float32)
         weights = temper(logits, logits.max(axis=1), jnp.ones(logits.shape[0], jnp.float32))
-        return norm_of_sum(x, added, scale, 0)[1], gate(x), keys, log_sum_exp(logits), weights
+        low = x + added  # A and B of one slot
+        adapted = add_adapters(x, x, jnp.ones(len(x), jnp.int32), low[None], [low], len(low))
+        return norm_of_sum(x, added, scale, 0)[1], gate(x), keys, log_sum_exp(logits), weights, adapted
 
     return jax.jit(compute)(x, added, scale, columns)
 
 
-def _call(name: str, results: Any) -> Callable[..., Any]:
+def _call(name: str, results: Any, **options: Any) -> Callable[..., Any]:
     library.load(None)  # an engine has loaded it already, from its folder
-    return jax.ffi.ffi_call(name, results)
+    return jax.ffi.ffi_call(name, results, **options)
 
 
 def _like(shape: tuple[int, ...], x: jax.Array) -> jax.ShapeDtypeStruct:

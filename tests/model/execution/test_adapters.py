@@ -23,14 +23,18 @@ from model.execution.step_programs import WRITE_ADAPTER
 from model.loading.adapter_store import AdapterStore
 from model.loading.weights import load_hf
 from model.network.lora import LoraWeights
+from model.network.packed import pack
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import form_named
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import Backend
 from tests.model import adapters as goldens
 from tests.model import checkpoints
 from tests.model.adapters import merged, random_weights
 from tests.model.collectives import collectives
 from tests.model.dense_attention import dense_logits
-from tests.model.driver import Row, pack, paged_attention, run
+from tests.model.driver import Row, paged_attention, run
+from tests.model.driver import pack as packed_step
 
 VARIANT = "gqa2"
 MAX_LORAS, RANK = 3, 8
@@ -70,11 +74,14 @@ def adapters(config: LlamaConfig) -> dict[int, LoraWeights]:
 
 @pytest.fixture(scope="module")
 def make(folder: Path, config: LlamaConfig, adapters: dict[int, LoraWeights]) -> Make:
-    def made(*, num_shards: int = 1, quantization: str | None = None, **limits) -> ModelRunner:
+    def made(*, num_shards: int = 1, quantization: str | None = None, in_c: bool = False, **limits) -> ModelRunner:
         mesh = make_mesh(num_shards) if num_shards > 1 else None
         form = form_named(quantization, config.projection_inputs) if quantization else None
-        model = load_hf(folder, config, dtype=jnp.float32, mesh=mesh, quantization=form)
-        attention = paged_attention(model.config, mesh=mesh)
+        model = load_hf(folder, config, dtype=jnp.float32, mesh=mesh, quantization=form, for_cpu=in_c)
+        attention = paged_attention(model.config, page_size=16, mesh=mesh)
+        if in_c:
+            pack(model)
+            attention = PagedAttention(attention.spec, Backend.CPU)
         settings = RunnerConfig(**LIMITS | {"max_loras": MAX_LORAS, "max_lora_rank": RANK} | limits)
         return ModelRunner(model, attention, settings, adapter_weights=adapters.__getitem__)
 
@@ -131,8 +138,17 @@ def assert_tokens_of(oracle: Callable[..., np.ndarray], adapter: int, row: Row) 
     assert row.output == logits.argmax(axis=-1).tolist(), (adapter, row)
 
 
+@pytest.fixture(scope="module")
+def in_c(make: Make) -> ModelRunner:
+    made = make(in_c=True)
+    made.warm_up([PROMPT, DECODE], print)
+    return made
+
+
 @pytest.mark.parametrize("quartet", [(1, 2, 3), (4, 5, 1)])
-def test_each_row_draws_as_the_merged_model_does(runner, oracle, quartet) -> None:
+@pytest.mark.parametrize("fixture", ["runner", "in_c"])
+def test_each_row_draws_as_the_merged_model_does(request, oracle, fixture, quartet) -> None:
+    runner = request.getfixturevalue(fixture)
     asked = rows(1, 0, 2, 3)
     first = prefill(runner, asked, adapters=bring(runner, *quartet))
     for _ in range(8):
@@ -217,7 +233,7 @@ def test_several_steps_of_a_program_have_the_tokens_of_single_ones(runner) -> No
 def draw(runner: ModelRunner, bucket: Bucket, asked: list[Row], count: int) -> StepOutput:
     """A step in which each row brings `count` tokens."""
     width = SlotLayout.width(runner.capacity().pages_per_seq)
-    step = pack(bucket, [(row, 1) for row in asked], num_slots=runner.capacity().num_slots, width=width)
+    step = packed_step(bucket, [(row, 1) for row in asked], num_slots=runner.capacity().num_slots, width=width)
     sections = PackedLayout(bucket).sections()
     step.packed[sections["q_lens"]][: len(asked)] = count
     if bucket.num_drafts:

@@ -120,6 +120,45 @@ def test_tempered_weights(rows, width, seed):
     assert (found[:, 0] == 0).all() and (found.max(axis=1) == 1).all()
 
 
+def adapters(
+    dtype: Any, *, slots: int, rank: int, depth: int, widths: tuple[int, ...], seed: int = 0
+) -> list[np.ndarray]:
+    """A [P, slots * rank, depth], and B [slots * rank, width] of each projection."""
+    shapes = [(len(widths), slots * rank, depth), *((slots * rank, width) for width in widths)]
+    return [drawn(shape, dtype, seed + i) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=10)
+@given(
+    rows=st.integers(1, 20), depth=st.integers(1, 300), widths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    rank=st.integers(1, 19), num_slots=st.integers(1, 4), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_adapters(dtype, rows, depth, widths, rank, num_slots, seed):
+    x, y = drawn((rows, depth), dtype, seed), drawn((rows, sum(widths)), dtype, seed + 1)
+    slots = np.random.default_rng(seed).integers(0, num_slots + 1, rows).astype(np.int32)
+    a, *bs = adapters(dtype, slots=num_slots, rank=rank, depth=depth, widths=tuple(widths), seed=seed)
+    (found,) = call(
+        lambda x, y, *weights: per_token.add_adapters(x, y, slots, weights[0], weights[1:], rank), x, y, a, *bs
+    )
+    wide = [array.astype(np.float64) for array in (x, y, a, *bs)]
+    expected, magnitude = wide[1].copy(), np.abs(wide[1])
+    for row, slot in enumerate(slots):
+        if slot:
+            own = slice((slot - 1) * rank, slot * rank)
+            reduced = [wide[0][row] @ part[own].T for part in wide[2]]
+            expected[row] += np.concatenate([low @ b[own] for low, b in zip(reduced, wide[3:], strict=True)])
+            sizes = [np.abs(wide[0][row]) @ np.abs(part[own]).T for part in wide[2]]
+            magnitude[row] += np.concatenate([size @ np.abs(b[own]) for size, b in zip(sizes, wide[3:], strict=True)])
+    assert found.dtype == dtype
+    assert (np.abs(found.astype(np.float64) - expected) <= 4 * TOLERANCE[np.dtype(dtype)] * magnitude).all()
+    assert (found[slots == 0] == y[slots == 0]).all()
+
+
+def _weights(arrays: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+    return arrays[0], arrays[1:]
+
+
 OPERATIONS: dict[str, tuple[Operation, Callable[[Any], list[np.ndarray]]]] = {
     "norm": (
         lambda x, added: norms(x, added, jnp.asarray(drawn((x.shape[1],), x.dtype))),
@@ -129,6 +168,18 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[Any], list[np.ndarray]]]] = {
     "rotation": (
         lambda *x: per_token.rotate(*x, 6),
         lambda dtype: [drawn((300, 10 * 80), dtype), *turns(300, 40)],
+    ),
+    "adapters": (
+        lambda x, y, slots: (
+            per_token.add_adapters(
+                x, y, slots, *_weights(adapters(x.dtype, slots=4, rank=2, depth=100, widths=(90, 60))), 2
+            ),
+        ),
+        lambda dtype: [
+            drawn((300, 100), dtype),
+            drawn((300, 150), dtype, 1),
+            np.arange(300, dtype=np.int32) % 5,
+        ],
     ),
     "tempered weights": (
         lambda x: (per_token.temper(x, x.max(axis=1), abs(x[:, 0]) + 1),),
