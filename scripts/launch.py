@@ -155,6 +155,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         generation_defaults=_generation_defaults(args, source),
         planner=planner_command(args, names[0]),
+        lora_folder=args.lora_folder,
         batch_concurrency=_batch_concurrency(args),
         debug=args.debug,
         **{name: getattr(args, name) for name in flags_of(Settings)},
@@ -262,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
             settings = server_settings(args, source, tokenizer)
+            engine.check_names(settings.model_names)
             served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster)
             say(f"pallas-serve {settings.version}: {args.model}")
 

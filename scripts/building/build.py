@@ -1,6 +1,6 @@
 """The engine's factory: from settings to a warmed-up engine, with a report of each phase of the start.
 
-The engine's process calls `build_served`. Offline generation calls `build` in its own process.
+The engine's process calls `build_served`. Offline generation calls its parts in its own process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
+from scripts.building.adapters import loaded_adapters, make_store
 from scripts.building.attention_backend import Backends, choose_attention, own_backends
 from scripts.building.changeable import ChangeableEngine, RunnerWeights
 from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
@@ -36,6 +37,7 @@ from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
 from scripts.flags.settings import EngineSettings, ServedSettings
+from server.engine.adapters import AdapterStore
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 
@@ -66,6 +68,7 @@ class Built:
     weights: ChosenWeights
     platform: str
     loader: Loader  # of other weights
+    adapter_store: AdapterStore | None  # None: requests have no adapters
     tokenizer: Path | None  # as of `build_runner`
 
     def changeable_weights(self) -> RunnerWeights:
@@ -126,7 +129,8 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
                 turn.wait()
                 say("for the programs of engine 0")
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
-    return ChangeableEngine(engine, built.changeable_weights()), built.info
+    adapters = loaded_adapters(settings, built.adapter_store, engine)
+    return ChangeableEngine(engine, built.changeable_weights(), adapters), built.info
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
@@ -138,26 +142,6 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokeniz
         return ByteLevelTokenizer.from_folder(served.tokenizer, vocab_size=vocab_size)
 
     return tokenizer
-
-
-def build(
-    settings: EngineSettings,
-    report: Report,
-    tokenizer: Callable[[int], ByteLevelTokenizer] | None = None,
-    *,
-    read_tokens: bool = False,
-    tokenizer_folder: Path | None = None,
-    backends: Backends | None = None,
-) -> tuple[Engine, EngineInfo]:
-    """A warmed-up engine, not started. Raises ValueError if a setting, the model or the device cannot be used.
-
-    Args:
-        tokenizer, read_tokens: as for `warm_engine`.
-        tokenizer_folder: `tokenizer` of `build_runner`.
-        backends: as for `build_runner`.
-    """
-    built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True, backends=backends)
-    return warm_engine(built, report, tokenizer, read_tokens=read_tokens), built.info
 
 
 def warm_engine(
@@ -268,6 +252,7 @@ def build_runner(
     ladder = BucketLadder(buckets)
     later = choose_deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
     of_draft = _planned_draft(chips, backends, attention)
+    adapter_store = make_store(settings, weights.config)
     runner = _make_runner(chips.planned, attention, limits, folders, of_draft)
     if others is not None:
         room = runner.capacity().num_pages
@@ -296,6 +281,7 @@ def build_runner(
         weights=weights,
         platform=platform,
         loader=loader,
+        adapter_store=adapter_store,
         tokenizer=tokenizer,
         ladder=ladder,
         may_wait=tuple(later),
@@ -314,6 +300,7 @@ def build_runner(
             vocab_size=weights.config.vocab_size,
             embedding_size=weights.config.hidden_size if settings.enable_embeddings else None,
             attention=chosen.info,
+            max_loras=settings.max_loras if settings.enable_lora else 0,
             cache_config={
                 "page_size": str(attention.spec.page_size),
                 "num_pages": str(runner.capacity().num_pages),

@@ -19,7 +19,10 @@ from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
-from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
+from server.engine.adapters import Adapters
+from server.engine.process import EngineWrapper
+from server.engine.wire import ChangeWeights, EngineInfo, LoadAdapter, WeightsChange
+from tests.server.support.adapters import FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 PROGRAM_OBJECTS = 100_000  # of a program that comes while it serves
@@ -40,6 +43,8 @@ class EchoConfig:
     says_heap: bool = False  # its reply is then the number of the objects that its process has frozen
     num_programs_to_come: int = 0  # at first; each look at the statistics finds one less, and more objects
     refused: tuple[str | None, ...] = ()  # models that cannot be loaded; None: that of the start
+    adapters: FakeStore | None = None  # of LoRA adapters, whose requests' reply is their weights
+    modules: tuple[tuple[str, str], ...] = ()  # names and folders of the adapters of the start
 
 
 class _Running:
@@ -91,7 +96,13 @@ class EchoEngine:
             return self._config.replies[request.sampling.seed]
         if self._config.says_heap:
             return tuple(str(gc.get_freeze_count()).encode())
+        if request.adapter:
+            return tuple(self._config.adapters.texts[request.adapter].encode())
         return request.prompt if self._config.reply is None else self._config.reply
+
+    def adapters_in_use(self) -> set[int]:
+        with self._lock:
+            return {running.request.adapter for running in self._live.values()}
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:
@@ -141,6 +152,8 @@ class EchoEngine:
 
     def _step(self, running: _Running) -> None:
         request, sampling = running.request, running.request.sampling
+        if request.adapter:
+            assert request.adapter in self._config.adapters.texts, "the weights of a running request are forgotten"
         ids: list[int] = []
         finish = None
         for _ in range(self._config.tokens_per_step):
@@ -195,6 +208,15 @@ class EchoEngine:
         running.on_output(output)
 
 
+class AdaptedEchoEngine(EngineWrapper):
+    def __init__(self, engine: EchoEngine, config: EchoConfig) -> None:
+        super().__init__(engine)
+        self.adapters = Adapters(config.adapters, engine)
+        self.add_request = self.adapters.add_request
+        for name, path in config.modules:
+            self.adapters.change(LoadAdapter(name, path))
+
+
 class ChangingEchoEngine(EchoEngine):
     def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
         if command.change is WeightsChange.RELOAD:
@@ -218,5 +240,12 @@ def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine
     time.sleep(config.start_s)
     if config.fail_at_start:
         raise ValueError(config.fail_at_start)
-    info = EngineInfo(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, cache_config={"page_size": "16"})
+    info = EngineInfo(
+        max_model_len=config.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        cache_config={"page_size": "16"},
+        max_loras=0 if config.adapters is None else 4,
+    )
+    if config.adapters is not None:
+        return AdaptedEchoEngine(EchoEngine(config), config), info
     return (ChangingEchoEngine if config.weights else EchoEngine)(config), info
