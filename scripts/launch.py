@@ -25,6 +25,7 @@ from scripts.flags.cluster import add_cluster_flags, cluster_of
 from scripts.flags.compatibility import add_compatibility_flags, log_warnings
 from scripts.flags.config_file import CONFIG, with_config
 from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.lora import check_not_of_model, lora_modules
 from scripts.flags.parsing import EachCounts, PrintCompletion, add_grouped_help
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.flags.tls import add_tls_flags, tls_files
@@ -142,6 +143,7 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
     """The server's settings. Raises ValueError or OSError for invalid values."""
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
+    check_not_of_model(lora_modules(args.lora_modules or ()), names)
     return Settings(
         tokenizer_folder=tokenizer,
         vocab_size=source.config.vocab_size,
@@ -263,7 +265,6 @@ def main(argv: list[str] | None = None) -> int:
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
             settings = server_settings(args, source, tokenizer)
-            engine.check_names(settings.model_names)
             served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster)
             say(f"pallas-serve {settings.version}: {args.model}")
 

@@ -27,9 +27,9 @@ from batcher.errors import EngineDeadError
 from batcher.stats import EngineStats
 from model.inputs.paths import place
 from model.loading.source import resolve
-from scripts.building.adapters import loaded_adapters
-from scripts.building.build import build_runner, warm_engine
+from scripts.building.build import build
 from scripts.building.stand_in_tokenizer import tokenizer_folder
+from scripts.flags.lora import check_not_of_model
 from scripts.flags.settings import EngineSettings
 from scripts.offline.arguments import (
     LoRARequest,
@@ -97,21 +97,21 @@ class LLM:
         # The queue has no limit: the engine refuses no request for a full queue.
         self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
         self.model_name = served_model_name or model
-        self.settings.check_names((self.model_name,))
+        check_not_of_model(self.settings.adapters, (self.model_name,))
         asked = None if tokenizer is None else place(tokenizer, "tokenizer")
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with ScratchFolder() as spare:
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
-            built = build_runner(self.settings, report, tokenizer=folder, compile_meanwhile=True)
-            self.engine = warm_engine(built, report, lambda _vocab_size: tokens)
-            adapters = loaded_adapters(self.settings, built.adapter_store, self.engine)
+            self.engine, info, adapters = build(
+                self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder
+            )
         self.max_in_flight = (
             2 * self.engine.ladder.config.max_num_seqs
         )  # twice the rows: the next request is waiting when one finishes
         self._thread = LoopThread()
-        self._client = InProcessEngineClient(self.engine, built.info, self._thread.loop, adapters)
+        self._client = InProcessEngineClient(self.engine, info, self._thread.loop, adapters)
         defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
         server = Settings(
             tokenizer_folder=folder,

@@ -1,6 +1,6 @@
 """The engine's factory: from settings to a warmed-up engine, with a report of each phase of the start.
 
-The engine's process calls `build_served`. Offline generation calls its parts in its own process.
+The engine's process calls `build_served`. Offline generation calls `build` in its own process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
 from scripts.flags.settings import EngineSettings, ServedSettings
-from server.engine.adapters import AdapterStore
+from server.engine.adapters import Adapters, AdapterStore
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 
@@ -142,6 +142,21 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokeniz
         return ByteLevelTokenizer.from_folder(served.tokenizer, vocab_size=vocab_size)
 
     return tokenizer
+
+
+def build(
+    settings: EngineSettings, report: Report, tokenizer: Callable[[int], ByteLevelTokenizer], *, tokenizer_folder: Path
+) -> tuple[Engine, EngineInfo, Adapters | None]:
+    """A warmed-up engine of this process, not started, with its LoRA adapters. Raises ValueError if a setting, the
+    model or the device cannot be used.
+
+    Args:
+        tokenizer: as for `warm_engine`.
+        tokenizer_folder: `tokenizer` of `build_runner`.
+    """
+    built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True)
+    engine = warm_engine(built, report, tokenizer)
+    return engine, built.info, loaded_adapters(settings, built.adapter_store, engine)
 
 
 def warm_engine(

@@ -37,6 +37,13 @@ def lora_modules(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, An
     return modules
 
 
+def check_not_of_model(modules: Sequence[LoraModule], model_names: Sequence[str]) -> None:
+    """Raises ValueError if an adapter has one of the model's names."""
+    for module in modules:
+        if module.name in model_names:
+            raise ValueError(f"{FLAG}: {module.name!r} is the name of the model (--served-model-name)")
+
+
 def _each(item: str | Mapping[str, Any]) -> Iterator[LoraModule]:
     if isinstance(item, str) and not item.lstrip().startswith(("{", "[")):
         name, equals, path = item.partition("=")

@@ -231,12 +231,6 @@ class EngineSettings:
         """The adapters that are loaded at the start."""
         return lora_modules(self.lora_modules or ())
 
-    def check_names(self, model_names: Sequence[str]) -> None:
-        """Raises ValueError if an adapter has one of the model's names."""
-        for module in self.adapters:
-            if module.name in model_names:
-                raise ValueError(f"--lora-modules: {module.name!r} is the name of the model (--served-model-name)")
-
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """The parsed `speculative_config`. Raises ValueError if it cannot be used."""

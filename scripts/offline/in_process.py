@@ -46,6 +46,7 @@ class InProcessEngineClient:
     ) -> None:
         self.info = info
         self.adapters: Mapping[str, Adapter] = {}
+        self.num_adapter_loads = 0
         self._engine = engine
         self._adapters = adapters
         self._add_request = engine.add_request if adapters is None else adapters.add_request
@@ -108,7 +109,7 @@ class InProcessEngineClient:
 
     def _note_adapters(self, news: AdaptersEvent) -> None:
         """Runs on the thread of the change."""
-        self.adapters = {adapter.name: adapter for adapter in news.adapters}
+        self.adapters, self.num_adapter_loads = {own.name: own for own in news.adapters}, news.num_loads
 
     def _hear(self, news: RequestOutput | Tokens) -> None:
         """Runs on the engine's thread. All that a step has wakes the event loop once."""

@@ -41,6 +41,10 @@ class EngineClient(Protocol):
     def adapters(self) -> Mapping[str, wire.Adapter]:
         """The LoRA adapters that are loaded, by name."""
 
+    @property
+    def num_adapter_loads(self) -> int:
+        """How often one has been loaded."""
+
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None: ...
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:

@@ -78,6 +78,10 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         return known
 
     @property
+    def num_adapter_loads(self) -> int:
+        return sum(engine.num_adapter_loads for engine in self.engines)
+
+    @property
     def death(self) -> str | None:
         deaths = [f"engine {i}: {engine.death}" for i, engine in enumerate(self.engines) if engine.death is not None]
         return "; ".join(deaths) or None

@@ -11,6 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from batcher.request import Request
+from server.engine.adapters import AdapterError, Adapters
+from server.engine.wire import IfLoaded, LoadAdapter, UndoLoad, UnloadAdapter
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter
 from tests.server.support.api_processes import through_each
 from tests.server.support.echo_engine import EchoConfig
@@ -220,6 +223,73 @@ def test_loading_stops_no_stream(folder, tmp_path):
         assert len(stream_events(client, CHAT, body)) > 20
         assert not loading.done()
         assert loading.result().status_code == 200
+
+
+def test_metrics_and_the_page_name_the_adapters_that_run(folder, tmp_path):
+    write_adapter(folder / "seen", "seen")
+    with administrator(tmp_path, config(step_s=0.2)) as client, ThreadPoolExecutor(1) as threads:
+        assert load(client, "seen", folder / "seen").status_code == 200
+        state = client.get("/ui/state").json()
+        assert (state["max_loras"], state["adapters"]) == (4, {"running": 0, "loaded": 1, "swaps": 0})
+        running = threads.submit(says, client, "seen", ignore_eos=True, max_tokens=40)
+        labels = 'max_lora="4",model_name="test-model",running_lora_adapters="seen",waiting_lora_adapters=""'
+        wait_until(lambda: f'lora_requests_info{{engine="0",{labels}}}' in client.get("/metrics").text)
+        assert client.get("/ui/state").json()["adapters"]["running"] == 1
+        assert running.result().startswith("seen")
+        figures = client.get("/metrics").text
+        assert 'pallas_serve:lora_loads_total{engine="0",model_name="test-model"} 1.0' in figures
+        assert 'pallas_serve:lora_adapters{engine="0",model_name="test-model"} 1.0' in figures
+
+
+def test_weights_are_forgotten_when_no_name_and_no_request_has_them(tmp_path):
+    engine, store = Waiting(), FakeStore()
+    adapters = Adapters(store, engine)
+    one, other = (str(write_adapter(tmp_path / text, text)) for text in ("one", "other"))
+    first = adapters.change(LoadAdapter("a", one)).identity
+    assert adapters.change(LoadAdapter("b", one)).identity == first
+    adapters.change(UnloadAdapter("a"))
+    assert store.forgotten == []
+    engine.used = {first}
+    adapters.change(UnloadAdapter("b"))
+    adapters.change(LoadAdapter("c", other))
+    assert store.forgotten == []
+    engine.used = set()
+    adapters.forget_unused()
+    wait_until(lambda: store.forgotten == ["one"])
+    with pytest.raises(AdapterError, match="has been unloaded"):
+        adapters.add_request(Request(request_id="r", prompt=(1,), sampling=None, adapter=first), print)
+    adapters.close()
+
+
+def test_a_load_that_is_undone_gives_the_name_its_former_weights_back(tmp_path):
+    store = FakeStore()
+    adapters = Adapters(store, Waiting())
+    place = write_adapter(tmp_path / "a", "old")
+    old = adapters.change(LoadAdapter("a", str(place)))
+    write_adapter(place, "new")
+    adapters.change(LoadAdapter("a", str(place), if_loaded=IfLoaded.REPLACE))
+    adapters.change(UndoLoad())
+    told = []
+    adapters.tell(told.append)
+    assert told[0].adapters == [old]
+    assert store.texts == {old.identity: "old"}
+    adapters.change(UndoLoad())  # there is nothing to undo
+    adapters.tell(told.append)
+    assert told[1] == told[0]
+    adapters.close()
+
+
+class Waiting:
+    """An engine whose requests have the adapters in `used`."""
+
+    def __init__(self) -> None:
+        self.used: set[int] = set()
+
+    def add_request(self, request, on_output) -> None:
+        raise AssertionError("no request is to reach it")
+
+    def adapters_in_use(self) -> set[int]:
+        return self.used
 
 
 # --- a folder of adapters ---

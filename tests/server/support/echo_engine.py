@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -101,8 +102,11 @@ class EchoEngine:
         return request.prompt if self._config.reply is None else self._config.reply
 
     def adapters_in_use(self) -> set[int]:
+        return set(self._adapters())
+
+    def _adapters(self) -> list[int]:
         with self._lock:
-            return {running.request.adapter for running in self._live.values()}
+            return [running.request.adapter for running in self._live.values()]
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:
@@ -127,6 +131,7 @@ class EchoEngine:
             finished=dict(self._finished),
             num_pages=100,
             num_pages_used=live,
+            running_of_adapters=dict(Counter(adapter for adapter in self._adapters() if adapter)),
         )
 
     def shutdown(self) -> None:
