@@ -104,14 +104,14 @@ class LLM:
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
-            self.engine, info, adapters = build(
+            self.engine, info, self._adapters = build(
                 self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder
             )
         self.max_in_flight = (
             2 * self.engine.ladder.config.max_num_seqs
         )  # twice the rows: the next request is waiting when one finishes
         self._thread = LoopThread()
-        self._client = InProcessEngineClient(self.engine, info, self._thread.loop, adapters)
+        self._client = InProcessEngineClient(self.engine, info, self._thread.loop, self._adapters)
         defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
         server = Settings(
             tokenizer_folder=folder,
@@ -233,6 +233,8 @@ class LLM:
     def close(self) -> None:
         """Ends the engine and its threads. May be called again."""
         self.engine.shutdown()
+        if self._adapters is not None:
+            self._adapters.close()
         self._thread.close()
         self._state.close()
 

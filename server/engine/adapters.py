@@ -28,8 +28,8 @@ class AdapterError(Exception):
 class AdapterStore(Protocol):
     """The weights of adapters in the host's memory, or of all hosts. Errors of `load` are ValueError and OSError."""
 
-    def load(self, folder: Place) -> int:
-        """The identity of the weights in the folder."""
+    def load(self, place: Place) -> int:
+        """The identity of the weights in a folder or file."""
 
     def forget(self, identity: int) -> None:
         """No name and no request has these weights any more."""
@@ -176,10 +176,10 @@ def check_name(name: str, where: str) -> None:
 
 
 def _found(path: str) -> Place:
-    """The folder of an adapter. Raises AdapterError 404 if it does not exist."""
+    """The folder or file of an adapter. Raises AdapterError 404 if it does not exist."""
     if not (0 < len(path) <= MAX_PATH_CHARS and path.isprintable()):
         raise ValueError(f"lora_path: a path has 1 to {MAX_PATH_CHARS} printable characters, not {shown(path)}")
-    folder = place(path, "lora_path")
-    if not folder.is_dir():
-        raise AdapterError(f"lora_path {path!r}: there is no such folder.", 404)
-    return folder
+    found = place(path, "lora_path")
+    if not found.exists():
+        raise AdapterError(f"lora_path {path!r}: there is no such folder or file.", 404)
+    return found

@@ -324,6 +324,6 @@ def error_of(output: wire.Output, grammar_field: str | None = None) -> RequestEr
         case 400:
             return RequestError(400, message, param=output.param)
         case 404:
-            return RequestError(404, message, type=NOT_FOUND, param=output.param, code="model_not_found")
+            return RequestError(404, message, type=NOT_FOUND, param="model", code="model_not_found")
         case _:
             return internal(message)

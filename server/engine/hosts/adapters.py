@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from batcher.step import Runner
-from model.inputs.paths import Place, place
+from model.inputs import paths
+from model.inputs.paths import Place
 from model.inputs.words import described
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
@@ -34,9 +35,9 @@ class AllAdapters:
         self._lock = threading.Lock()  # of one question at a time to the hosts, and of what follows
         self._held: set[int] = set()  # that all hosts have
 
-    def load(self, folder: Place) -> int:
+    def load(self, place: Place) -> int:
         with self._lock:
-            identities, faults = self._ask(commands.LoadAdapter(str(folder)), lambda: self._own.load(folder))
+            identities, faults = self._ask(commands.LoadAdapter(str(place)), lambda: self._own.load(place))
             own = identities.get(LEADER)
             for number, identity in identities.items():
                 if own is not None and identity != own:
@@ -124,7 +125,7 @@ class FollowersAdapters:
                 self._runner.unstage_adapter(identity)
 
     def _load(self, path: str) -> int:
-        identity = self._store.load(place(path, "lora_path"))
+        identity = self._store.load(paths.place(path, "lora_path"))
         self._held.add(identity)
         return identity
 

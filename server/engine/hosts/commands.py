@@ -63,7 +63,7 @@ class Abandon(msgspec.Struct, tag=True, array_like=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
-    """Read the LoRA adapter in this folder. Answered by AdapterAnswer, as StageAdapter is. Steps go on meanwhile."""
+    """Read the LoRA adapter in this folder or file. Answered by AdapterAnswer, as StageAdapter is. Steps go on."""
 
     path: str
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import httpx
 import pytest
 
 from batcher.request import Request
+from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
+from server.engine.link import Receiver
 from server.engine.wire import IfLoaded, LoadAdapter, UndoLoad, UnloadAdapter
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter
 from tests.server.support.api_processes import through_each
@@ -20,6 +23,8 @@ from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, HELLO, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
 from tests.server.support.sse_events import stream_events
+from tests.server.support.stub_app import StubClient, call, post_all, state_of
+from tests.server.support.tokenizers import VOCAB_SIZE
 
 ADMIN = {"Authorization": "Bearer boss"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -132,7 +137,8 @@ def test_a_name_that_is_loaded_again_has_the_new_weights(http, folder):
         ({"lora_name": "x", "lora_path": "/" + "p" * 10_000}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "/" + "p" * 3000}, 400, "File name too long"),
         ({"lora_name": "x", "lora_path": "/no/such/folder"}, 404, "there is no such folder"),
-        ({"lora_name": "x", "lora_path": "{good}/text"}, 404, "there is no such folder"),
+        ({"lora_name": "x", "lora_path": "{good}/text"}, 400, "is no folder"),
+        ({"lora_name": "x", "lora_path": "{good}/text/x"}, 404, "there is no such folder"),
         ({"lora_name": "x", "lora_path": "https://example.com/x"}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "{broken}"}, 400, "holds no adapter_config.json"),
     ],
@@ -197,6 +203,42 @@ def test_a_conversation_may_go_on_with_another_model(http):
         "/v1/responses", json={"model": "first", "input": "b", "previous_response_id": first["id"]}
     ).json()
     assert (second["model"], second["output"][0]["content"][0]["text"]) == ("first", "of the start")
+
+
+class Embedding(StubClient):
+    """An engine that embeds: each vector is the same."""
+
+    def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
+        for request, receiver in requests:
+            self.submitted.append(request)
+            vector = array("f", [1.0, 0.0]).tobytes()
+            receiver.on_output(wire.Output(request.request_id, [], "stop", embedding=vector))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/pooling", {"input": ["a", "b"]}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+        ("/invocations", {"input": ["a", "b"]}),
+    ],
+)
+def test_vectors_are_an_adapters_too(path, body):
+    client = Embedding()
+    client.info = wire.EngineInfo(max_model_len=64, vocab_size=VOCAB_SIZE, embedding_size=2)
+    client.adapters = {"mine": wire.Adapter("mine", 7, "/mine")}
+    answers = post_all(state_of(client), path, [body | {"model": "mine"}, body | {"model": "m"}])
+    assert [answer.json()["model"] for answer in answers] == ["mine", "m"]
+    assert [request.adapter for request in client.submitted] == [7, 7, 0, 0]
+
+
+def test_an_adapter_that_is_unloaded_before_its_request_arrives_is_unknown():
+    client = StubClient(wire.failure("", "The LoRA adapter has been unloaded.", status=404, param="model"))
+    client.adapters = {"mine": wire.Adapter("mine", 7, "/mine")}
+    answer = call(state_of(client), "POST", CHAT, json=HELLO | {"model": "mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_running_requests_finish_with_the_weights_that_they_began_with(folder, tmp_path):
@@ -401,7 +443,7 @@ def test_all_engines_load_an_adapter_or_none_does(folder, tmp_path):
         says(client, "x", 404)
         missing = load(client, "z", "/no/such/folder")
         assert missing.status_code == 404
-        assert missing.json()["error"]["message"] == "lora_path '/no/such/folder': there is no such folder."
+        assert missing.json()["error"]["message"] == "lora_path '/no/such/folder': there is no such folder or file."
 
 
 def test_engines_that_find_other_weights_refuse(folder, tmp_path):

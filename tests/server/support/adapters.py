@@ -20,6 +20,8 @@ class FakeStore:
         self._changes = changes  # what this store finds besides a folder's text
 
     def load(self, folder: Path) -> int:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder")
         with (folder / READS).open("a") as reads:
             reads.write("read\n")
         if (folder / DELAY).exists():
