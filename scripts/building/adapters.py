@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from model.inputs.words import one_line
 from scripts.flags.lora import FLAG
@@ -12,10 +12,17 @@ from server.engine.wire import LoadAdapter
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
-    from model.loading import adapter_store
+    from model.network.lora import LoraWeights
 
 
-def make_store(settings: EngineSettings, config: LlamaConfig) -> adapter_store.AdapterStore | None:
+class RunnersStore(AdapterStore, Protocol):
+    """The adapters of this host, with their weights."""
+
+    def weights(self, identity: int) -> LoraWeights:
+        """Raises ValueError or OSError if they cannot be read any more."""
+
+
+def make_store(settings: EngineSettings, config: LlamaConfig) -> RunnersStore | None:
     """The adapters in this host's memory. None: requests have none."""
     if not settings.enable_lora:
         return None

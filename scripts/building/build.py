@@ -19,7 +19,7 @@ from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
-from scripts.building.adapters import loaded_adapters, make_store
+from scripts.building.adapters import RunnersStore, loaded_adapters, make_store
 from scripts.building.attention_backend import Backends, choose_attention, own_backends
 from scripts.building.changeable import ChangeableEngine, RunnerWeights
 from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
@@ -268,12 +268,15 @@ def build_runner(
     later = choose_deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
     of_draft = _planned_draft(chips, backends, attention)
     adapter_store = make_store(settings, weights.config)
-    runner = _make_runner(chips.planned, attention, limits, folders, of_draft)
+    make_runner = partial(
+        _make_runner, chips.planned, attention, folders=folders, draft=of_draft, adapter_store=adapter_store
+    )
+    runner = make_runner(limits=limits)
     if others is not None:
         room = runner.capacity().num_pages
         num_pages = others.agree(room, _facts(weights, draft, attention, ladder))
         if num_pages < room:
-            runner = _make_runner(chips.planned, attention, replace(limits, num_pages=num_pages), folders, of_draft)
+            runner = make_runner(limits=replace(limits, num_pages=num_pages))
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets(), later)
@@ -366,9 +369,11 @@ def _planned_draft(
 def _make_runner(
     planned: Llama,
     attention: PagedAttention,
+    *,
     limits: RunnerConfig,
     folders: KeptFolders,
     draft: tuple[Llama | EagleHead, PagedAttention] | None,
+    adapter_store: RunnersStore | None,
 ) -> ModelRunner:
     """A runner without weights. Raises ValueError if its programs cannot be exported."""
     from model.execution.runner import ModelRunner
@@ -378,8 +383,9 @@ def _make_runner(
     if is_interpreted and folders.exported is not None:
         raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
     traced_folder = None if folders.compiled is None or is_interpreted else folders.compiled / "traced"
+    adapters: dict[str, Any] = {} if adapter_store is None else {"adapter_weights": adapter_store.weights}
     return ModelRunner(
-        planned, attention, limits, traced_folder=traced_folder, export_folder=folders.exported, draft=draft
+        planned, attention, limits, traced_folder=traced_folder, export_folder=folders.exported, draft=draft, **adapters
     )
 
 
