@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from server.engine.adapters import Adapters
+from server.engine.process import EngineWrapper
+from server.engine.wire import LoadAdapter
 
 TEXT, READS, DELAY = "text", "reads", "delay_s"
 
@@ -35,6 +41,17 @@ class FakeStore:
 
     def forget(self, identity: int) -> None:
         self.forgotten.append(self.texts.pop(identity))
+
+
+class AdaptedEngine(EngineWrapper):
+    """An engine with adapters, of which those in `modules` are loaded: names and folders."""
+
+    def __init__(self, engine: Any, store: FakeStore, modules: Iterable[tuple[str, str]] = ()) -> None:
+        super().__init__(engine)
+        self.adapters = Adapters(store, engine)
+        self.add_request = self.adapters.add_request
+        for name, path in modules:
+            self.adapters.change(LoadAdapter(name, path))
 
 
 def write_adapter(folder: Path, text: str | None, delay_s: float = 0.0) -> Path:

@@ -20,10 +20,8 @@ from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
-from server.engine.adapters import Adapters
-from server.engine.process import EngineWrapper
-from server.engine.wire import ChangeWeights, EngineInfo, LoadAdapter, WeightsChange
-from tests.server.support.adapters import FakeStore
+from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
+from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 PROGRAM_OBJECTS = 100_000  # of a program that comes while it serves
@@ -213,15 +211,6 @@ class EchoEngine:
         running.on_output(output)
 
 
-class AdaptedEchoEngine(EngineWrapper):
-    def __init__(self, engine: EchoEngine, config: EchoConfig) -> None:
-        super().__init__(engine)
-        self.adapters = Adapters(config.adapters, engine)
-        self.add_request = self.adapters.add_request
-        for name, path in config.modules:
-            self.adapters.change(LoadAdapter(name, path))
-
-
 class ChangingEchoEngine(EchoEngine):
     def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
         if command.change is WeightsChange.RELOAD:
@@ -252,5 +241,5 @@ def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine
         max_loras=0 if config.adapters is None else 4,
     )
     if config.adapters is not None:
-        return AdaptedEchoEngine(EchoEngine(config), config), info
+        return AdaptedEngine(EchoEngine(config), config.adapters, config.modules), info
     return (ChangingEchoEngine if config.weights else EchoEngine)(config), info
