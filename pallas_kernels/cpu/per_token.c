@@ -121,86 +121,121 @@ XLA_FFI_Error* pallas_serve_norm(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 
-enum { MAX_PROJECTIONS = 3, MAX_RANK = 512, TOGETHER = 4 };
+enum { MAX_PROJECTIONS = 3, MAX_RANK = 512, TOGETHER = 4, TOKENS_OF_GROUP = 8 };
 
 typedef struct {
-  const void* inputs;   // [T, D]
-  const void* outputs;  // [T, E], E is the sum of the widths
-  const int32_t* slots;  // [T], from 1
-  const void* a;         // [P, S * rank, D]
+  const void* inputs;              // [T, D]
+  const void* outputs;             // [T, E], E is the sum of the widths
+  const void* a;                   // [P, S * rank, D]
   const void* b[MAX_PROJECTIONS];  // [S * rank, width]
   void* out;                       // [T, E]
   enum Kind kind;                  // of all of these
+  const int32_t *slots, *tokens;   // [T] each: the tokens in the order of their slots
+  const int32_t* groups;           // where each group of tokens of one slot begins, and the end of the last one
   int64_t num_projections, num_places, rank, depth, width, widths[MAX_PROJECTIONS];
 } Adapters;
 
-// reduced[n] = inputs * row n of a, for `rank` rows.
-INLINE void reduce(const Adapters* p, int64_t row, int64_t place, float* reduced, const enum Kind kind) {
+// A group's tokens take turns with each part of the adapter, which stays in a core's cache. The sums of a token have the
+// same order in every group.
+typedef struct {
+  const int32_t* tokens;
+  int64_t count, place;  // the first row of its slot
+} Group;
+
+// reduced[t][n] = inputs of token t * row n of a, for `rank` rows from `row` on.
+INLINE void reduce(const Adapters* p, Group g, int64_t row, float reduced[][MAX_RANK], const enum Kind kind) {
   for (int64_t first = 0; first < p->rank; first += TOGETHER) {
-    Block sums[TOGETHER] = {0};
     int64_t left = p->rank - first;
-    for (int64_t i = 0; i < p->depth; i += BLOCK) {
-      int64_t count = at_most_block(p->depth - i);
-      Block x = load_block(p->inputs, row * p->depth + i, count, kind);
-      UNROLL for (int n = 0; n < TOGETHER; n++) {
-        int64_t of = place + first + (n < left ? n : 0);
-        Block a = load_block(p->a, of * p->depth + i, count, kind);
-        EACH_VECTOR sums[n].of[v] += x.of[v] * a.of[v];
+    for (int64_t t = 0; t < g.count; t++) {
+      Block sums[TOGETHER] = {0};
+      for (int64_t i = 0; i < p->depth; i += BLOCK) {
+        int64_t count = at_most_block(p->depth - i);
+        Block x = load_block(p->inputs, g.tokens[t] * p->depth + i, count, kind);
+        UNROLL for (int n = 0; n < TOGETHER; n++) {
+          Block a = load_block(p->a, (row + first + (n < left ? n : 0)) * p->depth + i, count, kind);
+          EACH_VECTOR sums[n].of[v] += x.of[v] * a.of[v];
+        }
       }
+      for (int n = 0; n < TOGETHER && n < left; n++) reduced[t][first + n] = sum_of_block(sums[n]);
     }
-    for (int n = 0; n < TOGETHER && n < left; n++) reduced[first + n] = sum_of_block(sums[n]);
   }
 }
 
-// Adds to `blocks` blocks of outputs. The last one has `count` numbers.
-INLINE void expand(const Adapters* p, const void* b, int64_t place, int64_t width, int64_t i, const float* reduced,
-                   int64_t at, const int blocks, int64_t count, const enum Kind kind) {
+// Adds to `blocks` blocks of a token's outputs at `to`, from b's column `from` on. The last one has `count` numbers.
+INLINE void expand(const Adapters* p, const void* b, int64_t place, int64_t width, int64_t from, const float* reduced,
+                   int64_t to, const int blocks, int64_t count, const enum Kind kind) {
   Block sums[TOGETHER] = {0};
   for (int64_t n = 0; n < p->rank; n++)
     UNROLL for (int k = 0; k < blocks; k++) {
-      Block row = load_block(b, (place + n) * width + i + k * BLOCK, k == blocks - 1 ? count : BLOCK, kind);
+      Block row = load_block(b, (place + n) * width + from + k * BLOCK, k == blocks - 1 ? count : BLOCK, kind);
       EACH_VECTOR sums[k].of[v] += reduced[n] * row.of[v];
     }
   UNROLL for (int k = 0; k < blocks; k++) {
     int64_t own = k == blocks - 1 ? count : BLOCK;
-    Block y = load_block(p->outputs, at + i + k * BLOCK, own, kind);
+    Block y = load_block(p->outputs, to + k * BLOCK, own, kind);
     EACH_VECTOR y.of[v] += sums[k].of[v];
-    store_block(p->out, at + i + k * BLOCK, own, y, kind);
+    store_block(p->out, to + k * BLOCK, own, y, kind);
   }
 }
 
-INLINE void add_to_row(const Adapters* p, int64_t row, const enum Kind kind) {
-  float reduced[MAX_RANK];
-  int64_t slot = p->slots[row], at = row * p->width;
-  if (slot < 1 || slot * p->rank > p->num_places) return;
-  for (int64_t n = 0; n < p->num_projections; at += p->widths[n++]) {
-    int64_t place = (slot - 1) * p->rank, width = p->widths[n], i = 0;
-    reduce(p, row, n * p->num_places + place, reduced, kind);
-    for (; i + TOGETHER * BLOCK <= width; i += TOGETHER * BLOCK)
-      expand(p, p->b[n], place, width, i, reduced, at, TOGETHER, BLOCK, kind);
-    for (; i < width; i += BLOCK) expand(p, p->b[n], place, width, i, reduced, at, 1, at_most_block(width - i), kind);
+INLINE void add_to_group(const Adapters* p, Group g, int64_t projection, const enum Kind kind) {
+  float reduced[TOKENS_OF_GROUP][MAX_RANK];
+  const void* b = p->b[projection];
+  int64_t width = p->widths[projection], begin = 0, step = TOGETHER * BLOCK;
+  for (int64_t n = 0; n < projection; n++) begin += p->widths[n];
+  reduce(p, g, projection * p->num_places + g.place, reduced, kind);
+  for (int64_t i = 0; i < width; i += step) {
+    if (i + step > width) step = BLOCK;
+    for (int64_t t = 0; t < g.count; t++) {
+      int64_t to = g.tokens[t] * p->width + begin + i;
+      if (step == BLOCK) expand(p, b, g.place, width, i, reduced[t], to, 1, at_most_block(width - i), kind);
+      else expand(p, b, g.place, width, i, reduced[t], to, TOGETHER, BLOCK, kind);
+    }
   }
 }
 
-static void do_adapters(const void* adapters, int64_t row) {
+static void do_adapters(const void* adapters, int64_t part) {
   const Adapters* p = adapters;
-  if (p->kind == BFLOAT16) add_to_row(p, row, BFLOAT16);
-  else add_to_row(p, row, FLOAT32);
+  int64_t group = part / p->num_projections, first = p->groups[group];
+  const int32_t* tokens = p->tokens + first;
+  Group g = {tokens, p->groups[group + 1] - first, (p->slots[*tokens] - 1) * p->rank};
+  if (p->kind == BFLOAT16) add_to_group(p, g, part % p->num_projections, BFLOAT16);
+  else add_to_group(p, g, part % p->num_projections, FLOAT32);
+}
+
+// Sorts the tokens that have an adapter by its slot. Returns the number of groups.
+static int64_t group_tokens(const int32_t* slots, int64_t count, int64_t num_slots, int32_t* tokens, int32_t* groups) {
+  int64_t placed = 0, num_groups = 0;
+  for (int64_t slot = 1; slot <= num_slots; slot++) {
+    int64_t begin = placed;
+    for (int64_t t = 0; t < count; t++)
+      if (slots[t] == slot) {
+        if ((placed - begin) % TOKENS_OF_GROUP == 0) groups[num_groups++] = (int32_t)placed;
+        tokens[placed++] = (int32_t)t;
+      }
+  }
+  groups[num_groups] = (int32_t)placed;
+  return num_groups;
 }
 
 // (inputs [T, D], outputs [T, E], slots i32[T], a [P, S * rank, D], for each of P projections b [S * rank, width]) ->
-// the outputs, in place, with b's rows times the inputs' products with a's rows of the token's slot. Slots are from 1; 0
-// adds nothing. All are of float32 or of bfloat16. Attribute: rank i32.
+// (the outputs, in place, with b's rows times the inputs' products with a's rows of the token's slot, and what only this
+// function uses, i32[2, T + 1]). Slots are from 1; 0 adds nothing. All numbers are of float32 or of bfloat16. Attribute:
+// rank i32.
 XLA_FFI_Error* pallas_serve_add_adapters(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   XLA_FFI_Buffer *inputs = argument(frame, 0), *outputs = argument(frame, 1), *a = argument(frame, 3);
+  int64_t count = inputs->dims[0];
+  int32_t *tokens = result(frame, 1)->data, *groups = tokens + count + 1;
   Adapters adapters = {
       .inputs = inputs->data,
       .outputs = outputs->data,
-      .slots = argument(frame, 2)->data,
       .a = a->data,
       .out = result(frame, 0)->data,
       .kind = kind_of(inputs),
+      .slots = argument(frame, 2)->data,
+      .tokens = tokens,
+      .groups = groups,
       .num_projections = a->dims[0],
       .num_places = a->dims[1],
       .rank = *(const int32_t*)((const XLA_FFI_Scalar*)frame->attrs.attrs[0])->value,
@@ -213,7 +248,8 @@ XLA_FFI_Error* pallas_serve_add_adapters(XLA_FFI_CallFrame* frame) {
     adapters.b[n] = argument(frame, 4 + (int)n)->data;
     adapters.widths[n] = argument(frame, 4 + (int)n)->dims[1];
   }
-  for_rows(frame, inputs->dims[0], NUMBERS_OF_PART, do_adapters, &adapters);
+  int64_t num_groups = group_tokens(adapters.slots, count, adapters.num_places / adapters.rank, tokens, groups);
+  in_parallel(frame, num_groups * adapters.num_projections, do_adapters, &adapters);
   return NULL;
 }
 

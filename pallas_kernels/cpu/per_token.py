@@ -70,8 +70,10 @@ def add_adapters(
         bs: for each projection [S * rank, n]; the n of all are E.
         rank: at most 512.
     """
-    call = _call(ADD_ADAPTERS, _like(outputs.shape, outputs), input_output_aliases={1: 0})
-    return call(inputs.astype(outputs.dtype), outputs, slots, a, *bs, rank=np.int32(rank))
+    groups = jax.ShapeDtypeStruct((2, len(inputs) + 1), jnp.int32)  # what the C code works in
+    call = _call(ADD_ADAPTERS, (_like(outputs.shape, outputs), groups), input_output_aliases={1: 0})
+    added, _ = call(inputs.astype(outputs.dtype), outputs, slots, a, *bs, rank=np.int32(rank))
+    return added
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
