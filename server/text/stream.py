@@ -20,7 +20,7 @@ class Detokenizer:
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = False  # the decoder holds the first bytes of a character
-        self.num_before = 0  # characters of the last `push` that stand for earlier tokens alone: U+FFFD, 0 or 1
+        self.num_before = 0  # characters of the last `push` that stand for earlier tokens alone: U+FFFD, at most 2
 
     def push(self, token_id: int) -> str:
         self.num_before = 0
@@ -31,7 +31,8 @@ class Detokenizer:
             return raw.decode("ascii")
         text = self._decoder.decode(raw[:1])
         self._partial = bool(self._decoder.getstate()[0])
-        self.num_before = int(len(text) + self._partial > 1)  # the first byte does not go on with the character
+        # More than one character, or its first bytes: the first byte does not go on with what the decoder held.
+        self.num_before = max(0, len(text) + self._partial - 1)
         text += self._decoder.decode(raw[1:])
         self._partial = bool(self._decoder.getstate()[0])
         return text

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from batcher.stats import EngineStats
 from server.api.metrics import ServerMetrics
 from server.engine.wire import EngineInfo
+from tests.server.support.requests import wait_until
 
 
 @dataclass
@@ -144,6 +145,8 @@ def test_a_dead_engine_is_seen():
 def test_a_running_server_exports_its_engines_numbers(scripted):
     with scripted.http() as http:
         http.post("/v1/completions", json={"prompt": "a"})
+        counted = 'handler="/v1/completions",method="POST",status="200"'
+        wait_until(lambda: counted in http.get("/metrics").text)  # a response is counted after its last byte
         text = http.get("/metrics").text
         assert http.get("/metrics").headers["content-type"].startswith("text/plain")
     names = {family.name for family in text_string_to_metric_families(text)}
@@ -151,7 +154,7 @@ def test_a_running_server_exports_its_engines_numbers(scripted):
     lines = [line for line in text.splitlines() if "request_max_num_generation_tokens_sum" in line]
     assert float(lines[0].split()[-1]) >= 16
     lines = [line for line in text.splitlines() if line.startswith("http_requests_total{")]
-    assert any('handler="/v1/completions",method="POST",status="200"' in line for line in lines)
+    assert any(counted in line for line in lines)
 
 
 DASHBOARD = Path(__file__).parents[3] / "scripts/deploy/grafana-dashboard.json"
