@@ -181,9 +181,6 @@ class GenerateWriter(ChoicesWriter):
     def _text_fields(self, text: str | LongText) -> Fields:
         return {}
 
-    def _end_fields(self) -> Fields:
-        return {"token_ids": []}
-
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
         return {"content": list_of(self._entries(scored), len(scored))}
 
