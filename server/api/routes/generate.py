@@ -56,7 +56,7 @@ class GenerateRequest(Declared, kw_only=True):
     """The body of a request from token ids to token ids."""
 
     token_ids: Annotated[list[int], TOKENS]
-    sampling_params: GenerateParams
+    sampling_params: GenerateParams = msgspec.field(default_factory=GenerateParams)
     model: str | None = None
     request_id: str | None = None
     stream: bool | None = False
