@@ -291,6 +291,7 @@ def build_runner(
     except BaseException:
         runner.stop_compiling()
         raise
+    page_size, num_pages = attention.spec.page_size, runner.capacity().num_pages
     return Built(
         runner=runner,
         weights=weights,
@@ -315,8 +316,10 @@ def build_runner(
             embedding_size=weights.config.hidden_size if settings.enable_embeddings else None,
             attention=chosen.info,
             cache_config={
-                "page_size": str(attention.spec.page_size),
-                "num_pages": str(runner.capacity().num_pages),
+                "page_size": str(page_size),
+                "num_pages": str(num_pages),
+                "kv_cache_size_tokens": str(num_pages * page_size),
+                "kv_cache_max_concurrency": f"{num_pages * page_size / max_model_len:.2f}",
                 "cache_dtype": str(attention.spec.kv_dtype),
                 "enable_prefix_caching": str(settings.enable_prefix_caching),
                 "memory_utilization": str(settings.memory_utilization),
