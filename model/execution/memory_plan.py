@@ -226,7 +226,7 @@ def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig
         return f"{size / GIB:.2f} GiB"
 
     where = "this machine" if memory.is_host else "each device"
-    kept = f", {gib(HOST_RESERVE)} of them kept for the compiler" if memory.is_host else ""
+    kept = f". Of free memory, {gib(HOST_RESERVE)} is kept for the compiler" if memory.is_host else ""
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {limits.memory_utilization:.0%} may be "
         f"used and {gib(max(memory.free, 0))} are free besides the weights{kept}. Needed: weights "

@@ -60,9 +60,7 @@ def test_a_host_keeps_its_memory_for_others_unless_one_request_needs_it():
 def test_a_host_keeps_memory_for_the_compiler():
     free = 3 * GIB + 8 * MIB + 100 * 8 * MIB  # state, temporaries, the null page and 100 others
     assert plan(is_host=True, free=free + HOST_RESERVE, length=6400) == 100
-    with pytest.raises(
-        ValueError, match=r"0.50 GiB of them kept for the compiler.*room for one request of 6336 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"0.50 GiB is kept for the compiler.*room for one request of 6336 tokens"):
         plan(is_host=True, free=free + HOST_RESERVE - MIB, length=6400)
     memory = DeviceMemory(total=24 * GIB, free=free + HOST_RESERVE, is_host=True)
     limits = RunnerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=6400)
