@@ -18,7 +18,7 @@ from model.compiling.compiler_options import compiler_options
 from model.compiling.exported_programs import ExportedPrograms, executable_fingerprint
 from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
 from model.execution import dequantized_copies, memory_plan
-from model.execution.device_memory import device_memory
+from model.execution.device_memory import device_memory, return_freed_memory
 from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, WRITE_ADAPTER, StepPrograms
 from model.inputs.paths import Place
 
@@ -99,6 +99,7 @@ class CompiledPrograms:
         if programs.keys() | set(self.left) != set(buckets):
             raise ValueError("start_compiling was given other buckets than warm_up")
         self.steps = {bucket: programs[bucket] for bucket in buckets if bucket in programs}
+        return_freed_memory()
         self._check_temporaries()
         self._check_dequantized_copies(self.steps, report)
         report(self._account(compilation, waiting_since))
@@ -112,6 +113,7 @@ class CompiledPrograms:
             self.untried.add(bucket)
         self._check_dequantized_copies({bucket: program}, report)
         self.steps[bucket] = program
+        return_freed_memory()
 
     def compile_anew(self, report: Callable[[str], None]) -> None:
         """Compiles all programs in place of the exported ones, whose files are deleted."""

@@ -31,6 +31,11 @@ GIB = 1 << 30
 
 # On a CPU the K/V pages share memory with all other programs, and a CPU is too slow to make use of many more pages.
 MAX_CPU_KV_BYTES = 4 * GIB
+# Of a machine's free memory, for what the pages share it with: the compiler and its programs, weights while they are
+# read, and the HTTP process. For Llama 3.2 1B these have taken 0.4 GiB.
+HOST_RESERVE = GIB // 2
+# What the self-test takes between the choice of the context and the plan of the pages.
+SELF_TEST_BYTES = GIB // 8
 # Pages beyond what all running requests can need at once hold the prefix cache.
 PREFIX_CACHE_SHARE = 1.0
 
@@ -187,12 +192,16 @@ class DoesNotFitError(ValueError):
 
 def fitting_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig) -> int:
     """The number of pages that fit besides all else and the null page; negative if not even these fit."""
-    beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, memory.free)
+    free = memory.free - (HOST_RESERVE if memory.is_host else 0)
+    beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, free)
     return (beside_weights - needs.state - needs.temporaries) // needs.page - 1
 
 
 def check_fits(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> None:
-    """Raises ValueError if one request of max_model_len, or `limits.num_pages` pages, do not fit."""
+    """As `plan_pages`, before the self-test. Raises ValueError if one request of max_model_len, or `limits.num_pages`
+    pages, do not fit."""
+    if memory.is_host:
+        memory = replace(memory, free=memory.free - SELF_TEST_BYTES)
     plan_pages(memory, needs, limits, page_size=page_size)
     fitting = fitting_pages(memory, needs, limits)
     if limits.num_pages is not None and limits.num_pages > fitting:
@@ -237,12 +246,13 @@ def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig
         return f"{size / GIB:.2f} GiB"
 
     where = "this machine" if memory.is_host else "each device"
+    kept = f". Of free memory, {gib(HOST_RESERVE)} is kept for the compiler" if memory.is_host else ""
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {limits.memory_utilization:.0%} may be "
-        f"used and {gib(max(memory.free, 0))} are free besides the weights. Needed: weights {gib(needs.weights)}, "
-        f"temporaries of the largest step {gib(needs.temporaries)}, state of the request slots"
-        f"{' and LoRA adapters' if limits.max_loras else ''} {gib(needs.state)}, K/V "
-        f"pages of one request of {limits.max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len (K/V), "
-        f"--max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise --memory-utilization, "
-        f"take --dtype bfloat16, or spread the model over more devices with --tensor-parallel-size"
+        f"used and {gib(max(memory.free, 0))} are free besides the weights{kept}. Needed: weights "
+        f"{gib(needs.weights)}, temporaries of the largest step {gib(needs.temporaries)}, state of the request slots"
+        f"{' and LoRA adapters' if limits.max_loras else ''} {gib(needs.state)}, K/V pages of one request of {limits.max_model_len} tokens {gib(sequence_bytes)}. Lower "
+        f"--max-model-len (K/V), --max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise "
+        f"--memory-utilization, take --dtype bfloat16 or --quantization, or spread the model over more devices with "
+        f"--tensor-parallel-size"
     )

@@ -294,6 +294,7 @@ def build_runner(
     except BaseException:
         runner.stop_compiling()
         raise
+    page_size, num_pages = attention.spec.page_size, runner.capacity().num_pages
     return Built(
         runner=runner,
         weights=weights,
@@ -320,8 +321,10 @@ def build_runner(
             attention=chosen.info,
             max_loras=settings.max_loras if settings.enable_lora else 0,
             cache_config={
-                "page_size": str(attention.spec.page_size),
-                "num_pages": str(runner.capacity().num_pages),
+                "page_size": str(page_size),
+                "num_pages": str(num_pages),
+                "kv_cache_size_tokens": str(num_pages * page_size),
+                "kv_cache_max_concurrency": f"{num_pages * page_size / max_model_len:.2f}",
                 "cache_dtype": str(attention.spec.kv_dtype),
                 "enable_prefix_caching": str(settings.enable_prefix_caching),
                 "memory_utilization": str(settings.memory_utilization),

@@ -110,8 +110,11 @@ class Loader:
 
 
 def _load_one(weights: ChosenWeights | ChosenHead, chips: ModelOnChips, attention: PagedAttention, say: Report) -> Any:
+    from model.execution.device_memory import return_freed_memory
+
     model = weights.load(chips.form)
     chips.pack_for(attention.backend, model)
+    return_freed_memory()
     size, *others = weights.remarks()
     say(f"{_size_of(model) / GIB:.2f} GiB {size}")
     for line in others:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -189,7 +190,9 @@ class ProcessEngineClient(EngineLink):
             while self.death is None and self.events.poll(LAST_WORDS_MS):
                 self._read()
         if not self._stopping:
-            self.die(f"the engine process has ended (exit code {self.process.exitcode})")
+            code = self.process.exitcode
+            killed = ": it was killed, as the system does when memory runs out" if code == -signal.SIGKILL else ""
+            self.die(f"the engine process has ended (exit code {code}){killed}")
 
     def die(self, reason: str, *, is_refusal: bool = False) -> None:
         super().die(reason, is_refusal=is_refusal)

@@ -225,7 +225,10 @@ def test_the_scales_of_kv_come_from_the_checkpoint_or_are_measured(tmp_path):
     settings = EngineSettings(
         model=str(folder), device="cpu", kv_cache_dtype="int8", compile_cache=str(COMPILED), **limits
     )
-    assert build_runner(settings, lambda line: None).info.cache_config["cache_dtype"] == "int8"
+    config = build_runner(settings, lambda line: None).info.cache_config
+    assert config["cache_dtype"] == "int8"
+    assert int(config["kv_cache_size_tokens"]) == 8 * int(config["page_size"])
+    assert float(config["kv_cache_max_concurrency"]) == int(config["kv_cache_size_tokens"]) / 32
 
 
 def test_a_quantised_checkpoint_starts_and_is_converted_as_it_would_start(tmp_path):

@@ -9,7 +9,14 @@ import jax
 import pytest
 
 from model.execution.device_memory import DeviceMemory, device_memory
-from model.execution.memory_plan import DoesNotFitError, RunnerConfig, check_fits, memory_needs
+from model.execution.memory_plan import (
+    HOST_RESERVE,
+    SELF_TEST_BYTES,
+    DoesNotFitError,
+    RunnerConfig,
+    check_fits,
+    memory_needs,
+)
 from model.loading.source import resolve
 from pallas_kernels.api import candidates
 from pallas_kernels.spec import Backend, UnavailableError
@@ -101,7 +108,7 @@ def test_a_start_fits_on_a_machine_whose_memory_has_no_room_for_the_trained_cont
         attention,
         RunnerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=config.max_position_embeddings),
     )
-    total = needs.weights + needs.temporaries + needs.state + (1 << 29)
+    total = needs.weights + needs.temporaries + needs.state + HOST_RESERVE + SELF_TEST_BYTES + (1 << 29)
 
     def check(number: int, context: int) -> None:
         limits = RunnerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=context, memory_utilization=1.0)

@@ -99,7 +99,9 @@ def test_an_engine_that_dies_is_named_and_ends_its_own_streams_first(pair):
         lost = "".join(answers[1])
         health = waiting.get("/health")
         assert health.status_code == 503
-        assert "engine 1: the engine process has ended (exit code -9)" in health.json()["error"]["message"]
+        assert (
+            "engine 1: the engine process has ended (exit code -9): it was killed" in health.json()["error"]["message"]
+        )
         assert waiting.post(CHAT, json=HELLO).status_code == 503
         assert by_engine(pair, "engine_alive") == {"0": 1.0, "1": 0.0}
         waiting.close()

@@ -44,7 +44,7 @@ class ChatWriter(ChoicesWriter):
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
         first = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, opens=True)
-        chunks = [first | self._prompt_ids()]
+        chunks = [first | self._prompt_ids() if self._head.token_ids else first]
         if self._options.echo:
             chunks.append(self._chunk(choice, self._text_fields(LongText(self._options.echo)), opens=True))
         return chain.from_iterable(map(event_pieces, chunks))
@@ -57,8 +57,9 @@ class ChatWriter(ChoicesWriter):
         return [self._piece_fields(piece) for piece in gain.pieces]
 
     def _prompt_ids(self) -> dict[str, Any]:
+        """Null unless the request asks for them, as `token_ids`."""
         prompt = self._options.prompt
-        return {"prompt_token_ids": list_of(prompt, len(prompt))} if self._head.token_ids else {}
+        return {"prompt_token_ids": list_of(prompt, len(prompt)) if self._head.token_ids else None}
 
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Content):

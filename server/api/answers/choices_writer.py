@@ -59,9 +59,9 @@ class ChoicesWriter(ABC):
         """The fields of the gain, one entry per chunk."""
         return [self._text_fields(LongText(gain.text))]
 
-    @abstractmethod
     def _end_fields(self) -> Fields:
         """The text field in a choice's last chunk, which has no text."""
+        return self._text_fields("")
 
     @abstractmethod
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
@@ -71,8 +71,8 @@ class ChoicesWriter(ABC):
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     def _ids_fields(self, gain: Gain) -> Fields:
-        """`token_ids` of a whole choice, if the request asks for them."""
-        return {"token_ids": list_of(gain.token_ids, len(gain.token_ids))} if self._head.token_ids else {}
+        """`token_ids` of a whole choice: null unless the request asks for them."""
+        return {"token_ids": list_of(gain.token_ids, len(gain.token_ids)) if self._head.token_ids else None}
 
     def _whole_fields(self) -> Fields:
         """Further fields of the whole answer."""
@@ -126,9 +126,9 @@ class ChoicesWriter(ABC):
         return self._head.every_token or self._head.token_ids or self._head.usage.in_every_chunk
 
     def _ends_in_gain(self, choice: Choice) -> bool:
-        """Whether the chunk of a choice's last gain also has the finish reason. It has if every chunk shows the usage:
-        a separate last chunk would repeat the counts."""
-        return self._head.usage.in_every_chunk and choice.finish_reason is not None
+        """Whether the chunk of a choice's last gain also has the finish reason. It has if every chunk shows more than
+        text: a separate last chunk would repeat the usage, and have no log-probabilities or token ids."""
+        return not self._plain and choice.finish_reason is not None
 
     def _template(self, choice: Choice) -> ChunkTemplate:
         if choice.index not in self._templates:

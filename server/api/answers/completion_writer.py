@@ -54,9 +54,10 @@ class CompletionWriter(ChoicesWriter):
         if not (self._options.echo or self._head.token_ids):
             return ()
         text = self._prompt(choice).text if self._options.echo else ""
-        chunk = self._chunk(choice, self._text_fields(LongText(text)) | self._prompt_ids(choice), opens=True)
-        if self._scores_shown and self._options.echo:
-            chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=True)
+        fields = self._text_fields(LongText(text)) | self._prompt_ids(choice) | self._ids_fields(Gain())
+        chunk = self._chunk(choice, fields, opens=True)
+        if self._scores_shown:
+            chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=self._options.echo)
         return event_pieces(chunk)
 
     def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
@@ -85,9 +86,6 @@ class CompletionWriter(ChoicesWriter):
     def _text_fields(self, text: str | LongText) -> dict[str, Any]:
         return {"text": text}
 
-    def _end_fields(self) -> dict[str, Any]:
-        return {"text": ""}
-
     def _ending(self, choice: Choice) -> dict[str, Any]:
         if self._options.discard_output:
             return {"finish_reason": "length", "stop_reason": None}
@@ -95,7 +93,7 @@ class CompletionWriter(ChoicesWriter):
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         ids = self._prompt(choice).ids
-        return {"prompt_token_ids": list_of(ids, len(ids))} if self._head.token_ids else {}
+        return {"prompt_token_ids": list_of(ids, len(ids)) if self._head.token_ids else None}
 
     def _prompt(self, choice: Choice) -> Prompt:
         return self._options.prompts[choice.index // self._head.n]

@@ -28,6 +28,7 @@ from server.text.tool_calls.parser import CallParser
 
 PROMPT_END = 16  # tokens that are read to see whether the prompt opens the reasoning
 MOST_THINKING = 2**31
+UNLIMITED_THINKING = -1  # in vLLM
 
 
 @dataclass(kw_only=True, slots=True)
@@ -193,6 +194,8 @@ def _echo(body: ChatRequest) -> str:
 
 def _thinking_budget(body: ChatRequest) -> int | None:
     budget = body.thinking_token_budget
+    if budget == UNLIMITED_THINKING:
+        return None
     if budget is not None and not 0 <= budget <= MOST_THINKING:
         raise invalid("thinking_token_budget", f"must be between 0 and {MOST_THINKING}, got {budget}")
     return budget

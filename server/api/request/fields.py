@@ -104,6 +104,7 @@ _GENERATION = {
     "n_cmpl": Refused("this name of `n` is not supported yet", (1,)),
     "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
     "n_probs": Refused("this name of `logprobs` is not supported yet"),
+    "prompt_token_ids": Refused("a chat as token ids is not supported yet: /v1/completions has `prompt` for them"),
     "reasoning": NO_EFFORT,
     "reasoning_budget_tokens": NO_BUDGET,
     "reasoning_effort": NO_EFFORT,

@@ -214,7 +214,9 @@ def _check_allowed_ids(sampling: Sampling, num_sequences: int) -> None:
 
 def cache_salt_of(state: ServerState, salt: str | None) -> int:
     """Requests with different salts share no cached prefixes, so timing a request reveals no other client's prompt.
-    With `prefix_caching_per_key`, the API key is part of the salt."""
+    With `prefix_caching_per_key`, the API key is part of the salt. Raises RequestError 400."""
+    if salt == "":
+        raise invalid("cache_salt", "must not be empty: leave it out to share cached prefixes")
     key = current_key.get() if state.settings.prefix_caching_per_key else b""
     if not salt and not key:
         return 0

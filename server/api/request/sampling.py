@@ -130,20 +130,26 @@ def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tu
     pairs: dict[int, float] = {}
     biases = PARAMETERS["logit_bias"].range
     assert biases is not None
+    if wrong := [key[:40] for key in bias if not _is_id(key, vocab_size)]:
+        raise invalid(
+            "logit_bias", f"a key must be a token id below {vocab_size}, got {', '.join(map(repr, wrong[:8]))}"
+        )
     for key, value in bias.items():
-        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
-            raise invalid("logit_bias", f"a key must be a token id below {vocab_size}, got {key[:40]!r}")
         if value not in biases:
             raise invalid("logit_bias", f"a bias must be {biases}, got {value} for token {key}")
         pairs[int(key)] = value
     return tuple(pairs.items())
 
 
+def _is_id(key: str, vocab_size: int) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= 9 and int(key) < vocab_size
+
+
 def check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises RequestError 400 if one of the ids is not in the vocabulary."""
     for id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= id < vocab_size:
-            raise invalid(param, f"a token id must be between 0 and {vocab_size - 1}, got {id}")
+            raise invalid(param, f"token id {id} is out of vocabulary, which has {vocab_size} tokens")
 
 
 def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, least: int = 1) -> None:

@@ -56,7 +56,7 @@ class GenerateRequest(Declared, kw_only=True):
     """The body of a request from token ids to token ids."""
 
     token_ids: Annotated[list[int], TOKENS]
-    sampling_params: GenerateParams
+    sampling_params: GenerateParams = msgspec.field(default_factory=GenerateParams)
     model: str | None = None
     request_id: str | None = None
     stream: bool | None = False
@@ -180,9 +180,6 @@ class GenerateWriter(ChoicesWriter):
 
     def _text_fields(self, text: str | LongText) -> Fields:
         return {}
-
-    def _end_fields(self) -> Fields:
-        return {"token_ids": []}
 
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
         return {"content": list_of(self._entries(scored), len(scored))}

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import jax
 import pytest
 
-from model.execution.device_memory import cgroup_limits, device_memory
+from model.execution.device_memory import cgroup_limits, device_memory, return_freed_memory
 
 
 def test_the_machine_says_how_much_memory_it_has():
@@ -46,6 +49,34 @@ def test_files_that_the_kernel_keeps_in_spare_memory_are_not_used(
     stat = f"{own}{prefix}active_file 500\n{prefix}inactive_file {inactive}\n{prefix}unevictable 7\n"
     (tmp_path / folder / "memory.stat").write_text(stat)
     assert cgroup_limits(f"{line}\n", tmp_path) == [(10_000, used)]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_freed_memory_is_returned_to_the_machine():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    pieces = [ctypes.c_void_p(libc.malloc(1 << 16)) for _ in range(2000)]
+    for piece in pieces:
+        libc.memset(piece, 1, 1 << 16)
+    used = _resident_bytes()
+    for piece in pieces[:-1]:  # the last one is above all others, so glibc keeps them
+        libc.free(piece)
+    assert _resident_bytes() > used - (1 << 25)
+    return_freed_memory()
+    assert _resident_bytes() < used - (100 << 20)
+    libc.free(pieces[-1])
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_limit_holds_for_all_groups_below(tmp_path):
+    for folder, limit in (("", "max"), ("pods", "3000"), ("pods/a", "2000"), ("pods/a/me", "max")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text("400\n")
+    assert sorted(cgroup_limits("0::/pods/a/me\n", tmp_path)) == [(2000, 400), (3000, 400)]
 
 
 def test_a_container_without_a_limit_has_none(tmp_path):

@@ -9,7 +9,15 @@ import pytest
 from batcher.slots import SlotLayout
 from model.execution import memory_plan
 from model.execution.device_memory import DeviceMemory
-from model.execution.memory_plan import GIB, MemoryNeeds, RunnerConfig, plan_pages
+from model.execution.memory_plan import (
+    GIB,
+    HOST_RESERVE,
+    SELF_TEST_BYTES,
+    MemoryNeeds,
+    RunnerConfig,
+    check_fits,
+    plan_pages,
+)
 from model.execution.prompt_lookup import PromptLookup
 from tests.model.driver import TINY, paged_attention, tiny_model
 
@@ -47,6 +55,18 @@ def test_no_more_pages_than_can_be_of_use():
 def test_a_host_keeps_its_memory_for_others_unless_one_request_needs_it():
     assert plan(is_host=True) == 4 * 128
     assert plan(is_host=True, length=64 * 600) == 600
+
+
+def test_a_host_keeps_memory_for_the_compiler():
+    free = 3 * GIB + 8 * MIB + 100 * 8 * MIB  # state, temporaries, the null page and 100 others
+    assert plan(is_host=True, free=free + HOST_RESERVE, length=6400) == 100
+    with pytest.raises(ValueError, match=r"0.50 GiB is kept for the compiler.*room for one request of 6336 tokens"):
+        plan(is_host=True, free=free + HOST_RESERVE - MIB, length=6400)
+    memory = DeviceMemory(total=24 * GIB, free=free + HOST_RESERVE, is_host=True)
+    limits = RunnerConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=6400)
+    with pytest.raises(ValueError, match="does not fit"):  # the self-test takes its part before the pages are planned
+        check_fits(memory, NEEDS, limits, page_size=64)
+    check_fits(replace(memory, free=memory.free + SELF_TEST_BYTES), NEEDS, limits, page_size=64)
 
 
 def test_a_model_that_does_not_fit_is_told_the_parts_and_the_flags():

@@ -75,6 +75,8 @@ def refusal(server, path=CHAT, *, status=400, **fields):
         {"prompt_logprobs": 1, "stream": True},
         {"stream_options": {}},
         {"stream_options": {"include_usage": None}},
+        {"thinking_token_budget": -2},
+        {"cache_salt": ""},
         {"messages": []},
         {"chat_template_kwargs": {"messages": []}},
         {"continue_final_message": True, "add_generation_prompt": True},
@@ -85,6 +87,19 @@ def test_values_out_of_range_name_their_field(echo, fields):
     error = refusal(echo, **fields)
     assert error["param"] == next(iter(fields))
     assert error["param"] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"logit_bias": {"a": 1, "2": 1, "262": 1}}, ["below 262", "'a'", "'262'"]),
+        ({"stop_token_ids": [3, 262]}, ["token id 262 is out of vocabulary", "262 tokens"]),
+    ],
+    ids=str,
+)
+def test_the_wrong_ids_are_named(echo, fields, words):
+    message = refusal(echo, **fields)["message"]
+    assert all(word in message for word in words)
 
 
 @pytest.mark.parametrize(("seed", "relation"), [(2**63, "less_than_equal"), (-(2**63) - 1, "greater_than_equal")])
@@ -150,6 +165,7 @@ def test_messages_that_no_template_knows(echo, message, param):
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),

@@ -98,10 +98,10 @@ def test_parameters_that_are_left_out_have_vllms_defaults():
     defaults = GenerationDefaults(temperature=0.2, top_p=0.5, top_k=7, repetition_penalty=1.5, max_new_tokens=9)
     given = {"temperature": 0.0, "min_tokens": 1, "seed": 5, "allowed_token_ids": [1, 2], "logit_bias": {"3": 1.0}}
     state = state_of(client, generation_defaults=defaults)
-    left_out, own = post_all(state, PATH, [body(), body(given | {"max_tokens": 4}, priority=3)])
-    assert (left_out.status_code, own.status_code) == (200, 200)
-    free, bound = (request.sampling for request in client.submitted)
-    assert free == SamplingParams(max_tokens=9)  # what the server gives any request
+    bodies = [{"token_ids": IDS}, body(given | {"max_tokens": 4}, priority=3), body({})]
+    assert [answer.status_code for answer in post_all(state, PATH, bodies)] == [200] * 3
+    free, bound, empty = (request.sampling for request in client.submitted)
+    assert free == empty == SamplingParams(max_tokens=9)  # what the server gives any request
     expected = given | {"max_tokens": 4, "allowed_token_ids": (1, 2), "logit_bias": ((3, 1.0),)}
     assert bound == SamplingParams(**expected)
     assert client.submitted[1].priority == 3
@@ -111,7 +111,6 @@ def test_parameters_that_are_left_out_have_vllms_defaults():
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"token_ids": IDS}, "sampling_params"),
         ({"sampling_params": {}}, "token_ids"),
         (body(token_ids=[]), "token_ids"),
         (body(token_ids=[VOCAB_SIZE]), "token_ids"),

@@ -195,7 +195,10 @@ def test_what_a_coding_agent_sends_is_taken(server):
         server,
         "call",
         messages=turns,
-        system=[{"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}}],
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.37.abc; cch=52f7d;"},
+            {"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}},
+        ],
         tools=[WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}],
         thinking={"type": "adaptive"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},

@@ -132,6 +132,13 @@ def test_a_grammar_of_several_parts_is_compiled_once() -> None:
     assert len(state.grammars.verdicts) == 1
 
 
+def test_minus_one_is_no_limit_of_reasoning() -> None:
+    state = state_of(StubClient(DONE), REASONING)
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": []}
+    assert call(state, "POST", CHAT, json=body | {"thinking_token_budget": -1}).status_code == 200
+    assert not state.grammars.verdicts  # a limit takes a grammar
+
+
 BROKEN = {"items": {"type": "x"}}
 
 

@@ -41,7 +41,9 @@ def test_token_ids_of_prompt_and_output(scripted, path):
     (choice,) = answer["choices"]
     assert choice["token_ids"] == REPLY_IDS
     assert (answer if path == CHAT else choice)["prompt_token_ids"] == PROMPT_IDS[path]
-    assert "token_ids" not in post(scripted, path)["choices"][0]
+    answer = post(scripted, path, return_token_ids=False)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] is (answer if path == CHAT else choice)["prompt_token_ids"] is None
 
 
 @BOTH
@@ -52,6 +54,21 @@ def test_streamed_token_ids_are_those_of_the_whole(scripted, path):
     holders = [holder for holder in [*chunks, *choices] if "prompt_token_ids" in holder]
     assert [holder["prompt_token_ids"] for holder in holders] == [PROMPT_IDS[path]]
     assert "".join(text or "" for text in texts(chunks)) == REPLY
+
+
+@BOTH
+@pytest.mark.parametrize("asked", [{"return_token_ids": True}, {"logprobs": 1}])
+def test_the_chunk_with_the_finish_reason_has_what_all_chunks_have(scripted, path, asked):
+    if path == CHAT and "logprobs" in asked:
+        asked = {"logprobs": True, "top_logprobs": 1}
+    *_, last = (choice for chunk in events(scripted, path, **asked) for choice in chunk["choices"])
+    assert last["finish_reason"] == "stop"
+    assert last["logprobs" if "logprobs" in asked else "token_ids"]
+
+
+def test_every_chunk_of_a_completion_has_what_is_asked_for(scripted):
+    chunks = events(scripted, COMPLETIONS, return_token_ids=True, logprobs=0)
+    assert all(len(c["token_ids"]) == len(c["logprobs"]["tokens"]) for chunk in chunks for c in chunk["choices"])
 
 
 @BOTH

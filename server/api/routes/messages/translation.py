@@ -22,6 +22,8 @@ from server.api.routes.messages.schemas import (
 from server.http.request_error import invalid, unsupported
 
 _tools = msgspec.json.Decoder(list[MessageTool] | None)
+# Claude Code's first block. Its value changes with each request, and no cached prefix would be found after it.
+BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -30,7 +32,7 @@ def chat_request(body: CountRequest, *, strict: bool) -> ChatRequest:
 
     If the last message is the assistant's, the answer continues it. An empty one is no beginning, and is left out.
     """
-    system = [] if body.system is None else [Message("system", _text("system", body.system))]
+    system = [] if body.system is None else [Message("system", _system(body.system))]
     turns = [message for i, turn in enumerate(body.messages) for message in _messages(f"messages.{i}", turn)]
     continues = bool(turns) and turns[-1].role == "assistant"
     if continues:
@@ -129,10 +131,11 @@ def _call(where: str, block: Block) -> ToolCall:
     return ToolCall(FunctionCall(block.name, block.input or {}), block.id)
 
 
-def _text(where: str, content: str | list[Block]) -> str:
+def _system(content: str | list[Block]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(_block_text(f"{where}.{i}", block) for i, block in enumerate(content))
+    texts = (_block_text(f"system.{i}", block) for i, block in enumerate(content))
+    return "\n".join(text for text in texts if not text.startswith(BILLING))
 
 
 def _readable(block: Block) -> str:

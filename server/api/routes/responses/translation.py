@@ -133,7 +133,7 @@ def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages
         logprobs=asks_for_logprobs(body),
         top_logprobs=body.top_logprobs or None,
         tools=_chat_tools(body, tools),
-        tool_choice=_tool_choice(body.tool_choice),
+        tool_choice=_tool_choice(body.tool_choice, has_tools=body.tools is not msgspec.UNSET),
         response_format=_response_format(body.text.format if body.text else None),
         **{name: getattr(body, name) for name in _SAME} | _truncation(body),
     )
@@ -199,8 +199,10 @@ def format_fields(text_format: TextFormat) -> dict[str, Any]:
     return {name: value for name, value in msgspec.structs.asdict(text_format).items() if value is not None}
 
 
-def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+def _tool_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -> str | dict[str, Any] | None:
     match choice:
+        case "auto" if not has_tools:  # allowed in this route
+            return None
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(_named_tool, tools)]}}
         case Mapping():
