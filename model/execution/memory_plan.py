@@ -247,12 +247,13 @@ def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig
 
     where = "this machine" if memory.is_host else "each device"
     kept = f". Of free memory, {gib(HOST_RESERVE)} is kept for the compiler" if memory.is_host else ""
+    state = "state of the request slots" + (" and of the LoRA adapters" if limits.max_loras else "")
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {limits.memory_utilization:.0%} may be "
         f"used and {gib(max(memory.free, 0))} are free besides the weights{kept}. Needed: weights "
-        f"{gib(needs.weights)}, temporaries of the largest step {gib(needs.temporaries)}, state of the request slots"
-        f"{' and LoRA adapters' if limits.max_loras else ''} {gib(needs.state)}, K/V pages of one request of {limits.max_model_len} tokens {gib(sequence_bytes)}. Lower "
-        f"--max-model-len (K/V), --max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise "
+        f"{gib(needs.weights)}, temporaries of the largest step {gib(needs.temporaries)}, {state} {gib(needs.state)}, "
+        f"K/V pages of one request of {limits.max_model_len} tokens {gib(sequence_bytes)}. Lower --max-model-len "
+        f"(K/V), --max-num-batched-tokens (temporaries) or --max-num-seqs (state, temporaries), raise "
         f"--memory-utilization, take --dtype bfloat16 or --quantization, or spread the model over more devices with "
         f"--tensor-parallel-size"
     )

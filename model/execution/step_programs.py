@@ -208,6 +208,11 @@ class StepPrograms:
         return Program(update, (array, self.sent(sent)), donated=0, out_shardings=array.sharding)
 
     @property
+    def adapter_bytes(self) -> int:
+        """Of one LoRA adapter on a device; 0: there are none."""
+        return adapter_slots.bytes_of(self.staged_like)
+
+    @property
     def has_drafts(self) -> bool:
         """Whether there are programs with drafts."""
         return self._lookup is not None or self._drafter is not None

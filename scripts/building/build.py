@@ -320,6 +320,7 @@ def build_runner(
             embedding_size=weights.config.hidden_size if settings.enable_embeddings else None,
             attention=chosen.info,
             max_loras=settings.max_loras if settings.enable_lora else 0,
+            adapter_bytes=runner.described.adapter_bytes,
             cache_config={
                 "page_size": str(page_size),
                 "num_pages": str(num_pages),

@@ -229,11 +229,13 @@ class ServerMetrics:
         yield self._gauge("lora_adapters_resident", doc, _figure("num_adapters_resident"))
         loads = self._family(CounterMetricFamily, "lora_loads", "LoRA adapters read from their folders by name.")
         swaps = self._family(CounterMetricFamily, "lora_slot_writes", "LoRA adapters written into adapter slots.")
+        doc = "Bytes written into adapter slots of each device."
+        written = self._family(CounterMetricFamily, "lora_slot_written_bytes", doc)
         for labels, source in self._engines():
             loads.add_metric(labels, source.num_adapter_loads)
             swaps.add_metric(labels, source.stats.num_adapter_loads)
-        yield loads
-        yield swaps
+            written.add_metric(labels, source.stats.num_adapter_loads * source.info.adapter_bytes)
+        yield from (loads, swaps, written)
 
     def _attention(self) -> Iterator[Metric]:
         doc = "Attention backends that failed their self-test at the start; 0 in health."

@@ -201,6 +201,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionInfo = AttentionInfo()
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
     max_loras: int = 0  # LoRA adapters that run at once; 0: there can be none
+    adapter_bytes: int = 0  # of one adapter slot on a device
 
 
 class Report(msgspec.Struct, tag=True):

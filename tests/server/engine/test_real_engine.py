@@ -195,5 +195,7 @@ def test_more_adapters_than_slots_come_and_go(tmp_path):
 
         list(threads.map(ask, range(200)))
         wait_until(lambda: metric(running, "lora_slot_writes_total") > 5)
+        writes, written = (metric(running, f"lora_slot_{name}_total") for name in ("writes", "written_bytes"))
+        assert written >= 1000 * writes
         assert metric(running, "lora_adapters_resident") == 2
         assert metric(running, "integrity_failures_total") == 0

@@ -78,4 +78,5 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngi
         vocab_size=VOCAB_SIZE,
         embedding_size=None if config.pooling is None else FAKE_HIDDEN,
         max_loras=max_loras,
+        adapter_bytes=1000,
     )
