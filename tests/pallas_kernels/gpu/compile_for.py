@@ -22,7 +22,7 @@ from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.lab.accounts import gpu_report
 from scripts.lab.accounts.compile_gpu_layer import StepShape, lower_layer
 from scripts.lab.accounts.sass import read_loops
-from scripts.lab.accounts.specs import make_spec
+from scripts.lab.accounts.specs import MODELS, make_spec
 from scripts.lab.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
 from tests.pallas_kernels.gpu.offsets import page_products
@@ -47,20 +47,20 @@ OF_CHIP = {
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
-    "llama-3.1-8b, decode": ((32, 8, 128), 64, "bfloat16", DECODE),
-    "llama-3.1-8b": ((32, 8, 128), 64, "bfloat16", USUAL),
-    "llama-3.1-8b, drafts": ((32, 8, 128), 64, "bfloat16", DRAFTS),
-    "llama-3.2-1b, decode": ((32, 8, 64), 64, "bfloat16", DECODE),
-    "llama-3.2-1b": ((32, 8, 64), 64, "bfloat16", USUAL),
-    "llama-3.2-3b": ((24, 8, 128), 32, "bfloat16", USUAL),
-    "llama-3.1-70b/8": ((8, 1, 128), 128, "bfloat16", USUAL),
+    "llama-3.1-8b, decode": (MODELS["8b"], 64, "bfloat16", DECODE),
+    "llama-3.1-8b": (MODELS["8b"], 64, "bfloat16", USUAL),
+    "llama-3.1-8b, drafts": (MODELS["8b"], 64, "bfloat16", DRAFTS),
+    "llama-3.2-1b, decode": (MODELS["1b"], 64, "bfloat16", DECODE),
+    "llama-3.2-1b": (MODELS["1b"], 64, "bfloat16", USUAL),
+    "llama-3.2-3b": (MODELS["3b"], 32, "bfloat16", USUAL),
+    "llama-3.1-70b/8": (MODELS["70b/8"], 128, "bfloat16", USUAL),
     "one head each": ((8, 8, 64), 16, "bfloat16", USUAL),
     "sixteen in a group": ((16, 1, 128), 16, "bfloat16", USUAL),
-    "largest, float16": ((32, 8, 128), 64, "float16", LARGEST),
-    MMA_ONLY: ((32, 8, 128), 64, "bfloat16", USUAL),
-    "llama-3.1-8b, fp8": ((32, 8, 128), 64, "bfloat16", USUAL),
-    "llama-3.2-1b, int8": ((32, 8, 64), 16, "bfloat16", USUAL),
-    "llama-3.1-70b/8, fp8": ((8, 1, 128), 128, "float16", LARGEST),
+    "largest, float16": (MODELS["8b"], 64, "float16", LARGEST),
+    MMA_ONLY: (MODELS["8b"], 64, "bfloat16", USUAL),
+    "llama-3.1-8b, fp8": (MODELS["8b"], 64, "bfloat16", USUAL),
+    "llama-3.2-1b, int8": (MODELS["1b"], 16, "bfloat16", USUAL),
+    "llama-3.1-70b/8, fp8": (MODELS["70b/8"], 128, "float16", LARGEST),
 }
 
 

@@ -23,6 +23,7 @@ from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 from pallas_kernels.tpu import blocks, layout
 from scripts.lab.accounts.bundles import bundle_dumps, read_loops, read_vmem
+from scripts.lab.accounts.specs import MODELS, make_spec
 from scripts.lab.accounts.targets import tpu_target
 from scripts.lab.accounts.tpu_static import BATCHES, KERNELS, Compiled
 from tests.pallas_kernels.tpu.bundle_facts import offsets_not_in_granules, runs_on_the_first_core
@@ -43,28 +44,20 @@ class Shape:
     spec_decode: bool = False
 
 
-ODD_GROUP = "llama-3.2-3b"  # three query heads for each KV head: on one target only
-MODELS = {
-    "llama-3.2-1b": (32, 8, 64),
-    "llama-3.2-3b": (24, 8, 128),
-    "llama-3.1-8b": (32, 8, 128),
-    "llama-3.1-70b/8": (8, 1, 128),
-}
+ODD_GROUP = "3b"  # three query heads for each KV head: on one target only
 SHAPES = {
     f"{model}, mixed": Shape(heads=heads, decode_only=False) for model, heads in MODELS.items() if model != ODD_GROUP
 } | {
     # The mixed program has the decode kernel in it: alone it is compiled once for each head dim.
     f"{model}, decode": Shape(heads=MODELS[model], decode_only=True)
-    for model in ("llama-3.2-1b", "llama-3.1-8b")
+    for model in ("1b", "8b")
 }
-DRAFTS = {
-    "llama-3.1-8b, drafts": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, num_tokens=256, spec_decode=True)
-}
+DRAFTS = {"8b, drafts": Shape(heads=MODELS["8b"], decode_only=False, num_tokens=256, spec_decode=True)}
 # The largest that is asked of the kernels: the page table alone is 16 MiB with pages of 16. On one target only: these
 # take the longest.
 LARGEST = {
     f"512 x 128k, page {page_size}": Shape(
-        heads=MODELS["llama-3.1-8b"],
+        heads=MODELS["8b"],
         decode_only=False,
         page_size=page_size,
         num_rows=512,
@@ -78,20 +71,20 @@ LARGEST = {
 
 # What is accounted for in which shape: the kernel's form, and batches of `tpu_static`.
 ACCOUNTS = {
-    "llama-3.1-8b, mixed": ("mixed", ("prefill 2k", "chunk of 64 on 32k")),
-    "llama-3.1-8b, drafts": ("few", ("drafts 64 x 2k, 4 each",)),
+    "8b, mixed": ("mixed", ("prefill 2k", "chunk of 64 on 32k")),
+    "8b, drafts": ("few", ("drafts 64 x 2k, 4 each",)),
 }
 ACCOUNTED = ("v6e:1x1", "tpu7x:1x1x1")
 MIXED_3B = {f"{ODD_GROUP}, mixed": Shape(heads=MODELS[ODD_GROUP], decode_only=False)}
 # A mixed step has the decode kernel in it. The smaller head dim is compiled for one target.
-INT8 = {"llama-3.1-8b, int8": Shape(heads=MODELS["llama-3.1-8b"], decode_only=False, kv_dtype="int8")}
-SMALL_HEADS_INT8 = {"llama-3.2-1b, int8": Shape(heads=MODELS["llama-3.2-1b"], decode_only=False, kv_dtype="int8")}
+INT8 = {"8b, int8": Shape(heads=MODELS["8b"], decode_only=False, kv_dtype="int8")}
+SMALL_HEADS_INT8 = {"1b, int8": Shape(heads=MODELS["1b"], decode_only=False, kv_dtype="int8")}
 
 
 def shapes(target: str) -> dict[str, Shape]:
     """A v5p's are those of the other chip with units of 128 by 128, v5e, in pages of 256: each kernel once."""
     if target.startswith("v5p"):
-        return {name: SHAPES[name] for name in ("llama-3.2-1b, mixed", "llama-3.1-8b, mixed")} | DRAFTS | INT8
+        return {name: SHAPES[name] for name in ("1b, mixed", "8b, mixed")} | DRAFTS | INT8
     return SHAPES | DRAFTS | INT8 | (MIXED_3B | SMALL_HEADS_INT8 | LARGEST if target.startswith("v6e") else {})
 
 
@@ -128,15 +121,8 @@ def accounts(target: str, name: str, shape: Shape, folder: Path) -> dict[str, di
 
 
 def spec_of(shape: Shape) -> AttentionSpec:
-    num_query_heads, num_kv_heads, head_dim = shape.heads
-    return AttentionSpec(
-        num_query_heads=num_query_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=shape.page_size,
-        dtype=jnp.bfloat16,
-        kv_dtype=jnp.dtype(shape.kv_dtype),
-    )
+    assert shape.page_size is not None
+    return make_spec(shape.heads, shape.page_size, kv_dtype=shape.kv_dtype)
 
 
 def compile_one(shape: Shape, mesh: Mesh) -> dict[str, object]:
