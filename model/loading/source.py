@@ -134,6 +134,10 @@ def head_folder(name: str, *, weights: bool = True) -> Path:
     return folder
 
 
+class NoAdapterError(ValueError):
+    """There is no LoRA adapter of this name."""
+
+
 def adapter_place(name: str) -> Place:
     """Where the LoRA adapter of this name is; one on the hub is downloaded first, without the other files next to it.
 
@@ -141,13 +145,14 @@ def adapter_place(name: str) -> Place:
         name: a folder or a GGUF file, also of a bucket, or a hub name such as "org/adapter".
 
     Raises:
-        ValueError: there is none, or the hub or the bucket cannot be reached.
+        NoAdapterError: there is none.
+        ValueError: the hub or the bucket cannot be reached.
     """
     where = place(name, "adapter")
     if where.is_dir() or (is_gguf(where) and where.exists()):
         return where
     if is_gguf(where) or is_url(name) or not _HUB_NAME.fullmatch(name):
-        raise ValueError(f"no adapter {name!r}: it can be a folder, a GGUF file or a hub name (org/adapter)")
+        raise NoAdapterError(f"no adapter {name!r}: it can be a folder, a GGUF file or a hub name (org/adapter)")
     folder = _from_hub(name, None, [ADAPTER_CONFIG, ADAPTER_FILE])
     if not (folder / ADAPTER_FILE).exists():
         folder = _from_hub(name, None, [ADAPTER_CONFIG, ADAPTER_TORCH_FILE])

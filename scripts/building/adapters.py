@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from model.inputs.words import one_line
 from scripts.flags.lora import FLAG
@@ -12,24 +12,32 @@ from server.engine.wire import LoadAdapter
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
-    from model.network.lora import LoraWeights
 
 
-class RunnersStore(AdapterStore, Protocol):
-    """The adapters of this host, with their weights."""
+class RunnersStore:
+    """`server.engine.adapters.AdapterStore` of this host, with the weights."""
 
-    def weights(self, identity: int) -> LoraWeights:
-        """Raises ValueError or OSError if they cannot be read any more."""
+    def __init__(self, settings: EngineSettings, config: LlamaConfig) -> None:
+        from model.loading.adapter_store import AdapterStore
+
+        max_cpu = settings.max_cpu_loras or 2 * settings.max_loras
+        self._store = AdapterStore(config, max_rank=settings.max_lora_rank, max_cpu=max_cpu)
+        self.weights = self._store.weights
+        self.forget = self._store.forget
+
+    def load(self, path: str) -> int:
+        """The identity of the weights at a path, or of a hub name. ValueError or OSError if they cannot be used."""
+        from model.loading.source import NoAdapterError, adapter_place
+
+        try:
+            return self._store.load(adapter_place(path))
+        except NoAdapterError as error:
+            raise AdapterError(f"lora_path: {error}", 404) from error
 
 
 def make_store(settings: EngineSettings, config: LlamaConfig) -> RunnersStore | None:
     """The adapters in this host's memory. None: requests have none."""
-    if not settings.enable_lora:
-        return None
-    from model.loading.adapter_store import AdapterStore
-
-    max_cpu = settings.max_cpu_loras or 2 * settings.max_loras
-    return AdapterStore(config, max_rank=settings.max_lora_rank, max_cpu=max_cpu)
+    return RunnersStore(settings, config) if settings.enable_lora else None
 
 
 def loaded_adapters(settings: EngineSettings, store: AdapterStore | None, engine: AdaptableEngine) -> Adapters | None:

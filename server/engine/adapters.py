@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from batcher.request import Request, RequestOutput
-from model.inputs.paths import Place, place
 from model.inputs.words import described, shown
 from server.engine import wire
 
@@ -17,7 +16,7 @@ MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
 
 
-class AdapterError(Exception):
+class AdapterError(ValueError):
     """An adapter was not loaded or unloaded. `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -28,8 +27,8 @@ class AdapterError(Exception):
 class AdapterStore(Protocol):
     """The weights of adapters in the host's memory, or of all hosts. Errors of `load` are ValueError and OSError."""
 
-    def load(self, place: Place) -> int:
-        """The identity of the weights in a folder or file."""
+    def load(self, path: str) -> int:
+        """The identity of the weights in a folder or file, or of a hub name. AdapterError 404 if there are none."""
 
     def forget(self, identity: int) -> None:
         """No name and no request has these weights any more."""
@@ -135,7 +134,8 @@ class Adapters:
             message = f"The LoRA adapter {shown(asked.name)} is loaded already: `load_inplace` loads it again."
             raise AdapterError(message)
         check_name(asked.name, "lora_name")
-        identity = self._store.load(_found(asked.path))
+        _check_path(asked.path)
+        identity = self._store.load(asked.path)
         adapter = wire.Adapter(asked.name, identity, asked.path, asked.base_model)
         self._undo = (asked.name, before)
         self._num_loads += 1
@@ -175,11 +175,6 @@ def check_name(name: str, where: str) -> None:
         raise ValueError(f"{where}: a name has 1 to {MAX_NAME_CHARS} printable characters, not {shown(name)}")
 
 
-def _found(path: str) -> Place:
-    """The folder or file of an adapter. Raises AdapterError 404 if it does not exist."""
+def _check_path(path: str) -> None:
     if not (0 < len(path) <= MAX_PATH_CHARS and path.isprintable()):
         raise ValueError(f"lora_path: a path has 1 to {MAX_PATH_CHARS} printable characters, not {shown(path)}")
-    found = place(path, "lora_path")
-    if not found.exists():
-        raise AdapterError(f"lora_path {path!r}: there is no such folder or file.", 404)
-    return found

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Mapping
 
 from batcher.step import Runner
-from model.inputs import paths
-from model.inputs.paths import Place
 from model.inputs.words import described
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
@@ -35,9 +33,9 @@ class AllAdapters:
         self._lock = threading.Lock()  # of one question at a time to the hosts, and of what follows
         self._held: set[int] = set()  # that all hosts have
 
-    def load(self, place: Place) -> int:
+    def load(self, path: str) -> int:
         with self._lock:
-            identities, faults = self._ask(commands.LoadAdapter(str(place)), lambda: self._own.load(place))
+            identities, faults = self._ask(commands.LoadAdapter(path), lambda: self._own.load(path))
             own = identities.get(LEADER)
             for number, identity in identities.items():
                 if own is not None and identity != own:
@@ -125,7 +123,7 @@ class FollowersAdapters:
                 self._runner.unstage_adapter(identity)
 
     def _load(self, path: str) -> int:
-        identity = self._store.load(paths.place(path, "lora_path"))
+        identity = self._store.load(path)
         self._held.add(identity)
         return identity
 

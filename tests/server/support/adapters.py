@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from server.engine.adapters import Adapters
+from server.engine.adapters import AdapterError, Adapters
 from server.engine.process import EngineWrapper
 from server.engine.wire import LoadAdapter
 
@@ -25,9 +25,10 @@ class FakeStore:
         self._refused = refused  # the name of a folder that this store refuses
         self._changes = changes  # what this store finds besides a folder's text
 
-    def load(self, folder: Path) -> int:
+    def load(self, path: str) -> int:
+        folder = Path(path)
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder")
+            raise AdapterError(f"lora_path: {path!r} is no folder", 404)
         with (folder / READS).open("a") as reads:
             reads.write("read\n")
         if (folder / DELAY).exists():

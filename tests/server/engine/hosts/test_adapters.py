@@ -36,9 +36,9 @@ class Pair:
 
 def test_all_hosts_load_and_forget_an_adapter(hosts, tmp_path):
     pair = Pair(hosts, FakeStore())
-    identity = pair.all.load(write_adapter(tmp_path / "a", "text"))
+    identity = pair.all.load(str(write_adapter(tmp_path / "a", "text")))
     assert pair.ours.texts == pair.theirs.texts == {identity: "text"}
-    assert pair.all.load(write_adapter(tmp_path / "b", "text")) == identity
+    assert pair.all.load(str(write_adapter(tmp_path / "b", "text"))) == identity
     pair.all.forget(identity)
     wait_until(lambda: pair.ours.forgotten == pair.theirs.forgotten == ["text"])
 
@@ -46,21 +46,21 @@ def test_all_hosts_load_and_forget_an_adapter(hosts, tmp_path):
 def test_if_a_host_refuses_no_host_has_the_adapter(hosts, tmp_path):
     pair = Pair(hosts, FakeStore(refused="a"))
     with pytest.raises(ValueError, match=r"^host 1 \(.*\): .* holds no adapter_config.json$"):
-        pair.all.load(write_adapter(tmp_path / "a", "text"))
+        pair.all.load(str(write_adapter(tmp_path / "a", "text")))
     assert pair.ours.texts == {}
-    kept = pair.all.load(write_adapter(tmp_path / "b", "text"))
+    kept = pair.all.load(str(write_adapter(tmp_path / "b", "text")))
     with pytest.raises(ValueError, match="host 1"):
-        pair.all.load(tmp_path / "a")
+        pair.all.load(str(tmp_path / "a"))
     assert pair.ours.texts == {kept: "text"}  # another name has it
     with pytest.raises(ValueError, match=r"host 0 .*; host 1"):
-        pair.all.load(write_adapter(tmp_path / "c", None))
+        pair.all.load(str(write_adapter(tmp_path / "c", None)))
     assert num_reads(tmp_path / "c") == 2
 
 
 def test_hosts_that_find_other_weights_refuse(hosts, tmp_path):
     pair = Pair(hosts, FakeStore(changes="!"))
     with pytest.raises(ValueError, match=r"host 1 .*other weights there than the leader"):
-        pair.all.load(write_adapter(tmp_path / "a", "text"))
+        pair.all.load(str(write_adapter(tmp_path / "a", "text")))
     wait_until(lambda: pair.ours.forgotten == ["text"] and pair.theirs.forgotten == ["text!"])
 
 
@@ -88,7 +88,7 @@ def test_if_a_host_cannot_stage_none_has_staged(hosts):
 def test_a_host_that_reads_goes_on_with_steps(hosts, tmp_path):
     pair = Pair(hosts, FakeStore())
     place: Path = write_adapter(tmp_path / "a", "text", delay_s=1.0)
-    loading = threading.Thread(target=pair.all.load, args=(place,))
+    loading = threading.Thread(target=pair.all.load, args=(str(place),))
     loading.start()
     wait_until(lambda: num_reads(place) == 2)
     for number in range(5):
