@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
@@ -303,6 +304,33 @@ def test_a_server_that_was_killed_serves_the_same_texts_again(flags, told):
         assert sorted(listed) == [*NAMES[1:31], BASE]
 
 
+@pytest.mark.hosts
+@pytest.mark.slow
+def test_two_engines_serve_the_same_texts(flags, told):
+    models = [BASE, *NAMES[:24]] * 2
+    with (
+        serve_exported(*flags, "--enable-embeddings", "--data-parallel-size=2") as pair,
+        pair.client() as client,
+        ThreadPoolExecutor(len(models)) as pool,
+    ):
+        found = list(pool.map(lambda model: streamed(client, model, TOLD), models))
+        metrics = pair.wait_for_metrics(lambda m: m["num_requests_running"] == 0)
+    assert found == [told[model] for model in models]
+    assert metrics["num_compiles_after_warm_up_total"] == 0
+
+
+def test_adapters_outlive_changes_of_the_base(http, told):
+    """The device forgets what is in the slots. Requests that wait meanwhile are answered after it."""
+    models = [BASE, *NAMES[:12]]
+    for changes in (["/sleep?level=1", "/wake_up"], ["/admin/reload"]):
+        with ThreadPoolExecutor(len(models)) as pool:
+            found = pool.map(lambda model: text_of(http, model), models)
+            for change in changes:
+                assert http.post(change, json={}).status_code == 200
+            assert dict(zip(models, found, strict=True)).items() <= told.items()
+        assert text_of(http, NAMES[20]) == told[NAMES[20]]
+
+
 def change_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes what the file says of its first tensor, and leaves the rest as it is."""
     file = folder / ADAPTER_FILE
@@ -422,6 +450,21 @@ def test_a_thousand_requests_for_a_broken_adapter_are_refused_at_once(adapted, h
     status, message = answers.result()[0]
     assert status == 400 and "no adapter_config.json" in message
     (lora_folder / "empty").rmdir()
+
+
+def test_clients_that_leave_while_their_adapter_is_awaited_leave_nothing(adapted, http, told):
+    async def leave(session: aiohttp.ClientSession, number: int) -> None:
+        body = LONG | {"model": NAMES[number % 60], "stream": True}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.02 * (number % 30)), session.post(COMPLETIONS, json=body) as answer:
+                await answer.read()
+
+    async def all_leave() -> None:
+        async with aiohttp.ClientSession(adapted.url, connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(leave(session, number) for number in range(180)))
+
+    asyncio.run(all_leave())
+    assert text_of(http, NAMES[70]) == told[NAMES[70]]
 
 
 def test_loads_in_loops_disturb_no_stream(adapted, http, lora_folder, told):
