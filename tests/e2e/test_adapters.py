@@ -515,6 +515,17 @@ def test_a_folder_that_is_written_while_it_is_read_gives_one_or_the_other(http, 
     unload(http, "written")
 
 
+def test_a_name_keeps_its_weights_when_another_of_the_same_is_gone(http, lora_folder, tmp_path, told):
+    copy = shutil.copytree(lora_folder / NAMES[4], tmp_path / "copy")
+    assert text_of(http, NAMES[4]) == told[NAMES[4]]
+    load(http, "copy", copy)
+    unload(http, "copy")
+    shutil.rmtree(copy)
+    for name in NAMES[5 : MAX_CPU + 13]:  # out of the slots and the host's memory
+        text_of(http, name)
+    assert text_of(http, NAMES[4]) == told[NAMES[4]]
+
+
 def test_an_adapter_whose_folder_is_gone_is_missed_by_its_own_requests_only(http, config, tmp_path, told):
     """It must have left the slots and the host's memory. With its folder it comes back."""
     folder = random_for(tmp_path / "gone", config, seed=700)
