@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from model.loading.source import resolve
 from scripts.lab import adapters
 from tests.conftest import EXPORTED
 from tests.demo.one_layer import one_layer
 
 
+@pytest.mark.slow
 def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
     out = tmp_path / "out.json"
     flags = ["--model", str(one_layer(tmp_path / "model")), "--streams", "8", "--seconds", "0.5", "--rounds", "2"]
