@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from threading import Lock
 
 from model.config import LlamaConfig
@@ -26,7 +27,7 @@ class AdapterStore:
             raise ValueError(f"at least 1: {max_rank=} {max_cpu=}")
         self._config, self._max_rank, self._max_cpu = config, max_rank, max_cpu
         self._lock = Lock()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, list[Place]] = {}  # all that the weights were loaded from, the last one first
         self._kept: OrderedDict[int, LoraWeights] = OrderedDict()  # the most recently used last
 
     def load(self, place: Place) -> int:
@@ -37,12 +38,13 @@ class AdapterStore:
         """
         found = self._read(place)
         with self._lock:
-            self._places[found.identity] = place
+            others = [other for other in self._places.get(found.identity, ()) if other != place]
+            self._places[found.identity] = [place, *others]
             self._keep(found)
         return found.identity
 
     def weights(self, identity: int) -> LoraWeights:
-        """The adapter's weights.
+        """The adapter's weights, from any place that they were loaded from.
 
         Raises:
             ValueError: it is not loaded, or its files have changed.
@@ -52,12 +54,10 @@ class AdapterStore:
             if identity in self._kept:
                 self._kept.move_to_end(identity)
                 return self._kept[identity]
-            place = self._places.get(identity)
-        if place is None:
+            places = self._places.get(identity, [])
+        if not places:
             raise ValueError(f"no adapter is loaded that has the {identity=}")
-        found = self._read(place)
-        if found.identity != identity:
-            raise ValueError(f"the adapter {place} has changed since it was loaded: load it again")
+        found = self._read_again(places, identity)
         with self._lock:
             if identity in self._places:
                 self._keep(found)
@@ -71,6 +71,20 @@ class AdapterStore:
 
     def _read(self, place: Place) -> LoraWeights:
         return read_adapter(place, self._config, max_rank=self._max_rank)
+
+    def _read_again(self, places: Sequence[Place], identity: int) -> LoraWeights:
+        """From the first place that still has the weights. If none has, the error is that of the first."""
+        faults: list[ValueError | OSError] = []
+        for place in places:
+            try:
+                found = self._read(place)
+            except (ValueError, OSError) as error:
+                faults.append(error)
+            else:
+                if found.identity == identity:
+                    return found
+                faults.append(ValueError(f"the adapter {place} has changed since it was loaded: load it again"))
+        raise faults[0]
 
     def _keep(self, found: LoraWeights) -> None:
         self._kept[found.identity] = found

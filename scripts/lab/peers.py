@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
 from scripts.lab.load.client import Target, run
 from scripts.lab.load.metrics import both_of, failures_of, summary
-from scripts.lab.load.servers import serving
+from scripts.lab.load.servers import ForeignLoad, serving
 from scripts.lab.load.workload import BenchRequest, from_file
 from scripts.lab.tables import Table, ratio, say, say_head
 
@@ -76,28 +75,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--output-json", type=local_path)
     add_debug_flag(p)
     return p
-
-
-class ForeignLoad:
-    """The number of cores that other processes than the bench and its server kept busy, from Linux's counters."""
-
-    def __init__(self, server: psutil.Process) -> None:
-        self._server = server
-        self._started = time.perf_counter()
-        self._before = self._busy() - self._own()
-
-    def cores(self) -> float:
-        """The cores that other processes kept busy, on average."""
-        return max(0.0, (self._busy() - self._own() - self._before) / (time.perf_counter() - self._started))
-
-    @staticmethod
-    def _busy() -> float:
-        times = psutil.cpu_times()
-        return times.user + times.nice + times.system + times.irq + times.softirq
-
-    def _own(self) -> float:
-        family = [psutil.Process(), self._server, *self._server.children(recursive=True)]
-        return sum(sum(process.cpu_times()[:2]) for process in family)
 
 
 def measure(

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from model.inputs.words import one_line
+
 INVALID_BODY = "Bad Request"  # the body does not have the shape that the route reads
 BAD_REQUEST = "BadRequestError"
 NOT_FOUND = "NotFoundError"
@@ -64,7 +66,7 @@ def unsupported(param: str, what: str) -> RequestError:
 
 def model_not_found(name: str) -> RequestError:
     """404: no model has this name."""
-    message = f"The model `{name[:200]}` does not exist."
+    message = f"The model `{one_line(name[:200])}` does not exist."
     return RequestError(404, message, type=NOT_FOUND, param="model", code="model_not_found")
 
 

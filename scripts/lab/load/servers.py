@@ -91,3 +91,25 @@ def _is_up(port: int) -> bool:
             return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False
+
+
+class ForeignLoad:
+    """The number of cores that other processes than the bench and its server kept busy, from Linux's counters."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._server = server
+        self._started = time.perf_counter()
+        self._before = self._busy() - self._own()
+
+    def cores(self) -> float:
+        """The cores that other processes kept busy, on average."""
+        return max(0.0, (self._busy() - self._own() - self._before) / (time.perf_counter() - self._started))
+
+    @staticmethod
+    def _busy() -> float:
+        times = psutil.cpu_times()
+        return times.user + times.nice + times.system + times.irq + times.softirq
+
+    def _own(self) -> float:
+        family = [psutil.Process(), self._server, *self._server.children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in family)

@@ -50,6 +50,22 @@ def test_the_least_recently_used_is_read_again(folders):
         adapters_here.weights(third)
 
 
+@pytest.mark.parametrize("gone", ["q_and_v", "copy"])
+def test_weights_are_read_from_any_folder_that_still_has_them(folders, tmp_path, gone):
+    adapters_here = store(max_cpu=1)
+    copy = shutil.copytree(folders["q_and_v"], tmp_path / "copy")
+    identity = adapters_here.load(folders["q_and_v"])
+    assert adapters_here.load(copy) == adapters_here.load(copy) == identity
+    adapters_here.load(folders["rslora"])
+    shutil.rmtree({"copy": copy, **folders}[gone])
+    assert adapters_here.weights(identity).identity == identity
+    adapters_here.load(folders["rslora"])
+    shutil.copytree(folders["pattern"], copy, dirs_exist_ok=True)
+    shutil.rmtree(folders["q_and_v"], ignore_errors=True)
+    with pytest.raises(ValueError, match="copy has changed since it was loaded"):
+        adapters_here.weights(identity)
+
+
 def test_a_folder_that_has_changed_is_another_adapter(folders):
     adapters_here = store(max_cpu=1)
     old = adapters_here.load(folders["q_and_v"])

@@ -203,8 +203,9 @@ def test_an_unknown_model(echo):
     }
 
 
-def test_an_unknown_model_of_a_long_name(echo):
+def test_an_unknown_model_of_a_strange_name(echo):
     assert len(refusal(echo, model="a" * 1_000_000, status=404)["message"]) < 300
+    assert refusal(echo, model="a\nb\0", status=404)["message"] == r"The model `a b\x00` does not exist."
 
 
 @pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])

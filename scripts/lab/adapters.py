@@ -1,0 +1,305 @@
+"""What LoRA adapters cost: tokens/s with none, one, four and eight of them, and others' pauses while some are swapped.
+
+    python -m scripts.lab adapters
+    python -m scripts.lab adapters --model ~/ckpt/mid-f32 --rounds 6 --seconds 15
+    python -m scripts.lab adapters --model demo -- --max-num-batched-tokens 128
+
+A server with `--enable-lora` and one without run at the same time. Each round loads them one after the other, with the
+same requests in every row, and every other round goes backwards. A ratio is that of all rounds together, followed by
+the least and the greatest of a round. The adapters have random weights and change all projections.
+
+Seven adapters have all streams but an eighth while the last two rows are measured, and visitors arrive at `--rate`.
+Without swaps they name the eighth adapter in a slot. With swaps each names another one, which is read from its files:
+there are more of these than the server keeps in memory. Pauses are those of the seven adapters' streams.
+
+Without `--model` the model has 107 M parameters of random weights: 12 layers, 768 wide, a vocabulary of 32,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shlex
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import uvloop
+from safetensors.numpy import save_file
+
+from model.config import LlamaConfig, projections
+from model.inputs.paths import local_path
+from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, expected_shapes
+from model.loading.source import resolve
+from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
+from scripts.flags.errors import add_debug_flag, run_command
+from scripts.lab.load.client import Outcome, Target, run
+from scripts.lab.load.lengths import Lengths
+from scripts.lab.load.metrics import both_of, failures_of, summary
+from scripts.lab.load.servers import ForeignLoad, serving
+from scripts.lab.load.workload import BenchRequest, random_prompts
+from scripts.lab.tables import Table, ratio, say_head
+from server.engine.scratch_folder import ScratchFolder
+
+MID = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 768,
+    "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position_embeddings": 2048,
+    "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 31_744, "eos_token_id": 31_745,
+}  # fmt: skip
+BASE, OFF, ON = "bench", "without", "with"
+MAX_LORAS, MAX_CPU = 8, 16
+RESIDENT = tuple(f"resident-{i}" for i in range(MAX_LORAS))
+COLD = tuple(f"cold-{i}" for i in range(MAX_CPU + MAX_LORAS))  # none is still in memory when its turn comes again
+LENGTHS = Lengths.parse("uniform:32:96")  # of prompts and of outputs
+MOST_REQUESTS = 4000  # of one row: more than it has time for
+METRICS_S = 1.2  # the age that a server's figures may have
+_SWAPS = re.compile(r"^pallas_serve:lora_slot_writes_total\{.*\} (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the table: to which server the requests go, which models the streams name in turns, and the visitors."""
+
+    name: str
+    server: str = ON
+    models: Sequence[str]
+    visitors: Sequence[str] = ()
+
+
+ROWS = (
+    Row(name="base, without the flag", server=OFF, models=[BASE]),
+    Row(name="base, with the flag", models=[BASE]),
+    Row(name="one adapter", models=RESIDENT[:1]),
+    Row(name="four adapters", models=RESIDENT[:4]),
+    Row(name="eight adapters", models=RESIDENT),
+    Row(name="seven adapters, no swaps", models=RESIDENT[:-1], visitors=RESIDENT[-1:]),
+    Row(name="seven adapters, swaps", models=RESIDENT[:-1], visitors=COLD),
+)
+RATIOS = (
+    ("base: with / without the flag", "tokens", "base, with the flag", "base, without the flag"),
+    ("one adapter / base", "tokens", "one adapter", "base, with the flag"),
+    ("four adapters / base", "tokens", "four adapters", "base, with the flag"),
+    ("eight adapters / base", "tokens", "eight adapters", "base, with the flag"),
+    ("pauses: swaps / no swaps", "pauses", "seven adapters, swaps", "seven adapters, no swaps"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m scripts.lab adapters", description=__doc__.splitlines()[0])
+    p.add_argument("--model", help="default: one of random weights, with 107 M parameters")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--rank", type=int, default=16, help="of the adapters (default: 16)")
+    p.add_argument("--streams", type=int, default=64, help="requests at once (default: 64)")
+    p.add_argument("--rate", type=float, default=4.0, help="visitors a second (default: 4)")
+    p.add_argument("--rounds", type=int, default=4, help="default: 4")
+    p.add_argument("--seconds", type=float, default=10.0, help="of each row in a round (default: 10)")
+    p.add_argument("--start-timeout", type=float, default=600.0, metavar="S")
+    p.add_argument("--port", type=int, default=8490, help="of the first server; the other has the next one")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--output-json", type=local_path)
+    p.add_argument("flags", nargs="*", metavar="FLAG", help="of scripts/serve for both servers, after --")
+    add_debug_flag(p)
+    return p
+
+
+def write_mid(folder: Path) -> LlamaConfig:
+    """Writes the model without its weights."""
+    config = LlamaConfig.from_hf(MID)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MID))
+    write_stand_in_tokenizer(folder, config.vocab_size)
+    return config
+
+
+def write_adapter(folder: Path, config: LlamaConfig, rank: int, random: np.random.Generator) -> None:
+    """Writes an adapter of all projections in PEFT's form."""
+    shapes, modules = expected_shapes(config), projections(config.num_layers)
+    tensors = {}
+    for module in modules:
+        outputs, inputs = shapes[f"{module}.weight"]
+        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            values = 0.02 * random.standard_normal(shape, np.float32)
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = values.astype(np.float16)
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    raw = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    folder.mkdir(parents=True)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(raw))
+    save_file(tensors, folder / ADAPTER_FILE)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    target: Target
+    process: psutil.Process
+
+    def num_swaps(self) -> int:
+        """Adapters written into slots until now."""
+        time.sleep(METRICS_S)
+        with urllib.request.urlopen(f"{self.target.base_url}/metrics") as answer:
+            found = _SWAPS.findall(answer.read().decode())
+        return round(sum(map(float, found)))
+
+
+@contextmanager
+def servers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Server]]:
+    """Writes what they need to `folder` and starts both. Raises FailedError if one does not become ready."""
+    model, own = args.model, list(args.flags)
+    if model is None:
+        model = str(folder / "mid")
+        config = write_mid(Path(model))
+        own += ["--load-format", "dummy"]
+    else:
+        config = resolve(model, weights=False).config
+    random = np.random.default_rng(args.seed)
+    for name in (*RESIDENT, *COLD):
+        write_adapter(folder / "adapters" / name, config, args.rank, random)
+    common = ["--model", model, "--device", args.device, "--served-model-name", BASE, "--max-model-len", "256"]
+    common += ["--max-num-seqs", str(args.streams), "--no-enable-prefix-caching", "--compile-all-first", *own]
+    adapted = ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU)]
+    adapted += ["--max-lora-rank", str(args.rank), "--lora-folder", str(folder / "adapters")]
+    with ExitStack() as stack:
+        found = {}
+        for port, (name, flags) in enumerate({OFF: [], ON: adapted}.items(), args.port):
+            command = shlex.join([sys.executable, "-m", "scripts.launch", "--port", str(port), *common, *flags])
+            process = stack.enter_context(serving(f"adapters-{name}", command, port, timeout_s=args.start_timeout))
+            found[name] = Server(Target(base_url=f"http://127.0.0.1:{port}", model=BASE, ignore_eos=True), process)
+        yield found
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """One row in one round, or in all of them."""
+
+    outcomes: list[Outcome]  # of the streams
+    visits: list[Outcome]
+    seconds: float
+    foreign_cores: float
+    num_swaps: int | None = None
+
+    def results(self) -> dict[str, Any]:
+        """Figures of the streams, and of the visitors if there are any."""
+        found = summary(self.outcomes, self.seconds)
+        found |= {"foreign_cores": self.foreign_cores, "num_swaps": self.num_swaps}
+        return found | ({"visitors": summary(self.visits, self.seconds)} if self.visits else {})
+
+
+def together(parts: Sequence[Measured]) -> Measured:
+    """All rounds of a row as one."""
+    seconds, swaps = sum(part.seconds for part in parts), [part.num_swaps for part in parts]
+    return Measured(
+        outcomes=[outcome for part in parts for outcome in part.outcomes],
+        visits=[outcome for part in parts for outcome in part.visits],
+        seconds=seconds,
+        foreign_cores=sum(part.foreign_cores * part.seconds for part in parts) / seconds,
+        num_swaps=sum(n for n in swaps if n is not None) if any(n is not None for n in swaps) else None,
+    )
+
+
+def measure(
+    row: Row, server: Server, requests: Sequence[BenchRequest], args: argparse.Namespace, round: int = 0
+) -> Measured:
+    """Loads the server for a while. Its streams' adapters are in slots before. Visitors go on where those of the last
+    round ended."""
+
+    def named(models: Sequence[str], requests: Sequence[BenchRequest], start: int = 0) -> list[BenchRequest]:
+        return [replace(r, fields={"model": models[i % len(models)]}) for i, r in enumerate(requests, start)]
+
+    streams = args.streams if not row.visitors else max(1, args.streams * len(row.models) // MAX_LORAS)
+    asked = named(row.models, requests)
+    arrivals = np.arange(1 / args.rate, args.seconds, 1 / args.rate) if row.visitors else np.empty(0)
+    short, start = BenchRequest([5] * 16, 8), round * len(arrivals)
+    visits = named(row.visitors, [short] * len(arrivals), start) if row.visitors else []
+    resident = [*row.models, *([row.visitors[(start - 1) % len(row.visitors)]] if row.visitors else [])]
+    first = named(resident, [short] * len(resident))
+    uvloop.run(run(server.target, first, arrivals=None, max_concurrency=MAX_LORAS))
+
+    async def load() -> tuple[tuple[list[Outcome], float], tuple[list[Outcome], float]]:
+        return await asyncio.gather(
+            run(server.target, asked, arrivals=None, max_concurrency=streams, send_until_s=args.seconds),
+            run(server.target, visits, arrivals=arrivals, max_concurrency=max(1, len(visits))),
+        )
+
+    num_before = server.num_swaps() if row.visitors else 0
+    foreign = ForeignLoad(server.process)
+    (outcomes, seconds), (visited, _) = uvloop.run(load())
+    return Measured(
+        outcomes=outcomes,
+        visits=visited,
+        seconds=seconds,
+        foreign_cores=foreign.cores(),
+        num_swaps=server.num_swaps() - num_before if row.visitors else None,
+    )
+
+
+def figure(result: dict[str, Any], metric: str) -> float | None:
+    """Of a row: its tokens/s, or the 99th percentile of its pauses."""
+    return result["output_tokens_per_s"] if metric == "tokens" else (result["itl_ms"] or {}).get("p99")
+
+
+def table(measured: dict[str, list[Measured]]) -> str:
+    """The rows over all rounds, and the ratios."""
+    latencies = {"TTFT p50/p99 ms": ">13", "TPOT p50 ms": "7.1f", "ITL p50/p99 ms": ">13", "foreign cores": "5.2f"}
+    table = Table({"": "<34", "requests": "7", "out tok/s": "9.1f", **latencies, "swaps": "5", " ": ""})
+    for name, parts in measured.items():
+        result = together(parts).results()
+        for title, of in ((name, result), (f"{name}: visitors", result.get("visitors"))):
+            if of is not None:
+                tpot = (of["tpot_ms"] or {}).get("p50")
+                cells = both_of(of, "ttft"), tpot, both_of(of, "itl", 1), of.get("foreign_cores"), of.get("num_swaps")
+                table.row(title, of["completed"], of["output_tokens_per_s"], *cells, failures_of(of))
+    lines = [*table.lines, ""]
+    for text, metric, *rows in RATIOS:
+        above, below = ([figure(part.results(), metric) for part in measured[row]] for row in rows)
+        rounds = [a / b for a, b in zip(above, below, strict=True) if a and b]
+        spread = f" ({min(rounds):.3f} to {max(rounds):.3f} in {len(rounds)} rounds)" if rounds else ""
+        kind = "output tokens/s" if metric == "tokens" else "ITL p99"
+        whole = (figure(together(measured[row]).results(), metric) for row in rows)
+        lines.append(ratio(f"{text} ({kind})", *whole) + spread)
+    return "\n".join(lines)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Runs all rows in all rounds, prints the table, and returns the exit code: 1 if a request failed."""
+    if args.streams < MAX_LORAS or args.rounds < 1 or args.seconds <= 0 or args.rate <= 0 or args.rank < 1:
+        least = f"--streams is at least {MAX_LORAS}, --rounds and --rank at least 1, --seconds and --rate above 0"
+        raise ValueError(least)
+    random = np.random.default_rng(args.seed)
+    measured: dict[str, list[Measured]] = {row.name: [] for row in ROWS}
+    say_head()
+    with ScratchFolder() as scratch, servers(args, scratch.path) as running:
+        for row in ROWS:  # adapters are loaded by their names, and programs run once
+            measure(row, running[row.server], _requests(args.streams, random), args)
+        for number in range(args.rounds):
+            requests = _requests(MOST_REQUESTS, random)
+            for row in ROWS if number % 2 == 0 else reversed(ROWS):
+                measured[row.name].append(measure(row, running[row.server], requests, args, number))
+    print(table(measured))
+    results = {name: [part.results() for part in parts] for name, parts in measured.items()}
+    if args.output_json:
+        args.output_json.write_text(json.dumps(results, indent=2) + "\n")
+    outcomes = [o for parts in measured.values() for part in parts for o in (*part.outcomes, *part.visits)]
+    return 1 if any(outcome.error for outcome in outcomes) else 0
+
+
+def _requests(count: int, random: np.random.Generator) -> list[BenchRequest]:
+    prompts = random_prompts(LENGTHS.draw(count, random), as_ids=True, vocab_size=1000, shared_prefix=0, random=random)
+    return [BenchRequest(p, int(n)) for p, n in zip(prompts, LENGTHS.draw(count, random), strict=True)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = parser().parse_args(argv)
+    return run_command("adapters", lambda: bench(args), debug=args.debug)
