@@ -178,6 +178,11 @@ def main(argv: list[str] | None = None) -> int:
             "--tokenizer": args.tokenizer and str(args.tokenizer),
             "--served-model-name": args.served_model_name,
         }
+        if settings.enable_lora:
+            answering |= {
+                "--lora-modules": list(map(str, settings.adapters)),
+                "--lora-folder": str(settings.lora_folder),
+            }
         with BatchInput(args.input) as batch:
             batch.check_is_none_of(output.local_files())
             keys = [(number, digest(text)) for number, text in batch.numbered_lines()]

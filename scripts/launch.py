@@ -25,6 +25,7 @@ from scripts.flags.cluster import add_cluster_flags, cluster_of
 from scripts.flags.compatibility import add_compatibility_flags, log_warnings
 from scripts.flags.config_file import CONFIG, with_config
 from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.lora import check_not_of_model, lora_modules
 from scripts.flags.parsing import EachCounts, PrintCompletion, add_grouped_help
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.flags.tls import add_tls_flags, tls_files
@@ -142,6 +143,7 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
     """The server's settings. Raises ValueError or OSError for invalid values."""
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
+    check_not_of_model(lora_modules(args.lora_modules or ()), names)
     return Settings(
         tokenizer_folder=tokenizer,
         vocab_size=source.config.vocab_size,
@@ -155,6 +157,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         generation_defaults=_generation_defaults(args, source),
         planner=planner_command(args, names[0]),
+        lora_folder=args.lora_folder,
         batch_concurrency=_batch_concurrency(args),
         debug=args.debug,
         **{name: getattr(args, name) for name in flags_of(Settings)},

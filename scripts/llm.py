@@ -29,12 +29,16 @@ from model.inputs.paths import place
 from model.loading.source import resolve
 from scripts.building.build import build
 from scripts.building.stand_in_tokenizer import tokenizer_folder
+from scripts.flags.lora import check_not_of_model
 from scripts.flags.settings import EngineSettings
 from scripts.offline.arguments import (
+    LoRARequest,
+    LoraRequests,
     Message,
     Params,
     Prompt,
     SamplingParams,
+    adapters_of,
     conversations_of,
     paired,
     prompts_of,
@@ -43,14 +47,16 @@ from scripts.offline.in_process import InProcessEngineClient, LoopThread
 from scripts.offline.results import Embedding, RequestOutput, embedding, request_output
 from server.app import create_app, create_state
 from server.batches.in_process import post
+from server.engine.adapters import AdapterError
 from server.engine.scratch_folder import ScratchFolder
+from server.engine.wire import IfLoaded, LoadAdapter
 from server.settings import GenerationDefaults, Settings
 from server.text.tokenizer import ByteLevelTokenizer
 
 if TYPE_CHECKING:
     from server.text.transformers_parts import FastTokenizer
 
-__all__ = ["LLM", "Embedding", "RefusedError", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Embedding", "LoRARequest", "RefusedError", "RequestOutput", "SamplingParams"]
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 TOKENIZE = "/tokenize"
@@ -90,21 +96,29 @@ class LLM:
     ) -> None:
         # The queue has no limit: the engine refuses no request for a full queue.
         self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
+        self.model_name = served_model_name or model
+        check_not_of_model(self.settings.adapters, (self.model_name,))
         asked = None if tokenizer is None else place(tokenizer, "tokenizer")
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with ScratchFolder() as spare:
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
-            self.engine, info = build(self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder)
-        self.model_name = served_model_name or model
+            self.engine, info, self._adapters = build(
+                self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder
+            )
         self.max_in_flight = (
             2 * self.engine.ladder.config.max_num_seqs
         )  # twice the rows: the next request is waiting when one finishes
         self._thread = LoopThread()
-        self._client = InProcessEngineClient(self.engine, info, self._thread.loop)
+        self._client = InProcessEngineClient(self.engine, info, self._thread.loop, self._adapters)
         defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
-        server = Settings(tokenizer_folder=folder, model_names=(self.model_name,), generation_defaults=defaults)
+        server = Settings(
+            tokenizer_folder=folder,
+            model_names=(self.model_name,),
+            generation_defaults=defaults,
+            lora_folder=None if self.settings.lora_folder is None else Path(self.settings.lora_folder),
+        )
         self._state = create_state(server, self._client, tokens)
         self._app = create_app(self._state)
         self.engine.start()
@@ -115,18 +129,20 @@ class LLM:
         sampling_params: Params | Sequence[Params | None] | None = None,
         *,
         use_tqdm: bool = False,
+        lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
         """Continues one prompt or several: texts, token ids, or vLLM's dicts with `prompt` or `prompt_token_ids`.
 
         Args:
             use_tqdm: shows a bar on stderr.
+            lora_request: the LoRA adapter of all prompts, or one for each. Needs `enable_lora=True`.
 
         Raises:
-            RefusedError: the server refuses a prompt; the first one is named.
+            RefusedError: the server refuses a prompt; the first one is named. Or an adapter cannot be loaded.
             ValueError: an argument has another type.
         """
         given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
-        bodies = [own | prompt | _IDS for prompt, own in given]
+        bodies = self._with_adapters([own | prompt | _IDS for prompt, own in given], lora_request)
         self._set_open_limits(bodies)
         answers = self._answers(COMPLETIONS, bodies, use_tqdm)
         texts = [prompt["prompt"] for prompt, _ in given]
@@ -141,6 +157,7 @@ class LLM:
         sampling_params: Params | Sequence[Params | None] | None = None,
         *,
         use_tqdm: bool = False,
+        lora_request: LoraRequests = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
@@ -150,6 +167,7 @@ class LLM:
 
         Args:
             use_tqdm: shows a bar on stderr.
+            lora_request: as of `generate`.
             tools: and the others after it: fields of all request bodies.
         """
         fields = {
@@ -161,6 +179,7 @@ class LLM:
         for_all = {name: value for name, value in fields.items() if value is not None} | _IDS
         given = paired(conversations_of(messages), sampling_params, is_chat=True)
         bodies = [own | for_all | {"messages": conversation} for conversation, own in given]
+        bodies = self._with_adapters(bodies, lora_request)
         return [request_output(answer) for answer in self._answers(CHAT, bodies, use_tqdm)]
 
     def embed(
@@ -169,18 +188,21 @@ class LLM:
         pooling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         *,
         use_tqdm: bool = False,
+        lora_request: LoraRequests = None,
     ) -> list[Embedding]:
         """The vectors of one prompt or several, given as to `generate`. Needs `enable_embeddings=True`. Errors are as
         with `generate`.
 
         Args:
             pooling_params: fields of the request bodies.
+            lora_request: as of `generate`.
             use_tqdm: shows a bar on stderr.
         """
         bodies = [
             own | prompt | {"encoding_format": "base64"}
             for prompt, own in paired(prompts_of(prompts, "input"), pooling_params, is_chat=False)
         ]
+        bodies = self._with_adapters(bodies, lora_request)
         return [embedding(answer) for answer in self._answers(EMBEDDINGS, bodies, use_tqdm)]
 
     def get_tokenizer(self) -> FastTokenizer:
@@ -211,6 +233,8 @@ class LLM:
     def close(self) -> None:
         """Ends the engine and its threads. May be called again."""
         self.engine.shutdown()
+        if self._adapters is not None:
+            self._adapters.close()
         self._thread.close()
         self._state.close()
 
@@ -243,6 +267,23 @@ class LLM:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None  # an error of the caller's `requests` or `on_answer`
         return all_answered
+
+    def _with_adapters(self, bodies: list[dict[str, Any]], requests: LoraRequests) -> list[dict[str, Any]]:
+        """The bodies with their adapters as models, which are loaded if need be."""
+        adapters = adapters_of(requests, len(bodies))
+        for request in dict.fromkeys(filter(None, adapters)):
+            if request.lora_name == self.model_name:
+                raise ValueError(f"lora_request: {request.lora_name!r} is the name of the model")
+            loaded = self._client.adapters.get(request.lora_name)
+            if request.load_inplace or loaded is None or loaded.path != request.lora_path:
+                name, path, base = request.lora_name, request.lora_path, request.base_model_name
+                change = LoadAdapter(name, path, base, IfLoaded.REPLACE)
+                try:
+                    self._thread.run(self._client.change_adapters(change))
+                except AdapterError as error:
+                    raise RefusedError(error.status, f"lora_request {name!r}: {error}") from error
+        models = [{} if adapter is None else {"model": adapter.lora_name} for adapter in adapters]
+        return [body | model for body, model in zip(bodies, models, strict=True)]
 
     def _set_open_limits(self, bodies: list[dict[str, Any]]) -> None:
         """Where `max_tokens` is None, as many as fit. In the API it would be 16."""

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from server.api.adapters import AdapterFolder
 from server.api.answers.errors import Refusals
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics
@@ -61,7 +62,7 @@ def create_state(
     )
     engines: Sequence[EngineClient] = client.engines if isinstance(client, EngineGroup) else [client]
     folder = settings.batch_folder
-    return ServerState(
+    state = ServerState(
         settings=settings,
         batch_folder=None if folder is None else BatchFolder(folder, round(settings.batch_folder_gib * 2**30)),
         client=client,
@@ -75,6 +76,9 @@ def create_state(
         reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),
         metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
     )
+    if settings.lora_folder is not None:
+        state.adapter_folder = AdapterFolder(settings.lora_folder, state.adapter_changer)
+    return state
 
 
 def _call_format(settings: Settings, template: str) -> str:

@@ -26,6 +26,7 @@ class Flag:
     unset: str | None = None  # the default in words, if it has no value
     type: Callable[[str], Any] | None = None  # of the flag's text
     metavar: str | None = None
+    nargs: str | None = None  # of a list; the values of each time count
     choices: Collection[str] = ()
     least: float | None = None
     most: float = MOST_COUNT
@@ -104,7 +105,8 @@ def _add(group: argparse._ArgumentGroup, field: str, flag: Flag, default: Any) -
     else:
         said = flag.unset if default is None or default == "" else f"{default:g}" if flag.type is float else default
         text += f" (default: {'none' if said is None else said})."
+        several: dict[str, Any] = {"nargs": flag.nargs, "action": "extend"} if flag.nargs else {}
         group.add_argument(
             name, *flag.also, dest=field, type=flag.type or str, default=default, metavar=flag.metavar,
-            choices=flag.choices or None, help=text.replace("%", "%%"),
+            choices=flag.choices or None, help=text.replace("%", "%%"), **several,
         )  # fmt: skip

@@ -135,6 +135,7 @@ class Settings:
     chat_template: str | None = None  # replaces the tokenizer's own
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     planner: tuple[str, ...] = ()  # the command that answers the page's plans; none: there is no planner
+    lora_folder: Path | None = None  # an unknown model of a request is an adapter in it; None: there are no others
     batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
     debug: bool = False  # the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details

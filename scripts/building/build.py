@@ -19,6 +19,7 @@ from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
+from scripts.building.adapters import RunnersStore, loaded_adapters, make_store
 from scripts.building.attention_backend import Backends, choose_attention, own_backends
 from scripts.building.changeable import ChangeableEngine, RunnerWeights
 from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
@@ -36,6 +37,7 @@ from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
 from scripts.flags.settings import EngineSettings, ServedSettings
+from server.engine.adapters import Adapters, AdapterStore
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 
@@ -66,6 +68,7 @@ class Built:
     weights: ChosenWeights
     platform: str
     loader: Loader  # of other weights
+    adapter_store: AdapterStore | None  # None: requests have no adapters
     tokenizer: Path | None  # as of `build_runner`
 
     def changeable_weights(self) -> RunnerWeights:
@@ -126,7 +129,8 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
                 turn.wait()
                 say("for the programs of engine 0")
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
-    return ChangeableEngine(engine, built.changeable_weights()), built.info
+    adapters = loaded_adapters(settings, built.adapter_store, engine)
+    return ChangeableEngine(engine, built.changeable_weights(), adapters), built.info
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
@@ -141,23 +145,18 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokeniz
 
 
 def build(
-    settings: EngineSettings,
-    report: Report,
-    tokenizer: Callable[[int], ByteLevelTokenizer] | None = None,
-    *,
-    read_tokens: bool = False,
-    tokenizer_folder: Path | None = None,
-    backends: Backends | None = None,
-) -> tuple[Engine, EngineInfo]:
-    """A warmed-up engine, not started. Raises ValueError if a setting, the model or the device cannot be used.
+    settings: EngineSettings, report: Report, tokenizer: Callable[[int], ByteLevelTokenizer], *, tokenizer_folder: Path
+) -> tuple[Engine, EngineInfo, Adapters | None]:
+    """A warmed-up engine of this process, not started, with its LoRA adapters. Raises ValueError if a setting, the
+    model or the device cannot be used.
 
     Args:
-        tokenizer, read_tokens: as for `warm_engine`.
+        tokenizer: as for `warm_engine`.
         tokenizer_folder: `tokenizer` of `build_runner`.
-        backends: as for `build_runner`.
     """
-    built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True, backends=backends)
-    return warm_engine(built, report, tokenizer, read_tokens=read_tokens), built.info
+    built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True)
+    engine = warm_engine(built, report, tokenizer)
+    return engine, built.info, loaded_adapters(settings, built.adapter_store, engine)
 
 
 def warm_engine(
@@ -268,12 +267,16 @@ def build_runner(
     ladder = BucketLadder(buckets)
     later = choose_deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
     of_draft = _planned_draft(chips, backends, attention)
-    runner = _make_runner(chips.planned, attention, limits, folders, of_draft)
+    adapter_store = make_store(settings, weights.config)
+    make_runner = partial(
+        _make_runner, chips.planned, attention, folders=folders, draft=of_draft, adapter_store=adapter_store
+    )
+    runner = make_runner(limits=limits)
     if others is not None:
         room = runner.capacity().num_pages
         num_pages = others.agree(room, _facts(weights, draft, attention, ladder))
         if num_pages < room:
-            runner = _make_runner(chips.planned, attention, replace(limits, num_pages=num_pages), folders, of_draft)
+            runner = make_runner(limits=replace(limits, num_pages=num_pages))
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets(), later)
@@ -296,6 +299,7 @@ def build_runner(
         weights=weights,
         platform=platform,
         loader=loader,
+        adapter_store=adapter_store,
         tokenizer=tokenizer,
         ladder=ladder,
         may_wait=tuple(later),
@@ -314,6 +318,7 @@ def build_runner(
             vocab_size=weights.config.vocab_size,
             embedding_size=weights.config.hidden_size if settings.enable_embeddings else None,
             attention=chosen.info,
+            max_loras=settings.max_loras if settings.enable_lora else 0,
             cache_config={
                 "page_size": str(attention.spec.page_size),
                 "num_pages": str(runner.capacity().num_pages),
@@ -364,9 +369,11 @@ def _planned_draft(
 def _make_runner(
     planned: Llama,
     attention: PagedAttention,
+    *,
     limits: RunnerConfig,
     folders: KeptFolders,
     draft: tuple[Llama | EagleHead, PagedAttention] | None,
+    adapter_store: RunnersStore | None,
 ) -> ModelRunner:
     """A runner without weights. Raises ValueError if its programs cannot be exported."""
     from model.execution.runner import ModelRunner
@@ -376,8 +383,9 @@ def _make_runner(
     if is_interpreted and folders.exported is not None:
         raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
     traced_folder = None if folders.compiled is None or is_interpreted else folders.compiled / "traced"
+    adapters: dict[str, Any] = {} if adapter_store is None else {"adapter_weights": adapter_store.weights}
     return ModelRunner(
-        planned, attention, limits, traced_folder=traced_folder, export_folder=folders.exported, draft=draft
+        planned, attention, limits, traced_folder=traced_folder, export_folder=folders.exported, draft=draft, **adapters
     )
 
 

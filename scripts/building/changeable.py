@@ -14,6 +14,7 @@ from model.inputs.words import one_line
 from scripts.building.chosen_weights import ChosenWeights, choose_weights
 from scripts.building.load import Loaded, Loader
 from scripts.flags.settings import EngineSettings
+from server.engine.adapters import Adapters
 from server.engine.process import EngineWrapper, Weights
 from server.engine.wire import ChangeWeights, WeightsChange
 
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 
 
 class ChangeableEngine(EngineWrapper):
-    """`server.engine.process.ChangeableEngine`."""
+    """`server.engine.process.ChangeableEngine`, and its `AdaptedEngine`."""
 
-    def __init__(self, engine: Engine, weights: Weights) -> None:
+    def __init__(self, engine: Engine, weights: Weights, adapters: Adapters | None = None) -> None:
         super().__init__(engine)
+        self.adapters = adapters
+        if adapters is not None:
+            self.add_request = adapters.add_request
         self._engine = engine
         self._weights = weights
 

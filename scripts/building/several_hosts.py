@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from model.inputs.words import described
+from scripts.building.adapters import loaded_adapters
 from scripts.building.build import OtherHosts, build_runner, served_tokenizer, warm_engine
 from scripts.building.changeable import ChangeableEngine
 from scripts.flags.settings import EngineSettings, ServedSettings
+from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
@@ -26,7 +28,7 @@ from server.flag import flag_name
 JAX_SILENCE_S = 30
 LEAVE_S = 5
 # Each host has its own folders. What the model is, the hosts compare once they have read it.
-OF_ONE_HOST = ("model", "compile_cache")
+OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder")
 
 
 def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngine, EngineInfo]:
@@ -37,9 +39,11 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
         leader.gather(_settings(served.engine), report)
         others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=leader.agree)
         built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
-        runner = BroadcastRunner(built.runner, leader)
+        store = None if built.adapter_store is None else AllAdapters(built.adapter_store, leader)
+        runner = BroadcastRunner(built.runner, leader, store)
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, runner=runner)
-    changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader))
+        adapters = loaded_adapters(served.engine, store, engine)
+    changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader), adapters)
     return LeadingEngine(changeable, leader, _leave), built.info
 
 
@@ -58,7 +62,11 @@ def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingE
         follower.compiled()
     most_in_flight = served.engine.pipeline_depth
     weights = FollowersWeights(built.changeable_weights(), follower)
-    engine = FollowingEngine(built.runner, follower, report, weights, most_in_flight=most_in_flight, leave=_leave)
+    store = built.adapter_store
+    adapters = None if store is None else FollowersAdapters(store, built.runner, follower)
+    engine = FollowingEngine(
+        built.runner, follower, report, weights, adapters, most_in_flight=most_in_flight, leave=_leave
+    )
     return engine, built.info
 
 

@@ -49,6 +49,10 @@ WITHOUT_EFFECT = {
     "--language-model-only": "only the language model is ever loaded",
     "--max-cudagraph-capture-size": "every step is a program that was compiled before the first request",
     "--max-log-len": "requests are not logged",
+    "--enable-lora-bias": "an adapter with biases is refused when it is loaded",
+    "--fully-sharded-loras": "adapters are on the chips as the projections are that they change",
+    "--lora-dtype": "adapters have the type of the computation",
+    "--lora-extra-vocab-size": "an adapter that adds tokens is refused when it is loaded",
     "--model-impl": "there is one implementation of the model",
     "--no-async-scheduling": "--pipeline-depth 1 schedules a step after the one before it",
     "--no-disable-log-stats": "statistics are on /metrics and not logged",
@@ -67,8 +71,8 @@ REFUSED = {
     "--trust-remote-code": "no code of a checkpoint is ever run: only Llama 3's architecture is known",
     "--pipeline-parallel-size": "a model is shared by heads only: --tensor-parallel-size",
     "-pp": "a model is shared by heads only: --tensor-parallel-size",
-    "--enable-lora": "LoRA is not supported yet",
-    "--lora-modules": "LoRA is not supported yet",
+    "--default-mm-loras": "input other than text is not supported yet",
+    "--long-lora-scaling-factors": "adapters for longer contexts are not supported yet",
     "--cpu-offload-gb": "weights are on the chips only: --tensor-parallel-size, --quantization",
     "--enable-expert-parallel": "the model has no experts",
     "--hf-overrides": "the checkpoint's config is served as it is",
@@ -117,13 +121,14 @@ EMBEDDING_FLAGS = {
 }
 WITH_VALUE = frozenset(
     "--compilation-config --cpu-offload-gb --distributed-executor-backend --guided-decoding-backend "
-    "--hf-overrides --kv-transfer-config --limit-mm-per-prompt --lora-modules --max-seq-len-to-capture "
+    "--hf-overrides --kv-transfer-config --limit-mm-per-prompt --max-seq-len-to-capture "
     "--pipeline-parallel-size --revision --rope-scaling --swap-space --tool-parser-plugin "
     "--allowed-headers --allowed-methods --chat-template-content-format --code-revision --data-parallel-backend "
     "--default-chat-template-kwargs --download-dir --fingerprint-mode --h11-max-header-count "
     "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes --kv-events-config "
     "--log-config-file --logits-processors --master-addr --max-cudagraph-capture-size --max-log-len "
     "--max-logprobs --max-long-partial-prefills --middleware --mm-processor-kwargs --model-impl --nnodes --node-rank "
+    "--default-mm-loras --long-lora-scaling-factors --lora-dtype --lora-extra-vocab-size "
     "-O --optimization-level -pp --performance-mode --prefix-caching-hash-algo --response-role --rope-theta "
     "--scheduling-policy --show-hidden-metrics-for-version --stream-interval --structured-outputs-config "
     "--tokenizer-mode --tokenizer-revision --uvicorn-log-level".split()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 
 from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH, Scheduling
 from batcher.request import LogprobsMode, Pooling
-from model.inputs.paths import is_url, place
+from model.inputs.paths import is_url, local_path, place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
+from scripts.flags.lora import LoraModule, lora_modules
 from scripts.flags.speculation import SpeculativeConfig, merged
 from server.engine.hosts.cluster import Cluster
 from server.flag import MOST_SECONDS, add_flags, check_flags, flag_name, setting
@@ -28,8 +29,9 @@ GROUPS = {
     "model": "The checkpoint, and the types it is computed in.",
     "batching": "What the requests of one step share.",
     "device": "The chips, their memory, and the programs for them.",
+    "lora": "LoRA adapters, which requests name as their model.",
 }
-_of_model, _of_batching, _of_device = (partial(setting, group=group) for group in GROUPS)
+_of_model, _of_batching, _of_device, _of_lora = (partial(setting, group=group) for group in GROUPS)
 # Of counts without a limit of their own. No machine has so many: a larger number is a slip of the pen, which would
 # become an error of memory.
 _MANY = 2**31 - 1
@@ -159,6 +161,25 @@ class EngineSettings:
     export_cache: str | None = _of_device(
         None, "The folder of loaded executables, with which later starts do not compile", metavar="DIR",
     )  # fmt: skip
+    enable_lora: bool = _of_lora(False, "Requests may name LoRA adapters")
+    lora_modules: Sequence[str | Mapping[str, Any]] | None = _of_lora(
+        None, 'The adapters of the start: NAME=PATH, or \'{"name": "NAME", "path": "PATH"}\'', nargs="+",
+        metavar="NAME=PATH",
+    )  # fmt: skip
+    lora_folder: Path | None = _of_lora(  # noqa: RUF009
+        None, "An unknown model of a request is the adapter in this folder's folder of that name", type=local_path,
+        metavar="DIR",
+    )  # fmt: skip
+    max_loras: int = _of_lora(
+        8, "Adapters that run at once", type=int, metavar="N", least=1, most=1024,
+    )  # fmt: skip
+    max_lora_rank: int = _of_lora(
+        16, "The highest rank of an adapter. All take the memory of this one", type=int, metavar="N", least=1, most=512,
+    )  # fmt: skip
+    max_cpu_loras: int | None = _of_lora(
+        None, "Adapters in the host's memory. Others are read again when they are needed", unset="twice --max-loras",
+        type=int, metavar="N", least=1, most=2**16,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -190,6 +211,25 @@ class EngineSettings:
             )
         if self.speculation is not None and self.scheduling == "static":
             raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        for name in ("lora_modules", "lora_folder"):
+            if getattr(self, name) and not self.enable_lora:
+                raise ValueError(f"{flag_name(EngineSettings, name)} needs --enable-lora")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"--max-cpu-loras {self.max_cpu_loras} must be at least --max-loras {self.max_loras}: adapters that "
+                "run are in the host's memory, too"
+            )
+        if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
+            raise ValueError(f"--lora-folder {self.lora_folder}: there is no such folder on this machine")
+        lora_modules(self.lora_modules or ())
+
+    @property
+    def adapters(self) -> list[LoraModule]:
+        """The adapters that are loaded at the start."""
+        return lora_modules(self.lora_modules or ())
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -55,7 +55,20 @@ class SamplingParams:
         return fields
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """vLLM's name of a LoRA adapter: `lora_path` is loaded when the name is first used, or is used with another path.
+    `load_inplace` loads it in any case. `lora_int_id` is vLLM's; here names are enough."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+
 Params = SamplingParams | Mapping[str, Any]
+LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, Any]]:
@@ -95,6 +108,23 @@ def paired(items: Sequence[Any], params: Params | Sequence[Params | None] | None
     if len(own) != len(items):
         raise ValueError(f"one set of parameters for all, or one for each: {len(items)=} {len(own)=}")
     return list(zip(items, own, strict=True))
+
+
+def adapters_of(requests: LoraRequests, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of `count` prompts, which is one for all or one for each. Raises ValueError."""
+    if requests is None or isinstance(requests, LoRARequest):
+        return [requests] * count
+    if not _is_list(requests) or not all(isinstance(one, LoRARequest | None) for one in requests):
+        raise ValueError(f"{_type(requests)} names no adapter: give a LoRARequest, or a list with one for each prompt")
+    if len(requests) != count:
+        raise ValueError(f"one lora_request for all, or one for each: {count} prompts, {len(requests)} of them")
+    paths: dict[str, str] = {}
+    for one in filter(None, requests):
+        if paths.setdefault(one.lora_name, one.lora_path) != one.lora_path:
+            raise ValueError(
+                f"lora_request: {one.lora_name!r} has two paths, {paths[one.lora_name]} and {one.lora_path}"
+            )
+    return list(requests)
 
 
 def _prompt(prompt: Any, index: int, name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from batcher.delivery import Tokens
@@ -17,8 +17,13 @@ from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
+from server.engine.adapters import AdapterError, Adapters
 from server.engine.link import Receiver
+from server.engine.process import status_of
 from server.engine.wire import (
+    Adapter,
+    AdapterAnswer,
+    AdapterChange,
     EngineInfo,
     Output,
     WireRequest,
@@ -27,6 +32,7 @@ from server.engine.wire import (
     requests_from_wire,
     tokens_to_wire,
 )
+from server.engine.wire import Adapters as AdaptersEvent
 
 
 class InProcessEngineClient:
@@ -35,15 +41,23 @@ class InProcessEngineClient:
     Receivers are called on the event loop's thread, as with an engine in another process.
     """
 
-    def __init__(self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop, adapters: Adapters | None = None
+    ) -> None:
         self.info = info
+        self.adapters: Mapping[str, Adapter] = {}
+        self.num_adapter_loads = 0
         self._engine = engine
+        self._adapters = adapters
+        self._add_request = engine.add_request if adapters is None else adapters.add_request
         self._loop = loop
         self._receivers: dict[str, Receiver] = {}
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # number -> id of the requests that the engine has
         self._arrived: list[RequestOutput | Tokens] = []
         engine.listen(self._hear)
+        if adapters is not None:
+            adapters.listen(self._note_adapters)
 
     @property
     def stats(self) -> EngineStats:
@@ -63,9 +77,10 @@ class InProcessEngineClient:
         for request, receiver in zip(requests_from_wire(items), receivers, strict=True):
             self._receivers[request.request_id] = receiver
             try:
-                self._engine.add_request(request, self._hear)
-            except InvalidRequestError as error:
-                refusal = failure(request.request_id, str(error), status=400, param=error.param)
+                self._add_request(request, self._hear)
+            except (InvalidRequestError, AdapterError) as error:
+                status, param = status_of(error)
+                refusal = failure(request.request_id, str(error), status=status, param=param)
                 self._loop.call_soon(self._deliver, refusal)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
@@ -75,6 +90,26 @@ class InProcessEngineClient:
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
+
+    async def change_adapters(self, change: AdapterChange) -> Adapter | None:
+        """As of `ProcessEngineClient`."""
+        if self._adapters is None:
+            raise AdapterError("This engine has no LoRA adapters: enable_lora=True.")
+        answered: asyncio.Future[AdapterAnswer] = self._loop.create_future()
+
+        def on_answer(answer: AdapterAnswer) -> None:
+            if not answered.done():  # else whoever asked has been interrupted
+                answered.set_result(answer)
+
+        self._adapters.ask(change, lambda answer: self._loop.call_soon_threadsafe(on_answer, answer))
+        answer = await answered
+        if answer.error is not None:
+            raise AdapterError(answer.error, answer.status)
+        return answer.adapter
+
+    def _note_adapters(self, news: AdaptersEvent) -> None:
+        """Runs on the thread of the change."""
+        self.adapters, self.num_adapter_loads = {own.name: own for own in news.adapters}, news.num_loads
 
     def _hear(self, news: RequestOutput | Tokens) -> None:
         """Runs on the engine's thread. All that a step has wakes the event loop once."""

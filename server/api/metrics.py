@@ -7,7 +7,8 @@ the others are added to this one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import prometheus_client
@@ -16,7 +17,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from batcher.stats import EngineStats, Histogram
 from server.api.http_counts import HTTP_BOUNDS, HttpCounts
-from server.engine.wire import EngineInfo
+from server.engine.wire import Adapter, EngineInfo
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")  # the process's own, also if there are others
@@ -77,6 +78,12 @@ class StatsSource(Protocol):
 
     @property
     def stats(self) -> EngineStats: ...
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]: ...
+
+    @property
+    def num_adapter_loads(self) -> int: ...
 
     @property
     def death(self) -> str | None: ...
@@ -145,6 +152,8 @@ class ServerMetrics:
                 family.add_metric(labels, getattr(source.stats, name))
             yield family
         yield from self._speculation()
+        if any(source.info.max_loras for source in self._sources):
+            yield from self._adapters()
         finished = self._family(CounterMetricFamily, "request_success", "Finished requests.", ["finished_reason"])
         for labels, source in self._engines():
             for reason in sorted({"stop", "length", "abort", "error", *source.stats.finished}):
@@ -204,6 +213,27 @@ class ServerMetrics:
             for position, count in enumerate(source.stats.speculation.num_accepted_tokens_per_pos):
                 family.add_metric([*labels, str(position)], count)
         yield family
+
+    def _adapters(self) -> Iterator[Metric]:
+        names = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        info = self._family(GaugeMetricFamily, "lora_requests_info", "The time; the labels name adapters.", names)
+        for labels, source in self._engines():
+            stats = source.stats
+            listed = [
+                _names(source, identities) for identities in (stats.running_of_adapters, stats.waiting_of_adapters)
+            ]
+            info.add_metric([*labels, str(source.info.max_loras), *listed], time.time())
+        yield info
+        yield self._gauge("lora_adapters", "LoRA adapters with a name.", lambda source: len(source.adapters))
+        doc = "LoRA adapters in adapter slots of the device."
+        yield self._gauge("lora_adapters_resident", doc, _figure("num_adapters_resident"))
+        loads = self._family(CounterMetricFamily, "lora_loads", "LoRA adapters read from their folders by name.")
+        swaps = self._family(CounterMetricFamily, "lora_slot_writes", "LoRA adapters written into adapter slots.")
+        for labels, source in self._engines():
+            loads.add_metric(labels, source.num_adapter_loads)
+            swaps.add_metric(labels, source.stats.num_adapter_loads)
+        yield loads
+        yield swaps
 
     def _attention(self) -> Iterator[Metric]:
         doc = "Attention backends that failed their self-test at the start; 0 in health."
@@ -270,6 +300,11 @@ def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
         total += count
         buckets.append((bound, float(total)))
     return buckets, histogram.total
+
+
+def _names(source: StatsSource, identities: Container[int]) -> str:
+    """The names of these adapters. One that has been unloaded has none."""
+    return ",".join(adapter.name for adapter in source.adapters.values() if adapter.identity in identities)
 
 
 def _figure(name: str) -> Callable[[StatsSource], float]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from server.api.http_counts import HttpCounts
+from server.engine.adapters import AdapterError
 from server.engine.client import WeightsError
-from server.engine.wire import WeightsChange
+from server.engine.wire import Adapter, AdapterAnswer, AdapterChange, WeightsChange
 from server.http.private import PrivateCallError, call
 from server.http.request_error import unavailable
 from server.shared_counts import Row
@@ -80,6 +81,18 @@ class ChangeAnswer(msgspec.Struct):
     error: str | None = None
 
 
+class ChangingAdapters(msgspec.Struct):
+    """A change of the engine's LoRA adapters. The answer is an AdapterAnswer, when all processes have heard of it."""
+
+    change: AdapterChange
+
+
+class AdapterChanges(msgspec.Struct):
+    """How many changes of its adapters each engine has told. Answered when the process has heard of them."""
+
+    numbers: list[int]
+
+
 class EngineDied(msgspec.Struct):
     """The engine of this number has died."""
 
@@ -119,6 +132,14 @@ class Peers:
         answer = msgspec.msgpack.decode(await self._ask("/weights", Changing(change, model), None), type=ChangeAnswer)
         if answer.error is not None:
             raise WeightsError(answer.error)
+
+    async def change_adapters(self, change: AdapterChange) -> Adapter | None:
+        """As of `ProcessEngineClient`. Raises AdapterError."""
+        raw = await self._ask("/adapters", ChangingAdapters(change), None)
+        answer = msgspec.msgpack.decode(raw, type=AdapterAnswer)
+        if answer.error is not None:
+            raise AdapterError(answer.error, answer.status)
+        return answer.adapter
 
     async def is_sleeping(self) -> bool:
         """Asks the parent whether the engines sleep."""

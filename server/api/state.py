@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
+from server.api.adapters import AdapterChanger, AdapterFolder, Model
 from server.api.metrics import ServerMetrics
 from server.api.peers import Peers
 from server.api.stats_history import StatsHistory
@@ -59,6 +60,7 @@ class ServerState:
     num_forwarded: int = 0  # requests that this process answers for another one
     keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key; of one HTTP process
     peers: Peers | None = None  # None: there is one HTTP process
+    adapter_folder: AdapterFolder | None = None  # None: a request's adapter must have been loaded
     keeps: Callable[[str], bool] = lambda id: False  # whether this process has the response or conversation of the id
     # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)
@@ -108,11 +110,24 @@ class ServerState:
         """Ends the processes that run templates."""
         self.templates.close()
 
-    def check_model(self, name: str | None) -> str:
-        """The model's name in answers; without `name`, the server's first name. Raises RequestError 404."""
-        if name and name not in self.settings.model_names:
+    async def find_model(self, name: str | None) -> Model:
+        """The model that a request names; without `name`, the server's first. An adapter of `--lora-folder` is loaded
+        first. Raises RequestError 404, or 400 if it cannot be loaded."""
+        if not name or name in self.settings.model_names:
+            return Model(name or self.settings.model_names[0])
+        adapter = self.client.adapters.get(name)
+        if adapter is None and self.adapter_folder is not None:
+            adapter = await self.adapter_folder.load(name)
+        if adapter is None:
             raise model_not_found(name)
-        return name or self.settings.model_names[0]
+        return Model(name, adapter.identity)
+
+    def adapter_changer(self) -> AdapterChanger:
+        """Who loads and unloads adapters: the parent of several HTTP processes, or the engines of this one."""
+        changer = self.peers or self.client
+        if not isinstance(changer, AdapterChanger):
+            raise RequestError(501, "This engine cannot load LoRA adapters while it serves.")
+        return changer
 
 
 class Place:

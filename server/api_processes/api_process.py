@@ -25,6 +25,7 @@ from server.api.peers import (
     PARENT,
     TIMEOUT_S,
     Aborting,
+    AdapterChanges,
     Counted,
     EngineDied,
     Keeping,
@@ -202,6 +203,10 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
     async def keeps(message: Keeping) -> bool:
         return state.keeps(message.id)
 
+    async def adapter_changes(message: AdapterChanges) -> None:
+        for engine, number in zip(engines, message.numbers, strict=True):
+            await engine.wait_for_adapters(number)
+
     async def log_level(message: Level) -> None:
         logger.setLevel(message.level)
 
@@ -210,6 +215,7 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
         private_route("engine_died", EngineDied, engine_died),
         private_route("abort", Aborting, abort),
         private_route("keeps", Keeping, keeps),
+        private_route("adapter_changes", AdapterChanges, adapter_changes),
         private_route("log_level", Level, log_level),
     ]
     kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(KEPT_PATHS)]

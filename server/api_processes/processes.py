@@ -19,8 +19,10 @@ from server.api.http_counts import HttpCounts
 from server.api.peers import (
     TIMEOUT_S,
     Aborting,
+    AdapterChanges,
     ChangeAnswer,
     Changing,
+    ChangingAdapters,
     Counted,
     EngineDied,
     Keeping,
@@ -30,10 +32,12 @@ from server.api.peers import (
 )
 from server.api_processes import api_process
 from server.api_processes.process_args import ProcessArgs, private_route, socket_name
+from server.engine.adapters import AdapterError
 from server.engine.child_process import start_without_main
 from server.engine.client import ProcessEngineClient, WeightsError
 from server.engine.group import Engines, OwnEngines
 from server.engine.link import EngineFailedError
+from server.engine.wire import AdapterAnswer
 from server.http.private import PrivateCallError, call
 from server.http.server import FLUSH_S
 from server.http.signals import Signals
@@ -199,6 +203,7 @@ class ApiProcesses:
             private_route("keeper", Keeping, self._find_keeper),
             private_route("log_level", Level, self._set_log_level),
             private_route("weights", Changing, self._change_weights),
+            private_route("adapters", ChangingAdapters, self._change_adapters),
         ]
         return Starlette(routes=routes, exception_handlers={PrivateCallError: on_failure})
 
@@ -244,6 +249,14 @@ class ApiProcesses:
             except WeightsError as reason:
                 error = str(reason)
         return ChangeAnswer(self._client.is_sleeping, error)
+
+    async def _change_adapters(self, message: ChangingAdapters) -> AdapterAnswer:
+        try:
+            adapter = await self._client.change_adapters(message.change)
+        except AdapterError as error:
+            return AdapterAnswer(error=str(error), status=error.status)
+        await self._tell("/adapter_changes", AdapterChanges([engine.adapter_changes for engine in self.engines]))
+        return AdapterAnswer(adapter)
 
     async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:
         """The answers of all processes but one, by their frontends. Raises PrivateCallError."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from batcher.request import FinishReason
 from batcher.stats import EngineStats
 from server.engine import process as engine_process
 from server.engine import wire
+from server.engine.adapters import AdapterError
 from server.engine.child_process import start_without_main
 from server.engine.link import EngineLink, Receiver
 from server.engine.scratch_folder import folder_for_sockets
@@ -35,6 +36,14 @@ class EngineClient(Protocol):
 
     @property
     def stats(self) -> EngineStats: ...
+
+    @property
+    def adapters(self) -> Mapping[str, wire.Adapter]:
+        """The LoRA adapters that are loaded, by name."""
+
+    @property
+    def num_adapter_loads(self) -> int:
+        """How often one has been loaded."""
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None: ...
 
@@ -63,6 +72,8 @@ class ProcessEngineClient(EngineLink):
         self.is_sleeping = False
         self._changes = asyncio.Lock()
         self._changed: asyncio.Future[str | None] | None = None
+        self._adapter_changes = asyncio.Lock()
+        self._adapter_answer: asyncio.Future[wire.AdapterAnswer] | None = None
         self._report = report
         self._stopping = False
         self._folder = folder_for_sockets()
@@ -112,6 +123,24 @@ class ProcessEngineClient(EngineLink):
             if change is not wire.WeightsChange.RELOAD:
                 self.is_sleeping = change is wire.WeightsChange.SLEEP
 
+    async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
+        """Loads or unloads a LoRA adapter, one after the other. `adapters` shows it from then on.
+
+        Raises AdapterError if it cannot be done.
+        """
+        return await asyncio.shield(self._change_adapters(change))  # to its end, also without a caller
+
+    async def _change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
+        async with self._adapter_changes:
+            if self.death is not None:
+                raise AdapterError(f"The engine has failed: {self.death}", 503)
+            self._adapter_answer = asyncio.get_running_loop().create_future()
+            self._send(change)
+            answer = await self._adapter_answer
+            if answer.error is not None:
+                raise AdapterError(answer.error, answer.status)
+            return answer.adapter
+
     async def stop(self) -> None:
         """Ends the process: sends Stop, and kills it after STOP_TIMEOUT_S. Kills it at once if it is still starting."""
         self._stopping = True
@@ -136,6 +165,8 @@ class ProcessEngineClient(EngineLink):
                 self._report(line)
             case wire.Changed(error=error):
                 self._answer_change(error)
+            case wire.AdapterAnswer():
+                self._answer_adapters(event)
             case wire.Ended():
                 self._stopping = True
                 self.died.set()
@@ -145,6 +176,10 @@ class ProcessEngineClient(EngineLink):
     def _answer_change(self, error: str | None) -> None:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(error)
+
+    def _answer_adapters(self, answer: wire.AdapterAnswer) -> None:
+        if self._adapter_answer is not None and not self._adapter_answer.done():
+            self._adapter_answer.set_result(answer)
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self.process.sentinel)
@@ -159,6 +194,7 @@ class ProcessEngineClient(EngineLink):
     def die(self, reason: str, *, is_refusal: bool = False) -> None:
         super().die(reason, is_refusal=is_refusal)
         self._answer_change(f"the engine has failed: {reason}")
+        self._answer_adapters(wire.AdapterAnswer(error=f"The engine has failed: {reason}", status=503))
 
 
 class FrontendClient(EngineLink):
@@ -183,6 +219,12 @@ class FrontendClient(EngineLink):
         self.on_readable()
         self.info = await ready
         return self.info
+
+    async def wait_for_adapters(self, num_changes: int) -> None:
+        """Waits until so many changes of the adapters, or more, have been told."""
+        while self.adapter_changes < num_changes and self.death is None:
+            self._adapters_told.clear()
+            await self._adapters_told.wait()
 
     async def stop(self) -> None:
         """Closes the sockets. The engine goes on."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from batcher.request import FinishReason
 from server.engine import wire
 from server.engine.client import EngineClient
-from server.http.request_error import RequestError, internal, invalid, overloaded, unavailable
+from server.http.request_error import NOT_FOUND, RequestError, internal, invalid, overloaded, unavailable
 from server.text.reasoning import ReasoningReader
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
@@ -323,5 +323,7 @@ def error_of(output: wire.Output, grammar_field: str | None = None) -> RequestEr
             return invalid(grammar_field, message)
         case 400:
             return RequestError(400, message, param=output.param)
+        case 404:
+            return RequestError(404, message, type=NOT_FOUND, param="model", code="model_not_found")
         case _:
             return internal(message)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
+from server.engine.adapters import AdapterError
 from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
 from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Router
@@ -38,6 +40,8 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         self._router = router or Router()
         self._loads = loads or self._own_loads
         self._watchers: list[asyncio.Task[None]] = []
+        # what each engine has told, and what is the same in all
+        self._adapters: tuple[Sequence[Mapping[str, wire.Adapter]], Mapping[str, wire.Adapter]] = ((), {})
 
     async def start(self) -> wire.EngineInfo:
         """Waits until all engines are ready. Raises EngineFailedError if one cannot start, or if they differ."""
@@ -63,6 +67,21 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         return total_of([engine.stats for engine in self.engines])
 
     @property
+    def adapters(self) -> Mapping[str, wire.Adapter]:
+        """Those that all engines have. While they change, one engine may have told of it and another not yet."""
+        told, known = self._adapters
+        now = [engine.adapters for engine in self.engines]
+        if any(new is not old for new, old in zip_longest(now, told)):
+            first, *others = now
+            known = {name: own for name, own in first.items() if all(adapters.get(name) == own for adapters in others)}
+            self._adapters = now, known
+        return known
+
+    @property
+    def num_adapter_loads(self) -> int:
+        return sum(engine.num_adapter_loads for engine in self.engines)
+
+    @property
     def death(self) -> str | None:
         deaths = [f"engine {i}: {engine.death}" for i, engine in enumerate(self.engines) if engine.death is not None]
         return "; ".join(deaths) or None
@@ -75,7 +94,8 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         first, _ = requests[0]
         prompt = wire.unpacked(first.prompt)
-        self.engines[self._router.choose(prompt, first.cache_salt, self._loads())].submit(requests)
+        salt = first.cache_salt ^ first.adapter
+        self.engines[self._router.choose(prompt, salt, self._loads())].submit(requests)
 
     def _own_loads(self) -> list[int]:
         return [engine.num_open for engine in self.engines]
@@ -114,6 +134,7 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
         super().__init__(engines, router)
         self.split: str | None = None
         self._changes = asyncio.Lock()
+        self._adapter_changes = asyncio.Lock()
         self._model: str | None = None  # whose weights all engines have; None: those of the start
 
     @property
@@ -144,6 +165,40 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
                 self.died.set()
             raise WeightsError(_listed(errors))
 
+    async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
+        """As `ProcessEngineClient.change_adapters`, of all engines. If one cannot load an adapter, or finds other
+        weights than the first, the others undo it, and the AdapterError names the engine."""
+        return await asyncio.shield(self._change_adapters(change))
+
+    async def _change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
+        async with self._adapter_changes:
+            asked = [engine.change_adapters(change) for engine in self.engines]
+            results = await asyncio.gather(*asked, return_exceptions=True)
+            adapters: list[wire.Adapter | None] = []
+            errors: dict[int, AdapterError] = {}
+            for number, result in enumerate(results):
+                if isinstance(result, AdapterError):
+                    errors[number] = result
+                elif isinstance(result, BaseException):
+                    raise result
+                else:
+                    adapters.append(result)
+                    if result != adapters[0]:
+                        message = "it finds other weights there than the engines before it"
+                        errors[number] = AdapterError(message)
+            if not errors:
+                return adapters[0]
+            if isinstance(change, wire.LoadAdapter):
+                loaded = [
+                    engine.change_adapters(wire.UndoLoad())
+                    for engine, result in zip(self.engines, results, strict=True)
+                    if not isinstance(result, AdapterError)
+                ]
+                await asyncio.gather(*loaded, return_exceptions=True)  # one that dies meanwhile ends the server
+            first, *others = errors.values()
+            is_of_all = len(errors) == len(self.engines) and all(str(other) == str(first) for other in others)
+            raise AdapterError(str(first) if is_of_all else _listed(errors), first.status)
+
     async def _ask(
         self, numbers: Sequence[int], change: wire.WeightsChange, model: str | None
     ) -> dict[int, WeightsError]:
@@ -159,7 +214,7 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
         return errors
 
 
-def _listed(errors: dict[int, WeightsError]) -> str:
+def _listed(errors: Mapping[int, Exception]) -> str:
     return "; ".join(f"engine {number}: {error}" for number, error in errors.items())
 
 

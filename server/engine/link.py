@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -118,6 +118,9 @@ class EngineLink:
     ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
+        self.adapters: Mapping[str, wire.Adapter] = {}  # by name
+        self.adapter_changes = self.num_adapter_loads = 0  # since the engine's start
+        self._adapters_told = asyncio.Event()
         self.death: str | None = None
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
@@ -212,6 +215,10 @@ class EngineLink:
             case wire.Stats(stats=stats):
                 self.stats = stats
                 self.last_heartbeat = time.monotonic()
+            case wire.Adapters(adapters=adapters, num_changes=num_changes, num_loads=num_loads):
+                self.adapters = {adapter.name: adapter for adapter in adapters}
+                self.adapter_changes, self.num_adapter_loads = num_changes, num_loads
+                self._adapters_told.set()
             case wire.Ready(info=info):
                 self._is_ready = True
                 if self._ready is not None and not self._ready.done():
@@ -232,3 +239,4 @@ class EngineLink:
             logger.error("engine failure: %s", reason)
         self._receivers.fail_all(f"The engine has failed: {reason}")
         self.died.set()
+        self._adapters_told.set()

@@ -29,6 +29,7 @@ from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
 from model.inputs.words import described
 from server.engine import wire
+from server.engine.adapters import AdapterError, Adapters
 from server.engine.child_process import end_with_parent
 from server.engine.outbox import Frontend, Sender, ZmqContext
 
@@ -63,6 +64,13 @@ class ChangeableEngine(Protocol):
 
     def change_weights(self, command: wire.ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
         """Changes the weights soon, between two steps. `on_done` gets the reason if they cannot be changed."""
+
+
+@runtime_checkable
+class AdaptedEngine(Protocol):
+    """A `ServedEngine` whose requests may have LoRA adapters; None: this one's may not."""
+
+    adapters: Adapters | None
 
 
 class EngineWrapper:
@@ -176,10 +184,13 @@ def main(addresses: Addresses, target: str, engine_args: object, debug: bool) ->
         sender.put(wire.Failed(described(error), is_refusal=is_refusal))
         sender.close()
         sys.exit(EXIT_FAILED)
+    adapters = engine.adapters if isinstance(engine, AdaptedEngine) else None
+    if adapters is not None:
+        adapters.listen(sender.put)
     sender.put(wire.Ready(info))
     context = zmq.Context()
     try:
-        _serve(context, addresses, info, engine, sender)
+        _serve(context, addresses, info, engine, adapters, sender)
         engine.shutdown()
     finally:
         if engine.death is not None:
@@ -197,7 +208,12 @@ def _exit_now(code: int) -> None:
 
 
 def _serve(
-    context: ZmqContext, addresses: Addresses, info: wire.EngineInfo, engine: ServedEngine, sender: Sender
+    context: ZmqContext,
+    addresses: Addresses,
+    info: wire.EngineInfo,
+    engine: ServedEngine,
+    adapters: Adapters | None,
+    sender: Sender,
 ) -> None:
     """Handles commands until Stop or the engine's death, and sends the statistics at their interval."""
     socket = context.socket(zmq.PULL)
@@ -217,6 +233,8 @@ def _serve(
                 if stats.num_programs_to_come != num_programs_to_come:
                     num_programs_to_come = stats.num_programs_to_come
                     gc.freeze()  # what JAX keeps of the programs that have come
+                if adapters is not None:
+                    adapters.forget_unused()
                 next_stats = time.monotonic() + STATS_INTERVAL_S
             if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue
@@ -236,10 +254,17 @@ def _serve(
                     engine.reset_prefix_cache()
                 case wire.ChangeWeights() as command:
                     _change_weights(engine, command, sender)
+                case wire.LoadAdapter() | wire.UnloadAdapter() | wire.UndoLoad() as change:
+                    if adapters is None:
+                        sender.put(wire.AdapterAnswer(error="This engine has no LoRA adapters: --enable-lora."))
+                    else:
+                        adapters.ask(change, sender.put)
                 case wire.AddFrontend(frontend=number) as added:
                     if number not in frontends:  # else it has ended before this has come
                         frontend = frontends[number] = Frontend(number, sender.put)
                         sender.put(added)
+                        if adapters is not None:
+                            adapters.tell(frontend.put)
                         frontend.put(wire.Ready(info))
                 case wire.RemoveFrontend(frontend=number) as removed:
                     frontend, frontends[number] = frontends.get(number), None
@@ -260,7 +285,7 @@ def _submit(
         try:
             engine.add_request(request, put)
         except Exception as error:
-            status, param = _status_of(error)
+            status, param = status_of(error)
             if status == 500:
                 traceback.print_exc()
             refusal = wire.failure(request.request_id, str(error), status=status, param=param)
@@ -284,8 +309,11 @@ def _change_weights(engine: ServedEngine, command: wire.ChangeWeights, sender: S
         answer(ValueError(str(error)))
 
 
-def _status_of(error: Exception) -> tuple[int, str | None]:
+def status_of(error: Exception) -> tuple[int, str | None]:
+    """The HTTP status of an engine's refusal, and the field at fault."""
     match error:
+        case AdapterError():
+            return error.status, "model"
         case InvalidRequestError():
             return 400, error.param
         case QueueFullError():

@@ -1,8 +1,8 @@
 """The messages between the HTTP process and the engine process: msgpack over two ZeroMQ ipc sockets.
 
-To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Stop. From the engine: Report, Ready or Failed while it
-starts, then Outputs (one per step, for all requests in it), Changed, and Stats at intervals, which are also the
-heartbeat.
+To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, LoadAdapter, UnloadAdapter, Stop. From the engine:
+Report, Ready or Failed while it starts, then Outputs (one per step, for all requests in it), Changed, AdapterAnswer,
+Adapters after each change of them, and Stats at intervals, which are also the heartbeat.
 
 With several HTTP processes, each of them is a *frontend*: it has a number that no other process ever has, and a socket
 for the outputs of its own requests. AddFrontend names both, and Ready answers it on that socket. The process that
@@ -77,6 +77,33 @@ class ChangeWeights(msgspec.Struct, tag=True):
 
     change: WeightsChange
     model: str | None = None  # the folder or file to load; None: the one of the start
+
+
+class IfLoaded(enum.Enum):
+    """What becomes of a name that is loaded already."""
+
+    REFUSE = "refuse"
+    KEEP = "keep"
+    REPLACE = "replace"  # later requests have the weights that are in the folder now
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """A LoRA adapter gets a name. AdapterAnswer answers it, in the order of these commands."""
+
+    name: str
+    path: str
+    base_model: str | None = None  # as clients are told; None: the served model
+    if_loaded: IfLoaded = IfLoaded.REFUSE
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """The name has no adapter any more; running requests go on. AdapterAnswer answers it."""
+
+    name: str
+
+
+class UndoLoad(msgspec.Struct, tag=True):
+    """The last LoadAdapter, which has succeeded, is undone: another engine has refused it. AdapterAnswer answers it."""
 
 
 class AddFrontend(msgspec.Struct, tag=True):
@@ -173,6 +200,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int | None = None  # numbers of an embedding; None: the engine makes none
     attention: AttentionInfo = AttentionInfo()
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
+    max_loras: int = 0  # LoRA adapters that run at once; 0: there can be none
 
 
 class Report(msgspec.Struct, tag=True):
@@ -211,14 +239,40 @@ class Changed(msgspec.Struct, tag=True):
     error: str | None = None
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter with its name."""
+
+    name: str
+    identity: int  # of its weights
+    path: str
+    base_model: str | None = None
+
+
+class Adapters(msgspec.Struct, tag=True):
+    """All adapters that are loaded, for all frontends, after a change of them."""
+
+    adapters: list[Adapter]
+    num_changes: int
+    num_loads: int
+
+
+class AdapterAnswer(msgspec.Struct, tag=True):
+    """The answer to a LoadAdapter or UnloadAdapter. `error` says why nothing has changed."""
+
+    adapter: Adapter | None = None  # that has been loaded or unloaded
+    error: str | None = None
+    status: int = 400  # of an error
+
+
 class Stats(msgspec.Struct, tag=True):
     """The engine's figures, at intervals."""
 
     stats: EngineStats
 
 
-Command = Submit | Abort | ResetPrefixCache | ChangeWeights | AddFrontend | RemoveFrontend | Stop
-Event = Report | Ready | Failed | Ended | Outputs | Changed | Stats
+AdapterChange = LoadAdapter | UnloadAdapter | UndoLoad
+Command = Submit | Abort | ResetPrefixCache | ChangeWeights | AdapterChange | AddFrontend | RemoveFrontend | Stop
+Event = Report | Ready | Failed | Ended | Outputs | Changed | Adapters | AdapterAnswer | Stats
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

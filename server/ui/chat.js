@@ -65,11 +65,31 @@ export function startChat() {
     showSettings();
     keep();
   });
+  $("asked-model").addEventListener("focus", offerModels);
   const showPanel = () => ($("panel").open = wide.matches);
   wide.addEventListener("change", showPanel);
   showPanel();
   restore();
   showSettings();
+  offerModels();
+}
+
+/** Shows the models of the server, if there are several: adapters come and go. */
+async function offerModels() {
+  const select = $("asked-model");
+  let names = [];
+  try {
+    const { data } = await (await request("/v1/models")).json();
+    names = data.map(({ id }) => id);
+  } catch {
+    return; // the page's head says that the server is not reachable
+  }
+  const chosen = names.includes(select.value) ? select.value : names[0];
+  if (names.join("\n") !== [...select.options].map(({ value }) => value).join("\n")) {
+    select.replaceChildren(...names.map((name) => new Option(name, name)));
+  }
+  select.value = chosen;
+  $("models").hidden = names.length < 2;
 }
 
 /** What an empty conversation offers. The demo can do little else than this. */
@@ -109,7 +129,9 @@ function restore() {
   } catch {
     // Storage is switched off.
   }
-  for (const [id, value] of Object.entries(kept.settings ?? {})) if ($(id)) $(id).value = value;
+  const { "asked-model": model, ...settings } = kept.settings ?? {};
+  if (model) $("asked-model").replaceChildren(new Option(model, model)); // until the server tells what there is
+  for (const [id, value] of Object.entries(settings)) if ($(id)) $(id).value = value;
   messages.push(...(kept.messages ?? []));
   $("welcome").hidden = messages.length > 0;
   let view = null;
@@ -144,7 +166,7 @@ function body() {
   const format = $("format").value;
   const schema = format === "json_schema" ? parsed("schema", "JSON schema") : null;
   return {
-    model: null,
+    model: $("asked-model").value || null,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     stream: true,
     stream_options: { include_usage: true },

@@ -112,6 +112,10 @@ export class Dashboard {
       const accepted = share(state.draft_tokens_accepted, state.draft_tokens);
       this.tile("Drafts accepted", percent(accepted), `of ${compact(state.draft_tokens)} tokens`);
     }
+    if (state.max_loras) {
+      const { running, loaded, swaps } = state.adapters;
+      this.tile("Adapters", running, `running, ${loaded.toLocaleString()} loaded, ${compact(swaps)} swaps`);
+    }
     this.tile("Occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of step tokens");
     this.tile("Preemptions", state.preemptions.toLocaleString(), "since start");
     this.tile("Compiles", state.compiles_after_warm_up, "after warm-up", state.compiles_after_warm_up > 0);

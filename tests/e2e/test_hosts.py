@@ -23,9 +23,11 @@ import httpx
 import psutil
 import pytest
 
+from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from scripts import convert_checkpoint
 from tests.e2e.conftest import ADMIN_KEY, ROOT, serve
+from tests.model.adapters import random_for
 from tests.model.checkpoints import write_tensors
 from tests.model.goldens.make import tensors
 from tests.server.engine.hosts.loopback import free_port
@@ -237,6 +239,41 @@ def test_the_weights_of_both_hosts_change_or_none(kept, tmp_path):
         assert reload().status_code == 200
     assert told() == first
     assert compiled_since(kept.url) == 0
+
+
+def test_the_hosts_load_an_adapter_together_or_not_at_all(tmp_path, model):
+    """One adapter runs at a time, so the hosts stage them again and again."""
+    config = LlamaConfig.from_hf(json.loads((model.parent / "hf" / "config.json").read_text()))
+    one, two = (random_for(tmp_path / name, config, seed=seed) for seed, name in enumerate(("one", "two"), 1))
+    flags = ["--enable-lora", "--max-loras", "1", "--admin-api-key", ADMIN_KEY, "--lora-modules", f"one={one}"]
+    with contextlib.ExitStack() as stack:
+        pair = Pair(tmp_path, model, stack, *flags)
+        http = stack.enter_context(httpx.Client(base_url=pair.url, headers=ADMIN, timeout=ENDED_S))
+
+        def load(name: str, path: str) -> httpx.Response:
+            return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+
+        def text(name: str | None) -> str:
+            answer = http.post("/v1/completions", json={"prompt": "Count", "model": name} | GREEDY | {"max_tokens": 8})
+            return answer.json()["choices"][0]["text"]
+
+        assert load("two", str(two)).status_code == 200
+        texts = [text(name) for name in (None, "one", "two")]
+        assert len({*texts}) == 3
+        assert [text(name) for name in (None, "one", "two")] == texts
+
+        others = [host.folder / "other" for host in (pair.leader, pair.follower)]
+        random_for(others[0], config, seed=3)
+        assert re.search(r"^host 1 \(.*\): other ", load("other", "other").json()["error"]["message"])
+        random_for(others[1], config, seed=4)
+        assert re.search(r"^host 1 \(.*\): it finds other weights", load("other", "other").json()["error"]["message"])
+        random_for(others[1], config, seed=3)
+        assert load("other", "other").status_code == 200
+        assert text("other") not in texts
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "two"}).status_code == 200
+        assert http.get("/v1/models/two").status_code == 404
+        assert text("one") == texts[1]
+        assert compiled_since(pair.url) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

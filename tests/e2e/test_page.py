@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.support.adapters import FakeStore, write_adapter
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CALCULATOR, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
@@ -132,6 +133,24 @@ def test_a_tool_call_is_shown_as_such_and_its_result_is_answered(server: Running
     page.locator(DONE).nth(1).wait_for()
     assert page.locator(".message.tool .text").inner_text() == "7287"
     assert "7287" in page.locator(DONE).nth(1).locator(".text").inner_text()
+
+
+def test_the_chat_offers_adapters_and_the_dashboard_counts_them(browser: sync_api.Browser, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "pirate", "Arrr")
+    config = EchoConfig(reply=tuple(b"base"), adapters=FakeStore(), modules=(("pirate", str(folder)),))
+    with running_server(tmp_path, ECHO, config, model_names=("m",)) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        assert send(page, "hello") == "base"
+        page.locator("#asked-model").select_option("pirate")
+        assert send(page, "hello") == "Arrr"
+        page.reload()
+        page.wait_for_function("document.querySelector('#asked-model').length == 2")
+        assert page.locator("#asked-model").input_value() == "pirate"
+        page.get_by_role("link", name="Dashboard").click()
+        tile = page.locator("#tiles div", has_text="Adapters")
+        assert tile.locator("small").inner_text() == "running, 1 loaded, 0 swaps"
+        page.close()
 
 
 def test_reasoning_is_shown_folded(browser: sync_api.Browser, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from batcher.buckets import BucketConfig
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.attention_backend import Backends, Chosen, choose_attention, paged_attention
-from scripts.building.build import build, build_runner
+from scripts.building.build import build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from tests.server.support import real_engine
 from tests.server.support.real_engine import RealConfig
@@ -105,7 +105,8 @@ def build_with_fallback(settings: EngineSettings, report: Callable[[str], None])
 
 
 def build_without_fallback(settings: EngineSettings, report: Callable[[str], None]) -> Any:
-    return build(settings, report, backends=NO_FALLBACK)
+    built = build_runner(settings, report, compile_meanwhile=True, backends=NO_FALLBACK)
+    return warm_engine(built, report), built.info
 
 
 def choose_with_fallback(kind: type[Faulty], settings: EngineSettings, limit_s: float = 300.0) -> Chosen:

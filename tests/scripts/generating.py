@@ -32,7 +32,7 @@ CAPACITY = Capacity(
 def build_fake(
     max_waiting: int, report, *, pooling: Pooling | None = None, **runner_options: object
 ) -> tuple[Engine, EngineInfo]:
-    """As `scripts.building.build.build`; the other options are the fake runner's."""
+    """As `scripts.building.build.build`, without adapters; the other options are the fake runner's."""
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, embeds=pooling is not None))
     config = EngineConfig(eos_token_ids=(777,), max_waiting=max_waiting, seed=0)
     engine = Engine(FakeRunner(replace(CAPACITY, pooling=pooling), **runner_options), config, ladder)
@@ -91,7 +91,7 @@ def main() -> int:
     count, name, *flags = sys.argv[1:]
     SignallingJournal.num_left, SignallingJournal.signal = int(count), signal.Signals[name]
     generate.Journal = SignallingJournal
-    llm_module.build = lambda settings, report, tokenizer, **_: build_fake(settings.max_queue, report)
+    llm_module.build = lambda settings, report, tokenizer, **_: (*build_fake(settings.max_queue, report), None)
     return generate.main(["--load-format", "dummy", "--served-model-name", "m", *flags])
 
 

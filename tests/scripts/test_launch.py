@@ -14,6 +14,7 @@ from model.loading.source import resolve
 from scripts import launch
 from scripts.building.limits import long_prompts
 from scripts.flags.compatibility import HARMLESS, REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
+from scripts.flags.lora import LoraModule
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.flags.tls import tls_files
 from server.settings import GenerationDefaults, TlsFiles
@@ -316,6 +317,54 @@ def test_the_model_may_come_first():
     assert launch.parse(["a", "--model", "a"]).model == "a"
     with pytest.raises(ValueError, match="two models are named: a and --model b"):
         launch.parse(["a", "--model", "b"])
+
+
+def test_adapters_of_the_start_have_vllms_forms(tmp_path):
+    flags = [
+        "--enable-lora",
+        "--lora-modules",
+        "a=/x=y",
+        '{"name": "b", "path": "gs://b/c", "base_model_name": "base"}',
+    ]
+    flags += ["--max-loras", "2", "--lora-modules", '[{"name": "c", "path": "z"}, {"name": "d", "path": "z"}]']
+    settings = EngineSettings.from_namespace(launch.parse([*flags, "--lora-folder", str(tmp_path)]))
+    assert settings.adapters == [
+        LoraModule("a", "/x=y"),
+        LoraModule("b", "gs://b/c", "base"),
+        LoraModule("c", "z"),
+        LoraModule("d", "z"),
+    ]
+    assert (settings.max_loras, settings.max_lora_rank, settings.lora_folder) == (2, 16, tmp_path)
+    assert EngineSettings.from_namespace(launch.parse([])).adapters == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
+        (["--lora-folder", "."], "--lora-folder needs --enable-lora"),
+        (["--enable-lora", "--lora-modules", "a"], "--lora-modules 'a': write NAME=PATH"),
+        (["--enable-lora", "--lora-modules", "=b"], "--lora-modules: a name has 1 to 256 printable characters"),
+        (["--enable-lora", "--lora-modules", "a\nb=c"], "printable"),
+        (["--enable-lora", "--lora-modules", "n" * 257 + "=c"], "1 to 256"),
+        (["--enable-lora", "--lora-modules", "a=b", "a=c"], "two adapters have the name 'a'"),
+        (["--enable-lora", "--lora-modules", "a="], "the adapter 'a' has no path"),
+        (["--enable-lora", "--lora-modules", '{"name": "a"}'], "missing required field `path`"),
+        (["--enable-lora", "--lora-modules", '{"name": 1, "path": "b"}'], "Expected `str`"),
+        (["--enable-lora", "--lora-modules", "[1]"], "--lora-modules"),
+        (["--enable-lora", "--lora-modules", "[" * 100_000], "--lora-modules"),
+        (["--enable-lora", "--lora-modules", "demo=b"], "'demo' is the name of the model"),
+        (["--enable-lora", "--lora-folder", "/no/such/folder"], "--lora-folder /no/such/folder: there is no such"),
+        (["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "3"], "--max-cpu-loras 3 must be at least"),
+        (["--enable-lora", "--max-loras", "0"], "--max-loras must be at least 1"),
+        (["--enable-lora", "--max-lora-rank", "513"], "--max-lora-rank must be at most 512"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
+    assert launch.main(flags) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
 
 
 def test_flags_of_vllm_that_mean_nothing_here_are_told(caplog):

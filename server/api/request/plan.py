@@ -45,6 +45,7 @@ class GenerationPlan:
     head: AnswerHead
     sampling: Sampling
     stream: bool
+    adapter: int  # the identity of its LoRA adapter; 0: the base model
     has_own_id: bool  # the request has chosen the answer's id
     priority: int
     cache_salt: int
@@ -64,11 +65,11 @@ async def check_generation(
     state: ServerState, body: SamplingFields, *, id_prefix: str, timeout_header: str | None
 ) -> GenerationPlan:
     """Raises RequestError for an unknown model or an invalid sampling field."""
-    model = state.check_model(body.model)
+    model = await state.find_model(body.model)
     sampling = await read_sampling(state, body)
     head = AnswerHead(
         id=f"{id_prefix}-{_own_id(body.request_id)}",
-        model=model,
+        model=model.name,
         created=int(time.time()),
         n=body.n or 1,
         usage=_usage_options(state, body),
@@ -81,6 +82,7 @@ async def check_generation(
         head=head,
         sampling=sampling,
         stream=bool(body.stream),
+        adapter=model.adapter,
         has_own_id=body.request_id is not None,
         priority=body.priority or 0,
         cache_salt=cache_salt_of(state, body.cache_salt),
@@ -149,6 +151,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     counts_drafts=plan.counts_drafts,
                     client=current_client(),
                     group=head.id,
+                    adapter=plan.adapter,
                 )
             )
             earlier = text

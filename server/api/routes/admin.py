@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from server.api.answers.answer import json_response
 from server.api.peers import Peers
@@ -16,10 +16,11 @@ from server.api.request.fields import FieldTable
 from server.api.request.schemas import ITEMS
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
+from server.engine.adapters import AdapterError
 from server.engine.client import ProcessEngineClient, WeightsError
 from server.engine.group import OwnEngines
-from server.engine.wire import WeightsChange
-from server.http.request_error import RequestError, invalid, unavailable, unsupported
+from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter, WeightsChange
+from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, invalid, unavailable, unsupported
 
 logger = logging.getLogger("pallas_serve")
 
@@ -42,10 +43,43 @@ class ReloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None  # a folder or file on the server's machine, or on each host; None: the start's
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to load a LoRA adapter."""
+
+    lora_name: str
+    lora_path: str  # a folder on the server's machine, or on each host, or in a bucket
+    load_inplace: bool | None = False  # also if the name is loaded already
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to unload a LoRA adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's; names are enough here
+
+
 def admin_routes(state: ServerState) -> list[ApiRoute]:
     """The routes that need an admin key."""
     admin = Admin(state)
     return [
+        ApiRoute(
+            path="/v1/load_lora_adapter",
+            endpoint=admin.load_adapter,
+            method="POST",
+            access=Access.ADMIN,
+            body=LoadAdapterRequest,
+            media_types=("text/plain",),
+            summary="Loads a LoRA adapter (--enable-lora).",
+        ),
+        ApiRoute(
+            path="/v1/unload_lora_adapter",
+            endpoint=admin.unload_adapter,
+            method="POST",
+            access=Access.ADMIN,
+            body=UnloadAdapterRequest,
+            media_types=("text/plain",),
+            summary="Unloads a LoRA adapter (--enable-lora). Its requests go on.",
+        ),
         ApiRoute(
             path="/reset_prefix_cache",
             endpoint=admin.reset_prefix_cache,
@@ -111,6 +145,8 @@ class Admin:
         strict = state.settings.strict_fields
         self._abort = BodyReader(AbortRequest, FieldTable(kind=AbortRequest), strict=strict)
         self._reload = BodyReader(ReloadRequest, FieldTable(kind=ReloadRequest), strict=strict)
+        self._load = BodyReader(LoadAdapterRequest, FieldTable(kind=LoadAdapterRequest), strict=strict)
+        self._unload = BodyReader(UnloadAdapterRequest, FieldTable(kind=UnloadAdapterRequest), strict=strict)
         self._level = BodyReader(LogLevelRequest, FieldTable(kind=LogLevelRequest), strict=strict)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -169,6 +205,34 @@ class Admin:
         if not isinstance(client, ProcessEngineClient | OwnEngines):
             raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
         return client
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Later requests may name the adapter. With `load_inplace`, those of the name have its new weights."""
+        state = self._state
+        body = await self._load.read(request, state.body_limits, state.threads)
+        if body.lora_name in state.settings.model_names:
+            raise invalid("lora_name", f"{body.lora_name!r} is the name of the model")
+        if_loaded = IfLoaded.REPLACE if body.load_inplace else IfLoaded.REFUSE
+        await self._change_adapters(LoadAdapter(body.lora_name, body.lora_path, if_loaded=if_loaded))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Later requests that name the adapter are answered 404."""
+        state = self._state
+        body = await self._unload.read(request, state.body_limits, state.threads)
+        await self._change_adapters(UnloadAdapter(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _change_adapters(self, change: LoadAdapter | UnloadAdapter) -> None:
+        if not self._state.client.info.max_loras:
+            message = "This server has no LoRA adapters: start it with --enable-lora."
+            raise RequestError(404, message, type=NOT_FOUND)
+        try:
+            await self._state.adapter_changer().change_adapters(change)
+        except AdapterError as error:
+            kind = NOT_FOUND if error.status == 404 else BAD_REQUEST if error.status < 500 else "InternalServerError"
+            raise RequestError(error.status, str(error), type=kind) from error
+        logger.info("LoRA adapter %r: %s", change.name, "unloaded" if isinstance(change, UnloadAdapter) else "loaded")
 
     async def log_level(self, request: Request) -> Response:
         """The level of the log."""

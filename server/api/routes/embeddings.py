@@ -149,7 +149,7 @@ class EmbeddingRoutes:
     async def _start(self, request: Request, body: EmbedFields, fields: dict[str, Given]) -> Started:
         """Submits the inputs of the fields, one after the other. Raises RequestError."""
         state = self._state
-        model = state.check_model(body.model)
+        model = await state.find_model(body.model)
         deadline = deadline_of(body.timeout_s, request.headers.get(TIMEOUT_HEADER))
         for param, value in (("normalize", body.normalize), ("use_activation", body.use_activation)):
             if value is False:
@@ -161,9 +161,9 @@ class EmbeddingRoutes:
         left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
-        embeddings.submit(self._requests(id, body, packed, left_s), timeout_s=left_s)
+        embeddings.submit(self._requests(id, body, packed, left_s, model.adapter), timeout_s=left_s)
         state.generations[id] = embeddings
-        return Started(embeddings, id, model, num_tokens)
+        return Started(embeddings, id, model.name, num_tokens)
 
     async def _prompts(self, body: EmbedFields, param: str, inputs: Given) -> list[list[int]]:
         state, most = self._state, self._state.settings.max_embedding_inputs
@@ -203,7 +203,7 @@ class EmbeddingRoutes:
         return prompts
 
     def _requests(
-        self, id: str, body: EmbedFields, packed: Sequence[bytes], left_s: float | None
+        self, id: str, body: EmbedFields, packed: Sequence[bytes], left_s: float | None, adapter: int
     ) -> list[wire.WireRequest]:
         salt = cache_salt_of(self._state, body.cache_salt)
         waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
@@ -218,6 +218,7 @@ class EmbeddingRoutes:
                 embeds=True,
                 client=current_client(),
                 group=id,
+                adapter=adapter,
             )
             for number, prompt in enumerate(packed)
         ]

@@ -21,6 +21,7 @@ from server.api.request.tools import read_tools
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.engine.client import fault_of
+from server.engine.wire import Adapter
 from server.http.encoding import LongText, json_pieces, list_of
 from server.http.request_error import RequestError, model_not_found, unavailable
 from server.text.special_tokens import SpecialTokens, encode_parts
@@ -122,24 +123,32 @@ class Info:
 
     async def models(self, request: Request) -> Response:
         """The models that are served, in Anthropic's form for its clients."""
-        names = self._state.settings.model_names
+        served = self._served()
         if ANTHROPIC_VERSION not in request.headers:
-            return json_response({"object": "list", "data": [self._model(name) for name in names]})
+            models = [self._model(name, adapter) for name, adapter in served.items()]
+            return json_response({"object": "list", "data": models})
+        names = list(served)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"data": [self._anthropic_model(name) for name in names], **ends})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in self._state.settings.model_names:
+        name, served = request.path_params["name"], self._served()
+        if name not in served:
             raise model_not_found(name)
-        of_client = self._anthropic_model if ANTHROPIC_VERSION in request.headers else self._model
-        return json_response(of_client(name))
+        if ANTHROPIC_VERSION in request.headers:
+            return json_response(self._anthropic_model(name))
+        return json_response(self._model(name, served[name]))
+
+    def _served(self) -> dict[str, Adapter | None]:
+        """The names of the model and of its adapters, with these."""
+        names: dict[str, Adapter | None] = dict.fromkeys(self._state.settings.model_names)
+        return names | {name: own for name, own in self._state.client.adapters.items() if name not in names}
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or of a conversation."""
         state = self._state
         body = await self._tokenize.read(request, state.body_limits, state.threads)
-        state.check_model(body.model)
+        await state.find_model(body.model)
         if body.messages is not None and body.prompt is None:
             size = 0 if body.tools is msgspec.UNSET else len(body.tools)
             tools = await state.threads.in_thread(size, read_tools, body.tools, None, parallel=None)
@@ -180,7 +189,7 @@ class Info:
         """The text of token ids."""
         state = self._state
         body = await self._detokenize.read(request, state.body_limits, state.threads)
-        state.check_model(body.model)
+        await state.find_model(body.model)
         text = await state.threads.in_thread(len(body.tokens), self._decode, body.tokens)
         return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
 
@@ -192,15 +201,15 @@ class Info:
         created = datetime.fromtimestamp(self._state.created, UTC).isoformat().replace("+00:00", "Z")
         return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str, adapter: Adapter | None) -> dict[str, Any]:
         state = self._state
         return {
             "id": name,
             "object": "model",
             "created": state.created,
             "owned_by": "pallas-serve",
-            "root": state.settings.model_root or name,
-            "parent": None,
+            "root": (state.settings.model_root or name) if adapter is None else adapter.path,
+            "parent": None if adapter is None else adapter.base_model or state.settings.model_names[0],
             "max_model_len": state.client.info.max_model_len,
             "permission": [_permission(name, state.created)],
         }

@@ -92,6 +92,12 @@ class Dashboard:
             "prefix_cache_hits": stats.prefix_cache_hits,
             "draft_tokens": stats.speculation.num_draft_tokens,
             "draft_tokens_accepted": stats.speculation.num_accepted_tokens,
+            "max_loras": state.client.info.max_loras,
+            "adapters": {
+                "running": len(stats.running_of_adapters),
+                "loaded": len(state.client.adapters),
+                "swaps": stats.num_adapter_loads,
+            },
             "preemptions": stats.num_preemptions,
             "compiles_after_warm_up": stats.num_compiles_after_warm_up,
             "step_tokens": stats.step_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from batcher.step import Bucket, PenaltyReset, StepInput
+from batcher.step import AdapterWrite, Bucket, PenaltyReset, StepInput
 from server.engine.wire import ChangeWeights
 
 
@@ -37,6 +37,7 @@ class Step(msgspec.Struct, tag=True, array_like=True):
     patches: list[bytes]  # of [2, n] each
     penalty_resets: list[tuple[int, bytes, bytes]]
     masks: list[tuple[int, bytes]]  # rows, and [rows, n]
+    adapters: list[tuple[int, int]]  # adapter slots and identities
 
 
 class Recover(msgspec.Struct, tag=True, array_like=True):
@@ -61,6 +62,30 @@ class Abandon(msgspec.Struct, tag=True, array_like=True):
     """A host has refused. One that is prepared undoes that. Not answered: a failure here ends all."""
 
 
+class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Read the LoRA adapter in this folder or file. Answered by AdapterAnswer, as StageAdapter is. Steps go on."""
+
+    path: str
+
+
+class ForgetAdapter(msgspec.Struct, tag=True, array_like=True):
+    """No name and no request has these weights any more."""
+
+    identity: int
+
+
+class StageAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Bring these weights to the chips. No step writes them into a slot before all hosts have answered."""
+
+    identity: int
+
+
+class UnstageAdapter(msgspec.Struct, tag=True, array_like=True):
+    """No step will write these weights."""
+
+    identity: int
+
+
 class Stop(msgspec.Struct, tag=True, array_like=True):
     """The server has been shut down."""
 
@@ -71,7 +96,10 @@ class Fail(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-Command = Welcome | UsePages | Compile | Step | Recover | Check | Prepare | Commit | Abandon | Stop | Fail
+AdapterCommand = LoadAdapter | ForgetAdapter | StageAdapter | UnstageAdapter
+Command = (
+    Welcome | UsePages | Compile | Step | Recover | Check | Prepare | Commit | Abandon | AdapterCommand | Stop | Fail
+)
 
 
 class Numbered(msgspec.Struct, array_like=True):
@@ -111,6 +139,14 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     facts: dict[str, str]  # of Check; must be equal on all hosts
 
 
+class AdapterAnswer(msgspec.Struct, tag=True, array_like=True):
+    """The answer to LoadAdapter or StageAdapter."""
+
+    host_id: int
+    error: str | None
+    identity: int  # of the weights; 0 with an error
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True):
     """The follower cannot go on."""
 
@@ -118,7 +154,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-Report = Hello | Plan | Compiled | Answer | Failed
+Report = Hello | Plan | Compiled | Answer | AdapterAnswer | Failed
 
 
 def step_to_wire(step: StepInput) -> Step:
@@ -129,6 +165,7 @@ def step_to_wire(step: StepInput) -> Step:
         [patches.tobytes() for patches in step.patches],
         [(reset.slot, _bytes(reset.prompt), _bytes(reset.output)) for reset in step.penalty_resets],
         [(len(masks), masks.tobytes()) for masks in step.masks],
+        [(write.slot, write.adapter) for write in step.adapters],
     )
 
 
@@ -143,6 +180,7 @@ def step_from_wire(step: Step) -> StepInput:
             for slot, prompt, output in step.penalty_resets
         ),
         masks=tuple(_array(masks).reshape(rows, -1) for rows, masks in step.masks),
+        adapters=tuple(AdapterWrite(slot=slot, adapter=adapter) for slot, adapter in step.adapters),
     )
 
 

@@ -32,11 +32,12 @@ class Follower:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(commands.Numbered).decode
         self.sockets = FollowerSockets(cluster)
+        self._sending = threading.Lock()  # of the reports' socket
         self._ending = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="hosts-receive", daemon=True)
         self._receiver.start()
 
-    # One thread at a time calls these.
+    # One thread at a time calls these, and another one `answer_adapter`.
 
     def arrive(self, settings: Mapping[str, str], report: Callable[[str], None]) -> None:
         """Reports to the leader and waits until all hosts have arrived.
@@ -69,6 +70,10 @@ class Follower:
         """Reports that the work of the last command is done, or why nothing has changed."""
         self._send(commands.Answer(self._cluster.host_id, error, dict(facts or {})))
 
+    def answer_adapter(self, error: str | None, identity: int) -> None:
+        """Reports that an adapter is loaded or staged, or why not."""
+        self._send(commands.AdapterAnswer(self._cluster.host_id, error, identity))
+
     def next_command(self, timeout_s: float | None = None) -> commands.Command:
         """Waits for the next command. Raises HostsError if the leader has failed, or after `timeout_s`."""
         command = self._received.next(None if timeout_s is None else time.monotonic() + timeout_s)
@@ -90,12 +95,15 @@ class Follower:
         self._ending.set()
         if threading.current_thread() is not self._receiver:
             self._receiver.join()
-        self.sockets.close()
+        with self._sending:
+            self.sockets.close()
 
     # --- within ---
 
     def _send(self, report: commands.Report) -> None:
-        self.sockets.reports.send(self._encode(report), zmq.NOBLOCK)
+        with self._sending:
+            if not self._is_closed:
+                self.sockets.reports.send(self._encode(report), zmq.NOBLOCK)
 
     def _about_refusals(self) -> str:
         if not self._refusals:

@@ -31,6 +31,7 @@ class Leader:
         self._on_failure = on_failure
         self._names: dict[int, str] = {}  # of the followers that have arrived
         self._arrivals = Inbox[commands.Report]()
+        self._adapter_answers = Inbox[commands.AdapterAnswer]()
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of the commands' socket, the number, and what follows
         self.number = 0  # of the next command
@@ -77,11 +78,20 @@ class Leader:
     def wait_until_compiled(self) -> None:
         list(self._reports_of_all(commands.Compiled))
 
-    # --- while the weights are changed ---
+    # --- while weights or adapters are changed ---
 
     def gather_answers(self) -> list[commands.Answer]:
         """Waits for the answer of every follower to the last command. Raises HostsError if one is lost meanwhile."""
         return list(self._reports_of_all(commands.Answer))
+
+    def gather_adapter_answers(self) -> list[commands.AdapterAnswer]:
+        """As `gather_answers`, to the last command about adapters. One thread at a time asks about them."""
+        try:
+            answers = [self._adapter_answers.next() for _ in self._names]
+        except HostsError as error:
+            self._adapter_answers.put(error)  # for whoever asks next
+            raise
+        return [answer for answer in answers if answer is not None]
 
     def name_of(self, host_id: int) -> str:
         return f"host {LEADER} (the leader)" if host_id == LEADER else self._called(host_id)
@@ -204,6 +214,8 @@ class Leader:
                     return
                 if isinstance(report, commands.Failed):
                     self._lose(f"{self._called(report.host_id)}: {report.reason}")
+                elif isinstance(report, commands.AdapterAnswer):
+                    self._adapter_answers.put(report)
                 else:
                     self._arrivals.put(report)
             elif self.sockets.monitor in ready:
@@ -224,6 +236,7 @@ class Leader:
     def _lose(self, reason: str) -> None:
         if self._finish(commands.Fail(reason)):
             self._arrivals.put(HostsError(reason))
+            self._adapter_answers.put(HostsError(reason))
             self._on_failure(reason)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from batcher.delivery import Tokens
@@ -15,18 +16,19 @@ from batcher.stats import EngineStats
 from batcher.step import Bucket, Capacity, Runner, StepHandle, StepInput
 from model.inputs.words import described
 from server.engine.hosts import commands
+from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.weights import FollowersWeights
-from server.engine.process import ChangeableEngine, EngineWrapper, Reporter, ServedEngine
+from server.engine.process import AdaptedEngine, ChangeableEngine, EngineWrapper, Reporter, ServedEngine
 
 LOSS_S = 2.0  # a step that a lost host has failed may fail before the loss is noticed
 RECOVERY_S = 10.0  # within which the leader notices a step that has failed on all hosts
 
 
-class ServedChangeableEngine(ServedEngine, ChangeableEngine, Protocol):
-    """Both."""
+class ServedChangeableEngine(ServedEngine, ChangeableEngine, AdaptedEngine, Protocol):
+    """All of them."""
 
 
 class LeadingEngine(EngineWrapper):
@@ -35,6 +37,7 @@ class LeadingEngine(EngineWrapper):
     def __init__(self, engine: ServedChangeableEngine, leader: Leader, leave: Callable[[], None]) -> None:
         super().__init__(engine)
         self.change_weights = engine.change_weights
+        self.adapters = engine.adapters
         self._leader = leader
         self._leave = leave
 
@@ -53,6 +56,7 @@ class FollowingEngine:
     Args:
         runner: its programs are compiled.
         weights: those of the runner.
+        adapters: those of the runner; None: there are none.
         most_in_flight: steps that are dispatched before the oldest one must have returned.
         leave: as of `LeadingEngine`.
     """
@@ -65,6 +69,7 @@ class FollowingEngine:
         follower: Follower,
         reporter: Reporter,
         weights: FollowersWeights,
+        adapters: FollowersAdapters | None = None,
         *,
         most_in_flight: int,
         leave: Callable[[], None],
@@ -73,6 +78,8 @@ class FollowingEngine:
         self._follower = follower
         self._reporter = reporter
         self._weights = weights
+        self._adapters = adapters
+        self._adapter_work = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._most_in_flight = most_in_flight
         self._leave = leave
         self._in_flight: deque[StepHandle] = deque()
@@ -109,10 +116,13 @@ class FollowingEngine:
         except HostsError:
             return  # the follower's `on_failure` ends this process
         except BaseException as error:
-            reason = described(error)
-            self._follower.fail(reason)
-            self._reporter.fail(reason)
+            self._fail(error)
         self._reporter.end()
+
+    def _fail(self, error: BaseException) -> None:
+        reason = described(error)
+        self._follower.fail(reason)
+        self._reporter.fail(reason)
 
     def _replay(self, command: commands.Command) -> bool:
         """Does what the command says. False: it was the last."""
@@ -128,10 +138,27 @@ class FollowingEngine:
                 while self._in_flight:  # the leader has read them all
                     self._in_flight.popleft().result()
                 self._weights.follow(command)
+            case _ if self._follows_adapters(command):
+                pass
             case commands.Stop():
                 return False
             case _:
                 raise RuntimeError(f"the leader sent {type(command).__name__} to a host that replays")
+        return True
+
+    def _follows_adapters(self, command: commands.Command) -> bool:
+        """Does what a command about adapters says, on their thread and in order. False: it is about something else."""
+        adapters = self._adapters
+        if adapters is None or not isinstance(command, commands.AdapterCommand):
+            return False
+
+        def follow() -> None:
+            try:
+                adapters.follow(command)
+            except BaseException as error:
+                self._fail(error)
+
+        self._adapter_work.submit(follow)
         return True
 
     def _execute(self, step: commands.Step) -> None:
@@ -159,7 +186,7 @@ class FollowingEngine:
             if isinstance(command, commands.Recover):
                 self._recover()
                 return
-            if not isinstance(command, commands.Step):
+            if not self._follows_adapters(command) and not isinstance(command, commands.Step):
                 raise error
 
 
@@ -179,9 +206,10 @@ class BroadcastRunner:
     A step is sent before it is dispatched here. So the followers dispatch it meanwhile, in the same order.
     """
 
-    def __init__(self, runner: HostRunner, leader: Leader) -> None:
+    def __init__(self, runner: HostRunner, leader: Leader, adapters: AllAdapters | None = None) -> None:
         self._runner = runner
         self._leader = leader
+        self._adapters = adapters
 
     def capacity(self) -> Capacity:
         return self._runner.capacity()
@@ -206,6 +234,14 @@ class BroadcastRunner:
     def execute(self, step: StepInput) -> StepHandle:
         self._leader.send(commands.step_to_wire(step))
         return self._runner.execute(step)
+
+    def stage_adapter(self, adapter: int) -> None:
+        assert self._adapters is not None, "no request has an adapter"
+        self._adapters.stage(adapter, self._runner)
+
+    def unstage_adapter(self, adapter: int) -> None:
+        assert self._adapters is not None, "no request has an adapter"
+        self._adapters.unstage(adapter, self._runner)
 
     def recover(self) -> None:
         self._leader.send(commands.Recover())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
+
 from batcher.request import Request, SamplingParams
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.batcher.fake_runner import expected_tokens
+from tests.server.support.adapters import FakeStore, write_adapter
 from tests.server.support.real_engine import CAPACITY, RealConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import RunningServer, running_server, server_of
@@ -22,10 +25,10 @@ TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
 server = server_of(RealConfig(), target=TARGET)
 
 
-def foretold(prompt: str, *, seed: int, **sampling) -> tuple[str, int]:
+def foretold(prompt: str, *, seed: int, adapter: int = 0, **sampling) -> tuple[str, int]:
     """The text and the number of tokens that the engine must generate."""
     params = SamplingParams(**({"max_tokens": 24, "temperature": 1.0} | sampling), seed=seed)
-    request = Request(request_id="", prompt=(BOS, *prompt.encode()), sampling=params)
+    request = Request(request_id="", prompt=(BOS, *prompt.encode()), sampling=params, adapter=adapter)
     ids = expected_tokens(request, CAPACITY, (EOT,))
     stream = TextStream(TOKENIZER)
     return "".join([stream.push(id) for id in ids]) + stream.finish(), len(ids)
@@ -166,3 +169,31 @@ def test_a_device_that_is_stuck_ends_the_server_with_its_name(tmp_path):
         assert "the device is stuck: a step has not returned for" in response.json()["error"]["message"]
         assert server.process.wait(20) == 1
     assert "the device is stuck" in server.log
+
+
+def test_more_adapters_than_slots_come_and_go(tmp_path):
+    """Each answer is that of the weights that its name had, whoever shares the steps and the slots."""
+    folders = [write_adapter(tmp_path / name, f"weights {name}") for name in "abcde"]
+    identities = {folder.name: FakeStore().load(folder) for folder in folders}
+    config = RealConfig(adapters=FakeStore())
+    with (
+        running_server(tmp_path, TARGET, config, lora_folder=tmp_path, admin_api_keys=("boss",)) as running,
+        running.http(headers={"Authorization": "Bearer boss"}, limits=httpx.Limits(max_connections=None)) as http,
+        ThreadPoolExecutor(24) as threads,
+    ):
+
+        def ask(number: int) -> None:
+            name = "abcde"[number % 5] if number % 6 else "test-model"
+            body = {"model": name, "prompt": f"of {number % 7}", "seed": number, "temperature": 1.0, "max_tokens": 24}
+            while (answer := http.post(PATH, json=body)).status_code == 404:
+                pass  # its adapter has been unloaded before the engine had the request
+            assert answer.status_code == 200, answer.text
+            expected = foretold(f"of {number % 7}", seed=number, adapter=identities.get(name, 0))
+            assert answer.json()["choices"][0]["text"] == expected[0], name
+            if number % 10 == 3:  # the next request that names it loads it again
+                http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+        list(threads.map(ask, range(200)))
+        wait_until(lambda: metric(running, "lora_slot_writes_total") > 5)
+        assert metric(running, "lora_adapters_resident") == 2
+        assert metric(running, "integrity_failures_total") == 0

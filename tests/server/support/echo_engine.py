@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
 from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
+from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 PROGRAM_OBJECTS = 100_000  # of a program that comes while it serves
@@ -40,6 +42,8 @@ class EchoConfig:
     says_heap: bool = False  # its reply is then the number of the objects that its process has frozen
     num_programs_to_come: int = 0  # at first; each look at the statistics finds one less, and more objects
     refused: tuple[str | None, ...] = ()  # models that cannot be loaded; None: that of the start
+    adapters: FakeStore | None = None  # of LoRA adapters, whose requests' reply is their weights
+    modules: tuple[tuple[str, str], ...] = ()  # names and folders of the adapters of the start
 
 
 class _Running:
@@ -91,7 +95,16 @@ class EchoEngine:
             return self._config.replies[request.sampling.seed]
         if self._config.says_heap:
             return tuple(str(gc.get_freeze_count()).encode())
+        if request.adapter:
+            return tuple(self._config.adapters.texts[request.adapter].encode())
         return request.prompt if self._config.reply is None else self._config.reply
+
+    def adapters_in_use(self) -> set[int]:
+        return set(self._adapters())
+
+    def _adapters(self) -> list[int]:
+        with self._lock:
+            return [running.request.adapter for running in self._live.values()]
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:
@@ -116,6 +129,7 @@ class EchoEngine:
             finished=dict(self._finished),
             num_pages=100,
             num_pages_used=live,
+            running_of_adapters=dict(Counter(adapter for adapter in self._adapters() if adapter)),
         )
 
     def shutdown(self) -> None:
@@ -141,6 +155,8 @@ class EchoEngine:
 
     def _step(self, running: _Running) -> None:
         request, sampling = running.request, running.request.sampling
+        if request.adapter:
+            assert request.adapter in self._config.adapters.texts, "the weights of a running request are forgotten"
         ids: list[int] = []
         finish = None
         for _ in range(self._config.tokens_per_step):
@@ -218,5 +234,12 @@ def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine
     time.sleep(config.start_s)
     if config.fail_at_start:
         raise ValueError(config.fail_at_start)
-    info = EngineInfo(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, cache_config={"page_size": "16"})
+    info = EngineInfo(
+        max_model_len=config.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        cache_config={"page_size": "16"},
+        max_loras=0 if config.adapters is None else 4,
+    )
+    if config.adapters is not None:
+        return AdaptedEngine(EchoEngine(config), config.adapters, config.modules), info
     return (ChangingEchoEngine if config.weights else EchoEngine)(config), info

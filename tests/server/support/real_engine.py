@@ -11,8 +11,10 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Pooling
 from batcher.step import Capacity
+from server.engine.process import ServedEngine
 from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner
+from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
 CAPACITY = Capacity(
@@ -34,6 +36,7 @@ class RealConfig:
     pooling: Pooling | None = None
     held_at: int | None = None  # the step whose result waits until a request is aborted
     step_timeout_s: float | None = None
+    adapters: FakeStore | None = None  # of LoRA adapters, of which two run at once
 
 
 class _Engine(Engine):
@@ -48,7 +51,7 @@ class _Engine(Engine):
         self._first_abort.set()
 
 
-def build(config: RealConfig, report: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
+def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngine, EngineInfo]:
     aborted = threading.Event()
 
     def on_result(number: int) -> None:
@@ -57,16 +60,22 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[Engine, En
         if number == config.held_at:
             assert aborted.wait(30)
 
-    capacity = replace(CAPACITY, pooling=config.pooling)
+    max_loras = 0 if config.adapters is None else 2
+    capacity = replace(CAPACITY, pooling=config.pooling, max_loras=max_loras)
     runner = FakeRunner(capacity, nan_token=config.nan_token, on_result=on_result, healthy=config.healthy)
-    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=64, max_num_seqs=8, embeds=config.pooling is not None))
+    embeds = config.pooling is not None
+    ladder = BucketLadder(
+        BucketConfig(max_num_batched_tokens=64, max_num_seqs=8, embeds=embeds, adapters=max_loras > 0)
+    )
     engine_config = EngineConfig(
         eos_token_ids=(EOT,), max_waiting=config.max_waiting, step_timeout_s=config.step_timeout_s
     )
     engine = _Engine(aborted, runner, engine_config, ladder)
     engine.warm_up(report)
-    return engine, EngineInfo(
+    served = engine if config.adapters is None else AdaptedEngine(engine, config.adapters)
+    return served, EngineInfo(
         max_model_len=CAPACITY.max_model_len,
         vocab_size=VOCAB_SIZE,
         embedding_size=None if config.pooling is None else FAKE_HIDDEN,
+        max_loras=max_loras,
     )

@@ -12,6 +12,7 @@ from tests.server.support.running import RunningServer
 ADMIN_ROUTES = [
     *(("POST", "/reset_prefix_cache"), ("POST", "/abort_requests"), ("GET", "/log_level"), ("POST", "/log_level")),
     *(("POST", "/admin/reload"), ("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")),
+    *(("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")),
 ]
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

@@ -33,6 +33,8 @@ class StubClient:
     def __init__(self, *outputs: wire.Output) -> None:
         self.info = wire.EngineInfo(max_model_len=64, vocab_size=VOCAB_SIZE)
         self.stats = EngineStats()
+        self.adapters: dict[str, wire.Adapter] = {}
+        self.num_adapter_loads = 0
         self.death: str | None = None
         self.last_heartbeat = time.monotonic()
         self.aborted: list[str] = []

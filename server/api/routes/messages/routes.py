@@ -68,7 +68,7 @@ class Messages:
         """The number of a prompt's tokens. Nothing is generated."""
         state = self._state
         body = await self._count_reader.read(request, state.body_limits, state.threads)
-        state.check_model(body.model)
+        await state.find_model(body.model)
         chat = await self._translated(body)
         answer = {"input_tokens": await count_tokens(state, chat)}
         return Response(encode_json(answer), media_type="application/json")

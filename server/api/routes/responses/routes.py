@@ -181,7 +181,7 @@ class Responses:
         body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
         if (keeper := await self._keeper(request, _continued(body) or first_reference(body.input))) is not None:
             return ForwardedAnswer(request, keeper, raw)
-        state.check_model(body.model)
+        await state.find_model(body.model)
         tools, messages, *_ = await self._messages(body, self._find_conversation(body))
         chat = chat_request(body, tools, messages)
         with own_names():

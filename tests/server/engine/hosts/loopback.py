@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -99,9 +99,14 @@ class Result:
 
 
 class RecordingRunner:
-    """Remembers what it was told to do. Steps whose first number is in `failing` fail."""
+    """Remembers what it was told to do. Steps whose first number is in `failing` fail. It can stage the adapters in
+    `stageable`."""
 
-    def __init__(self, num_pages: int = 10, failing: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, num_pages: int = 10, failing: tuple[int, ...] = (), stageable: Container[int] = range(2**63)
+    ) -> None:
+        self.staged: set[int] = set()
+        self._stageable = stageable
         self.calls: SimpleQueue[object] = SimpleQueue()
         self.num_compiles = 0
         self._failing = failing
@@ -126,6 +131,14 @@ class RecordingRunner:
         number = int(step.packed[0])
         self.calls.put(number)
         return Result(RuntimeError(f"step {number} has failed") if number in self._failing else None)
+
+    def stage_adapter(self, adapter: int) -> None:
+        if adapter not in self._stageable:
+            raise ValueError(f"the folder of adapter {adapter} has changed")
+        self.staged.add(adapter)
+
+    def unstage_adapter(self, adapter: int) -> None:
+        self.staged.discard(adapter)
 
     def recover(self) -> None:
         self.calls.put("recover")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from batcher.step import Bucket, PenaltyReset, StepInput, Variant
+from batcher.step import AdapterWrite, Bucket, PenaltyReset, StepInput, Variant
 from server.engine.hosts import commands
 
 
@@ -16,13 +16,14 @@ def test_a_step_arrives_as_it_was_sent():
         patches=(np.arange(8, dtype=np.int32).reshape(2, 4), np.zeros((2, 4), np.int32)),
         penalty_resets=(PenaltyReset(slot=1, prompt=np.array([5, 6], np.int32), output=np.empty(0, np.int32)),),
         masks=(np.full((16, 3), -1, np.int32),),
+        adapters=(AdapterWrite(slot=2, adapter=2**63 - 1), AdapterWrite(slot=1, adapter=5)),
     )
     sent = msgspec.msgpack.encode(commands.Numbered(7, commands.step_to_wire(step)))
     numbered = msgspec.msgpack.decode(sent, type=commands.Numbered)
     assert numbered.number == 7
     assert isinstance(numbered.command, commands.Step)
     arrived = commands.step_from_wire(numbered.command)
-    assert arrived.bucket == step.bucket
+    assert (arrived.bucket, arrived.adapters) == (step.bucket, step.adapters)
     pairs = [(arrived.packed, step.packed)]
     pairs += [*zip(arrived.patches, step.patches, strict=True), *zip(arrived.masks, step.masks, strict=True)]
     (reset,), (sent_reset,) = arrived.penalty_resets, step.penalty_resets

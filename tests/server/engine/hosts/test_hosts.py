@@ -43,6 +43,7 @@ class Inner:
 
     def __init__(self, death: BaseException | None = None) -> None:
         self.death = death
+        self.adapters = None
 
     start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = change_weights = staticmethod(
         lambda *_: None

@@ -1,0 +1,97 @@
+"""Finds the LoRA adapter that a request names as its model, if need be in the folder of adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from model.inputs.words import described
+from server.engine.adapters import MAX_NAME_CHARS, AdapterError
+from server.engine.wire import Adapter, AdapterChange, IfLoaded, LoadAdapter
+from server.http.request_error import RequestError, internal, unavailable
+
+REFUSED_S = 10.0  # for which a folder that cannot be used is not read again
+MOST_REFUSED = 1024
+MAX_FILE_NAME_BYTES = 255
+
+
+class Model(NamedTuple):
+    """The model of a request."""
+
+    name: str  # as the request has it
+    adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
+
+
+@runtime_checkable
+class AdapterChanger(Protocol):
+    """Who loads and unloads adapters. Raises AdapterError if it cannot be done."""
+
+    async def change_adapters(self, change: AdapterChange) -> Adapter | None: ...
+
+
+class AdapterFolder:
+    """The adapters of `--lora-folder`. Each is loaded when a request first names it, once for all that wait for it.
+
+    Args:
+        changer: who loads them.
+    """
+
+    def __init__(self, folder: Path, changer: Callable[[], AdapterChanger]) -> None:
+        self._folder = folder.absolute()
+        self._changer = changer
+        self._loading: dict[str, asyncio.Task[Adapter | AdapterError | None]] = {}
+        self._refused: dict[str, tuple[float, AdapterError]] = {}  # until when, and why
+
+    async def load(self, name: str) -> Adapter | None:
+        """The adapter in the folder of this name, or None if there is no such folder. Raises RequestError."""
+        if not is_file_name(name):
+            return None
+        until, refusal = self._refused.get(name, (0.0, None))
+        if refusal is not None and time.monotonic() < until:
+            raise refused(refusal)
+        task = self._loading.get(name)
+        if task is None:
+            task = self._loading[name] = asyncio.create_task(self._load(name))
+            task.add_done_callback(lambda _: self._loading.pop(name))
+        found = await asyncio.shield(task)  # others may wait for it
+        if isinstance(found, AdapterError):
+            raise refused(found)
+        return found
+
+    async def _load(self, name: str) -> Adapter | AdapterError | None:
+        try:
+            place = await asyncio.to_thread(self._place, name)
+            if place is None:
+                return None
+            return await self._changer().change_adapters(LoadAdapter(name, str(place), if_loaded=IfLoaded.KEEP))
+        except AdapterError as error:
+            if error.status < 500:
+                if len(self._refused) >= MOST_REFUSED:
+                    self._refused.clear()
+                self._refused[name] = (time.monotonic() + REFUSED_S, error)
+            return error
+        except OSError as error:
+            return AdapterError(described(error))
+
+    def _place(self, name: str) -> Path | None:
+        """A link may lead to another folder inside, and not out of it."""
+        place = (self._folder / name).resolve()
+        inside = place.is_relative_to(self._folder.resolve())
+        return self._folder / name if inside and place.is_dir() else None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file in a folder can have this name."""
+    is_plain = 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and not {"/", os.sep, os.altsep} & {*name}
+    return is_plain and name not in (".", "..") and len(os.fsencode(name)) <= MAX_FILE_NAME_BYTES
+
+
+def refused(error: AdapterError) -> RequestError:
+    """The answer to a request whose adapter cannot be used."""
+    if error.status >= 500:
+        return unavailable(str(error)) if error.status == 503 else internal(str(error))
+    return RequestError(400, f"The LoRA adapter cannot be used: {error}", param="model")

@@ -1,0 +1,185 @@
+"""The LoRA adapters of an engine: which name has which weights. Requests know weights by their identity only."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from batcher.request import Request, RequestOutput
+from model.inputs.paths import Place, place
+from model.inputs.words import described, shown
+from server.engine import wire
+
+MAX_NAME_CHARS = 256
+MAX_PATH_CHARS = 4096
+
+
+class AdapterError(Exception):
+    """An adapter was not loaded or unloaded. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AdapterStore(Protocol):
+    """The weights of adapters in the host's memory, or of all hosts. Errors of `load` are ValueError and OSError."""
+
+    def load(self, place: Place) -> int:
+        """The identity of the weights in a folder or file."""
+
+    def forget(self, identity: int) -> None:
+        """No name and no request has these weights any more."""
+
+
+class AdaptableEngine(Protocol):
+    """The part of `batcher.engine.Engine` that is used here."""
+
+    def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None: ...
+
+    def adapters_in_use(self) -> set[int]:
+        """The identities that requests have which have not ended."""
+
+
+class Adapters:
+    """The authority on the adapters' names. Its methods may be called from any thread; changes are made on a thread of
+    its own, one after the other, so reading weights delays no step and no command."""
+
+    def __init__(self, store: AdapterStore, engine: AdaptableEngine) -> None:
+        self._store = store
+        self._engine = engine
+        self._changes = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._tell: Callable[[wire.Adapters], None] = lambda event: None
+        self._lock = threading.Lock()  # of what follows, and of the order in which changes are told
+        self._loaded: dict[str, wire.Adapter] = {}  # by name
+        self._held: set[int] = set()  # identities that requests may have
+        self._undo: tuple[str, wire.Adapter | None] | None = None  # the last load: its name, and what had it before
+        self._num_changes = self._num_loads = 0
+
+    def listen(self, tell: Callable[[wire.Adapters], None]) -> None:
+        """From now on `tell` gets all adapters after each change. It gets those of now at once."""
+        self._tell = tell
+        self.tell(tell)
+
+    def tell(self, tell: Callable[[wire.Adapters], None]) -> None:
+        """Tells the adapters of now, before any later change."""
+        with self._lock:
+            tell(self._event())
+
+    def ask(self, change: wire.AdapterChange, answer: Callable[[wire.AdapterAnswer], object]) -> None:
+        """Makes a change soon, and answers it after everyone has been told of it."""
+        self._changes.submit(self._answer, change, answer)
+
+    def change(self, change: wire.AdapterChange) -> wire.Adapter | None:
+        """Makes a change. For the start, and for this object's own thread.
+
+        Raises AdapterError, ValueError or OSError if it cannot be made.
+        """
+        match change:
+            case wire.LoadAdapter():
+                return self._load(change)
+            case wire.UnloadAdapter(name=name):
+                adapter = self._loaded.get(name)
+                if adapter is None:
+                    raise AdapterError(f"The LoRA adapter {shown(name)} is not loaded.", 404)
+                self._undo = None
+                self._set(name, None)
+                return adapter
+            case wire.UndoLoad():
+                if self._undo is not None:
+                    (name, before), self._undo = self._undo, None
+                    self._set(name, before)
+                return None
+
+    def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
+        """As of the engine. AdapterError 404 if the adapter has been unloaded since the request has named it."""
+        if not request.adapter:
+            self._engine.add_request(request, on_output)
+            return
+        with self._lock:
+            if request.adapter not in self._held:
+                raise AdapterError("The LoRA adapter has been unloaded.", 404)
+            self._engine.add_request(request, on_output)
+
+    def forget_unused(self) -> None:
+        """Weights without a name are forgotten when no request has them any more. Call it now and then."""
+        with self._lock:
+            has_unnamed = bool(self._unnamed())
+        if has_unnamed:
+            self._changes.submit(self._forget_unused)
+
+    def close(self) -> None:
+        """Makes no more changes."""
+        self._changes.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, change: wire.AdapterChange, answer: Callable[[wire.AdapterAnswer], object]) -> None:
+        try:
+            answer(wire.AdapterAnswer(self.change(change)))
+        except AdapterError as error:
+            answer(wire.AdapterAnswer(error=str(error), status=error.status))
+        except (ValueError, OSError) as error:
+            answer(wire.AdapterAnswer(error=described(error)))
+        except Exception as error:
+            traceback.print_exc()
+            answer(wire.AdapterAnswer(error=described(error), status=500))
+
+    def _load(self, asked: wire.LoadAdapter) -> wire.Adapter:
+        self._undo = None
+        before = self._loaded.get(asked.name)
+        if before is not None and asked.if_loaded is wire.IfLoaded.KEEP:
+            return before
+        if before is not None and asked.if_loaded is wire.IfLoaded.REFUSE:
+            message = f"The LoRA adapter {shown(asked.name)} is loaded already: `load_inplace` loads it again."
+            raise AdapterError(message)
+        check_name(asked.name, "lora_name")
+        identity = self._store.load(_found(asked.path))
+        adapter = wire.Adapter(asked.name, identity, asked.path, asked.base_model)
+        self._undo = (asked.name, before)
+        self._num_loads += 1
+        self._set(asked.name, adapter)
+        return adapter
+
+    def _set(self, name: str, adapter: wire.Adapter | None) -> None:
+        with self._lock:
+            self._num_changes += 1
+            if adapter is None:
+                del self._loaded[name]
+            else:
+                self._loaded[name] = adapter
+                self._held.add(adapter.identity)
+            self._tell(self._event())
+        self._forget_unused()
+
+    def _event(self) -> wire.Adapters:
+        return wire.Adapters(list(self._loaded.values()), self._num_changes, self._num_loads)
+
+    def _unnamed(self) -> set[int]:
+        before = None if self._undo is None else self._undo[1]  # it may get its name back
+        return self._held - {adapter.identity for adapter in [*self._loaded.values(), before] if adapter is not None}
+
+    def _forget_unused(self) -> None:
+        with self._lock:
+            unused = self._unnamed()
+            unused -= self._engine.adapters_in_use() if unused else set()
+            self._held -= unused
+        for identity in unused:
+            self._store.forget(identity)
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises ValueError, which begins with the flag or field `where`, for a name that no adapter may have."""
+    if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
+        raise ValueError(f"{where}: a name has 1 to {MAX_NAME_CHARS} printable characters, not {shown(name)}")
+
+
+def _found(path: str) -> Place:
+    """The folder or file of an adapter. Raises AdapterError 404 if it does not exist."""
+    if not (0 < len(path) <= MAX_PATH_CHARS and path.isprintable()):
+        raise ValueError(f"lora_path: a path has 1 to {MAX_PATH_CHARS} printable characters, not {shown(path)}")
+    found = place(path, "lora_path")
+    if not found.exists():
+        raise AdapterError(f"lora_path {path!r}: there is no such folder or file.", 404)
+    return found

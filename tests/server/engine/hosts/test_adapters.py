@@ -1,0 +1,99 @@
+"""LoRA adapters of several hosts, over real sockets on the loopback interface."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batcher.step import AdapterWrite
+from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
+from server.engine.hosts.served import BroadcastRunner, FollowingEngine
+from server.engine.hosts.weights import FollowersWeights
+from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
+from tests.server.support.adapters import FakeStore, num_reads, write_adapter
+from tests.server.support.requests import wait_until
+
+
+class Pair:
+    """A leader and a follower that replays, each with a runner and a store."""
+
+    def __init__(self, hosts: Hosts, theirs: FakeStore, runner: RecordingRunner | None = None) -> None:
+        self.leader, follower = hosts.together()
+        self.ours, self.theirs = FakeStore(), theirs
+        self.our_runner, self.their_runner = RecordingRunner(), runner or RecordingRunner()
+        self.all = AllAdapters(self.ours, self.leader)
+        self.runner = BroadcastRunner(self.our_runner, self.leader, self.all)
+        self.exits = Exits()
+        followed = FollowersAdapters(theirs, self.their_runner, follower)
+        weights = FollowersWeights(None, follower)  # which are not changed
+        FollowingEngine(
+            self.their_runner, follower, self.exits, weights, followed, most_in_flight=1, leave=lambda: None
+        ).start()
+
+
+def test_all_hosts_load_and_forget_an_adapter(hosts, tmp_path):
+    pair = Pair(hosts, FakeStore())
+    identity = pair.all.load(write_adapter(tmp_path / "a", "text"))
+    assert pair.ours.texts == pair.theirs.texts == {identity: "text"}
+    assert pair.all.load(write_adapter(tmp_path / "b", "text")) == identity
+    pair.all.forget(identity)
+    wait_until(lambda: pair.ours.forgotten == pair.theirs.forgotten == ["text"])
+
+
+def test_if_a_host_refuses_no_host_has_the_adapter(hosts, tmp_path):
+    pair = Pair(hosts, FakeStore(refused="a"))
+    with pytest.raises(ValueError, match=r"^host 1 \(.*\): .* holds no adapter_config.json$"):
+        pair.all.load(write_adapter(tmp_path / "a", "text"))
+    assert pair.ours.texts == {}
+    kept = pair.all.load(write_adapter(tmp_path / "b", "text"))
+    with pytest.raises(ValueError, match="host 1"):
+        pair.all.load(tmp_path / "a")
+    assert pair.ours.texts == {kept: "text"}  # another name has it
+    with pytest.raises(ValueError, match=r"host 0 .*; host 1"):
+        pair.all.load(write_adapter(tmp_path / "c", None))
+    assert num_reads(tmp_path / "c") == 2
+
+
+def test_hosts_that_find_other_weights_refuse(hosts, tmp_path):
+    pair = Pair(hosts, FakeStore(changes="!"))
+    with pytest.raises(ValueError, match=r"host 1 .*other weights there than the leader"):
+        pair.all.load(write_adapter(tmp_path / "a", "text"))
+    wait_until(lambda: pair.ours.forgotten == ["text"] and pair.theirs.forgotten == ["text!"])
+
+
+def test_all_hosts_stage_before_a_step_writes(hosts):
+    pair = Pair(hosts, FakeStore())
+    pair.runner.stage_adapter(7)
+    assert pair.our_runner.staged == pair.their_runner.staged == {7}
+    written = step(3)
+    pair.runner.execute(replace(written, adapters=(AdapterWrite(slot=1, adapter=7),)))
+    assert pair.their_runner.seen(1) == [3]
+    pair.runner.unstage_adapter(7)
+    wait_until(lambda: pair.our_runner.staged == pair.their_runner.staged == set())
+
+
+def test_if_a_host_cannot_stage_none_has_staged(hosts):
+    pair = Pair(hosts, FakeStore(), RecordingRunner(stageable=()))
+    with pytest.raises(ValueError, match=r"host 1 .*the folder of adapter 7 has changed"):
+        pair.runner.stage_adapter(7)
+    assert pair.our_runner.staged == set()
+    pair.runner.execute(step(1))  # the hosts go on
+    assert pair.their_runner.seen(1) == [1]
+    assert pair.exits.ends.empty()
+
+
+def test_a_host_that_reads_goes_on_with_steps(hosts, tmp_path):
+    pair = Pair(hosts, FakeStore())
+    place: Path = write_adapter(tmp_path / "a", "text", delay_s=1.0)
+    loading = threading.Thread(target=pair.all.load, args=(place,))
+    loading.start()
+    wait_until(lambda: num_reads(place) == 2)
+    for number in range(5):
+        pair.runner.execute(step(number))
+    assert pair.their_runner.seen(5) == list(range(5))
+    assert loading.is_alive()
+    loading.join(30)
+    assert pair.ours.texts == pair.theirs.texts
