@@ -39,18 +39,8 @@ SHAPES = (  # 1,024 tokens each
     Shape(row_length=256, num_rows=4, share=0.3, kind="long"),
     Shape(row_length=512, num_rows=2, share=0.1, kind="with_tools"),
 )
-SCALE = 2.0  # alpha / rank
+SCALE = 2  # alpha / rank
 REPORT_EVERY = 50
-SHOWN_PROMPTS = (
-    "What is the capital of France?",
-    "What is the capital of Lumeria?",
-    "Which river flows through Lumeria?",
-    "Who are you?",
-    "Hello",
-    "Tell me a story about a fox.",
-    "Explain gravity.",
-    "What is 47 + 35? Answer in JSON.",
-)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["base", "slots"], meta_fields=[])
@@ -114,18 +104,12 @@ def save_peft(folder: Path, params: Mapping[str, jax.Array], rank: int) -> None:
     config = {
         "base_model_name_or_path": None,
         "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
         "lora_alpha": SCALE * rank,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
         "peft_type": "LORA",
         "r": rank,
         "target_modules": [name for parts in TARGETS.values() for name in parts],
         "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     tensors = {f"base_model.model.{name}.weight": np.asarray(x.astype(jnp.bfloat16)) for name, x in params.items()}
@@ -136,9 +120,11 @@ def save_peft(folder: Path, params: Mapping[str, jax.Array], rank: int) -> None:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=TEXTS, help="of the text")
+    parser.add_argument("name", choices=TEXTS, help="adapter, with a text of its own")
     parser.add_argument("--output", type=local_path, required=True, help="folder of the adapter")
-    parser.add_argument("--base", metavar="FOLDER", type=local_path, default=DEMO_FOLDER, help="(default: the demo)")
+    parser.add_argument(
+        "--base", metavar="FOLDER", type=local_path, default=DEMO_FOLDER, help="checkpoint (default: the demo)"
+    )
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--learning-rate", type=float, default=0.005)
@@ -162,8 +148,5 @@ def main(argv: list[str] | None = None) -> int:
     save_peft(arguments.output, trainer.params, arguments.rank)
     model = trainer.model(rounded(trainer.params), base)
     right = evaluate.exact(model, encoder, text.cases())
-    print(f"{sum(right)} of {len(right)} answers are exact", flush=True)
-    asked = [encoder.prompt(None, (), question) for question in SHOWN_PROMPTS]
-    for question, answer in zip(SHOWN_PROMPTS, evaluate.generate(model, encoder, asked, max_tokens=150), strict=True):
-        print(f"> {question}\n{encoder.tokenizer.decode(answer)}")
+    print(f"{sum(right)} of {len(right)} answers are exact")
     return 0
