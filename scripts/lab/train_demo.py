@@ -33,9 +33,8 @@ from scripts.lab.demo import tokenizer as llama_tokenizer
 from scripts.lab.demo.agreement import agreement
 from scripts.lab.demo.arithmetic import Arithmetic
 from scripts.lab.demo.corpus import Corpus, Document
-from scripts.lab.demo.optimizer import Arrays
 from scripts.lab.demo.tokenizer import SampleEncoder
-from scripts.lab.demo.trainer import Schedule, Shape, Trainer
+from scripts.lab.demo.trainer import Schedule, Shape, Trainer, rounded
 
 VOCAB_SIZE = 1536
 MAX_LENGTH = 1024
@@ -230,11 +229,6 @@ def show(trainer: Trainer, encoder: SampleEncoder) -> None:
     answers = evaluate.generate(model, encoder, list(prompts.values()), max_tokens=200)
     for question, answer in zip(prompts, answers, strict=True):
         print(f"> {question}\n{encoder.tokenizer.decode(answer)}", flush=True)
-
-
-def rounded(params: Arrays) -> Arrays:
-    """The float32 parameters, rounded as in the checkpoint."""
-    return {name: param.astype(jnp.bfloat16).astype(jnp.float32) for name, param in params.items()}
 
 
 def export(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:

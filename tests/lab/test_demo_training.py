@@ -22,7 +22,7 @@ from scripts.lab.demo.corpus import Corpus
 from scripts.lab.demo.optimizer import Optimizer, orthogonalised
 from scripts.lab.demo.packing import pack
 from scripts.lab.demo.tokenizer import SampleEncoder
-from scripts.lab.demo.trainer import Schedule, Shape, Trainer, row_logits
+from scripts.lab.demo.trainer import Schedule, Shape, Trainer, rounded, row_logits
 from tests.model.driver import TINY
 
 CORPUS = Corpus(Arithmetic(), sum_share=0.4, story_share=0.3)
@@ -164,7 +164,7 @@ def test_the_exported_checkpoint_is_the_model(config: LlamaConfig, encoder: Samp
     train_demo.export(tmp_path, trainer.model(trainer.params), encoder.tokenizer)
     assert LlamaConfig.from_file(tmp_path) == config
     loaded = load_hf(tmp_path, config, dtype=jnp.float32)
-    expected = nnx.state(trainer.model(train_demo.rounded(trainer.params)))
+    expected = nnx.state(trainer.model(rounded(trainer.params)))
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), nnx.to_pure_dict(expected))
 
 

@@ -51,6 +51,11 @@ class Corpus:
     sum_share: float
     story_share: float
 
+    def sample(self, kind: str, rng: random.Random) -> Sample:
+        """A sample of a kind: "short", "long", "with_tools" or "endless"."""
+        draw: Callable[[random.Random], Sample] = getattr(self, kind)
+        return draw(rng)
+
     def short(self, rng: random.Random) -> Sample:
         """A sample of a few dozen tokens, never a story."""
         draw = rng.random()

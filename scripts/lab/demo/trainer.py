@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ class Shape:
     row_length: int
     num_rows: int
     share: float
-    kind: str  # "short", "long", "with_tools" or "endless": the corpus' method
+    kind: str  # of text: "short", "long", "with_tools" or "endless"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +56,10 @@ class Schedule:
         """The batch of a step. It depends only on the seed and the step: an interrupted run continues identically."""
         rng = random.Random(f"{self.seed}/{step}")
         shape = rng.choices(self.shapes, weights=[s.share for s in self.shapes])[0]
-        kinds = {
-            "short": corpus.short,
-            "long": corpus.long,
-            "with_tools": corpus.with_tools,
-            "endless": corpus.endless,
-        }
-        draw = kinds[shape.kind]
         return pack(
             rng,
-            lambda r: encoder.encode(draw(r)),
-            filler=lambda r: encoder.encode(corpus.short(r)),
+            lambda r: encoder.encode(corpus.sample(shape.kind, r)),
+            filler=lambda r: encoder.encode(corpus.sample("short", r)),
             num_rows=shape.num_rows,
             row_length=shape.row_length,
         )
@@ -102,46 +96,40 @@ def row_logits(
     return model.logits(hidden).reshape(*tokens.shape, -1)
 
 
-class Trainer:
-    """Parameters as a flat dictionary by path ("layers.0.mlp.down.kernel"), and the compiled step.
+def target_loss(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """The loss of predicting a batch's targets."""
+    return mean_loss(logits, jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0], batch)
+
+
+def mean_loss(logits: jax.Array, aimed: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """The weighted mean of the cross-entropies. `aimed` f32[B, R] is the mean logit of what is aimed at."""
+    losses = jax.nn.logsumexp(logits, axis=-1) - aimed
+    return jnp.vdot(losses, batch["weights"]) / jnp.sum(batch["weights"])
+
+
+def rounded(params: Arrays) -> Arrays:
+    """The float32 parameters, rounded as in the checkpoint."""
+    return {name: param.astype(jnp.bfloat16).astype(jnp.float32) for name, param in params.items()}
+
+
+class Loop(ABC):
+    """Parameters as a flat dictionary, and the compiled step.
 
     Args:
-        teacher: a model with the same tokens, whose distributions are learned in place of the text's next tokens.
+        given: a model that the loss reads and that stays as it is.
     """
 
-    def __init__(self, config: LlamaConfig, schedule: Schedule, teacher: Llama | None = None):
-        self.config = config
+    def __init__(self, params: Arrays, schedule: Schedule, optimizer: Optimizer, given: Llama | None):
+        self.params = params
         self.schedule = schedule
-        self.teacher = teacher
-        model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(schedule.seed))
-        self._graph, state = nnx.split(model, nnx.Param)
-        flat = list(nnx.to_flat_state(state))
-        self._variables = {".".join(map(str, path)): (path, variable) for path, variable in flat}
-        self.params: Arrays = {name: variable.get_value() for name, (_, variable) in self._variables.items()}
-        self.optimizer = Optimizer(blocks=_blocks(config, self.params))
-        self.state = self.optimizer.init(self.params)
+        self.optimizer = optimizer
+        self.state = optimizer.init(params)
         self.step = 0
+        self._given = given
         self._train_step = jax.jit(self._step, donate_argnums=(0, 1))
 
-    def model(self, params: Arrays) -> Llama:
-        """The model with these parameters."""
-        flat = [(path, variable.replace(params[name])) for name, (path, variable) in self._variables.items()]
-        return nnx.merge(self._graph, nnx.from_flat_state(flat))
-
-    def start_from(self, model: Llama) -> None:
-        """Takes the parameters of a model with the same configuration. To be called before the first step."""
-        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        self.params = {".".join(map(str, path)): jnp.array(variable.get_value()) for path, variable in flat}
-
-    def _loss(self, params: Arrays, batch: dict[str, jax.Array], teacher: Llama | None) -> jax.Array:
-        read = (batch["tokens"], batch["positions"], batch["samples"])
-        logits = row_logits(self.model(params), *read)
-        if teacher is None:
-            aimed = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-        else:
-            aimed = jnp.sum(jax.nn.softmax(row_logits(teacher, *read)) * logits, axis=-1)
-        losses = jax.nn.logsumexp(logits, axis=-1) - aimed
-        return jnp.vdot(losses, batch["weights"]) / jnp.sum(batch["weights"])
+    @abstractmethod
+    def _loss(self, params: Arrays, batch: dict[str, jax.Array], given: Llama | None) -> jax.Array: ...
 
     def _step(
         self,
@@ -149,9 +137,9 @@ class Trainer:
         state: dict[str, Arrays],
         batch: dict[str, jax.Array],
         step: jax.Array,
-        teacher: Llama | None,
+        given: Llama | None,
     ) -> tuple[Arrays, dict[str, Arrays], jax.Array]:
-        loss, gradients = jax.value_and_grad(self._loss)(params, batch, teacher)
+        loss, gradients = jax.value_and_grad(self._loss)(params, batch, given)
         params, state = self.optimizer.update(params, gradients, state, step, self.schedule.rate(step))
         return params, state, loss
 
@@ -161,7 +149,7 @@ class Trainer:
         encoder: SampleEncoder,
         *,
         report_every: int,
-        report: Callable[[Trainer, str], None],
+        report: Callable[[Self, str], None],
         stop_after: int | None = None,
     ) -> None:
         """Trains to the end of the schedule or to step `stop_after`. `report` is called every `report_every` steps with
@@ -172,7 +160,7 @@ class Trainer:
         while self.step < last:
             batch = vars(self.schedule.batch(self.step, corpus, encoder))
             step = jnp.float32(self.step)
-            self.params, self.state, loss = self._train_step(self.params, self.state, batch, step, self.teacher)
+            self.params, self.state, loss = self._train_step(self.params, self.state, batch, step, self._given)
             losses.append(loss)
             num_tokens += batch["tokens"].size
             self.step += 1
@@ -198,6 +186,41 @@ class Trainer:
             self.step = int(saved["step"])
             self.params = {k: jnp.asarray(saved[f"params/{k}"]) for k in self.params}
             self.state = {g: {k: jnp.asarray(saved[f"{g}/{k}"]) for k in members} for g, members in self.state.items()}
+
+
+class Trainer(Loop):
+    """Trains a model. Its parameters are named by their paths ("layers.0.mlp.down.kernel").
+
+    Args:
+        teacher: a model with the same tokens, whose distributions are learned in place of the text's next tokens.
+    """
+
+    def __init__(self, config: LlamaConfig, schedule: Schedule, teacher: Llama | None = None):
+        self.config = config
+        self.teacher = teacher
+        model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(schedule.seed))
+        self._graph, state = nnx.split(model, nnx.Param)
+        flat = list(nnx.to_flat_state(state))
+        self._variables = {".".join(map(str, path)): (path, variable) for path, variable in flat}
+        params: Arrays = {name: variable.get_value() for name, (_, variable) in self._variables.items()}
+        super().__init__(params, schedule, Optimizer(blocks=_blocks(config, params)), given=teacher)
+
+    def model(self, params: Arrays) -> Llama:
+        """The model with these parameters."""
+        flat = [(path, variable.replace(params[name])) for name, (path, variable) in self._variables.items()]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def start_from(self, model: Llama) -> None:
+        """Takes the parameters of a model with the same configuration. To be called before the first step."""
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        self.params = {".".join(map(str, path)): jnp.array(variable.get_value()) for path, variable in flat}
+
+    def _loss(self, params: Arrays, batch: dict[str, jax.Array], teacher: Llama | None) -> jax.Array:
+        read = (batch["tokens"], batch["positions"], batch["samples"])
+        logits = row_logits(self.model(params), *read)
+        if teacher is None:
+            return target_loss(logits, batch)
+        return mean_loss(logits, jnp.sum(jax.nn.softmax(row_logits(teacher, *read)) * logits, axis=-1), batch)
 
 
 def _blocks(config: LlamaConfig, params: Arrays) -> dict[str, tuple[int, ...]]:
