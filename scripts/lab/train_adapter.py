@@ -58,8 +58,7 @@ class Adapted:
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, kv: list[Any], attend: Attend
     ) -> tuple[jax.Array, list[Any]]:
-        rank = self.slots[0]["attention.out"][0].shape[1]
-        adapters = StepAdapters(self.slots, jnp.ones((len(tokens), rank), bool), self.base.num_shards)
+        adapters = StepAdapters(self.slots, jnp.ones_like(tokens), num_slots=1, num_shards=self.base.num_shards)
         hidden, new_kv, _ = self.base.run(tokens, positions, kv, attend, adapters=adapters)
         return hidden, new_kv
 
