@@ -24,7 +24,7 @@ _log = ThrottledLog(logging.getLogger("pallas_serve"))
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 256 * 1024  # the template reads every string of them, several times
 MAX_DEPTH = 32  # of a tool's JSON schema, and of the arguments of a call: templates indent what they print
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)
 
 
 class ToolChoice(enum.Enum):
@@ -139,7 +139,7 @@ def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
     if tool.function is None:
         raise invalid(f"{where}.function", "is missing")
     if not _NAME.fullmatch(tool.function.name):
-        message = f"must be 1 to 64 letters, digits, `_`, `-` or `.`, got {tool.function.name[:70]!r}"
+        message = f"must be 1 to 128 letters, digits, `_`, `-` or `.`, got {tool.function.name[:140]!r}"
         raise invalid(f"{where}.function.name", message)
     if is_deeper_than(MAX_DEPTH, tool.function.parameters):
         raise invalid(f"{where}.function.parameters", f"are nested more than {MAX_DEPTH} deep")

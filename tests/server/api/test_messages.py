@@ -31,6 +31,7 @@ EXPECTED = {
 server = server_of(
     EchoConfig(reply=(), replies=tuple(tuple(text.encode()) for text in SCRIPTS.values())), template=TOOL_TEMPLATE
 )
+repeater = server_of(EchoConfig(), template=TOOL_TEMPLATE)
 
 
 def post(server, script: str = "plain", path: str = PATH, **fields):
@@ -183,8 +184,7 @@ def test_what_a_coding_agent_sends_is_taken(server):
         {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}},
         {"type": "tool_use", "id": "a", "name": "get_weather", "input": {}},
     ]
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
-    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}, image]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}, IMAGE]}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
         {"role": "system", "content": "More tools."},
@@ -212,6 +212,106 @@ def test_what_a_coding_agent_sends_is_taken(server):
     counted = post(server, path=f"{PATH}/count_tokens", messages=plain, system="You code.", tools=[WEATHER]).json()
     assert answer["usage"]["input_tokens"] == counted["input_tokens"]
     assert "left out of the prompt: web_search_20250305\n" in server.log
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+TEXT = {"type": "text", "text": "It rains.", "citations": None, "cache_control": {"type": "ephemeral"}}
+ENTITLED = {"type": "document", "title": "Report", "context": "Of May.", "citations": {"enabled": True}}
+READABLE = {
+    "a text": (
+        ENTITLED | {"source": {"type": "text", "media_type": "text/plain", "data": "It rains."}},
+        "Report\nOf May.\nIt rains.",
+    ),
+    "a text without a title": ({"type": "document", "source": {"type": "text", "data": "It rains."}}, "It rains."),
+    "content": (
+        ENTITLED | {"context": None, "source": {"type": "content", "content": [TEXT, TEXT]}},
+        "Report\nIt rains.\nIt rains.",
+    ),
+    "content that is a text": (ENTITLED | {"source": {"type": "content", "content": "Rain"}}, "Report\nOf May.\nRain"),
+    "a search result": (
+        {"type": "search_result", "title": "Weather", "source": "https://w.example/", "content": [TEXT]},
+        "Weather\nhttps://w.example/\nIt rains.",
+    ),
+    "a reference to a tool": ({"type": "tool_reference", "tool_name": "get_weather"}, "get_weather"),
+}
+
+
+def prompt_of(repeater, messages, *, stream=False, **fields) -> str:
+    """The text of the prompt, which the engine repeats."""
+    fields |= {"messages": messages, "max_tokens": 300}
+    (text,) = put_together(events(repeater, **fields)) if stream else blocks_of(created(repeater, **fields)["content"])
+    return text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", READABLE)
+def test_a_block_with_a_text_is_that_text(repeater, name, stream):
+    block, text = READABLE[name]
+    question = {"type": "text", "text": "And now?"}
+    for messages, fields in [
+        ([{"role": "user", "content": [block, question]}], {}),
+        ([*HELLO, {"role": "assistant", "content": [block, question]}, *HELLO], {}),
+        (HELLO, {"system": [block, question]}),
+    ]:
+        assert f"\n\n{text}\nAnd now?" in prompt_of(repeater, messages, stream=stream, **fields)
+
+
+def after_a_call(content):
+    """A conversation in which a tool gave this."""
+    call = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    return [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_a_tool_may_give_such_blocks(server, name):
+    block, text = READABLE[name]
+    counts = [
+        post(server, path=f"{PATH}/count_tokens", messages=after_a_call(content)).json()
+        for content in ([block, TEXT], f"{text}\nIt rains.")
+    ]
+    assert counts[0] == counts[1] and "input_tokens" in counts[0]
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "AA"}
+UNREADABLE = {
+    "a PDF": (ENTITLED | {"source": PDF}, "`document` from `base64`"),
+    "a URL": (ENTITLED | {"source": {"type": "url", "url": "https://w.example/a.pdf"}}, "`document` from `url`"),
+    "a file": (ENTITLED | {"source": {"type": "file", "file_id": "f"}}, "`document` from `file`"),
+    "an image": (ENTITLED | {"source": {"type": "content", "content": [IMAGE, TEXT]}}, "`image` from `base64`"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_document_that_is_no_text_is_refused_or_left_out_of_a_result(repeater, name):
+    block, said = UNREADABLE[name]
+    refused = post(repeater, messages=[{"role": "user", "content": [block]}])
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    message = refused.json()["error"]["message"]
+    assert message.startswith("messages.0.content.0") and said in message
+    kind = said.split("`")[1]
+    assert f"({kind} was left out: the model reads text only)" in prompt_of(repeater, after_a_call([block, TEXT]))
+
+
+INCOMPLETE = {
+    "source": ENTITLED,
+    "source.data": ENTITLED | {"source": {"type": "text"}},
+    "source.content": ENTITLED | {"source": {"type": "content"}},
+    "source.content.0.text": ENTITLED | {"source": {"type": "content", "content": [{"type": "text"}]}},
+    "content": {"type": "search_result", "title": "Weather", "source": "w"},
+    "tool_name": {"type": "tool_reference"},
+}
+
+
+@pytest.mark.parametrize("field", INCOMPLETE)
+def test_a_block_without_its_text_is_refused(server, field):
+    for messages, where in [
+        ([{"role": "user", "content": [INCOMPLETE[field]]}], "messages.0.content.0"),
+        (after_a_call([INCOMPLETE[field]]), "messages.2.content.0.content.0"),
+    ]:
+        refused = post(server, messages=messages)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(f"{where}.{field}: is missing")
 
 
 REFUSED = [

@@ -20,7 +20,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import Content
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
-from tests.server.support.running import server_of
+from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.sse_events import parse_named_events
 from tests.server.support.tokenizers import byte_tokenizer
 from tests.server.support.tool_template import TOOL_TEMPLATE
@@ -207,6 +207,92 @@ def test_a_custom_tool_is_a_function_with_one_text(server):
     assert counts[0] == counts[1]
 
 
+LOOKUP = {"type": "function", "name": "lookup", "description": "A customer.", "parameters": WEATHER["parameters"]}
+CRM = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [LOOKUP, WEATHER]}
+FLAT = [
+    LOOKUP | {"name": "crm__lookup", "description": "Customers.\nA customer."},
+    WEATHER | {"name": "crm__get_weather"},
+]
+crm_caller = server_of(
+    EchoConfig(reply=tuple(f'{{"name": "crm__lookup", "parameters": {ARGUMENTS}}}'.encode())), template=TOOL_TEMPLATE
+)
+
+
+def test_a_call_names_the_namespace_apart(crm_caller):
+    whole = created(crm_caller, tools=[CRM, LOOKUP])
+    (item,) = whole["output"]
+    assert (item["type"], item["namespace"], item["name"], item["arguments"]) == (
+        "function_call", "crm", "lookup", ARGUMENTS,
+    )  # fmt: skip
+    shown, plain = whole["tools"]
+    assert (shown["type"], shown["name"], [tool["name"] for tool in shown["tools"]]) == (
+        "namespace", "crm", ["lookup", "get_weather"],
+    )  # fmt: skip
+    assert (plain["name"], "tools" in plain) == ("lookup", False)
+    found = events(crm_caller, tools=[CRM, LOOKUP])
+    assert kinds(found) == ["created", "in_progress", *CALL_EVENTS, "completed"]
+    items = [event["item"] for event in found if "item" in event] + found[-1]["response"]["output"]
+    assert [(item["namespace"], item["name"]) for item in items] == [("crm", "lookup")] * 3
+    assert [event["name"] for event in found if event["type"].endswith("arguments.done")] == ["lookup"]
+
+
+def test_a_custom_tool_of_a_namespace_is_called_with_a_text(crm_caller):
+    tools = [CRM | {"tools": [PATCH | {"name": "lookup"}]}]
+    streamed = events(crm_caller, tools=tools)[-1]["response"]
+    for response in (created(crm_caller, tools=tools), streamed):
+        (item,) = response["output"]
+        assert (item["type"], item["namespace"], item["name"], item["input"]) == (
+            "custom_tool_call", "crm", "lookup", ARGUMENTS,
+        )  # fmt: skip
+
+
+def test_the_model_sees_the_namespace_in_the_names(server):
+    """In the tools, in the history, and with the description of the namespace before that of its first tool."""
+    result = {"type": "function_call_output", "call_id": "a", "output": "Århus"}
+    call = {"type": "function_call", "call_id": "a", "arguments": "{}"}
+    spaced, flat = (
+        created(server, input=[{"role": "user", "content": "x"}, call | names, result], tools=tools)
+        for tools, names in [([CRM], {"name": "lookup", "namespace": "crm"}), (FLAT, {"name": "crm__lookup"})]
+    )
+    assert spaced["usage"] == flat["usage"]
+    with server.http() as http:
+        items = [http.get(f"{PATH}/{response['id']}/input_items").json()["data"][1] for response in (spaced, flat)]
+    assert [(item["name"], item.get("namespace")) for item in items] == [("lookup", "crm"), ("crm__lookup", None)]
+
+
+def test_a_conversation_goes_on_after_a_call_of_a_namespace(crm_caller):
+    first = created(crm_caller, input="who?", tools=[CRM])
+    result = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "Århus"}
+    again = [{"role": "user", "content": "who?"}, *first["output"], result]
+    counts = [
+        created(crm_caller, tools=[CRM], **fields)["usage"]["input_tokens"]
+        for fields in ({"previous_response_id": first["id"], "input": [result]}, {"input": again})
+    ]
+    assert counts[0] == counts[1] > first["usage"]["input_tokens"]
+
+
+def test_a_choice_names_the_namespace_apart(crm_caller):
+    chosen = {"type": "function", "name": "lookup", "namespace": "crm"}
+    for choice in (chosen, {"type": "allowed_tools", "mode": "required", "tools": [chosen]}):
+        (item,) = created(crm_caller, tools=[WEATHER, CRM], tool_choice=choice)["output"]
+        assert (item["namespace"], item["name"]) == ("crm", "lookup")
+    refused = post(crm_caller, tools=[CRM], tool_choice={"type": "function", "name": "lookup"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+
+
+def test_what_is_no_tool_of_a_namespace_is_left_out_or_refused(crm_caller, tmp_path):
+    inner = CRM | {"tools": [*CRM["tools"], {"type": "shell"}, CRM]}
+    assert created(crm_caller, tools=[inner])["usage"] == created(crm_caller, tools=FLAT)["usage"]
+    assert "left out of the prompt: namespace, shell\n" in crm_caller.log
+    with running_server(tmp_path, ECHO, EchoConfig(reply=(65,)), template=TOOL_TEMPLATE, strict_fields=True) as strict:
+        assert post(strict, tools=[inner]).json()["error"]["param"] == "tools.0.tools.2.type"
+        assert created(strict, tools=[CRM])["status"] == "completed"
+    unnamed = post(crm_caller, tools=[CRM | {"tools": [LOOKUP, {"type": "function"}]}])
+    assert unnamed.json()["error"]["message"].startswith("tools.0.tools.1.name: is missing")
+    twice = post(crm_caller, tools=[CRM, FLAT[0]])
+    assert twice.status_code == 400 and "'crm__lookup' is the name of another tool" in twice.json()["error"]["message"]
+
+
 def test_what_a_coding_agent_sends_besides_functions_is_left_out(server):
     """The fields of Codex, with items and tools that only OpenAI's models know."""
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "abc"}
@@ -220,7 +306,6 @@ def test_what_a_coding_agent_sends_besides_functions_is_left_out(server):
     ]
     tools = [
         WEATHER | {"strict": False},
-        {"type": "namespace", "name": "agents", "description": "More.", "tools": [WEATHER]},
         {"type": "web_search", "external_web_access": False},
         {"type": "local_shell"},
         {"type": "image_generation", "output_format": "png"},
@@ -243,9 +328,7 @@ def test_what_a_coding_agent_sends_besides_functions_is_left_out(server):
     assert whole["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
     assert [tool["type"] for tool in whole["tools"]] == ["function"]
     assert "input_image was left out" in history_text(server, history)
-    assert (
-        "left out of the prompt: image_generation, local_shell, mcp, namespace, tool_search, web_search\n" in server.log
-    )
+    assert "left out of the prompt: image_generation, local_shell, mcp, tool_search, web_search\n" in server.log
 
 
 def history_text(server, history) -> str:

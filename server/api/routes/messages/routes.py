@@ -17,7 +17,6 @@ from server.api.state import ServerState
 from server.http.encoding import encode_json
 
 PATH = "/v1/messages"
-CHARS_OF_A_BLOCK = 40
 
 
 def messages_routes(state: ServerState) -> list[ApiRoute]:
@@ -57,9 +56,9 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """Answers a conversation, whole or streamed."""
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.threads)
+        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
         strict = state.settings.strict_fields
-        chat = await self._translated(body)
+        chat = await self._translated(body, len(raw))
         generation, plan = await start_chat(state, chat, request, id_prefix="msg", lowers_max_tokens=not strict)
         writer = MessagesWriter(generation, plan.generation.head)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
@@ -67,13 +66,11 @@ class Messages:
     async def count_tokens(self, request: Request) -> Response:
         """The number of a prompt's tokens. Nothing is generated."""
         state = self._state
-        body = await self._count_reader.read(request, state.body_limits, state.threads)
+        body, raw = await self._count_reader.read_with_bytes(request, state.body_limits, state.threads)
         await state.find_model(body.model)
-        chat = await self._translated(body)
+        chat = await self._translated(body, len(raw))
         answer = {"input_tokens": await count_tokens(state, chat)}
         return Response(encode_json(answer), media_type="application/json")
 
-    async def _translated(self, body: CountRequest) -> ChatRequest:
-        num_blocks = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in body.messages)
-        size = CHARS_OF_A_BLOCK * num_blocks + (len(bytes(body.tools)) if body.tools else 0)
+    async def _translated(self, body: CountRequest, size: int) -> ChatRequest:
         return await self._state.threads.in_thread(size, chat_request, body, strict=self._state.settings.strict_fields)

@@ -20,8 +20,16 @@ from server.api.request.fields import (
 from server.api.request.schemas import ITEMS, STOPS, Declared
 
 
+class Source(Declared):
+    """Where the text of a document is: in `data`, or in `content`."""
+
+    type: str
+    data: str | None = None
+    content: str | Annotated[list[Block], ITEMS] | None = None
+
+
 class Block(Declared):
-    """A piece of a message's content: text, a call of a tool, or what the tool gave."""
+    """A piece of a message's content: text, a document, a search result, a call of a tool, or what the tool gave."""
 
     type: str
     text: str | None = None
@@ -31,6 +39,10 @@ class Block(Declared):
     tool_use_id: str | None = None
     content: str | Annotated[list[Block], ITEMS] | None = None
     is_error: bool | None = None
+    title: str | None = None  # of a document or a search result
+    context: str | None = None  # of a document
+    source: str | Source | None = None  # of a document; a search result has its address
+    tool_name: str | None = None  # of a reference to a tool
 
 
 class InputMessage(Declared):
@@ -108,9 +120,15 @@ class MessagesRequest(CountRequest, kw_only=True):
     timeout_s: float | None = None
 
 
-_OF_BLOCKS = frozenset({"cache_control", "citations", "caller", "source", "signature", "thinking", "data", "title"})
-_INNER_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS)  # of what a tool gave
-_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS, inner={"content": _INNER_BLOCK})
+_OF_BLOCKS = frozenset({"cache_control", "citations", "caller", "signature", "thinking", "data"})
+_OF_SOURCES = frozenset({"media_type", "url", "file_id"})
+_IMAGE = FieldTable(kind=Source, without_effect=_OF_SOURCES)
+_TEXT_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS, inner={"source": _IMAGE})  # of a document
+_SOURCE = FieldTable(kind=Source, without_effect=_OF_SOURCES, inner={"content": _TEXT_BLOCK})
+_INNER_BLOCK = FieldTable(  # of what a tool gave
+    kind=Block, without_effect=_OF_BLOCKS, inner={"content": _TEXT_BLOCK, "source": _SOURCE}
+)
+_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS, inner={"content": _INNER_BLOCK, "source": _SOURCE})
 _INNER = {
     "messages": FieldTable(kind=InputMessage, inner={"content": _BLOCK}),
     "system": _BLOCK,

@@ -18,6 +18,7 @@ from server.api.routes.messages.schemas import (
     MessagesRequest,
     MessageTool,
     MessageToolChoice,
+    Source,
 )
 from server.http.request_error import invalid, unsupported
 
@@ -106,18 +107,14 @@ def _messages(where: str, turn: InputMessage) -> Iterable[Message]:
     texts, calls, results = [], [], []
     for i, block in enumerate(turn.content):
         match block.type:
-            case "text":
-                texts.append(_block_text(f"{where}.{i}", block))
             case "tool_use":
                 calls.append(_call(f"{where}.{i}", block))
             case "thinking" | "redacted_thinking":
                 continue  # templates do not show the reasoning of earlier answers
             case "tool_result":
-                content = block.content or ""
-                text = content if isinstance(content, str) else "\n".join(map(_readable, content))
-                results.append(Message("tool", text, tool_call_id=block.tool_use_id))
+                results.append(Message("tool", _result(f"{where}.{i}", block), tool_call_id=block.tool_use_id))
             case _:
-                raise unsupported(f"{where}.{i}", f"content of the type `{block.type[:40]}` is")
+                texts.append(_block_text(f"{where}.{i}", block))
     yield from results
     if texts or not (calls or results):
         yield Message(turn.role, "\n".join(texts))
@@ -138,17 +135,70 @@ def _system(content: str | list[Block]) -> str:
     return "\n".join(text for text in texts if not text.startswith(BILLING))
 
 
-def _readable(block: Block) -> str:
-    """What a tool gave besides text is left out in words: the rest of its output may be enough."""
-    return block.text or "" if block.type == "text" else LEFT_OUT_IN_WORDS.format(block.type)
+def _result(where: str, block: Block) -> str:
+    content = block.content or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(f"{where}.content.{i}", part, is_result=True) for i, part in enumerate(content))
 
 
-def _block_text(where: str, block: Block) -> str:
-    if block.type != "text":
-        raise unsupported(where, f"content of the type `{block.type[:40]}` is")
-    if block.text is None:
-        raise invalid(f"{where}.text", "is missing")
-    return block.text
+def _block_text(where: str, block: Block, *, is_result: bool = False) -> str:
+    """The text that the template shows of a block. Raises RequestError 400 for a block that has none.
+
+    A document is its title, its context and its text, line by line; a search result its title, its source and its
+    texts; a reference to a tool the tool's name.
+
+    Args:
+        is_result: the block is what a tool gave. What is not text is left out in words: the rest may be enough.
+    """
+    source = block.source
+    match block.type:
+        case "text":
+            return _given(f"{where}.text", block.text)
+        case "tool_reference":
+            return _given(f"{where}.tool_name", block.tool_name)
+        case "search_result":
+            texts = _inner_texts(f"{where}.content", block.content, is_result=is_result)
+            return _lines(block.title, source if isinstance(source, str) else None, *texts)
+        case "document" if source is None:
+            raise invalid(f"{where}.source", "is missing")
+        case "document" if isinstance(source, Source) and source.type == "text":
+            return _lines(block.title, block.context, _given(f"{where}.source.data", source.data))
+        case "document" if isinstance(source, Source) and source.type == "content":
+            texts = _inner_texts(f"{where}.source.content", source.content, is_result=is_result)
+            return _lines(block.title, block.context, *texts)
+    return _left_out(where, block, is_result=is_result)
+
+
+def _inner_texts(where: str, content: str | list[Block] | None, *, is_result: bool) -> Iterable[str]:
+    """The texts in a document or a search result, which has no documents in it."""
+    if content is None:
+        raise invalid(where, "is missing")
+    if isinstance(content, str):
+        return [content]
+    return (
+        _given(f"{where}.{i}.text", block.text)
+        if block.type == "text"
+        else _left_out(f"{where}.{i}", block, is_result=is_result)
+        for i, block in enumerate(content)
+    )
+
+
+def _left_out(where: str, block: Block, *, is_result: bool) -> str:
+    if is_result:
+        return LEFT_OUT_IN_WORDS.format(block.type)
+    place = f" from `{block.source.type[:40]}`" if isinstance(block.source, Source) else ""
+    raise unsupported(where, f"content of the type `{block.type[:40]}`{place} is")
+
+
+def _lines(*parts: str | None) -> str:
+    return "\n".join(part for part in parts if part)
+
+
+def _given(where: str, text: str | None) -> str:
+    if text is None:
+        raise invalid(where, "is missing")
+    return text
 
 
 def _chat_tools(body: CountRequest, *, strict: bool) -> msgspec.Raw | msgspec.UnsetType:

@@ -9,7 +9,7 @@ from sys import getsizeof
 from typing import Any
 
 from server.api.request.kept_objects import is_ascending, page_size
-from server.api.request.schemas import ContentPart, Message, ToolCall
+from server.api.request.schemas import ContentPart, FunctionCall, Message, ToolCall
 from server.http.encoding import LongText, NestedList
 from server.http.request_error import invalid
 
@@ -17,6 +17,22 @@ MAX_SHOWN = 100  # of one page
 DEFAULT_SHOWN = 20
 CHARS_OF_AN_ITEM = 40  # the work on it is that of such a text
 BYTES_OF_A_MESSAGE = 300  # in memory, besides its texts
+
+
+class NamespacedCall(FunctionCall, kw_only=True):
+    """A call of a tool of a namespace. Its name is the one that the model sees."""
+
+    namespace: str
+
+    @property
+    def own_name(self) -> str:
+        """The tool's name in its namespace."""
+        return self.name.removeprefix(seen_name("", self.namespace))
+
+
+def seen_name(name: str, namespace: str | None) -> str:
+    """The name of a tool that the model sees."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +127,8 @@ def input_item(id: str, message: Message) -> dict[str, Any]:
         function = call.function
         arguments = LongText(function.arguments) if isinstance(function.arguments, str) else "{}"
         fields = {"type": "function_call", "call_id": call.id, "name": function.name, "arguments": arguments}
+        if isinstance(function, NamespacedCall):
+            fields |= {"name": function.own_name, "namespace": function.namespace}
     elif message.role == "tool":
         output = LongText("".join(_texts(message)))
         fields = {"type": "function_call_output", "call_id": message.tool_call_id, "output": output}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from sys import getsizeof
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
@@ -25,7 +26,7 @@ from server.api.routes.responses.items import (
     one_by_one,
 )
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
-from server.api.routes.responses.translation import CUSTOM_INPUT, call_message
+from server.api.routes.responses.translation import CUSTOM_INPUT, SeenTool, call_message
 from server.engine.generation import Choice, ScoredToken
 from server.http.encoding import LongText, NestedList
 from server.http.request_error import RequestError
@@ -113,10 +114,15 @@ class CallItem(_GrowingItem):
 
     ID_PREFIX = "fc"
 
-    def __init__(self, index: int, response_id: str, name: str) -> None:
+    def __init__(self, index: int, response_id: str, tool: SeenTool) -> None:
         super().__init__(index, response_id)
         self.call_id = f"call_{uuid.uuid4().hex}"
-        self.name = name
+        self.name = tool.name
+        self.namespace = tool.namespace
+
+    def called(self) -> dict[str, Any]:
+        """The fields that say which tool is called."""
+        return {"name": self.name} | ({} if self.namespace is None else {"namespace": self.namespace})
 
     def fields(self, status: str) -> dict[str, Any]:
         """The item's fields in the API. Arguments are shown when they are complete."""
@@ -124,7 +130,7 @@ class CallItem(_GrowingItem):
             "type": "function_call",
             "id": self.id,
             "call_id": self.call_id,
-            "name": self.name,
+            **self.called(),
             "arguments": "" if status == IN_PROGRESS else LongText(self.text),
             "status": status,
         }
@@ -144,7 +150,7 @@ class CustomCallItem(CallItem):
             return self.text
 
     def fields(self, status: str) -> dict[str, Any]:
-        call = {"type": "custom_tool_call", "id": self.id, "call_id": self.call_id, "name": self.name}
+        call = {"type": "custom_tool_call", "id": self.id, "call_id": self.call_id, **self.called()}
         return {**call, "input": "" if status == IN_PROGRESS else LongText(self.input), "status": status}
 
 
@@ -170,7 +176,7 @@ class ResponseRecord:
         messages: the conversation up to the answer, without the instructions.
         num_bytes: the size of `messages` in memory, approximately.
         scores: writes the log-probabilities of the text.
-        custom: the names of the custom tools.
+        tools: those that the model may call, by the names that it sees.
         is_background: whether it is made without a connection. It begins as `queued`.
     """
 
@@ -182,7 +188,7 @@ class ResponseRecord:
         messages: Sequence[Message],
         num_bytes: int,
         scores: ScoreWriter,
-        custom: frozenset[str] = frozenset(),
+        tools: Mapping[str, SeenTool] = MappingProxyType({}),
         *,
         is_background: bool = False,
     ) -> None:
@@ -196,7 +202,7 @@ class ResponseRecord:
         self._messages = messages
         self._num_bytes = num_bytes
         self._scores = scores
-        self._custom = custom
+        self._tools = tools
         self._unclaimed: deque[ScoredToken] = deque()  # tokens whose text has not been added
         self._ends_in_half_call = False
         self._usage: dict[str, Any] | None = None
@@ -232,8 +238,9 @@ class ResponseRecord:
             text = piece.arguments
             if piece.name is not None:
                 is_new = True
-                of_call = CustomCallItem if piece.name in self._custom else CallItem
-                self.items.append(of_call(len(self.items), self.id, piece.name))
+                tool = self._tools[piece.name]
+                of_call = CustomCallItem if tool.function.type == "custom" else CallItem
+                self.items.append(of_call(len(self.items), self.id, tool))
         elif isinstance(piece, Reasoning):
             text = piece.text
             if is_new:
@@ -332,7 +339,7 @@ class ResponseRecord:
         message = None
         num_bytes = BYTES_OF_A_MESSAGE + getsizeof(item.text)
         if isinstance(item, CallItem):
-            message = call_message(item.call_id, item.name, item.text)
+            message = call_message(item.call_id, item.name, item.text, item.namespace)
         elif isinstance(item, TextItem):
             message = Message("assistant", item.text)
             num_bytes += num_bytes_of(item.scored)

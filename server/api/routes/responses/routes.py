@@ -36,7 +36,6 @@ from server.api.routes.responses.scores import ScoreWriter
 from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import (
     chat_request,
-    custom_names,
     first_event,
     first_reference,
     format_fields,
@@ -44,6 +43,7 @@ from server.api.routes.responses.translation import (
     items_work,
     own_names,
     read_function_tools,
+    seen_tools,
 )
 from server.api.routes.responses.writer import ResponsesWriter
 from server.api.state import ServerState, current_place
@@ -119,7 +119,8 @@ class Responses:
         tools, messages, new, num_bytes = await self._messages(body, conversation)
         if conversation is not None:
             conversation.check_room(len(new), "conversation")
-        chat = chat_request(body, tools, messages)
+        seen = seen_tools(tools)
+        chat = chat_request(body, seen, messages)
         with own_names():
             generation, plan = await start_chat(state, chat, request, id_prefix="resp")
         head = plan.generation.head
@@ -132,7 +133,7 @@ class Responses:
             messages,
             num_bytes,
             scores,
-            custom_names(tools),
+            {tool.function.name or "": tool for tool in seen},
             is_background=in_background,
         )
         writer = ResponsesWriter(generation, record, lambda: self._end(record, conversation, new))
@@ -183,7 +184,7 @@ class Responses:
             return ForwardedAnswer(request, keeper, raw)
         await state.find_model(body.model)
         tools, messages, *_ = await self._messages(body, self._find_conversation(body))
-        chat = chat_request(body, tools, messages)
+        chat = chat_request(body, seen_tools(tools), messages)
         with own_names():
             count = await count_tokens(state, chat)
         return json_response({"object": "response.input_tokens", "input_tokens": count})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -38,6 +39,7 @@ class InputItem(Declared):
     content: str | Annotated[list[InputPart], ITEMS] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of the function
     arguments: str | None = None
     input: str | None = None  # of a custom tool
     output: str | Annotated[list[InputPart], ITEMS] | None = None
@@ -62,7 +64,7 @@ class TextOptions(Declared):
 
 
 class FunctionTool(Declared):
-    """A tool of a body's `tools`: a function, or a custom tool, whose input is a text."""
+    """A tool of a body's `tools`: a function, a custom tool, whose input is a text, or a namespace of such tools."""
 
     type: str
     name: str | None = None
@@ -70,6 +72,7 @@ class FunctionTool(Declared):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None  # of a custom tool's input
+    tools: Annotated[list[FunctionTool], ITEMS] | msgspec.UnsetType = msgspec.UNSET  # of a namespace
 
 
 class ConversationName(Declared):
@@ -128,6 +131,7 @@ _PART = FieldTable(
     kind=InputPart, without_effect=frozenset({"annotations", "logprobs", "image_url", "file_id", "detail"})
 )
 _ITEM = FieldTable(kind=InputItem, without_effect=_OF_ITEMS, inner={"content": _PART, "output": _PART})
+_TOOL = FieldTable(kind=FunctionTool, without_effect=TOOL_WITHOUT_EFFECT)
 _WITHOUT_EFFECT = frozenset(
     "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
     "service_tier session_id spaces_between_special_tokens stream_options user".split()
@@ -160,7 +164,7 @@ RESPONSES_FIELDS = FieldTable(
             refused={"verbosity": NO_VERBOSITY},
             inner={"format": FieldTable(kind=TextFormat)},
         ),
-        "tools": FieldTable(kind=FunctionTool, without_effect=TOOL_WITHOUT_EFFECT),
+        "tools": replace(_TOOL, inner={"tools": _TOOL}),
     },
 )
 CONVERSATION_FIELDS = FieldTable(kind=NewConversation, inner={"items": _ITEM})

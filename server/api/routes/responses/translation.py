@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 
 from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
-from server.api.routes.responses.items import CHARS_OF_AN_ITEM, KeptItem
+from server.api.routes.responses.items import CHARS_OF_AN_ITEM, KeptItem, NamespacedCall, seen_name
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
 from server.api.worker_threads import LONG_WORK
 from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
@@ -46,6 +48,8 @@ _SAME = (
     "thinking_token_budget",
 )
 
+_CALLED = ("function", "custom")
+
 _tools = msgspec.json.Decoder(list[FunctionTool] | None)
 
 
@@ -62,28 +66,62 @@ def own_names() -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class SeenTool:
+    """A function or a custom tool, as the model sees it and as the client calls it."""
+
+    function: FunctionTool  # as the model sees it
+    name: str  # the client's
+    namespace: str | None = None
+
+
 def read_function_tools(body: ResponsesRequest, *, strict: bool) -> list[FunctionTool]:
-    """The request's functions and custom tools. Tools of other types are left out, or refused by a `strict` server.
+    """The request's functions, custom tools and namespaces of both. Tools of other types are left out, or refused by a
+    `strict` server.
 
     Raises RequestError 400.
     """
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES) or []
-    served = []
-    for i, tool in enumerate(tools):
-        if tool.type not in ("function", "custom"):
-            if strict:
-                raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
-            continue
-        if tool.name is None:
-            raise invalid(f"tools.{i}.name", "is missing")
-        served.append(tool)
-    log_left_out({tool.type for tool in tools} - {tool.type for tool in served})
+    left_out: set[str] = set()
+    served = _served("tools", tools, left_out, strict=strict, kinds=(*_CALLED, "namespace"))
+    log_left_out(left_out)
     return served
 
 
-def custom_names(tools: Iterable[FunctionTool]) -> frozenset[str]:
-    """The names of the custom tools."""
-    return frozenset(tool.name for tool in tools if tool.type == "custom" and tool.name is not None)
+def _served(
+    where: str, tools: Sequence[FunctionTool], left_out: set[str], *, strict: bool, kinds: Sequence[str]
+) -> list[FunctionTool]:
+    """The tools of these kinds. The types of the others are added to `left_out`."""
+    served = []
+    for i, tool in enumerate(tools):
+        if tool.type not in kinds:
+            if strict:
+                raise unsupported(f"{where}.{i}.type", f"tools of the type `{tool.type[:40]}` are")
+            left_out.add(tool.type)
+            continue
+        if tool.name is None:
+            raise invalid(f"{where}.{i}.name", "is missing")
+        if tool.type == "namespace":
+            tool.tools = _served(f"{where}.{i}.tools", tool.tools or [], left_out, strict=strict, kinds=_CALLED)
+        served.append(tool)
+    return served
+
+
+def seen_tools(tools: Iterable[FunctionTool]) -> list[SeenTool]:
+    """The tools as the model sees them. Templates have no namespaces: the names of a namespace's tools begin with its
+    name, and the description of the first begins with its description."""
+    seen = []
+    for tool in tools:
+        if tool.type != "namespace":
+            seen.append(SeenTool(tool, tool.name or ""))
+            continue
+        description = tool.description
+        for inner in tool.tools or ():
+            texts = filter(None, (description, inner.description))
+            description = None
+            function = replace(inner, name=seen_name(inner.name or "", tool.name), description="\n".join(texts) or None)
+            seen.append(SeenTool(function, inner.name or "", tool.name))
+    return seen
 
 
 def asks_for_logprobs(body: ResponsesRequest) -> bool:
@@ -123,7 +161,7 @@ def first_event(query: QueryParams) -> int | None:
     return int(after) + 1
 
 
-def chat_request(body: ResponsesRequest, tools: Sequence[FunctionTool], messages: Sequence[Message]) -> ChatRequest:
+def chat_request(body: ResponsesRequest, tools: Sequence[SeenTool], messages: Sequence[Message]) -> ChatRequest:
     """The same request to chat. `messages` are the conversation without the instructions. Raises RequestError 400."""
     instructions = [] if body.instructions is None else [Message("system", body.instructions)]
     return ChatRequest(
@@ -154,11 +192,11 @@ def _continues(items: str | list[InputItem]) -> bool:
     return (last.type or "message", last.role) == ("message", "assistant") and last.status in UNFINISHED
 
 
-def _chat_tools(body: ResponsesRequest, tools: Sequence[FunctionTool]) -> msgspec.Raw | msgspec.UnsetType:
+def _chat_tools(body: ResponsesRequest, tools: Sequence[SeenTool]) -> msgspec.Raw | msgspec.UnsetType:
     """An empty list is one: with it, every `tool_choice` is valid."""
     if body.tools is msgspec.UNSET:
         return msgspec.UNSET
-    return msgspec.Raw(msgspec.json.encode([*map(_chat_tool, tools)]))
+    return msgspec.Raw(msgspec.json.encode([_chat_tool(tool.function) for tool in tools]))
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
@@ -214,7 +252,7 @@ def _named_tool(tool: Any) -> Any:
     """A tool that a choice names, in chat's form. Anything else is left for chat to refuse."""
     match tool:
         case {"type": "function" | "custom", "name": name}:
-            return {"type": "function", "function": {"name": name}}
+            return {"type": "function", "function": {"name": seen_name(name, tool.get("namespace"))}}
     return tool
 
 
@@ -280,9 +318,12 @@ def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Mes
     return kept[id].message
 
 
-def call_message(id: str, name: str, arguments: str) -> Message:
+def call_message(id: str, name: str, arguments: str, namespace: str | None) -> Message:
     """A message of the assistant: a call."""
-    return Message("assistant", tool_calls=[ToolCall(FunctionCall(name, arguments), id)])
+    function = FunctionCall(name, arguments)
+    if namespace is not None:
+        function = NamespacedCall(seen_name(name, namespace), arguments, namespace=namespace)
+    return Message("assistant", tool_calls=[ToolCall(function, id)])
 
 
 def _message(where: str, item: InputItem) -> Message:
@@ -296,12 +337,12 @@ def _message(where: str, item: InputItem) -> Message:
         case "function_call":
             if item.name is None or item.call_id is None or item.arguments is None:
                 raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
-            return call_message(item.call_id, item.name, item.arguments)
+            return call_message(item.call_id, item.name, item.arguments, item.namespace)
         case "custom_tool_call":
             if item.name is None or item.call_id is None or item.input is None:
                 raise invalid(where, "a custom_tool_call needs `call_id`, `name` and `input`")
             arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            return call_message(item.call_id, item.name, arguments)
+            return call_message(item.call_id, item.name, arguments, item.namespace)
         case "function_call_output" | "custom_tool_call_output":
             if item.call_id is None or item.output is None:
                 raise invalid(where, f"a {kind} needs `call_id` and `output`")
