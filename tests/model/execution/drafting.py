@@ -33,20 +33,20 @@ _WITH_DRAFTS = _BUCKETS | {"num_drafts": 3, "max_draft_rows": 4}
 class GreedyLadder(BucketLadder):
     """For greedy requests only. Its mixed steps draw nothing, so they compile sooner."""
 
-    def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
+    def choose(self, num_tokens: int, num_rows: int, *, variant: Variant, **step: bool) -> Bucket:
         assert variant is Variant.GREEDY
-        return replace(super().choose(num_tokens, num_rows, decode_only=decode_only, variant=variant), variant=variant)
+        return replace(super().choose(num_tokens, num_rows, variant=variant, **step), variant=variant)
 
 
 class SampleLadder(BucketLadder):
     """Greedy requests take the programs of those that draw, too, so there are half as many."""
 
-    def choose(self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant) -> Bucket:
+    def choose(self, num_tokens: int, num_rows: int, *, variant: Variant, **step: bool) -> Bucket:
         assert variant in (Variant.GREEDY, Variant.SAMPLE)
-        return super().choose(num_tokens, num_rows, decode_only=decode_only, variant=Variant.SAMPLE)
+        return super().choose(num_tokens, num_rows, variant=Variant.SAMPLE, **step)
 
-    def choose_speculative(self, num_rows: int, variant: Variant) -> Bucket | None:
-        return super().choose_speculative(num_rows, Variant.SAMPLE)
+    def choose_speculative(self, num_rows: int, variant: Variant, **step: bool) -> Bucket | None:
+        return super().choose_speculative(num_rows, Variant.SAMPLE, **step)
 
 
 _LADDERS = (BucketLadder, GreedyLadder, SampleLadder)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from batcher.buckets import BucketLadder
 from batcher.slots import SlotLayout
 from batcher.stats import EngineStats
 from model.execution import draft_pages
@@ -21,8 +22,10 @@ from model.execution.runner import ModelRunner
 from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.network.sharding import make_mesh
+from tests.model.adapters import random_weights as random_adapter
 from tests.model.driver import TINY, paged_attention, tiny_model
 from tests.model.execution.drafting import (
+    FEW,
     GREEDY,
     GREEDY_DRAFTS,
     GREEDY_PLAIN,
@@ -35,6 +38,7 @@ from tests.model.execution.drafting import (
     assert_same_outputs,
     outputs_in_trouble,
     requests,
+    tokens_of,
     warm_runner,
 )
 from tests.model.execution.drafting import serve as serve_with_cost
@@ -136,3 +140,25 @@ def test_the_memory_plan_counts_the_draft_model_and_its_pages() -> None:
 def test_weights_of_another_draft_model_are_refused(runner) -> None:
     with pytest.raises(ValueError, match="not the weights"):
         runner.place(near(0.0))
+
+
+def test_rows_with_adapters_have_their_own_tokens_after_drafts_of_the_base_model() -> None:
+    """Drafts of a network accept the fewer, the more an adapter changes."""
+    ladders = [BucketLadder(replace(ladder.config, adapters=True)) for ladder in (SAMPLE_PLAIN, SAMPLE_DRAFTS)]
+    buckets = [bucket for bucket in ladders[1].buckets() if not bucket.variant.scores]
+    model, attention = near(0.0), paged_attention()
+    adapters = {number: random_adapter(ONE_LAYER, number) for number in (1, 2)}
+    config = RunnerConfig(**LIMITS, draft_pass_tokens=16, max_loras=2, max_lora_rank=4)
+    runner = ModelRunner(model, attention, config, draft=(model, attention), adapter_weights=adapters.__getitem__)
+    runner.warm_up(buckets, lambda line: None)
+    asked = [
+        replace(request, request_id=f"{request.request_id} {adapter}", adapter=adapter)
+        for request in requests([{"temperature": 0, "allowed_token_ids": FEW}])
+        for adapter in (0, 1, 2)
+    ]
+    expected, _ = serve(runner, ladders[0], asked)
+    found, stats = serve(runner, ladders[1], asked)
+    assert_same_outputs(found, expected)
+    assert len({tuple(tokens_of(outputs)) for outputs in found.values()}) == 3
+    counts = stats.speculation
+    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
