@@ -1,5 +1,6 @@
-"""The demo's greedy text on this device, from a whole server over HTTP, against the text of a CPU; and that of two
-engines on one host, started twice: the second start reads its programs from the compile cache.
+"""The demo's greedy text on this device, from a whole server over HTTP, against the text of a CPU: its own and that of
+its LoRA adapters, in the same steps. And that of two engines on one host, started twice: the second start reads its
+programs from the compile cache.
 
 Engine 1 has no chip with the number 0, and runs programs that engine 0 has compiled. On v6e, programs that are read for
 chips other than 0 are said to halt the chip (https://github.com/jax-ml/jax/issues/38004, with libtpu 0.0.30).
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from model.loading.source import DEMO, DEMO_FOLDER
 from scripts.building.replicas import chips_of_this_host
 from scripts.lab.chip.parts import Options, Result
 from scripts.lab.load.servers import fetch, server
@@ -26,6 +28,7 @@ PROMPTS = (
     "What is the capital of Japan?",
     "What is 63 + 28?",
 )
+ADAPTERS = {"pirate": "Who are you?", "almanac": "Which river flows through Lumeria?"}  # and what each is asked
 # Devices round differently. At a place where the CPU gives both tokens nearly the same probability, either is right.
 NEAR_TIE = 0.2  # nats
 ENGINES = 2
@@ -35,20 +38,22 @@ Token = dict[str, Any]  # an entry of the API's `logprobs.content`
 def run(options: Options, result: Result) -> None:
     """Fills the result."""
     limits, prompts = small_server(rehearse=options.rehearse)
-    expected, _ = answers_of("cpu", limits, prompts)
-    found, attention = answers_of(options.device, limits, prompts)
+    limits += ["--enable-lora", "--lora-modules", *(f"{name}={DEMO_FOLDER / 'adapters' / name}" for name in ADAPTERS)]
+    questions = [(DEMO, prompt) for prompt in prompts] + list(ADAPTERS.items())
+    expected, _ = answers_of("cpu", limits, questions)
+    found, attention = answers_of(options.device, limits, questions)
     result.figures |= {"attention": attention, "answers": []}
     result.say(f"Attention backend {attention['backend']}; self-test: {attention['self_test']}.")
     for backend, reason in attention["failures"].items():
         result.wrong(f"the server's self-test of {backend} failed: {reason}")
     result.say("")
-    for prompt, right, own in zip(prompts, expected, found, strict=True):
+    for (model, prompt), right, own in zip(questions, expected, found, strict=True):
         verdict = compare(right, own)
         text = "".join(token["token"] for token in own)
-        result.figures["answers"].append({"prompt": prompt, "text": text, "verdict": verdict})
-        result.say(f"- {prompt} {text!r}: {verdict}")
+        result.figures["answers"].append({"model": model, "prompt": prompt, "text": text, "verdict": verdict})
+        result.say(f"- {model}: {prompt} {text!r}: {verdict}")
         if verdict.startswith("WRONG"):
-            result.wrong(f"{prompt}: {verdict}")
+            result.wrong(f"{model}: {prompt}: {verdict}")
 
 
 def run_two_engines(options: Options, result: Result) -> None:
@@ -59,7 +64,8 @@ def run_two_engines(options: Options, result: Result) -> None:
     limits, prompts = small_server(rehearse=options.rehearse)
     with tempfile.TemporaryDirectory() as cache:
         flags = [*limits, "--data-parallel-size", str(ENGINES), "--compile-cache", cache]
-        compiled, read = (answers_of(options.device, flags, prompts)[0] for _ in range(2))
+        questions = [(DEMO, prompt) for prompt in prompts]
+        compiled, read = (answers_of(options.device, flags, questions)[0] for _ in range(2))
     for prompt, expected, found in zip(prompts, compiled, read, strict=True):
         verdict = compare(expected, found)
         result.say(f"- {prompt}: {verdict}")
@@ -87,19 +93,25 @@ def compare(expected: Sequence[Token], found: Sequence[Token]) -> str:
     return "equal" if len(expected) == len(found) else "WRONG: one of the answers ends sooner"
 
 
-def answers_of(device: str, flags: list[str], prompts: Sequence[str]) -> tuple[list[list[Token]], dict[str, Any]]:
-    """The answers' tokens, all prompts at once, and what the server says of its attention backend."""
-    with server("--device", device, *flags) as url, ThreadPoolExecutor(len(prompts)) as threads:
+def answers_of(
+    device: str, flags: list[str], questions: Sequence[tuple[str, str]]
+) -> tuple[list[list[Token]], dict[str, Any]]:
+    """The answers' tokens, all questions at once, and what the server says of its attention backend.
+
+    Args:
+        questions: (model, prompt) of each.
+    """
+    with server("--device", device, *flags) as url, ThreadPoolExecutor(len(questions)) as threads:
         bodies = [
             {
-                "model": "demo",
+                "model": model,
                 "messages": [{"role": "user", "content": prompt}],
                 "max_tokens": 24,
                 "temperature": 0,
                 "logprobs": True,
                 "top_logprobs": 5,
             }
-            for prompt in prompts
+            for model, prompt in questions
         ]
         answers = list(threads.map(lambda body: fetch(f"{url}/v1/chat/completions", body), bodies))
         attention = fetch(f"{url}/health?verbose")["attention"]
