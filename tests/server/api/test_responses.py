@@ -280,6 +280,12 @@ def test_a_choice_names_the_namespace_apart(crm_caller):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
 
 
+@pytest.mark.parametrize(("length", "status"), [(128, 200), (129, 400)])
+def test_a_name_with_its_namespace_has_at_most_128_characters(server, length, status):
+    tool = LOOKUP | {"name": "n" * (length - len("crm__")), "tools": None}
+    assert post(server, tools=[CRM | {"tools": [tool]}]).status_code == status
+
+
 def test_what_is_no_tool_of_a_namespace_is_left_out_or_refused(crm_caller, tmp_path):
     inner = CRM | {"tools": [*CRM["tools"], {"type": "shell"}, CRM]}
     assert created(crm_caller, tools=[inner])["usage"] == created(crm_caller, tools=FLAT)["usage"]

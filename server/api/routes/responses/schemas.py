@@ -72,7 +72,7 @@ class FunctionTool(Declared):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None  # of a custom tool's input
-    tools: Annotated[list[FunctionTool], ITEMS] | msgspec.UnsetType = msgspec.UNSET  # of a namespace
+    tools: Annotated[list[FunctionTool], ITEMS] | msgspec.UnsetType | None = msgspec.UNSET  # of a namespace
 
 
 class ConversationName(Declared):
