@@ -29,7 +29,8 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
         if name.endswith("no swaps"):
             assert (visits, swaps) == ([4, 4], [0, 0])
         elif name.endswith("swaps"):
-            assert visits == swaps == [4, 4]
+            assert visits == [4, 4]
+            assert all(swapped >= 4 for swapped in swaps)  # an adapter of the streams may lose its slot, and come again
         else:
             assert (visits, swaps) == ([], [None, None])
     printed = capsys.readouterr().out
