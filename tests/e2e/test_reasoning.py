@@ -123,5 +123,5 @@ def test_a_budget_closes_the_reasoning(server, budget):
 
 def test_a_budget_that_is_no_number_of_tokens_is_refused(server):
     with server.http() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": USER, "thinking_token_budget": -1})
+        answer = http.post("/v1/chat/completions", json={"messages": USER, "thinking_token_budget": -2})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
