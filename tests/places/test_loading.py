@@ -117,7 +117,7 @@ def test_four_bit_kernels_are_kept_from_a_store_and_each_tensor_is_read_once(tmp
 
 
 def test_a_plan_reads_the_heads_of_files_only(tmp_path, monkeypatch, capsys):
-    shutil.copytree(DEMO_FOLDER, tmp_path / "demo", ignore=shutil.ignore_patterns("draft"))
+    shutil.copytree(DEMO_FOLDER, tmp_path / "demo", ignore=shutil.ignore_patterns("draft", "adapters"))
     url = put(tmp_path / "demo", "memory://bucket/m")
     read: list[int] = []
     whole = RemoteSlice._rows
