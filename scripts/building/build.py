@@ -319,7 +319,7 @@ def build_runner(
             vocab_size=weights.config.vocab_size,
             embedding_size=weights.config.hidden_size if settings.enable_embeddings else None,
             attention=chosen.info,
-            max_loras=settings.max_loras if settings.enable_lora else 0,
+            max_loras=settings.num_adapter_slots,
             adapter_bytes=runner.described.adapter_bytes,
             cache_config={
                 "page_size": str(page_size),
@@ -387,9 +387,14 @@ def _make_runner(
     if is_interpreted and folders.exported is not None:
         raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
     traced_folder = None if folders.compiled is None or is_interpreted else folders.compiled / "traced"
-    adapters: dict[str, Any] = {} if adapter_store is None else {"adapter_weights": adapter_store.weights}
     return ModelRunner(
-        planned, attention, limits, traced_folder=traced_folder, export_folder=folders.exported, draft=draft, **adapters
+        planned,
+        attention,
+        limits,
+        traced_folder=traced_folder,
+        export_folder=folders.exported,
+        draft=draft,
+        adapter_weights=None if adapter_store is None else adapter_store.weights,
     )
 
 

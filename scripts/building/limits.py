@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batcher.buckets import BucketConfig
 from batcher.long_prompts import LongPrompts
@@ -73,7 +73,6 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
             f"--speculative-config: {num_drafts} drafts for {least_rows} rows do not fit into a step of {most_drawn} "
             "tokens: lower num_speculative_tokens, or raise --max-num-batched-tokens"
         )
-    adapters: dict[str, Any] = {"adapters": True} if settings.enable_lora else {}
     return replace(
         defaults,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -83,7 +82,7 @@ def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
         max_multi_step_rows=min(_MULTI_STEP_ROWS[platform], max_num_seqs) if settings.num_scheduler_steps > 1 else 0,
         num_drafts=num_drafts,
         max_draft_rows=max_draft_rows if num_drafts else 0,
-        **adapters,
+        adapters=settings.enable_lora,
     )
 
 
@@ -112,9 +111,6 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
     if settings.speculation is not None and settings.speculation.looks_up:
         least, most = settings.speculation.lookup
         lookup = PromptLookup(min_tokens=least, max_tokens=most)
-    adapters: dict[str, Any] = {}
-    if settings.enable_lora:
-        adapters = {"max_loras": settings.max_loras, "max_lora_rank": settings.max_lora_rank}
     return RunnerConfig(
         max_num_seqs=buckets.max_num_seqs,
         max_num_batched_tokens=buckets.max_num_batched_tokens,
@@ -127,5 +123,6 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         max_draft_rows=buckets.max_draft_rows,
         draft_pass_tokens=min(_DRAFT_PASS * buckets.min_mixed_tokens, buckets.max_num_batched_tokens),
         max_drawn=buckets.max_draft_rows * (1 + buckets.num_drafts),
-        **adapters,
+        max_loras=settings.num_adapter_slots,
+        max_lora_rank=settings.max_lora_rank,
     )

@@ -227,6 +227,11 @@ class EngineSettings:
         lora_modules(self.lora_modules or ())
 
     @property
+    def num_adapter_slots(self) -> int:
+        """LoRA adapters that run at once; 0: requests have none."""
+        return self.max_loras if self.enable_lora else 0
+
+    @property
     def adapters(self) -> list[LoraModule]:
         """The adapters that are loaded at the start."""
         return lora_modules(self.lora_modules or ())
