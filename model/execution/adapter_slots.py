@@ -24,14 +24,14 @@ _AXES = {
     "mlp.gate_up": ("mlp", "embed"),
     "mlp.down": ("embed", "mlp"),
 }
-_KV = ("k_proj", "v_proj")  # their rows are those of KV heads, which may be stored repeatedly
+_KV = ("k_proj", "v_proj")  # their outputs are those of KV heads, which may be stored repeatedly
 
 
 def describe(
     config: LlamaConfig, *, num_slots: int, rank: int, dtype: Any, sharding: Callable[[Sequence[str]], Sharding]
 ) -> list[dict[str, Any]]:
-    """`AdapterSlots` as ShapeDtypeStructs. What is split over the chips is split as in the `Linear` beside it: B by
-    outputs, or A by inputs. No product needs another exchange than the `Linear` does.
+    """`AdapterSlots` as ShapeDtypeStructs. Where a `Linear` is split over the chips by outputs, its B is, and
+    where it is split by inputs, its A is. No product needs another exchange than the `Linear` does.
 
     Args:
         config: with the stored number of KV heads (`sharding.stored_config`).
@@ -42,29 +42,20 @@ def describe(
     def array(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes))
 
+    sizes = dict(zip(("embed", "heads", "mlp"), config.projection_inputs, strict=True))
+    of_kv = dict.fromkeys(_KV, config.num_kv_heads * config.head_dim)
     layer = {}
     for name, parts in TARGETS.items():
         outputs, inputs = _AXES[name]
-        a = array((len(parts), num_slots * rank, _num_in(config, name)), ("rows", "rows", inputs))
-        widths = [_width(config, part) for part in parts]
+        a = array((len(parts), num_slots * rank, sizes[inputs]), ("rows", "rows", inputs))
+        widths = [of_kv.get(part, sizes[outputs]) for part in parts]
         layer[name] = (a, tuple(array((num_slots * rank, width), ("rows", outputs)) for width in widths))
     return [layer] * config.num_layers
 
 
-def _width(config: LlamaConfig, projection: str) -> int:
-    match projection:
-        case "q_proj":
-            return config.num_heads * config.head_dim
-        case "k_proj" | "v_proj":
-            return config.num_kv_heads * config.head_dim
-        case "o_proj" | "down_proj":
-            return config.hidden_size
-    return config.intermediate_size
-
-
-def staged(weights: LoraWeights, config: LlamaConfig, like: AdapterSlots) -> list[dict[str, Any]]:
+def staged(weights: LoraWeights, like: AdapterSlots, head_dim: int) -> list[dict[str, Any]]:
     """An adapter on the devices, as `like`, which is `describe` of one slot: padded to the rank, and with KV heads
-    repeated as in `config`."""
+    repeated as often as there."""
 
     def array(values: np.ndarray, like: Any) -> jax.Array:
         values = values.astype(like.dtype)
@@ -72,7 +63,7 @@ def staged(weights: LoraWeights, config: LlamaConfig, like: AdapterSlots) -> lis
 
     return [
         {
-            name: jax.tree.map(array, _padded(layer, name, config, like_layer[name]), like_layer[name])
+            name: jax.tree.map(array, _padded(layer, name, head_dim, like_layer[name]), like_layer[name])
             for name in TARGETS
         }
         for layer, like_layer in zip(weights.layers, like, strict=True)
@@ -80,7 +71,7 @@ def staged(weights: LoraWeights, config: LlamaConfig, like: AdapterSlots) -> lis
 
 
 def _padded(
-    layer: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, config: LlamaConfig, like: Any
+    layer: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, head_dim: int, like: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """The arrays of one `Linear`, with zeros for projections that the adapter leaves as they are."""
     a, bs = np.zeros(like[0].shape, np.float32), [np.zeros(b.shape, np.float32) for b in like[1]]
@@ -88,23 +79,16 @@ def _padded(
         if part in layer:
             own_a, own_b = layer[part]
             a[number, : len(own_a)] = own_a
-            bs[number][: len(own_a)] = _with_repeated_heads(own_b, config, part).T
+            if part in _KV:
+                own_b = _with_repeated_heads(own_b, bs[number].shape[1], head_dim)
+            bs[number][: len(own_a)] = own_b.T
     return a, tuple(bs)
 
 
-def _num_in(config: LlamaConfig, name: str) -> int:
-    _, inputs = _AXES[name]
-    sizes = {"embed": config.hidden_size, "mlp": config.intermediate_size}
-    return sizes.get(inputs, config.num_heads * config.head_dim)
-
-
-def _with_repeated_heads(b: np.ndarray, config: LlamaConfig, projection: str) -> np.ndarray:
-    """B [out, rank] with the rows of each KV head as often as it is stored."""
-    times = _width(config, projection) // len(b)
-    if projection not in _KV or times == 1:
-        return b
-    heads = b.reshape(-1, config.head_dim, b.shape[1])
-    return np.repeat(heads, times, axis=0).reshape(-1, b.shape[1])
+def _with_repeated_heads(b: np.ndarray, num_out: int, head_dim: int) -> np.ndarray:
+    """B [out, rank] for `num_out` outputs, which are more if KV heads are stored repeatedly."""
+    heads = b.reshape(-1, head_dim, b.shape[1])
+    return np.repeat(heads, num_out // len(b), axis=0).reshape(num_out, -1)
 
 
 def write(slots: AdapterSlots, adapter: AdapterSlots, slot: jax.Array) -> AdapterSlots:

@@ -289,7 +289,7 @@ class ModelRunner:
         """See `batcher.step.Runner`."""
         assert self._adapter_weights is not None, "the runner was made without adapters"
         like = self.described.staged_like
-        staged = adapter_slots.staged(self._adapter_weights(adapter), self.described.model_config, like)
+        staged = adapter_slots.staged(self._adapter_weights(adapter), like, self.described.model_config.head_dim)
         jax.block_until_ready(staged)
         with self._staging:
             self._staged[adapter] = staged
