@@ -100,7 +100,7 @@ class EngineStats:
     num_pages_reusable: int = 0  # held by the prefix cache alone
     num_programs_to_come: int = 0  # to be compiled while requests are served
     num_adapters_resident: int = 0  # LoRA adapters in adapter slots
-    num_adapters_staged: int = 0  # on the device beside the slots
+    num_adapters_staged: int = 0  # on the device, but in no slot yet
     running_of_adapters: dict[int, int] = field(default_factory=dict)  # identity -> requests that run
     waiting_of_adapters: dict[int, int] = field(default_factory=dict)  # identity -> requests that wait
     recent_steps: list[StepRecord] = field(default_factory=list)  # a sample of the last seconds' steps

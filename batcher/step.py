@@ -201,7 +201,7 @@ class Runner(Protocol):
         """Dispatches one step and returns at once. Raises KeyError if its bucket was not warmed up."""
 
     def stage_adapter(self, adapter: int) -> None:
-        """Brings the weights of a LoRA adapter to the device, beside the adapter slots, for an `AdapterWrite`. Blocks;
+        """Brings the weights of a LoRA adapter to the device. A later `AdapterWrite` copies them into a slot. Blocks;
         called from a thread of its own while steps run. At most `MAX_STAGED_ADAPTERS` are staged at once.
 
         Raises ValueError or OSError if the weights cannot be read any more.

@@ -6,7 +6,7 @@ request that waits for each.
 
 1. A request is admitted if its adapter is resident. It is also admitted if the weights of its cold adapter are staged
    and there is a slot for them: an empty one, or the least recently used one that may be replaced, preferably one whose
-   adapter nobody waits for. The step that admits it writes the weights into the slot.
+   adapter no request waits for. The step that admits it writes the weights into the slot.
 2. A slot is never replaced while a running request, or a row of a step in flight, has its adapter, nor while the
    adapter is pinned. At most `max_loras - 1` adapters are pinned. A preempted request keeps no slot.
 3. The weights of the first `MAX_STAGED_ADAPTERS` cold adapters are staged. What is staged and no longer among these is
@@ -98,7 +98,7 @@ class AdapterSlots:
 
     @property
     def num_staged(self) -> int:
-        """Adapters beside the slots."""
+        """Adapters that are on the device, but in no slot yet."""
         return len(self._staged)
 
     def num_rows(self) -> dict[int, int]:

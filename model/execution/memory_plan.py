@@ -128,7 +128,7 @@ def _needs_of_one(model: Llama | EagleHead, attention: PagedAttention, limits: R
 
 
 def adapter_bytes(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> int:
-    """Bytes of the slots of LoRA adapters on one device, and of the adapters that are staged beside them."""
+    """Bytes of LoRA adapters on one device: of their slots, and of those that are staged and in no slot yet."""
     if not limits.max_loras:
         return 0
     held = adapter_slots.describe(
