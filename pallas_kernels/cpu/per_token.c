@@ -121,7 +121,9 @@ XLA_FFI_Error* pallas_serve_norm(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 
-enum { MAX_PROJECTIONS = 3, MAX_RANK = 512, TOGETHER = 4, TOKENS_OF_GROUP = 8 };
+// TILE tokens are computed with TOGETHER rows or blocks at once: as many as a CPU has registers for. The sums of a token
+// do not depend on it.
+enum { MAX_PROJECTIONS = 3, MAX_RANK = 512, TOGETHER = 4, TILE = VECTORS == 1 ? 4 : 1, TOKENS_OF_GROUP = 8 };
 
 typedef struct {
   const void* inputs;              // [T, D]
@@ -142,55 +144,67 @@ typedef struct {
   int64_t count, place;  // the first row of its slot
 } Group;
 
-// reduced[t][n] = inputs of token t * row n of a, for `rank` rows from `row` on.
-INLINE void reduce(const Adapters* p, Group g, int64_t row, float reduced[][MAX_RANK], const enum Kind kind) {
+INLINE int64_t token_of(Group g, int64_t t) { return g.tokens[t < g.count ? t : 0]; }
+
+// reduced[t][n] = inputs of token t * row n of a, of `tile` tokens, for `rank` rows from `row` on. Past the last token and
+// the last row, these are computed again.
+INLINE void reduce(const Adapters* p, Group g, int64_t row, float reduced[][MAX_RANK], const int tile,
+                   const enum Kind kind) {
   for (int64_t first = 0; first < p->rank; first += TOGETHER) {
     int64_t left = p->rank - first;
-    for (int64_t t = 0; t < g.count; t++) {
-      Block sums[TOGETHER] = {0};
-      for (int64_t i = 0; i < p->depth; i += BLOCK) {
-        int64_t count = at_most_block(p->depth - i);
-        Block x = load_block(p->inputs, g.tokens[t] * p->depth + i, count, kind);
-        UNROLL for (int n = 0; n < TOGETHER; n++) {
-          Block a = load_block(p->a, (row + first + (n < left ? n : 0)) * p->depth + i, count, kind);
-          EACH_VECTOR sums[n].of[v] += x.of[v] * a.of[v];
-        }
+    Block sums[TILE][TOGETHER] = {0};
+    for (int64_t i = 0; i < p->depth; i += BLOCK) {
+      int64_t count = at_most_block(p->depth - i);
+      Block x[TILE];
+      UNROLL for (int t = 0; t < tile; t++) x[t] = load_block(p->inputs, token_of(g, t) * p->depth + i, count, kind);
+      UNROLL for (int n = 0; n < TOGETHER; n++) {
+        Block a = load_block(p->a, (row + first + (n < left ? n : 0)) * p->depth + i, count, kind);
+        UNROLL for (int t = 0; t < tile; t++) EACH_VECTOR sums[t][n].of[v] += x[t].of[v] * a.of[v];
       }
-      for (int n = 0; n < TOGETHER && n < left; n++) reduced[t][first + n] = sum_of_block(sums[n]);
+    }
+    UNROLL for (int t = 0; t < tile; t++)
+      UNROLL for (int n = 0; n < TOGETHER; n++) reduced[t][first + n] = sum_of_block(sums[t][n]);
+  }
+}
+
+// Adds to `blocks` blocks of `tile` tokens' outputs, from b's column `from` on. The last one has `count` numbers.
+INLINE void expand(const Adapters* p, Group g, const void* b, int64_t width, int64_t begin, int64_t from,
+                   float reduced[][MAX_RANK], const int tile, const int blocks, int64_t count, const enum Kind kind) {
+  Block sums[TILE][TOGETHER] = {0};
+  for (int64_t n = 0; n < p->rank; n++)
+    UNROLL for (int k = 0; k < blocks; k++) {
+      Block row = load_block(b, (g.place + n) * width + from + k * BLOCK, k == blocks - 1 ? count : BLOCK, kind);
+      UNROLL for (int t = 0; t < tile; t++) EACH_VECTOR sums[t][k].of[v] += reduced[t][n] * row.of[v];
+    }
+  UNROLL for (int t = 0; t < tile; t++) {
+    int64_t to = token_of(g, t) * p->width + begin + from;
+    if (t < g.count) UNROLL for (int k = 0; k < blocks; k++) {
+      int64_t own = k == blocks - 1 ? count : BLOCK;
+      Block y = load_block(p->outputs, to + k * BLOCK, own, kind);
+      EACH_VECTOR y.of[v] += sums[t][k].of[v];
+      store_block(p->out, to + k * BLOCK, own, y, kind);
     }
   }
 }
 
-// Adds to `blocks` blocks of a token's outputs at `to`, from b's column `from` on. The last one has `count` numbers.
-INLINE void expand(const Adapters* p, const void* b, int64_t place, int64_t width, int64_t from, const float* reduced,
-                   int64_t to, const int blocks, int64_t count, const enum Kind kind) {
-  Block sums[TOGETHER] = {0};
-  for (int64_t n = 0; n < p->rank; n++)
-    UNROLL for (int k = 0; k < blocks; k++) {
-      Block row = load_block(b, (place + n) * width + from + k * BLOCK, k == blocks - 1 ? count : BLOCK, kind);
-      EACH_VECTOR sums[k].of[v] += reduced[n] * row.of[v];
-    }
-  UNROLL for (int k = 0; k < blocks; k++) {
-    int64_t own = k == blocks - 1 ? count : BLOCK;
-    Block y = load_block(p->outputs, to + k * BLOCK, own, kind);
-    EACH_VECTOR y.of[v] += sums[k].of[v];
-    store_block(p->out, to + k * BLOCK, own, y, kind);
+// The first `tile` tokens of a group, or as many as it has.
+INLINE void add_to_tile(const Adapters* p, Group g, int64_t projection, const int tile, const enum Kind kind) {
+  float reduced[TILE][MAX_RANK];
+  const void* b = p->b[projection];
+  int64_t width = p->widths[projection], begin = 0, step = TOGETHER * BLOCK;
+  for (int64_t n = 0; n < projection; n++) begin += p->widths[n];
+  reduce(p, g, projection * p->num_places + g.place, reduced, tile, kind);
+  for (int64_t i = 0; i < width; i += step) {
+    if (i + step > width) step = BLOCK;
+    if (step == BLOCK) expand(p, g, b, width, begin, i, reduced, tile, 1, at_most_block(width - i), kind);
+    else expand(p, g, b, width, begin, i, reduced, tile, TOGETHER, BLOCK, kind);
   }
 }
 
 INLINE void add_to_group(const Adapters* p, Group g, int64_t projection, const enum Kind kind) {
-  float reduced[TOKENS_OF_GROUP][MAX_RANK];
-  const void* b = p->b[projection];
-  int64_t width = p->widths[projection], begin = 0, step = TOGETHER * BLOCK;
-  for (int64_t n = 0; n < projection; n++) begin += p->widths[n];
-  reduce(p, g, projection * p->num_places + g.place, reduced, kind);
-  for (int64_t i = 0; i < width; i += step) {
-    if (i + step > width) step = BLOCK;
-    for (int64_t t = 0; t < g.count; t++) {
-      int64_t to = g.tokens[t] * p->width + begin + i;
-      if (step == BLOCK) expand(p, b, g.place, width, i, reduced[t], to, 1, at_most_block(width - i), kind);
-      else expand(p, b, g.place, width, i, reduced[t], to, TOGETHER, BLOCK, kind);
-    }
+  for (; g.count > 0; g.tokens += TILE, g.count -= TILE) {
+    if (g.count == 1) add_to_tile(p, g, projection, 1, kind);
+    else add_to_tile(p, g, projection, TILE, kind);
   }
 }
 
