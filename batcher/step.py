@@ -9,7 +9,7 @@ sent as their bits, so one i32 matrix and one i32 buffer hold all values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -69,6 +69,8 @@ class Capacity:
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
     keeps_text: bool = False  # its programs keep the tokens of every page, from which drafts are taken
     max_loras: int = 0  # LoRA adapters that may run at once, in the adapter slots 1 to max_loras; 0: there are none
+    page_bytes: int = 0  # of the K/V of one page, in the host's memory; 0: pages cannot leave the device
+    pages_of_copy: int = 0  # most pages of one `read_pages`, `stage_pages` or `write_pages`
 
     @property
     def pages_per_seq(self) -> int:
@@ -180,6 +182,18 @@ class StepHandle(Protocol):
         """Blocks until the device is done. Called from the reader thread, once."""
 
 
+class PagesRead(Protocol):
+    """Pages of the device whose K/V are on their way to the host."""
+
+    def copy_to(self, pages: Sequence[np.ndarray]) -> None:
+        """Blocks until the device is done, and fills these, each u8[page_bytes], in the order of `read_pages`. Called
+        once, from a thread of its own. Raises the device's error."""
+
+
+class StagedPages(Protocol):
+    """K/V of pages that are on the device, but in no page yet."""
+
+
 class Runner(Protocol):
     """Executes steps in the order of the calls. `model.execution.runner` implements it."""
 
@@ -209,6 +223,18 @@ class Runner(Protocol):
 
     def unstage_adapter(self, adapter: int) -> None:
         """Frees the weights of a staged adapter, which no step will write. An adapter that is not staged is ignored."""
+
+    def read_pages(self, pages: Sequence[int]) -> PagesRead:
+        """Dispatches a copy of these pages, at most `pages_of_copy`, to the host, and returns at once. Steps that come
+        later may write to the pages. Called from the thread that calls `execute`."""
+
+    def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
+        """Brings what `PagesRead.copy_to` gave, at most `pages_of_copy` pages, to the device. Blocks until the arrays
+        may change; called from a thread of its own while steps run."""
+
+    def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> None:
+        """Dispatches a copy of staged pages to these, in the order of `stage_pages`, and returns at once. There may be
+        fewer of these. Called from the thread that calls `execute`, once for each `staged`."""
 
     def recover(self) -> None:
         """Prepares the device for further steps after a failed one. No step is in flight. Slot state, pages and adapter

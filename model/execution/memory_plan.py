@@ -52,6 +52,7 @@ class RunnerConfig:
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     max_loras: int = 0  # LoRA adapters that may run at once
     max_lora_rank: int = 16  # to which all are padded
+    moves_pages: bool = False  # pages may leave the device and come back
     pooling: Pooling | None = None  # of requests that embed; None: there can be none
     lookup: PromptLookup | None = None  # of drafts; None: there are none
     max_draft_rows: int = 0  # of the largest speculative step

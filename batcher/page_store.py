@@ -1,0 +1,30 @@
+"""The interface to the place where pages are kept beyond the host's memory: files, a bucket, another engine."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+
+class PageStore(Protocol):
+    """Pages by their digest. Thread-safe. No method raises for a page that is missing or broken, or for a full disk."""
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the page is likely to be there. Quick: nothing is read."""
+
+    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
+        """Reads a page into `page`, u8[page_bytes]. False: it is not there, is broken, or is of other tokens.
+
+        Args:
+            tokens: of the page, i32[page_size].
+        """
+
+    def store(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
+        """Writes a page, unless it is there. False: it could not be written."""
+
+    def clear(self) -> None:
+        """Forgets all pages: later calls do not find them."""
+
+    def close(self) -> None:
+        """Ends what runs in the background. No other call is made afterwards."""
