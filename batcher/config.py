@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.page_store import Offloading
 from batcher.step_times import StepTimes
 
 DEFAULT_MAX_WAITING = 1024
@@ -37,6 +38,7 @@ class EngineConfig:
     step_times: StepTimes = _ANY_TIMES  # of decodes, by their tokens: whether drafts pay
     draft_cost: float = 0.0  # time of a pass of the draft model, in passes of the model; 0: drafts are looked up
     step_timeout_s: float | None = None  # least time that a step is given before the device counts as stuck; None: any
+    offloading: Offloading | None = None  # of pages that leave the device; None: they do not
     seed: int | None = None  # for drawing the seeds of requests without one; None: the operating system's
 
     def __post_init__(self) -> None:
@@ -46,6 +48,8 @@ class EngineConfig:
             raise ValueError(f"a long prompt has some tokens, and one is computed at a time: {self.long_prompts=}")
         if not self.even_context > 0:
             raise ValueError(f"attention costs some time: {self.even_context=}")
+        if self.offloading is not None and (not self.prefix_caching or self.scheduling is Scheduling.STATIC):
+            raise ValueError("pages leave the device as prefixes, which static batching and no prefix caching lack")
         if self.max_waiting < 0:
             raise ValueError(f"the queue limit is not negative: {self.max_waiting=}")
         if self.step_timeout_s is not None and self.step_timeout_s <= 0:

@@ -14,7 +14,9 @@ from batcher.delivery import Delivery, StepDelivery
 from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
+from batcher.requests.page_mover import Moved, Saved
 from batcher.scheduling.multi_step import SeveralSteps
+from batcher.scheduling.page_moves import PageLoad, PageSave
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import State
 from batcher.scheduling.row_tokens import OneToken
@@ -22,7 +24,7 @@ from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.static import StaticScheduler
 from batcher.stats import EngineStats
-from batcher.step import Capacity, Runner, StepHandle, StepOutput
+from batcher.step import Capacity, PagesRead, Runner, StepHandle, StepOutput
 from batcher.step_log import StepLog
 from batcher.step_watch import StepWatch
 from batcher.steps.pack import Packer
@@ -44,7 +46,8 @@ class EngineCore:
 
     def __init__(self, runner: Runner, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> None:
         capacity = runner.capacity()
-        self.scheduler = _scheduler(capacity, config, ladder)
+        self.scheduler = _scheduler(capacity, config, ladder, clock)
+        self._begun: list[PageLoad | tuple[PageSave, PagesRead]] = []  # for `take_moves`
         self.in_flight: deque[InFlight] = deque()  # oldest first
         self._runner = runner
         self._clock = clock
@@ -77,6 +80,7 @@ class EngineCore:
         A step that the runner refuses counts as in flight, and its `result()` raises the runner's error.
         """
         plan = self.scheduler.schedule()
+        self._begin_moves()
         if plan is None:
             return None
         bucket, plan.bucket = plan.bucket, self._deferred_programs.or_fallback(plan.bucket)
@@ -114,6 +118,8 @@ class EngineCore:
         self.scheduler.step_returned(plan.number)
         ran_s = self.step_watch.returned(len(self.in_flight))
         self.scheduler.row_tokens.took(plan, ran_s)
+        if self.scheduler.offloaded is not None and plan.chunks:
+            self.scheduler.offloaded.times.computed(ran_s, plan.num_tokens)
         return plan
 
     def stats(self) -> EngineStats:
@@ -130,6 +136,8 @@ class EngineCore:
         counts.num_adapters_staged = scheduler.adapters.num_staged
         counts.num_adapter_loads = scheduler.adapters.num_writes
         counts.running_of_adapters = scheduler.adapters.num_rows()
+        if scheduler.offloaded is not None:
+            counts.offloading = scheduler.offloaded.held()
         counts.num_programs_to_come = len(self._deferred_programs)
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         counts.recent_steps = self._step_log.recent()
@@ -154,6 +162,61 @@ class EngineCore:
         for adapter in unwanted:
             self._runner.unstage_adapter(adapter)
         return wanted
+
+    # --- pages that leave the device and come back ---
+
+    def _begin_moves(self) -> None:
+        """The pages that leave are read before the step that may write to them."""
+        offloaded = self.scheduler.offloaded
+        if offloaded is None:
+            return
+        for move in offloaded.take_moves():
+            if isinstance(move, PageLoad):
+                self._begun.append(move)
+                continue
+            try:
+                self._begun.append((move, self._runner.read_pages(move.pages)))
+            except Exception as error:
+                self.take_moved(Saved(move, error))
+
+    def take_moves(self) -> list[PageLoad | tuple[PageSave, PagesRead]]:
+        """What has been begun since the last call, in the order in which it is to be done."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def take_moved(self, moved: Moved) -> None:
+        """Pages have come to the host, or to the device."""
+        offloaded = self.scheduler.offloaded
+        assert offloaded is not None
+        if moved.error is not None:
+            _log.warning("pages could not be copied: %s: %s", type(moved.error).__name__, moved.error)
+        if isinstance(moved, Saved):
+            offloaded.end_save(moved.save, moved.error)
+            return
+        load = moved.load
+        if not load.is_wanted:
+            return
+        if moved.staged is not None:
+            stop = load.num_written + moved.num_pages
+            self._runner.write_pages(moved.staged, load.pages[load.num_written : stop])
+            load.num_written = stop
+        if moved.is_last:
+            self.scheduler.end_load(load)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether rows wait for pages."""
+        return self.scheduler.offloaded is not None and self.scheduler.offloaded.is_loading_any
+
+    def next_give_up(self) -> float | None:
+        """When `give_up_loads` has something to do, by the clock. None: no row waits for pages."""
+        return None if self.scheduler.offloaded is None else self.scheduler.offloaded.next_deadline()
+
+    def give_up_loads(self) -> None:
+        """Rows that have waited for pages for too long go on without the missing ones."""
+        if self.scheduler.offloaded is not None:
+            for load in self.scheduler.offloaded.overdue():
+                self.scheduler.end_load(load)
 
     # --- failure ---
 
@@ -186,7 +249,7 @@ class EngineCore:
         self.scheduler.recover()
 
 
-def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder) -> Scheduler:
+def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> Scheduler:
     """The scheduler that the settings ask for."""
     if config.scheduling is Scheduling.STATIC:
         return StaticScheduler(capacity, ladder, config)  # a baseline, without drafts
@@ -195,7 +258,7 @@ def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder) -
         row_tokens = SeveralSteps(ladder, config.pipeline_depth)
     elif ladder.config.num_drafts:
         row_tokens = Drafts(ladder, config.step_times, config.draft_cost)
-    return Scheduler(capacity, ladder, config, row_tokens)
+    return Scheduler(capacity, ladder, config, row_tokens, clock)
 
 
 class _Refused:

@@ -61,6 +61,7 @@ from batcher.inbox import Inbox, Result
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
 from batcher.requests.masks import Ask, MaskThreads, answer
+from batcher.requests.page_mover import Moved, PageMover
 from batcher.requests.staging import StagingThread, stage
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
@@ -98,12 +99,14 @@ class Engine:
         self._clock = clock
         self._on_death = on_death
         self._grammars = grammars
+        self.core = EngineCore(runner, config, ladder, clock)
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
         self._staging_thread = StagingThread(runner, self._inbox.staged, self._inbox.failed)
+        self._page_mover = self._make_page_mover()
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
-        self.core = EngineCore(runner, config, ladder, clock)
+        self._moved_here: list[Moved] = []  # without threads
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _say_nothing
@@ -195,6 +198,9 @@ class Engine:
         self._inbox.check_alive()
         stats = self.core.stats()
         stats.num_requests_waiting += self._inbox.num_arrived
+        if self._page_mover is not None:
+            stats.offloading.num_broken = self._page_mover.num_broken
+            stats.offloading.num_unwritten = self._page_mover.num_unwritten
         if self._capacity.max_loras:
             waiting = self._inbox.num_live_of_adapters()
             waiting.subtract(stats.running_of_adapters)
@@ -247,6 +253,8 @@ class Engine:
         if self.death is None:
             self.drain(drain_s)
         self._staging_thread.close()
+        if self._page_mover is not None:
+            self._page_mover.close()
         self._inbox.stop()
         is_stuck = isinstance(self.death, StepTimeoutError)  # who waits for the device then waits for ever
         if self._threads:
@@ -261,6 +269,8 @@ class Engine:
         self._mask_threads.close()
         if not is_stuck:
             self._staging_thread.join()
+            if self._page_mover is not None:
+                self._page_mover.join()
 
     # --- without threads ---
 
@@ -277,7 +287,8 @@ class Engine:
             self._make_changes()
             self._ask_for_masks(self._answer_here)
             self._stage_here()
-            dispatched = self._can_dispatch() and self.core.dispatch() is not None
+            dispatched = self._dispatch() is not None
+            self._move_here()
             if self.core.in_flight and not (dispatched and self._can_dispatch()):
                 self._take([_result(self.core.in_flight[0])])
             elif not dispatched:
@@ -302,7 +313,7 @@ class Engine:
                 self._ask_for_masks(self._mask_threads.ask)
                 for adapter in self._next_to_stage():
                     self._staging_thread.ask(adapter)
-                while self._can_dispatch() and (step := self.core.dispatch()) is not None:
+                while (step := self._dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
                 self._check_not_stuck()
@@ -324,7 +335,8 @@ class Engine:
         core = self.core
         if self._is_unchecked and not core.requests.sequences and not core.in_flight:
             self._check_when_idle()
-        times = [time for time in (core.requests.next_deadline(), core.step_watch.next_check()) if time is not None]
+        deadlines = core.requests.next_deadline(), core.step_watch.next_check(), core.next_give_up()
+        times = [time for time in deadlines if time is not None]
         timeout_s = max(0.0, min(times) - self._clock()) if times else None
         self._inbox.wait(timeout_s, is_idle=not core.in_flight)
         results = self._inbox.take_results()
@@ -350,6 +362,7 @@ class Engine:
         news = self._inbox.take()
         if news.forgets_prefixes:
             self.core.scheduler.pool.clear_cache()
+            self._clear_store()
         for sequence in news.arrived:
             self.core.requests.add(sequence)
         for sequence, reason in news.aborted:
@@ -358,7 +371,19 @@ class Engine:
             self._deliver(self.core.requests.take_mask(mask))
         for staged in news.staged:
             self._deliver(self.core.requests.take_staged(staged))
+        for moved in news.moved:
+            self.core.take_moved(moved)
+        self.core.give_up_loads()
         self._deliver(self.core.requests.expire())
+
+    def _dispatch(self) -> InFlight | None:
+        """Dispatches a step, and begins the moves of pages that come before it."""
+        step = self.core.dispatch() if self._can_dispatch() else None
+        if self._page_mover is not None:
+            self._page_mover.ask(self.core.take_moves())
+            if self._threads:
+                self._page_mover.start()
+        return step
 
     def _can_dispatch(self) -> bool:
         return self.core.can_dispatch() and self._serves()
@@ -376,6 +401,7 @@ class Engine:
                 if not isinstance(error, ValueError | OSError):
                     raise
             else:
+                self._clear_store()
                 self._is_paused = not change.serves_after
                 change.on_done(None)
 
@@ -432,6 +458,39 @@ class Engine:
             for adapter in adapters:
                 self._deliver(self.core.requests.take_staged(stage(self._runner, adapter)))
 
+    # --- pages that leave the device and come back ---
+
+    def _make_page_mover(self) -> PageMover | None:
+        offloaded, offloading = self.core.scheduler.offloaded, self.config.offloading
+        if offloaded is None or offloading is None:
+            return None
+        return PageMover(
+            self._runner,
+            self._capacity,
+            offloaded.num_pages,
+            offloading.store,
+            on_moved=self._take_moved,
+            on_failure=self._inbox.failed,
+        )
+
+    def _take_moved(self, moved: Moved) -> None:
+        if self._threads:
+            self._inbox.moved(moved)
+        else:
+            self._moved_here.append(moved)
+
+    def _clear_store(self) -> None:
+        if self._page_mover is not None:
+            self._page_mover.clear_store()
+
+    def _move_here(self) -> None:
+        """Without threads: moves the pages on the caller's thread."""
+        if self._page_mover is not None:
+            self._page_mover.work_here()
+            moved, self._moved_here = self._moved_here, []
+            for each in moved:
+                self.core.take_moved(each)
+
     # --- the end ---
 
     def _stop(self) -> None:
@@ -442,7 +501,7 @@ class Engine:
 
     def _check_not_stuck(self) -> None:
         core = self.core
-        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging
+        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging or core.is_loading
         is_waiting = core.in_flight or is_asking or not self._serves()
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 

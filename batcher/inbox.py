@@ -14,6 +14,7 @@ from batcher.change import Change
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason
 from batcher.requests.masks import Answer
+from batcher.requests.page_mover import Moved
 from batcher.requests.staging import Staged
 from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
@@ -28,11 +29,12 @@ class News(NamedTuple):
     aborted: list[tuple[RequestState, FinishReason]]  # not ids: those may be used again
     masks: list[Answer]
     staged: list[Staged]
+    moved: list[Moved]
     forgets_prefixes: bool
 
 
 def _no_news() -> News:
-    return News([], [], [], [], forgets_prefixes=False)
+    return News([], [], [], [], [], forgets_prefixes=False)
 
 
 class Inbox:
@@ -149,6 +151,12 @@ class Inbox:
             self._news.staged.append(adapter)
             self._wake.notify()
 
+    def moved(self, moved: Moved) -> None:
+        """Pages have left the device, or can come back."""
+        with self._lock:
+            self._news.moved.append(moved)
+            self._wake.notify()
+
     def failed(self, error: Exception) -> None:
         """Another thread of the engine has failed: the engine cannot go on."""
         with self._lock:
@@ -175,7 +183,7 @@ class Inbox:
         if is_idle and (self._is_stopping or self._changes):
             return True
         news = self._news
-        has_news = news.arrived or news.aborted or news.masks or news.staged or news.forgets_prefixes
+        has_news = news.arrived or news.aborted or news.masks or news.staged or news.moved or news.forgets_prefixes
         return bool(self._results or has_news or (self._failure is not None and not self._is_stopping))
 
     def take_results(self) -> list[Result]:

@@ -1,7 +1,8 @@
-"""The interface to the place where pages are kept beyond the host's memory: files, a bucket, another engine."""
+"""Where pages go that leave the device: the host's memory, and behind it what `PageStore` is the interface to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,3 +29,11 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Ends what runs in the background. No other call is made afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offloading:
+    """The settings of an engine whose pages leave the device."""
+
+    host_bytes: int  # of the host's memory
+    store: PageStore | None = None  # behind the host's memory

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 
+from batcher.scheduling.page_moves import OffloadingCounts
 from batcher.step_log import StepRecord
 
 TTFT_BOUNDS = (
@@ -124,6 +125,7 @@ class EngineStats:
     integrity_failures: int = 0  # idle periods in which slots, pages or queues were found inconsistent
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    offloading: OffloadingCounts = field(default_factory=OffloadingCounts)
     # histograms
     queue_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))
@@ -155,7 +157,7 @@ class EngineStats:
         duplicate = copy.copy(self)
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if isinstance(value, Histogram | SpeculationCounts | dict):
+            if isinstance(value, Histogram | SpeculationCounts | OffloadingCounts | dict):
                 setattr(duplicate, name, value.copy())
         return duplicate
 
@@ -167,7 +169,7 @@ def total_of(engines: Sequence[EngineStats]) -> EngineStats:
     for stats in engines[1:]:
         for name in stats.__dataclass_fields__:
             mine, theirs = getattr(total, name), getattr(stats, name)
-            if isinstance(mine, Histogram | SpeculationCounts):
+            if isinstance(mine, Histogram | SpeculationCounts | OffloadingCounts):
                 mine.add(theirs)
             elif isinstance(mine, dict):
                 for reason, count in theirs.items():

@@ -13,10 +13,33 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from batcher.scheduling.prefix import StoredPrefix
+
+
+class PageObserver(Protocol):
+    """Hears what happens to stored pages. Called in the middle of the pool's methods, so it calls none of them."""
+
+    def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """A used page can be found now. `tokens` are the bytes of i32[page_size]."""
+
+    def released(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """A stored page has become reusable."""
+
+    def acquired(self, page: int) -> None:
+        """A reusable page is used again."""
+
+    def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """A reusable page is given to a request, which will write to it."""
+
+    def forgotten(self, page: int | None, digest: bytes) -> None:
+        """The K/V of this digest are not to be trusted. `page` has them, unless the pool does not know the digest."""
+
+    def cleared(self) -> None:
+        """All stored pages are forgotten."""
 
 
 class PagePool:
@@ -34,6 +57,7 @@ class PagePool:
         self._tokens: list[bytes | None] = [None] * (num_pages + 1)
         self._index: dict[bytes, int] = {}
         self._prefixes: dict[int, list[StoredPrefix]] = {}  # of waiting requests, by each of their pages
+        self.observers: list[PageObserver] = []
 
     @property
     def num_free(self) -> int:
@@ -64,7 +88,9 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._reusable.popitem(last=False)
-                self._forget(page)
+                digest, tokens = self._forget(page)
+                for observer in self.observers:
+                    observer.evicted(page, digest, tokens)
             self._refs[page] = 1
             pages.append(page)
         return pages
@@ -111,6 +137,8 @@ class PagePool:
         for page in pages:
             if self._refs[page] == 0:
                 del self._reusable[page]
+                for observer in self.observers:
+                    observer.acquired(page)
                 for prefix in self._prefixes.get(page, ()):
                     prefix.num_reusable -= 1
             self._refs[page] += 1
@@ -121,10 +149,13 @@ class PagePool:
             self._refs[page] -= 1
             assert self._refs[page] >= 0, f"released once too often: {page=}"
             if self._refs[page] == 0:
-                if self._digest[page] is None:
+                digest, tokens = self._digest[page], self._tokens[page]
+                if digest is None or tokens is None:
                     self._free.append(page)
                 else:
                     self._reusable[page] = None
+                    for observer in self.observers:
+                        observer.released(page, digest, tokens)
                     for prefix in self._prefixes.get(page, ()):
                         prefix.num_reusable += 1
 
@@ -137,11 +168,15 @@ class PagePool:
             self._index[digest] = page
             self._digest[page] = digest
             self._tokens[page] = content
+            for observer in self.observers:
+                observer.stored(page, digest, content)
 
     def forget(self, digests: Sequence[bytes]) -> None:
         """Removes untrusted pages, by digest, from the prefix cache. Requests that hold them keep them."""
         for digest in digests:
             page = self._index.get(digest)
+            for observer in self.observers:
+                observer.forgotten(page, digest)
             if page is not None:
                 self._forget(page)
                 if self._refs[page] == 0:
@@ -157,14 +192,18 @@ class PagePool:
         self._index.clear()
         self._digest = [None] * (self.num_pages + 1)
         self._tokens = [None] * (self.num_pages + 1)
+        for observer in self.observers:
+            observer.cleared()
 
-    def _forget(self, page: int) -> None:
+    def _forget(self, page: int) -> tuple[bytes, bytes]:
+        """Takes a page out of the prefix cache. Returns its digest and its tokens."""
         self._cut_at(page)
-        digest = self._digest[page]
-        assert digest is not None
+        digest, tokens = self._digest[page], self._tokens[page]
+        assert digest is not None and tokens is not None
         del self._index[digest]
         self._digest[page] = None
         self._tokens[page] = None
+        return digest, tokens
 
     def _cut_at(self, page: int) -> None:
         """The page is no longer stored: prefixes end before it."""

@@ -20,6 +20,8 @@ from batcher.scheduling.columns import NEVER, SlotColumns
 from batcher.scheduling.digests import next_digest
 from batcher.scheduling.fair_queue import FairQueue
 from batcher.scheduling.forecast import Forecast, Outlook, OutputForecast
+from batcher.scheduling.offloading import OffloadedPages
+from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState, State
 from batcher.step import Capacity
@@ -51,6 +53,7 @@ class RequestQueues:
         self.running: list[RequestState] = []  # sorted by key
         self.waiting = FairQueue(num_slots)
         self.adapters = AdapterSlots(capacity.max_loras)
+        self.offloaded: OffloadedPages | None = None
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens, at first admissions only
         self.prefix_hits = 0
@@ -158,6 +161,7 @@ class RequestQueues:
         seq.num_computed = len(hits) * self.page_size
         seq.num_committed = len(hits)
         seq.decoding = False
+        seq.is_new = True
         if not seq.num_preemptions:
             seq.num_hit_tokens = seq.num_computed
             if self.prefix_caching and not seq.needs_every_position:
@@ -176,6 +180,8 @@ class RequestQueues:
 
     def _leave(self, seq: RequestState) -> None:
         """Removes a request from `running`. Slot and pages are released at once, or when its last step returns."""
+        if seq.load is not None:
+            self.end_load(seq.load)
         del self.running[bisect_left(self.running, seq.key, key=_key)]
         self.waiting.give_row(seq)
         self.columns.leave(seq)
@@ -188,6 +194,18 @@ class RequestQueues:
         seq.slot, seq.adapter_slot, seq.pages = -1, 0, []
         seq.num_computed = seq.num_committed = seq.num_hit_pages = seq.num_stalls = 0
         seq.decoding = False
+
+    def end_load(self, load: PageLoad) -> None:
+        """A row waits for pages no longer. It goes on after those that have been written."""
+        assert self.offloaded is not None
+        seq = self.offloaded.end_load(load)
+        if not load.num_written:
+            return
+        seq.num_computed = (load.first + load.num_written) * self.page_size
+        if not seq.num_preemptions:
+            self.offloaded.counts.num_hit_tokens += seq.num_computed - seq.num_hit_tokens
+            seq.num_hit_tokens = seq.num_computed
+        self.commit(seq)
 
     def _give_back(self, slot: int, pages: list[int]) -> None:
         self.pool.release(pages)
@@ -226,4 +244,6 @@ class RequestQueues:
         assert all(a.key < b.key for a, b in pairwise(self.running))
         assert all(seq.state is State.WAITING for seq in self.waiting)
         self.waiting.check_integrity(self.running)
+        if self.offloaded is not None:
+            self.offloaded.check_integrity()
         self.adapters.check_integrity(self.running)

@@ -11,6 +11,7 @@ import numpy as np
 from batcher.grammar import Matcher
 from batcher.request import Pooling, Request, RequestOutput, TokenLogprobs
 from batcher.sampling_table import PARAMETERS, is_asked
+from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.prefix import StoredPrefix
 from batcher.step import Variant
 
@@ -46,11 +47,13 @@ class RequestState:
         "first_token_s",
         "has_penalties",
         "is_blocked",
+        "is_new",
         "is_slow_to_mask",
         "key",
         "last_step",
         "last_token_s",
         "limit",
+        "load",
         "mask",
         "matcher",
         "needs_sampling",
@@ -130,6 +133,8 @@ class RequestState:
         self.decoding = False
         self.slot = -1
         self.adapter_slot = 0  # of its LoRA adapter while it runs; 0: the base model
+        self.is_new = False  # it has a slot, and no step has set the slot's state yet
+        self.load: PageLoad | None = None  # it waits for pages that come back to the device
         self.pages: list[int] = []
         self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as computed
         self.prefix = StoredPrefix()  # of a waiting request

@@ -29,10 +29,14 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
    drafts, or several steps in one program), within its limit and the pages that are available.
 10. A request whose LoRA adapter has to wait for an adapter slot is skipped, and may be passed so often
     (`adapter_slots.py`). It keeps its place.
+11. A request whose pages come from the host's memory or from a store is admitted, and computes nothing until they are
+    there (`offloading.py`).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from enum import Enum
 
 import numpy as np
@@ -41,6 +45,7 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig
 from batcher.request import Pooling
 from batcher.scheduling.digests import add_digests
+from batcher.scheduling.offloading import OffloadedPages
 from batcher.scheduling.plan import Chunk, StepPlan, Work
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
@@ -60,7 +65,8 @@ class Verdict(Enum):
 
     ADMITTED = "it runs now"
     NO_ROOM = "it waits, and so do all requests after it"
-    NEXT_STEP = "it waits for a page of this step; others may pass"
+    LOADING = "it runs now, and waits for pages that come back to the device"
+    NEXT_STEP = "it waits for a page of this step, or one that is on its way; others may pass"
     PROMISED = "it waits for a slot that a step in flight will release; others are looked at"
     NOT_READ = "it waits until its last token is read, and so do all requests after it"
     NO_MASK = "it waits for its mask; others may pass"
@@ -72,9 +78,17 @@ class Scheduler(RequestQueues):
     """Plans the steps of the requests that run and wait. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
-        self, capacity: Capacity, ladder: BucketLadder, config: EngineConfig, row_tokens: OneToken | None = None
+        self,
+        capacity: Capacity,
+        ladder: BucketLadder,
+        config: EngineConfig,
+        row_tokens: OneToken | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=config.prefix_caching)
+        if config.offloading is not None:
+            self.offloaded = OffloadedPages(config.offloading, capacity, self.pool, clock)
+            self.pool.observers.append(self.offloaded)
         self.row_tokens = row_tokens or OneToken()
         self.max_model_len = capacity.max_model_len
         self.ladder = ladder
@@ -161,7 +175,7 @@ class Scheduler(RequestQueues):
         """Prompt chunks (sequence, tokens) within the budget, and the requests admitted for them."""
         chunks: list[tuple[RequestState, int]] = []
         admitted: list[RequestState] = []
-        started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked]
+        started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked and seq.load is None]
         in_this_step: set[bytes] = set()  # digests of the pages that this step's chunks fill
         num_long = sum(self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed) for seq in started)
         num_passed = self._num_promised = 0
@@ -183,12 +197,11 @@ class Scheduler(RequestQueues):
                         self._without_room, self._lacks_pages = seq, bool(self._free_slots)
                 elif verdict is Verdict.NO_ADAPTER:
                     self.waiting.set_aside(seq, seq.request.adapter)
-                elif verdict is not Verdict.ADMITTED:
+                elif verdict not in (Verdict.ADMITTED, Verdict.LOADING):
                     self.waiting.set_aside(seq, verdict if verdict is Verdict.NO_TURN else Verdict.NEXT_STEP)
                     num_passed += 1
                 if verdict is not Verdict.ADMITTED:
                     continue
-                admitted.append(seq)
                 num_long += self.long_prompts.is_long(len(seq.to_compute) - seq.num_computed)
             elif seq is None:
                 break
@@ -203,6 +216,9 @@ class Scheduler(RequestQueues):
             budget -= count
             time_left -= self.step_budget.cost(seq.num_computed, count)
             chunks.append((seq, count))
+            if seq.is_new:
+                seq.is_new = False
+                admitted.append(seq)
             if self.prefix_caching:
                 first, last = seq.num_computed // self.page_size, (seq.num_computed + count) // self.page_size
                 in_this_step.update(seq.digests[first:last])
@@ -219,13 +235,13 @@ class Scheduler(RequestQueues):
             return Verdict.NO_MASK
         if not self.adapters.may_enter(seq):
             return Verdict.NO_ADAPTER
-        prefix = seq.prefix
+        prefix, usable = seq.prefix, 0
         if self.prefix_caching:
             add_digests(seq, self.page_size)
             if not seq.needs_every_position:
                 usable = (seq.num_known - 1) // self.page_size  # the last token is always computed
                 self.pool.extend(prefix, seq.digests, usable, lambda page: seq.page_bytes(page, self.page_size))
-                if len(prefix.pages) < usable and seq.digests[len(prefix.pages)] in in_this_step:
+                if len(prefix.pages) < usable and self._is_coming(seq.digests[len(prefix.pages)], in_this_step):
                     return Verdict.NEXT_STEP
         if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
             return Verdict.NO_TURN
@@ -238,8 +254,19 @@ class Scheduler(RequestQueues):
         seq.num_hit_pages = len(prefix.pages)
         if not self._has_room(seq, num_new, prefix.num_reusable):
             return Verdict.NO_ROOM
+        first = len(prefix.pages)
+        away = [] if self.offloaded is None else self.offloaded.find(seq, first, usable)
         self._enter(seq, num_new)
-        return Verdict.ADMITTED
+        if self.offloaded is not None and not seq.num_preemptions:
+            self.offloaded.counts.num_query_tokens += seq.num_prompt - seq.num_hit_tokens
+        if self.offloaded is None or not away:
+            return Verdict.ADMITTED
+        self.offloaded.load(seq, first, away)
+        return Verdict.LOADING
+
+    def _is_coming(self, digest: bytes, in_this_step: set[bytes]) -> bool:
+        """Whether the page of this digest will soon be on the device: this step computes it, or a row waits for it."""
+        return digest in in_this_step or (self.offloaded is not None and self.offloaded.is_loading(digest))
 
     def _has_room(self, seq: RequestState, num_new: int, num_revived: int) -> bool:
         """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""

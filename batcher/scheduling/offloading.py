@@ -1,0 +1,280 @@
+"""Which pages the host's memory holds, which ones go there, and which ones come back to the device.
+
+The prefix cache of the device ends where its pages end. Behind it are the host's memory and, if there is one, a store
+(`batcher/page_store.py`). A page that leaves keeps its digest, by which a later request finds it, and its tokens, which
+are compared as for a page of the device.
+
+1. A stored page is saved before it is evicted. When few pages are free, the reusable pages that are evicted next are
+   saved ahead, at most `MAX_SAVES` copies at a time. What an admission evicts unsaved is saved in the step of the
+   eviction, before the step writes to the page. With a store every stored page is saved, so a restart finds it.
+2. If the host's memory is full, the least recently used page there makes room.
+3. A request is admitted with all its pages. The stored prefix of the device comes first. Of the pages that follow,
+   those that are away are loaded, if this is expected to be quicker than computing them. The row waits meanwhile, and
+   others compute. It goes on with the pages that have come when all have, when one cannot be read, or when they have
+   taken as long as computing them would have.
+4. A request whose next missing page another one loads waits for it, as for a page that a step computes.
+
+All work on the bytes is done by `batcher/requests/page_mover.py` in the order in which it is asked for: here are only
+the decisions, and they are the engine's thread's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from batcher.page_store import Offloading
+from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
+from batcher.scheduling.pages import PagePool
+from batcher.scheduling.request_state import RequestState
+from batcher.step import Capacity
+
+MAX_SAVES = 2  # copies of `pages_of_copy` pages on their way to the host
+_PATIENCE_S = 1.0  # that every load is given
+_WEIGHT = 0.2  # of the newest time in a mean
+_RETRY = 0.95  # a source that does not pay is tried again after some refusals: its time is taken to be shorter by this
+
+
+class Times:
+    """Means of measured times, in seconds: of computing a token of a prompt, and of loading a page."""
+
+    def __init__(self) -> None:
+        self.of_token: float | None = None
+        self.of_host_page: float | None = None
+        self.of_store_page: float | None = None
+
+    def computed(self, seconds: float, num_tokens: int) -> None:
+        """A step with prompts has taken so long."""
+        self.of_token = _mean(self.of_token, seconds / num_tokens)
+
+    def loaded(self, seconds: float, load: PageLoad) -> None:
+        """A load has taken so long, with the time in which it waited for others."""
+        of_page = seconds / len(load.away)
+        if load.from_store:
+            self.of_store_page = _mean(self.of_store_page, of_page)
+        else:
+            self.of_host_page = _mean(self.of_host_page, of_page)
+
+    def pays(self, page: AwayPage, page_size: int) -> bool:
+        """Whether loading the page is expected to be quicker than computing it. What is not known is tried."""
+        of_page = self.of_store_page if page.host is None else self.of_host_page
+        if self.of_token is None or of_page is None or of_page < self.of_token * page_size:
+            return True
+        if page.host is None:
+            self.of_store_page = of_page * _RETRY
+        else:
+            self.of_host_page = of_page * _RETRY
+        return False
+
+
+class OffloadedPages:
+    """See the module's docstring. It observes the pool (`pages.PageObserver`).
+
+    Args:
+        clock: seconds from any origin.
+    """
+
+    def __init__(self, offloading: Offloading, capacity: Capacity, pool: PagePool, clock: Callable[[], float]) -> None:
+        self.num_pages = offloading.host_bytes // capacity.page_bytes
+        if not self.num_pages:
+            raise ValueError(
+                f"the host's memory has no room for a page of {capacity.page_bytes} bytes: {offloading.host_bytes=}"
+            )
+        self._store = offloading.store
+        self._pages_of_copy = capacity.pages_of_copy
+        self._page_size = capacity.page_size
+        self._ahead = min(capacity.pages_per_seq, capacity.num_pages)
+        self._pool, self._clock = pool, clock
+        self._places = list(range(self.num_pages - 1, -1, -1))  # of the host's memory, without a page
+        self._index: OrderedDict[bytes, HostPage] = OrderedDict()  # least recently used first
+        self._unsaved: OrderedDict[int, tuple[bytes, bytes]] = (
+            OrderedDict()
+        )  # page -> digest, tokens; next to save first
+        self._moves: list[PageSave | PageLoad] = []  # to begin before the step that is planned now
+        self._saves: list[PageSave] = []  # begun or about to
+        self._loads: dict[PageLoad, RequestState] = {}
+        self._loading: set[bytes] = set()
+        self.times = Times()
+        self.counts = OffloadingCounts(num_places=self.num_pages)
+
+    @property
+    def is_loading_any(self) -> bool:
+        """Whether rows wait for pages."""
+        return bool(self._loads)
+
+    # --- what happens to the device's pages ---
+
+    def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """A used page can be found now."""
+        if self._store is not None and digest not in self._index:
+            self._unsaved[page] = digest, tokens
+
+    def released(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """No request holds the stored page any more."""
+        if digest not in self._index:
+            self._unsaved[page] = digest, tokens
+            self._unsaved.move_to_end(page)
+
+    def acquired(self, page: int) -> None:
+        """A request holds the stored page again."""
+        if self._store is None:
+            self._unsaved.pop(page, None)
+
+    def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """The page is given to a request that will write to it."""
+        self._unsaved.pop(page, None)
+        if digest in self._index:
+            self._index.move_to_end(digest)
+        elif not self._save(page, digest, tokens):
+            self.counts.num_lost += 1
+
+    def forgotten(self, page: int | None, digest: bytes) -> None:
+        """The K/V of this digest are not to be found again; `page` has them on the device, if one does."""
+        if page is not None:
+            self._unsaved.pop(page, None)
+        host = self._index.pop(digest, None)
+        if host is not None:
+            host.is_trusted = False
+            self._places.append(host.place)
+
+    def cleared(self) -> None:
+        """Nothing is to be found again."""
+        self._unsaved.clear()
+        for host in self._index.values():
+            host.is_trusted = False
+            self._places.append(host.place)
+        self._index.clear()
+
+    # --- to the host ---
+
+    def take_moves(self) -> list[PageSave | PageLoad]:
+        """The saves and loads to begin now, in this order and before the next step."""
+        if self._unsaved:
+            self._save_ahead()
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _save_ahead(self) -> None:
+        """Rule 1."""
+        num_wanted = self._pages_of_copy
+        if self._store is None:
+            if self._pool.num_free >= self._ahead:
+                return
+            num_safe = self._pool.num_reusable - len(
+                self._unsaved
+            )  # as good as all of them are evicted before the others
+            num_wanted = min(num_wanted, self._ahead - num_safe)
+        for _ in range(min(num_wanted, len(self._unsaved))):
+            page, (digest, tokens) = self._unsaved.popitem(last=False)
+            if not self._save(page, digest, tokens):
+                self._unsaved[page] = digest, tokens
+                self._unsaved.move_to_end(page, last=False)
+                return
+
+    def _save(self, page: int, digest: bytes, tokens: bytes) -> bool:
+        """False: too many copies are on their way."""
+        if digest in self._index:  # another page of the device had the same K/V
+            return True
+        save = self._moves[-1] if self._moves else None
+        if not isinstance(save, PageSave) or len(save.pages) == self._pages_of_copy:
+            if len(self._saves) == MAX_SAVES:
+                return False
+            save = PageSave()
+            self._saves.append(save)
+            self._moves.append(save)
+        place = self._places.pop() if self._places else self._index.popitem(last=False)[1].place
+        host = self._index[digest] = HostPage(place, digest, tokens)
+        save.pages.append(page)
+        save.hosts.append(host)
+        return True
+
+    def end_save(self, save: PageSave, error: Exception | None) -> None:
+        """The pages are in the host's memory, or have not been copied."""
+        self._saves.remove(save)
+        if error is None:
+            self.counts.num_saved += len(save.pages)
+            return
+        self.counts.num_lost += len(save.pages)
+        for host in save.hosts:
+            if self._index.get(host.digest) is host:
+                self.forgotten(None, host.digest)
+
+    # --- back to the device ---
+
+    def is_loading(self, digest: bytes) -> bool:
+        """Rule 4: whether a row waits for the page."""
+        return digest in self._loading
+
+    def find(self, seq: RequestState, first: int, stop: int) -> list[AwayPage]:
+        """Rule 3: the pages of a request to load, from index `first` on; none from `stop` on."""
+        away: list[AwayPage] = []
+        for index in range(first, stop):
+            digest = seq.digests[index]
+            host = self._index.get(digest)
+            if host is None and (self._store is None or not self._store.has(digest)):
+                break
+            tokens = seq.page_bytes(index, self._page_size)
+            if host is not None and host.tokens != tokens:
+                break
+            page = AwayPage(digest, tokens, host)
+            if not self.times.pays(page, self._page_size):
+                break
+            away.append(page)
+        for page in away:
+            if page.host is not None:
+                self._index.move_to_end(page.digest)  # pages that the request evicts from the device do not replace it
+        return away
+
+    def load(self, seq: RequestState, first: int, away: list[AwayPage]) -> None:
+        """The request has pages, and these are to come to those from index `first` on."""
+        now = self._clock()
+        load = PageLoad(
+            first=first,
+            away=away,
+            pages=seq.pages[first : first + len(away)],
+            asked_s=now,
+            give_up_s=now + max(_PATIENCE_S, len(away) * self._page_size * (self.times.of_token or 0.0)),
+        )
+        seq.load = load
+        self._loads[load] = seq
+        self._moves.append(load)
+        self._loading.update(page.digest for page in away)
+
+    def end_load(self, load: PageLoad) -> RequestState:
+        """All pages of the load have come, or no more of them will be taken. Returns the request that waits for it."""
+        seq = self._loads.pop(load)
+        seq.load, load.is_wanted = None, False
+        self._loading.difference_update(page.digest for page in load.away)
+        if load.num_written == len(load.away):
+            self.times.loaded(self._clock() - load.asked_s, load)
+        from_store = sum(page.host is None for page in load.away[: load.num_written])
+        self.counts.num_loaded += load.num_written - from_store
+        self.counts.num_loaded_from_store += from_store
+        self.counts.num_not_loaded += len(load.away) - load.num_written
+        return seq
+
+    def held(self) -> OffloadingCounts:
+        """The counts, with the gauges of now."""
+        self.counts.num_held = len(self._index)
+        return self.counts
+
+    def next_deadline(self) -> float | None:
+        """When the first load is to be given up, by the clock."""
+        return min((load.give_up_s for load in self._loads), default=None)
+
+    def overdue(self) -> list[PageLoad]:
+        """The loads to give up now."""
+        now = self._clock()
+        return [load for load in self._loads if load.give_up_s <= now]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the places of the host's memory are inconsistent."""
+        places = [page.place for page in self._index.values()] + self._places
+        assert sorted(places) == list(range(self.num_pages)), "a place of the host's memory is lost or held twice"
+        assert all(page.is_trusted for page in self._index.values())
+        assert all(self._index[page.digest] is page for page in self._index.values())
+        assert all(seq.load is load for load, seq in self._loads.items()), "a load has lost its row"
+
+
+def _mean(mean: float | None, newest: float) -> float:
+    return newest if mean is None else (1 - _WEIGHT) * mean + _WEIGHT * newest
