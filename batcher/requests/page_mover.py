@@ -146,9 +146,11 @@ class PageMover:
             self._to_write.put_nowait(None)
 
     def join(self) -> None:
-        """Waits until the threads have ended."""
+        """Waits until the threads have ended, and closes the store."""
         for thread in self._threads:
             thread.join()
+        if self._store is not None:
+            self._store.close()
 
     # --- the threads ---
 

@@ -155,16 +155,13 @@ class OffloadedPages:
         return moves
 
     def _save_ahead(self) -> None:
-        """Rule 1."""
-        num_wanted = self._pages_of_copy
-        if self._store is None:
-            if self._pool.num_free >= self._ahead:
+        """Rule 1. Not in each step, but many pages at a time."""
+        if self._store is not None:
+            if len(self._unsaved) < self._pages_of_copy // 4 and self._pool.num_used:
                 return
-            num_safe = self._pool.num_reusable - len(
-                self._unsaved
-            )  # as good as all of them are evicted before the others
-            num_wanted = min(num_wanted, self._ahead - num_safe)
-        for _ in range(min(num_wanted, len(self._unsaved))):
+        elif self._pool.num_free >= self._ahead or self._pool.num_reusable - len(self._unsaved) > self._ahead // 2:
+            return  # as good as all pages that are saved already are evicted before the others
+        for _ in range(min(self._pages_of_copy, len(self._unsaved))):
             page, (digest, tokens) = self._unsaved.popitem(last=False)
             if not self._save(page, digest, tokens):
                 self._unsaved[page] = digest, tokens

@@ -21,8 +21,7 @@ class DeviceMemory:
 def device_memory(device: jax.Device) -> DeviceMemory:
     """Raises ValueError if the device does not report its memory."""
     if device.platform == "cpu":
-        total, free = _host_memory()
-        return DeviceMemory(total=total, free=free, is_host=True)
+        return host_memory()
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(f"{device} does not report its memory; say how many pages to use with --num-pages")
@@ -37,14 +36,14 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def _host_memory() -> tuple[int, int]:
-    """Total and free bytes of this machine, or of the container that this process runs in."""
+def host_memory() -> DeviceMemory:
+    """Of this machine, or of the container that this process runs in."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for limit, used in cgroup_limits(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup")):
         if limit < total:
             total, free = limit, min(free, limit - used)
-    return total, max(free, 0)
+    return DeviceMemory(total=total, free=max(free, 0), is_host=True)
 
 
 def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
+from batcher.page_store import Offloading
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
 from scripts.building.adapters import RunnersStore, loaded_adapters, make_store
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
     from server.text.tokenizer import ByteLevelTokenizer
+
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +103,20 @@ class Built:
             step_times=self.step_times,
             draft_cost=self.draft_cost,
             step_timeout_s=self.step_timeout_s,
+            offloading=None if settings.kv_offloading_size == 0 else self._offloading(),
             seed=settings.seed,
         )
         return Engine(runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
+
+    def _offloading(self) -> Offloading:
+        from model.execution.device_memory import host_memory
+
+        size, free = int(self.settings.kv_offloading_size * GIB), host_memory().free
+        if size > free:
+            raise ValueError(
+                f"--kv-offloading-size {self.settings.kv_offloading_size:g}: the host has {free / GIB:.1f} GiB free"
+            )
+        return Offloading(host_bytes=size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +222,8 @@ def build_runner(
     import jax
 
     num_hosts = 1 if others is None else others.num_hosts
+    if others is not None and settings.kv_offloading_size:
+        raise ValueError("--kv-offloading-size: the pages of an engine of several hosts cannot leave the devices")
     if others is not None and settings.export_cache is not None:
         raise ValueError("--export-cache: programs of several hosts cannot be exported; --compile-cache keeps them")
     with phase("start", report) as say:

@@ -118,6 +118,7 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         memory_utilization=settings.memory_utilization,
         num_pages=settings.num_pages,
         logprobs_mode=LogprobsMode(settings.logprobs_mode),
+        moves_pages=settings.kv_offloading_size > 0,
         pooling=settings.pooling,
         lookup=lookup,
         max_draft_rows=buckets.max_draft_rows,

@@ -29,9 +29,10 @@ GROUPS = {
     "model": "The checkpoint, and the types it is computed in.",
     "batching": "What the requests of one step share.",
     "device": "The chips, their memory, and the programs for them.",
+    "kv_offloading": "Where prefixes go for which the device has no pages left, and from where they come back.",
     "lora": "LoRA adapters, which requests name as their model.",
 }
-_of_model, _of_batching, _of_device, _of_lora = (partial(setting, group=group) for group in GROUPS)
+_of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in GROUPS)
 # Of counts without a limit of their own. No machine has so many: a larger number is a slip of the pen, which would
 # become an error of memory.
 _MANY = 2**31 - 1
@@ -161,6 +162,18 @@ class EngineSettings:
     export_cache: str | None = _of_device(
         None, "The folder of loaded executables, with which later starts do not compile", metavar="DIR",
     )  # fmt: skip
+    kv_offloading_size: float = _of_offloading(
+        0, "GiB of the host's memory for K/V pages of prefixes, for each engine; 0: evicted pages are computed again",
+        type=float, metavar="GIB", least=0, most=2**16,
+    )  # fmt: skip
+    kv_offloading_path: str | None = _of_offloading(
+        None, "The folder, or folder in a bucket, behind the host's memory. A later start finds its prefixes there",
+        metavar="DIR",
+    )  # fmt: skip
+    kv_offloading_disk: float = _of_offloading(
+        16, "GiB of the files in --kv-offloading-path. The least recently used ones are deleted", type=float,
+        metavar="GIB", above=0, most=2**20,
+    )  # fmt: skip
     enable_lora: bool = _of_lora(False, "Requests may name LoRA adapters")
     lora_modules: Sequence[str | Mapping[str, Any]] | None = _of_lora(
         None, 'The adapters of the start: NAME=PATH, or \'{"name": "NAME", "path": "PATH"}\'', nargs="+",
@@ -211,7 +224,20 @@ class EngineSettings:
             )
         if self.speculation is not None and self.scheduling == "static":
             raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")
+        self._check_offloading()
         self._check_lora()
+
+    def _check_offloading(self) -> None:
+        place(self.kv_offloading_path or "", "--kv-offloading-path")
+        if self.kv_offloading_path is not None and not self.kv_offloading_size:
+            raise ValueError(
+                "--kv-offloading-path needs --kv-offloading-size: pages come to files by the host's memory"
+            )
+        if self.kv_offloading_size and (not self.enable_prefix_caching or self.scheduling == "static"):
+            raise ValueError(
+                "--kv-offloading-size keeps prefixes, which need --scheduling continuous and no "
+                "--no-enable-prefix-caching"
+            )
 
     def _check_lora(self) -> None:
         for name in ("lora_modules", "lora_folder"):

@@ -53,6 +53,15 @@ SPECULATION = {
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
     "spec_decode_num_undrafted_rows": "Rows of steps with drafts whose requests cannot have any, as under a grammar.",
 }
+OFFLOADING = {
+    "external_prefix_cache_queries": ("num_query_tokens", "Prompt tokens looked up behind the device's prefix cache."),
+    "external_prefix_cache_hits": ("num_hit_tokens", "Prompt tokens whose K/V came back to the device."),
+    "kv_offload_saved_pages": ("num_saved", "Pages of K/V copied to the host's memory."),
+    "kv_offload_lost_pages": ("num_lost", "Pages of K/V evicted without a copy."),
+    "kv_offload_broken_pages": ("num_broken", "Pages whose bytes had changed in the host's memory or in their files."),
+    "kv_offload_unwritten_pages": ("num_unwritten", "Pages that have not been written to files: they were too slow."),
+    "kv_offload_given_up_pages": ("num_not_loaded", "Pages that were to come back, and were computed in the end."),
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("time_to_first_token", "From arrival in the engine to the first token."),
     "inter_token_latency_seconds": ("inter_token_latency", "Between two tokens of one request."),
@@ -154,6 +163,8 @@ class ServerMetrics:
         yield from self._speculation()
         if any(source.info.max_loras for source in self._sources):
             yield from self._adapters()
+        if any(source.stats.offloading.num_places for source in self._sources):
+            yield from self._offloading()
         finished = self._family(CounterMetricFamily, "request_success", "Finished requests.", ["finished_reason"])
         for labels, source in self._engines():
             for reason in sorted({"stop", "length", "abort", "error", *source.stats.finished}):
@@ -236,6 +247,25 @@ class ServerMetrics:
             swaps.add_metric(labels, source.stats.num_adapter_loads)
             written.add_metric(labels, source.stats.num_adapter_loads * source.info.adapter_bytes)
         yield from (loads, swaps, written)
+
+    def _offloading(self) -> Iterator[Metric]:
+        for name, (field, doc) in OFFLOADING.items():
+            family = self._family(CounterMetricFamily, name, doc)
+            for labels, source in self._engines():
+                family.add_metric(labels, getattr(source.stats.offloading, field))
+            yield family
+        doc = "Pages of K/V that came back to the device, from the host's memory or from files."
+        loaded = self._family(CounterMetricFamily, "kv_offload_loaded_pages", doc, ["tier"])
+        for labels, source in self._engines():
+            counts = source.stats.offloading
+            loaded.add_metric([*labels, "host"], counts.num_loaded)
+            loaded.add_metric([*labels, "disk"], counts.num_loaded_from_store)
+        yield loaded
+        yield self._gauge(
+            "kv_offload_pages", "Pages of K/V in the host's memory.", lambda s: s.stats.offloading.num_held
+        )
+        doc = "Pages of K/V that the host's memory has room for."
+        yield self._gauge("kv_offload_places", doc, lambda s: s.stats.offloading.num_places)
 
     def _attention(self) -> Iterator[Metric]:
         doc = "Attention backends that failed their self-test at the start; 0 in health."
