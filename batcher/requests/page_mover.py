@@ -50,7 +50,14 @@ class _Load(NamedTuple):
     from_store: dict[int, np.ndarray | None]  # index in `load.away` -> u8[page_bytes]; None: the store has lost it
 
 
+class _Write(NamedTuple):
+    host: HostPage
+    page: np.ndarray  # u8[page_bytes], a copy
+
+
 Moved = Saved | Loaded
+_Work = PageLoad | _Save | _Load | _Write
+_Queue = SimpleQueue[_Work | None] | Queue[_Work | None]
 
 
 class PageMover:
@@ -81,9 +88,9 @@ class PageMover:
         self._in_place: list[HostPage | None] = [None] * num_pages
         self._store = store
         self._on_moved, self._on_failure = on_moved, on_failure
-        self._moves: SimpleQueue[_Save | _Load | None] = SimpleQueue()
-        self._to_read: SimpleQueue[PageLoad | None] = SimpleQueue()
-        self._to_write: Queue[tuple[HostPage, np.ndarray] | None] = Queue(MAX_UNWRITTEN)
+        self._moves: _Queue = SimpleQueue()
+        self._to_read: _Queue = SimpleQueue()
+        self._to_write: Queue[_Work | None] = Queue(MAX_UNWRITTEN)
         self._writing = threading.Lock()  # a page is written, or the store is cleared
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -106,29 +113,23 @@ class PageMover:
         """Starts the threads, once."""
         if self._threads:
             return
-        work = {"engine-pages": self._move_all}
+        queues: dict[str, _Queue] = {"engine-pages": self._moves}
         if self._store is not None:
-            work |= {"engine-pages-read": self._read_all, "engine-pages-write": self._write_all}
+            queues |= {"engine-pages-read": self._to_read, "engine-pages-write": self._to_write}
         self._threads = [
-            threading.Thread(target=self._watched, args=(run,), name=name, daemon=True) for name, run in work.items()
+            threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
+            for name, queue in queues.items()
         ]
         for thread in self._threads:
             thread.start()
 
-    def work_here(self) -> None:
-        """Without threads: does all moves on the caller's thread."""
-        while not self._to_read.empty():
-            load = self._to_read.get()
-            assert load is not None
-            self._read(load)
-        while not self._moves.empty():
-            move = self._moves.get()
-            assert move is not None
-            self._move(move)
-        while not self._to_write.empty():
-            written = self._to_write.get()
-            assert written is not None
-            self._write(*written)
+    def work_here(self, most: int | None = None) -> None:
+        """Without threads: does the moves on the caller's thread, at most so many."""
+        queues: tuple[_Queue, ...] = (self._to_read, self._moves, self._to_write)
+        for queue in queues:
+            while not queue.empty() and most != 0 and (work := queue.get()) is not None:
+                self._do(work)
+                most = None if most is None else most - 1
 
     def clear_store(self) -> None:
         """The store forgets all pages, and gets none that is not trusted any more. Waits for a page that is being
@@ -154,31 +155,24 @@ class PageMover:
 
     # --- the threads ---
 
-    def _watched(self, run: Callable[[], None]) -> None:
+    def _serve(self, queue: _Queue) -> None:
         try:
-            run()
+            while (work := queue.get()) is not None and not self._is_closed:
+                self._do(work)
         except Exception as error:
             self._on_failure(error)
 
-    def _move_all(self) -> None:
-        while (move := self._moves.get()) is not None and not self._is_closed:
-            self._move(move)
+    # --- the work ---
 
-    def _read_all(self) -> None:
-        while (load := self._to_read.get()) is not None and not self._is_closed:
-            self._read(load)
-
-    def _write_all(self) -> None:
-        while (written := self._to_write.get()) is not None and not self._is_closed:
-            self._write(*written)
-
-    # --- the moves ---
-
-    def _move(self, move: _Save | _Load) -> None:
-        if isinstance(move, _Save):
-            self._on_moved(Saved(move.save, self._saved(move)))
+    def _do(self, work: _Work) -> None:
+        if isinstance(work, _Save):
+            self._on_moved(Saved(work.save, self._saved(work)))
+        elif isinstance(work, _Load):
+            self._stage(work)
+        elif isinstance(work, _Write):
+            self._write(work)
         else:
-            self._stage(move)
+            self._read(work)
 
     def _saved(self, move: _Save) -> Exception | None:
         """Copies the pages to their places. Returns the device's error."""
@@ -200,7 +194,7 @@ class PageMover:
         if self._to_write.full():
             self.num_unwritten += 1
         else:
-            self._to_write.put_nowait((host, place.copy()))
+            self._to_write.put_nowait(_Write(host, place.copy()))
 
     def _stage(self, move: _Load) -> None:
         """Stages the pages, copy by copy, up to the first one that is lost."""
@@ -253,11 +247,11 @@ class PageMover:
                 break
         self._moves.put(_Load(load, read))
 
-    def _write(self, host: HostPage, page: np.ndarray) -> None:
+    def _write(self, write: _Write) -> None:
         assert self._store is not None
         with self._writing:
-            if host.is_trusted:
-                self._store.store(host.digest, host.tokens, page)
+            if write.host.is_trusted:
+                self._store.store(write.host.digest, write.host.tokens, write.page)
 
     def _place(self, host: HostPage) -> np.ndarray:
         if self._memory is None:

@@ -106,14 +106,13 @@ class OffloadedPages:
 
     def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
         """A used page can be found now."""
-        if self._store is not None and digest not in self._index:
+        if self._store is not None and digest not in self._index and not self._store.has(digest):
             self._unsaved[page] = digest, tokens
 
     def released(self, page: int, digest: bytes, tokens: bytes) -> None:
         """No request holds the stored page any more."""
-        if digest not in self._index:
+        if self._store is None and digest not in self._index:
             self._unsaved[page] = digest, tokens
-            self._unsaved.move_to_end(page)
 
     def acquired(self, page: int) -> None:
         """A request holds the stored page again."""
