@@ -51,6 +51,11 @@ class PagedAttention:
         sharding = None if self.mesh is None else NamedSharding(self.mesh, self._kv_partition())
         return jax.ShapeDtypeStruct(shape, local.dtype, sharding=sharding)
 
+    @property
+    def page_axis(self) -> int:
+        """The axis of `kv_pages` that counts the pages."""
+        return layout.page_axis(self.backend)
+
     def page_bytes(self) -> int:
         """Bytes of one page of one layer on one chip."""
         one = layout.kv_pages(self.local_spec, self.backend, 1)

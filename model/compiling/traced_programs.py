@@ -39,13 +39,13 @@ class Program:
     Args:
         function: (*arguments) -> a tree of arrays.
         arguments: trees of `jax.ShapeDtypeStruct` with shardings.
-        donated: the index of the argument whose buffers the results reuse.
+        donated: the index of the argument whose buffers the results reuse; None: they reuse none.
         out_shardings: one sharding for each array of the result: a tree of the result's structure.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    donated: int
+    donated: int | None
     out_shardings: Any
 
     @property
@@ -67,7 +67,8 @@ class Program:
         def function(*arguments: Any) -> Any:
             return self.function(*arguments)
 
-        jitted = jax.jit(function, donate_argnums=self.donated, out_shardings=self.out_shardings)
+        donated = () if self.donated is None else self.donated
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=self.out_shardings)
         return jitted.lower(*self.arguments)
 
     def traced(self) -> export.Exported:

@@ -39,6 +39,8 @@ class CompiledPrograms:
         self.bring_masks: Any
         self.reset_history: Any
         self.write_adapter: Any  # None: there are no adapters
+        self.read_pages: dict[int, Any] = {}  # by the number of pages; none: they do not move
+        self.write_pages: dict[int, Any] = {}
         self.left: list[Bucket] = []  # for `compile_later`
         self.untried: set[Bucket] = set()  # exported by an earlier start, loaded while serving, and not run yet
         self._described = described
@@ -96,6 +98,9 @@ class CompiledPrograms:
         programs = compilation.result()
         self.patch, self.reset_history = programs.pop(PATCH), programs.pop(RESET_HISTORY)
         self.bring_masks, self.write_adapter = programs.pop(BRING_MASKS), programs.pop(WRITE_ADAPTER, None)
+        if (copies := self._described.page_copies) is not None:
+            self.read_pages = {size: programs.pop(copies.name("read", size)) for size in copies.sizes}
+            self.write_pages = {size: programs.pop(copies.name("write", size)) for size in copies.sizes}
         if programs.keys() | set(self.left) != set(buckets):
             raise ValueError("start_compiling was given other buckets than warm_up")
         self.steps = {bucket: programs[bucket] for bucket in buckets if bucket in programs}

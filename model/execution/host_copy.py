@@ -30,7 +30,7 @@ class HostCopy:
         copied = np.array if next(iter(array.devices())).platform == "cpu" else np.asarray
         parts: dict[Index, np.ndarray] = {}
         for shard in array.addressable_shards:
-            index = _ranges(shard.index, array.shape)
+            index = ranges(shard.index, array.shape)
             if index not in parts:
                 parts[index] = copied(shard.data)
         return cls(array.shape, array.sharding, parts)
@@ -40,10 +40,11 @@ class HostCopy:
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            return self.parts[_ranges(index, self.shape)]
+            return self.parts[ranges(index, self.shape)]
 
         return jax.make_array_from_callback(self.shape, self.sharding, part)
 
 
-def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    """What identifies a part of an array of this shape."""
     return tuple(axis.indices(size) for axis, size in zip(index, shape, strict=True))

@@ -18,7 +18,7 @@ from batcher.request import LogprobsMode, Pooling
 from batcher.slots import SlotLayout
 from batcher.step import MAX_STAGED_ADAPTERS
 from model.config import LlamaConfig
-from model.execution import adapter_slots
+from model.execution import adapter_slots, page_copies
 from model.execution.device_memory import DeviceMemory
 from model.execution.prompt_lookup import PromptLookup
 from model.network.eagle import EagleHead
@@ -73,7 +73,7 @@ class MemoryNeeds:
     """Of one device, in bytes."""
 
     weights: int
-    state: int  # slot state, token histories, and the slots of adapters
+    state: int  # slot state, token histories, the slots of adapters, and copies of pages on their way
     temporaries: int  # of the largest program: an upper bound
     page: int  # the K/V of one page, of all layers and of a draft model or head; and its tokens if there are drafts
 
@@ -89,8 +89,18 @@ def memory_needs(
     Args:
         draft: a draft model or a head, and its attention.
     """
+    needs = _needs_of_all(model, attention, limits, draft)
+    return replace(needs, state=needs.state + adapter_bytes(model, attention, limits) + copy_bytes(needs.page, limits))
+
+
+def _needs_of_all(
+    model: Llama,
+    attention: PagedAttention,
+    limits: RunnerConfig,
+    draft: tuple[Llama | EagleHead, PagedAttention] | None,
+) -> MemoryNeeds:
+    """Without adapters and copies of pages."""
     needs = _needs_of_one(model, attention, limits)
-    needs = replace(needs, state=needs.state + adapter_bytes(model, attention, limits))
     text = 4 * attention.spec.page_size
     if draft is None:
         return replace(needs, page=needs.page + (text if limits.lookup else 0))
@@ -140,6 +150,11 @@ def adapter_bytes(model: Llama, attention: PagedAttention, limits: RunnerConfig)
         sharding=lambda axes: sharding_of(axes, attention.mesh),
     )
     return adapter_slots.bytes_of(held)
+
+
+def copy_bytes(page: int, limits: RunnerConfig) -> int:
+    """Bytes on one device of the copies of pages that are on their way to the host or back. `page`: of one page."""
+    return page_copies.MAX_COPIES * page_copies.pages_of_copy(page) * page if limits.moves_pages else 0
 
 
 def weights_bytes(model: Llama | EagleHead) -> int:
@@ -248,7 +263,8 @@ def _does_not_fit(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig
 
     where = "this machine" if memory.is_host else "each device"
     kept = f". Of free memory, {gib(HOST_RESERVE)} is kept for the compiler" if memory.is_host else ""
-    state = "state of the request slots" + (" and of the LoRA adapters" if limits.max_loras else "")
+    others = " and of the LoRA adapters" * bool(limits.max_loras) + ", copies of pages that move" * limits.moves_pages
+    state = f"state of the request slots{others}"
     return (
         f"the model does not fit: {where} has {gib(memory.total)}, of which {limits.memory_utilization:.0%} may be "
         f"used and {gib(max(memory.free, 0))} are free besides the weights{kept}. Needed: weights "

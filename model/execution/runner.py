@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
 from model.execution.host_copy import HostCopy
 from model.execution.memory_plan import RunnerConfig
+from model.execution.page_copies import NULL_PAGE, PageCopies, PagesRead, StagedPages
 from model.execution.step import DeviceState, KvScales, OutputLayout, history_blocks
 from model.execution.step_programs import StepPrograms, device_of
 from model.inputs.paths import Place
@@ -171,6 +173,8 @@ class ModelRunner:
             pooling=self._config.pooling,
             keeps_text=self.described.has_drafts,
             max_loras=self._config.max_loras,
+            page_bytes=0 if (copies := self.described.page_copies) is None else copies.page_bytes,
+            pages_of_copy=0 if copies is None else copies.most,
         )
 
     @property
@@ -248,7 +252,15 @@ class ModelRunner:
             if num_run == 0 or bucket in exported or time.perf_counter() - started <= enough_s:
                 execute(self.described.padding(bucket)).result()
                 num_run += 1
+        self._run_page_copies()
         return num_run
+
+    def _run_page_copies(self) -> None:
+        """Reads the null page and writes it, by every program."""
+        for size in self.programs.read_pages:
+            pages = list(np.empty((size, self._copies.page_bytes), np.uint8))
+            self.read_pages([NULL_PAGE] * size).copy_to(pages)
+            self.write_pages(self.stage_pages(pages), [NULL_PAGE])
 
     def execute(self, step: StepInput) -> StepResult:
         """Dispatches the step and returns. Do not change `step.packed` before the result is there: a CPU reads the
@@ -303,6 +315,28 @@ class ModelRunner:
         with self._staging:
             staged = self._staged.pop(write.adapter)
         self.adapters = self.programs.write_adapter(self.adapters, staged, np.array([write.slot], np.int32))
+
+    def read_pages(self, pages: Sequence[int]) -> PagesRead:
+        """See `batcher.step.Runner`."""
+        numbers = self._copies.read_from(pages)
+        return PagesRead(self.programs.read_pages[numbers.size](self.state, numbers), len(pages))
+
+    def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
+        """See `batcher.step.Runner`."""
+        return self._copies.stage(pages)
+
+    def write_pages(self, staged: Any, pages: Sequence[int]) -> None:
+        """See `batcher.step.Runner`. Pages that were staged before `recover` can be written, too."""
+        numbers = self._copies.written_to(pages, staged.size)
+        self.state = self.programs.write_pages[staged.size](self.state, staged.copy, numbers)
+        for array in staged.copy:
+            array.delete()
+
+    @property
+    def _copies(self) -> PageCopies:
+        copies = self.described.page_copies
+        assert copies is not None, "the runner was made without moves_pages"
+        return copies
 
     def _try(self, bucket: Bucket) -> None:
         """Runs an exported program on padding before its first step, and waits for it. If it fails, it is compiled

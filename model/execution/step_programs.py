@@ -24,6 +24,7 @@ from model.execution.drafter import Drafter
 from model.execution.eagle_drafts import EagleDrafts
 from model.execution.memory_plan import RunnerConfig
 from model.execution.multi_step import make_multi_step
+from model.execution.page_copies import PageCopies
 from model.execution.speculative_step import make_speculative_step
 from model.execution.step import (
     HISTORY_BLOCK_SIZE,
@@ -84,6 +85,7 @@ class StepPrograms:
         )
         self.kv_scales_like: list[Any] = [scales if attention.spec.has_kv_scales else None] * model.config.num_layers
         self.state_like = self._describe_state()
+        self.page_copies = PageCopies(self.state_like, attention.page_axis) if config.moves_pages else None
         describe = partial(
             adapter_slots.describe, model.config, rank=config.max_lora_rank, dtype=model.dtype, sharding=self._sharding
         )
@@ -138,7 +140,7 @@ class StepPrograms:
         return Program(step, arguments, donated=2, out_shardings=(kept, self.everywhere))
 
     def updates(self) -> dict[str, Program]:
-        """The programs that change the state between steps, by name."""
+        """The programs that change the state between steps, and those that read pages of it, by name."""
         state = self.state_like
         reset = partial(reset_history, mesh=self.attention.mesh)
         block = (MASK_BLOCK, 1 + state.masks.shape[1])
@@ -151,6 +153,8 @@ class StepPrograms:
             arguments = (self.adapters_like, self.staged_like, self.sent((1,)))
             placed = jax.tree.map(lambda x: x.sharding, self.adapters_like)
             updates[WRITE_ADAPTER] = Program(adapter_slots.write, arguments, donated=0, out_shardings=placed)
+        if self.page_copies is not None:
+            updates |= self.page_copies.programs(self.sent)
         return updates
 
     def products(self, bucket: Bucket) -> Callable[[Any, jax.Array], jax.Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,17 @@ from batcher.config import EngineConfig
 from batcher.delivery import Tokens
 from batcher.engine import Engine
 from batcher.request import Request, SamplingParams
-from batcher.step import Bucket, Capacity, Runner, StepHandle, StepInput, StepOutput, Variant
+from batcher.step import (
+    Bucket,
+    Capacity,
+    PagesRead,
+    Runner,
+    StagedPages,
+    StepHandle,
+    StepInput,
+    StepOutput,
+    Variant,
+)
 from scripts.lab.serve_all import serve_all
 
 NUM_SETTLING = 5  # steps with all rows before the first one that counts
@@ -74,6 +84,15 @@ class Recorder:
 
     def unstage_adapter(self, adapter: int) -> None:
         self._runner.unstage_adapter(adapter)
+
+    def read_pages(self, pages: Sequence[int]) -> PagesRead:
+        return self._runner.read_pages(pages)
+
+    def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
+        return self._runner.stage_pages(pages)
+
+    def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> None:
+        self._runner.write_pages(staged, pages)
 
     def recover(self) -> None:
         self._runner.recover()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from batcher.step import Bucket, Capacity, StepInput, StepOutput
+from batcher.step import Bucket, Capacity, PagesRead, StagedPages, StepInput, StepOutput
 
 TOKEN = 5  # that every row of every step draws
 
@@ -43,6 +43,15 @@ class InstantRunner:
 
     def unstage_adapter(self, adapter: int) -> None:
         raise NotImplementedError("the simulated engine has no adapters")
+
+    def read_pages(self, pages: Sequence[int]) -> PagesRead:
+        raise RuntimeError("the simulated engine has no K/V that could leave")
+
+    def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
+        raise RuntimeError("the simulated engine has no K/V that could come back")
+
+    def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> None:
+        raise RuntimeError("the simulated engine has no K/V that could come back")
 
     def recover(self) -> None:
         raise RuntimeError("nothing ever fails here")

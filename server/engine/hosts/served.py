@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from batcher.delivery import Tokens
 from batcher.errors import EngineClosedError
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
-from batcher.step import Bucket, Capacity, Runner, StepHandle, StepInput
+from batcher.step import Bucket, Capacity, Runner, StagedPages, StepHandle, StepInput
 from model.inputs.words import described
 from server.engine.hosts import commands
 from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
@@ -23,8 +23,12 @@ from server.engine.hosts.leader import Leader
 from server.engine.hosts.weights import FollowersWeights
 from server.engine.process import AdaptedEngine, ChangeableEngine, EngineWrapper, Reporter, ServedEngine
 
+if TYPE_CHECKING:
+    import numpy as np
+
 LOSS_S = 2.0  # a step that a lost host has failed may fail before the loss is noticed
 RECOVERY_S = 10.0  # within which the leader notices a step that has failed on all hosts
+_NO_MOVES = "the pages of several hosts do not leave the devices: each host could read its own part only"
 
 
 class ServedChangeableEngine(ServedEngine, ChangeableEngine, AdaptedEngine, Protocol):
@@ -242,6 +246,15 @@ class BroadcastRunner:
     def unstage_adapter(self, adapter: int) -> None:
         assert self._adapters is not None, "no request has an adapter"
         self._adapters.unstage(adapter, self._runner)
+
+    def read_pages(self, pages: Sequence[int]) -> NoReturn:
+        raise RuntimeError(_NO_MOVES)
+
+    def stage_pages(self, pages: Sequence[np.ndarray]) -> NoReturn:
+        raise RuntimeError(_NO_MOVES)
+
+    def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> NoReturn:
+        raise RuntimeError(_NO_MOVES)
 
     def recover(self) -> None:
         self._leader.send(commands.Recover())

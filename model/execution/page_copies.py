@@ -1,0 +1,247 @@
+"""Copies of pages, which leave the device for the host's memory and come back.
+
+A copy holds all that the state keeps of N pages: the K/V of all layers and, if drafts are taken, the tokens and what
+the network that drafts has. It is a list of few arrays [N, L, ...], each of L arrays of the state that are alike, such
+as the layers of a network. They are split over chips as those are, so no chip exchanges anything with another.
+
+In the host's memory a page is one row of bytes: of each of these arrays the parts of all chips, one after the other. A
+part that several chips hold is there once. The bytes have a meaning only for the same model, form of pages and number
+of chips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from model.compiling.traced_programs import Program
+from model.execution.adapter_slots import bytes_of
+from model.execution.host_copy import HostCopy, Index, ranges
+from model.execution.step import DeviceState
+
+# So large that a link is busy with it, and so small that steps and loads that wait for it wait a millisecond or two.
+COPY_BYTES = 32 << 20
+MAX_PAGES_OF_COPY = 64
+MAX_COPIES = 4  # on a device at once: two on their way to the host, and two that are staged
+NULL_PAGE = 0
+
+Copy = list[jax.Array]
+
+
+def pages_of_copy(page: int) -> int:
+    """Most pages of a copy. `page`: bytes of one on a device."""
+    return min(max(1, COPY_BYTES // page), MAX_PAGES_OF_COPY)
+
+
+class PageCopies:
+    """The forms of the copies of a runner's pages, and the programs that make and take them.
+
+    There are two sizes, the largest and an eighth of it. A copy is sent as a whole, padded: a prompt's last pages would
+    otherwise take as long as eight times as many, and more sizes are more programs to compile.
+
+    Args:
+        state: described.
+        kv_axis: the axis of a layer's K/V that counts the pages.
+    """
+
+    def __init__(self, state: DeviceState, kv_axis: int) -> None:
+        one = _described(state, 1, kv_axis)
+        self.page_bytes = sum(like.size * like.dtype.itemsize for like in one)
+        self.most = pages_of_copy(bytes_of(one))
+        self._forms = {size: _described(state, size, kv_axis) for size in {max(1, self.most // 8), self.most}}
+        self._state = state
+        self._kv_axis = kv_axis
+        self._num_pages = state.kv[0].shape[kv_axis]
+
+    def programs(self, sent: Any) -> dict[str, Program]:
+        """All of them by `name`. `sent(shape)` describes an i32 array from the host."""
+        kept = _shardings(self._state)
+        programs = {}
+        for size, form in self._forms.items():
+            pages = sent((size,))
+            reading, writing = partial(read, kv_axis=self._kv_axis), partial(write, kv_axis=self._kv_axis)
+            programs[self.name("read", size)] = Program(
+                reading, (self._state, pages), donated=None, out_shardings=_shardings(form)
+            )
+            programs[self.name("write", size)] = Program(
+                writing, (self._state, form, pages), donated=0, out_shardings=kept
+            )
+        return programs
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(self._forms)
+
+    @staticmethod
+    def name(kind: str, size: int) -> str:
+        return f"{kind} {size} pages"
+
+    def size_of(self, count: int) -> int:
+        """The size of the program for so many pages."""
+        assert count <= self.most, f"a copy has {self.most} pages at most: {count=}"
+        return min(size for size in self._forms if size >= count)
+
+    def read_from(self, pages: Sequence[int]) -> np.ndarray:
+        """The pages for a read program, padded with the null page."""
+        padded = np.full(self.size_of(len(pages)), NULL_PAGE, np.int32)
+        padded[: len(pages)] = pages
+        return padded
+
+    def written_to(self, pages: Sequence[int], size: int) -> np.ndarray:
+        """The pages for the write program of a size, padded with others that there are not."""
+        padded = np.arange(self._num_pages, self._num_pages + size, dtype=np.int32)
+        padded[: len(pages)] = pages
+        return padded
+
+    def stage(self, pages: Sequence[np.ndarray]) -> StagedPages:
+        """Pages u8[page_bytes] on the devices. Blocks until they are there."""
+        form = self._forms[self.size_of(len(pages))]
+        copy, stop = [], 0
+        for like in form:
+            parts = {}
+            for index in _distinct(like.sharding, like.shape):
+                values = np.empty([len(range(*axis)) for axis in index], like.dtype)
+                start, stop = stop, stop + values[0].nbytes
+                for value, page in zip(_bytes(values), pages, strict=False):
+                    value[:] = page[start:stop]
+                parts[index] = values
+            copy.append(HostCopy(like.shape, like.sharding, parts).on_devices())
+        return StagedPages(jax.block_until_ready(copy))
+
+
+@dataclass(frozen=True)
+class StagedPages:
+    """`batcher.step.StagedPages`."""
+
+    copy: Copy
+
+    @property
+    def size(self) -> int:
+        return self.copy[0].shape[0]
+
+
+class PagesRead:
+    """`batcher.step.PagesRead`. What the devices hold of the copy goes to the host at once, each part from one of
+    them."""
+
+    def __init__(self, copy: Copy, count: int) -> None:
+        self._count = count
+        self._parts: list[jax.Array] = []
+        for array in copy:
+            parts = {ranges(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+            self._parts += [parts[index] for index in sorted(parts)]
+        for part in self._parts:
+            part.copy_to_host_async()
+
+    def copy_to(self, pages: Sequence[np.ndarray]) -> None:
+        """See `batcher.step.PagesRead`."""
+        assert len(pages) == self._count, f"{self._count} pages were read: {len(pages)=}"
+        parts, self._parts, stop = self._parts, [], 0
+        for part in parts:
+            values = _bytes(np.asarray(part))
+            start, stop = stop, stop + values.shape[1]
+            for page, value in zip(pages, values, strict=False):
+                page[start:stop] = value
+
+
+def read(state: DeviceState, pages: jax.Array, *, kv_axis: int) -> Copy:
+    """A copy of the pages, i32[N]."""
+
+    def taken(array: jax.Array, axis: int) -> jax.Array:
+        values = jnp.moveaxis(jnp.take(array, pages, axis=axis, mode="clip"), axis, 0)
+        return lax.bitcast_convert_type(values, _bits_of(array.dtype))
+
+    return [jnp.stack([taken(array, axis) for array in arrays], axis=1) for arrays, axis in _with_pages(state, kv_axis)]
+
+
+def write(state: DeviceState, copy: Copy, pages: jax.Array, *, kv_axis: int) -> DeviceState:
+    """The state with the copy in these pages, i32[N], which all differ. Those that there are not are dropped. To be
+    compiled with the state donated."""
+
+    def placed(array: jax.Array, axis: int, values: jax.Array) -> jax.Array:
+        index = (slice(None),) * axis
+        values = lax.bitcast_convert_type(jnp.moveaxis(values, 0, axis), array.dtype)
+        return array.at[*index, pages].set(values, mode="drop", unique_indices=True)
+
+    written = [
+        [placed(array, axis, part[:, layer]) for layer, array in enumerate(arrays)]
+        for (arrays, axis), part in zip(_with_pages(state, kv_axis), copy, strict=True)
+    ]
+    return _replaced(state, written)
+
+
+def _with_pages(state: DeviceState, kv_axis: int) -> list[tuple[list[jax.Array], int]]:
+    """The arrays of the state that have pages, those together that are alike, and which of their axes counts them."""
+    found = [(state.kv, kv_axis)]
+    if state.text is not None:
+        found.append(([state.text], 0))
+    if state.draft is not None:
+        found += [(state.draft.kv, kv_axis), ([state.draft.filled], 0)]
+        if state.draft.features is not None:
+            found.append(([state.draft.features], 0))
+    return found
+
+
+def _replaced(state: DeviceState, arrays: Iterable[list[jax.Array]]) -> DeviceState:
+    """The state with other arrays in place of those `_with_pages`."""
+    coming = iter(arrays)
+    state = replace(state, kv=next(coming))
+    if state.text is not None:
+        state = replace(state, text=next(coming)[0])
+    if (draft := state.draft) is not None:
+        draft = replace(draft, kv=next(coming), filled=next(coming)[0])
+        if draft.features is not None:
+            draft = replace(draft, features=next(coming)[0])
+    return replace(state, draft=draft)
+
+
+def _described(state: DeviceState, size: int, kv_axis: int) -> list[Any]:
+    """A copy of so many pages, as ShapeDtypeStructs."""
+    described = []
+    for arrays, axis in _with_pages(state, kv_axis):
+        array: Any = arrays[0]
+        shape = (size, len(arrays), *array.shape[:axis], *array.shape[axis + 1 :])
+        sharding = _of_copy(array.sharding, axis, array.ndim)
+        described.append(jax.ShapeDtypeStruct(shape, _bits_of(array.dtype), sharding=sharding))
+    return described
+
+
+def _bits_of(dtype: Any) -> Any:
+    """The type of the bits of such values. A CPU moves floats of 16 bits as floats of 32, which loses the smallest."""
+    return jnp.dtype(f"uint{8 * dtype.itemsize}")
+
+
+def _of_copy(sharding: Sharding, page_axis: int, ndim: int) -> Sharding:
+    """Of an array of a copy, if the state's arrays have this sharding."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    del axes[page_axis]
+    axes = [None, None, *axes]
+    while axes and axes[-1] is None:
+        axes.pop()
+    return NamedSharding(sharding.mesh, P(*axes))
+
+
+def _distinct(sharding: Sharding, shape: tuple[int, ...]) -> list[Index]:
+    """The parts of an array that this process's devices hold, each once."""
+    of_devices = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({ranges(index, shape) for index in of_devices if index is not None})
+
+
+def _bytes(values: np.ndarray) -> np.ndarray:
+    """u8[N, bytes of a page] of [N, ...]: a view, if the values lie in this order."""
+    return np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+
+
+def _shardings(described: Any) -> Any:
+    return jax.tree.map(lambda like: like.sharding, described)

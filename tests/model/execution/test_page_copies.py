@@ -1,0 +1,180 @@
+"""Pages that leave the device and come back, to the same pages or to others, hold what they held, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from batcher.step import Bucket, Variant
+from model.eagle_config import EagleForm
+from model.execution.memory_plan import RunnerConfig
+from model.execution.prompt_lookup import PromptLookup
+from model.execution.runner import ModelRunner
+from model.loading.weights import random_weights
+from model.network.sharding import make_mesh
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.spec import AttentionSpec, Backend
+from tests.model.collectives import collectives
+from tests.model.driver import TINY, int8_scales
+from tests.model.execution.test_eagle_drafts import head
+
+PROMPT, DECODE = Bucket(24, 4, Variant.SAMPLE), Bucket(4, 4, Variant.SAMPLE)
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 64, "num_pages": 23}
+LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
+MOVING = {"moves_pages": True}
+
+
+def make(
+    *,
+    backend: Backend = Backend.REFERENCE,
+    kv_dtype: Any = jnp.float32,
+    dtype: Any = jnp.float32,
+    drafts: str | None = None,
+    num_shards: int = 1,
+    **limits: Any,
+) -> ModelRunner:
+    """Its weights are random; it has compiled nothing."""
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    is_chip = backend.is_interpreted
+    config = replace(TINY, num_heads=8, num_kv_heads=4, vocab_size=200, head_dim=64 if is_chip else 16)
+    model = random_weights(config, dtype=dtype, mesh=mesh)
+
+    def attention(kv_dtype: Any) -> PagedAttention:
+        spec = AttentionSpec(
+            num_query_heads=config.num_heads, num_kv_heads=model.config.num_kv_heads, head_dim=config.head_dim,
+            page_size=64 if "gpu" in backend else 32 if is_chip else 16, dtype=dtype, kv_dtype=kv_dtype,
+        )  # fmt: skip
+        return PagedAttention(spec, backend, mesh)
+
+    draft: Any = None
+    if drafts == "model":
+        draft = random_weights(replace(config, num_layers=1), dtype=dtype, mesh=mesh), attention(dtype)
+    elif drafts in set(EagleForm):
+        draft = head(drafts, mesh=mesh), attention(dtype)
+    scales = int8_scales(model) if kv_dtype != dtype else None
+    settings = LIMITS | MOVING | {"lookup": LOOKUP if drafts == "lookup" else None, "max_draft_rows": 4} | limits
+    return ModelRunner(model, attention(kv_dtype), RunnerConfig(**settings), scales, draft=draft)
+
+
+def warm_copies(runner: ModelRunner) -> ModelRunner:
+    """Without steps, which take long to compile."""
+    updates, programs = runner.described.updates(), runner.programs
+    copies = runner.described.page_copies
+    for size in copies.sizes:
+        programs.read_pages[size] = updates[copies.name("read", size)].lower().compile()
+        programs.write_pages[size] = updates[copies.name("write", size)].lower().compile()
+    return runner
+
+
+def random_pages(runner: ModelRunner, count: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return list(rng.integers(0, 256, (count, runner.capacity().page_bytes), dtype=np.uint8))
+
+
+def read(runner: ModelRunner, pages: list[int]) -> list[np.ndarray]:
+    found = [np.zeros(runner.capacity().page_bytes, np.uint8) for _ in pages]
+    runner.read_pages(pages).copy_to(found)
+    return found
+
+
+def write(runner: ModelRunner, content: list[np.ndarray], pages: list[int]) -> None:
+    runner.write_pages(runner.stage_pages(content), pages)
+
+
+def bits_of_state(runner: ModelRunner) -> Iterator[tuple[np.ndarray, int | None]]:
+    """Every array of the state as bytes, and its page axis."""
+    kv_axis = runner.described.attention.page_axis
+    pages = runner.capacity().num_pages + 1
+    for leaf in jax.tree.leaves(runner.state):
+        is_kv, first = leaf.ndim > 3 and leaf.shape[kv_axis] == pages, leaf.shape[0] == pages
+        axis = kv_axis if is_kv else 0 if first else None
+        values = np.array(leaf)
+        yield values[..., None].view(np.uint8), axis
+
+
+def parts_of(runner: ModelRunner, page: int) -> list[np.ndarray]:
+    """A page's bits in each array."""
+    return [np.take(values, page, axis) for values, axis in bits_of_state(runner) if axis is not None]
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
+    "int8": {"kv_dtype": jnp.int8},
+    "fp8": {"kv_dtype": jnp.float8_e4m3fn},
+    "lookup": {"drafts": "lookup"},
+    "draft model": {"drafts": "model", "kv_dtype": jnp.int8},
+    "EAGLE": {"drafts": "eagle"},
+    "EAGLE-3": {"drafts": "eagle3", "kv_dtype": jnp.int8},
+    "C": {"backend": Backend.CPU},
+    "C, int8": {"backend": Backend.CPU, "kv_dtype": jnp.int8},
+    "GPU": {"backend": Backend.GPU_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
+    "GPU, fp8": {"backend": Backend.GPU_MMA_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.float8_e4m3fn},
+    "TPU": {"backend": Backend.TPU_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
+    "TPU, int8": {"backend": Backend.TPU_INTERPRET, "kv_dtype": jnp.int8, "drafts": "lookup"},
+    "two chips": {"num_shards": 2, "drafts": "model"},
+    "four chips": {"num_shards": 4, "kv_dtype": jnp.float8_e4m3fn},
+    "two TPUs": {"num_shards": 2, "backend": Backend.TPU_INTERPRET},
+    "two GPUs": {"num_shards": 2, "backend": Backend.GPU_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def runner(request) -> ModelRunner:
+    return warm_copies(make(**FORMS[request.param]))
+
+
+def test_pages_come_back_to_others_bit_for_bit(runner) -> None:
+    content = random_pages(runner, 5)
+    write(runner, content, [9, 2, 23, 1, 14])
+    held = [parts_of(runner, page) for page in (9, 2, 23, 1, 14)]
+    assert sum(part.size for part in held[0]) == runner.capacity().page_bytes
+    assert all(len({values.tobytes() for values in parts}) == 5 for parts in zip(*held, strict=True)), "of each array"
+    found = read(runner, [9, 2, 23, 1, 14])
+    for own, expected in zip(found, content, strict=True):
+        np.testing.assert_array_equal(own, expected)
+    write(runner, found, [3, 4, 5, 6, 7])
+    for page, parts in zip((3, 4, 5, 6, 7), held, strict=True):
+        for own, expected in zip(parts_of(runner, page), parts, strict=True):
+            np.testing.assert_array_equal(own, expected)
+
+
+def test_what_is_not_named_stays(runner) -> None:
+    write(runner, random_pages(runner, 5, seed=1), [8, 9, 10, 11, 12])
+    before = list(bits_of_state(runner))
+    read(runner, [8, 12])
+    staged = runner.stage_pages(random_pages(runner, 3, seed=2))
+    runner.write_pages(staged, [20, 10])  # one of the three is not wanted any more
+    for (old, axis), (new, _) in zip(before, bits_of_state(runner), strict=True):
+        if axis is not None:
+            assert (np.take(old, 20, axis) != np.take(new, 20, axis)).any()
+            old, new = (np.delete(values, [10, 20], axis) for values in (old, new))
+        np.testing.assert_array_equal(new, old)
+
+
+def test_the_programs_work_in_place_and_exchange_nothing(runner) -> None:
+    copies, programs = runner.described.page_copies, runner.programs
+    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(runner.state) for shard in leaf.addressable_shards[:1])
+    for size in copies.sizes:
+        reading, writing = programs.read_pages[size], programs.write_pages[size]
+        assert reading.memory_analysis().alias_size_in_bytes == 0
+        assert writing.memory_analysis().alias_size_in_bytes == held
+        assert not collectives(reading.as_text()) and not collectives(writing.as_text())
+
+
+def test_buffers_stay_where_they_are(runner) -> None:
+    def addresses() -> list[int]:
+        shards = [shard for leaf in jax.tree.leaves(runner.state) for shard in leaf.addressable_shards]
+        return [shard.data.unsafe_buffer_pointer() for shard in shards]
+
+    write(runner, random_pages(runner, 2), [1, 2])  # what a test has looked at is not replaced in place
+    before = addresses()
+    write(runner, random_pages(runner, 9), list(range(1, 10)))
+    read(runner, [1])
+    assert addresses() == before
