@@ -201,7 +201,8 @@ class RequestQueues:
         seq = self.offloaded.end_load(load)
         if not load.num_written:
             return
-        seq.num_computed = (load.first + load.num_written) * self.page_size
+        seq.num_hit_pages = load.first + load.num_written
+        seq.num_computed = seq.num_hit_pages * self.page_size
         if not seq.num_preemptions:
             self.offloaded.counts.num_hit_tokens += seq.num_computed - seq.num_hit_tokens
             seq.num_hit_tokens = seq.num_computed

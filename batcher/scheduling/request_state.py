@@ -139,7 +139,7 @@ class RequestState:
         self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as computed
         self.prefix = StoredPrefix()  # of a waiting request
         self.num_committed = 0  # leading pages offered to the prefix cache
-        self.num_hit_pages = 0  # leading pages that came from the prefix cache at the last admission
+        self.num_hit_pages = 0  # leading pages that were found at the last admission, on the device or away
         self.num_hit_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.pooled: np.ndarray | None = None  # f32[D], the sum of the hidden states of the tokens read back, for MEAN
         self.num_stalls = 0  # steps in a row in which it has waited for a page while decoding
