@@ -11,12 +11,13 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.deferred_programs import DeferredPrograms
 from batcher.delivery import Delivery, StepDelivery
+from batcher.page_store import NoPage
 from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
 from batcher.requests.page_mover import Moved, Saved
 from batcher.scheduling.multi_step import SeveralSteps
-from batcher.scheduling.page_moves import PageLoad, PageSave
+from batcher.scheduling.page_moves import HostPage, PageLoad, PageSave
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import State
 from batcher.scheduling.row_tokens import OneToken
@@ -208,15 +209,30 @@ class EngineCore:
         """Whether rows wait for pages."""
         return self.scheduler.offloaded is not None and self.scheduler.offloaded.is_loading_any
 
-    def next_give_up(self) -> float | None:
-        """When `give_up_loads` has something to do, by the clock. None: no row waits for pages."""
-        return None if self.scheduler.offloaded is None else self.scheduler.offloaded.next_deadline()
+    def next_give_ups(self) -> tuple[float | None, ...]:
+        """When `give_up` has something to do, by the clock."""
+        offloaded = self.scheduler.offloaded
+        return () if offloaded is None else (offloaded.next_deadline(), offloaded.kept.next_deadline())
 
-    def give_up_loads(self) -> None:
-        """Rows that have waited for pages for too long go on without the missing ones."""
-        if self.scheduler.offloaded is not None:
-            for load in self.scheduler.offloaded.overdue():
+    def give_up(self) -> None:
+        """Rows that have waited for pages for too long go on without the missing ones. Pages that other engines have
+        not taken in time are kept no longer."""
+        offloaded = self.scheduler.offloaded
+        if offloaded is not None:
+            for load in offloaded.overdue():
                 self.scheduler.end_load(load)
+            offloaded.kept.drop_overdue(self._clock())
+
+    def find_kept(self, token: bytes, index: int) -> HostPage | NoPage:
+        """A page that is kept for another engine. Any thread may call it."""
+        offloaded = self.scheduler.offloaded
+        prompt = None if offloaded is None else offloaded.kept.get(token)
+        return NoPage.NEVER if prompt is None else prompt.find(index)
+
+    def drop_kept(self, token: bytes) -> None:
+        """Another engine has taken the pages of a prompt."""
+        if self.scheduler.offloaded is not None:
+            self.scheduler.offloaded.kept.drop(token)
 
     # --- failure ---
 

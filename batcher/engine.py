@@ -58,6 +58,7 @@ from batcher.errors import (
 )
 from batcher.grammar import Grammars
 from batcher.inbox import Inbox, Result
+from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
 from batcher.requests.masks import Ask, MaskThreads, answer
@@ -159,6 +160,10 @@ class Engine:
         )
         if self.config.prefix_caching:
             self._add_digests(sequence)
+        remote = None if self.config.offloading is None else self.config.offloading.remote
+        if request.source is not None and remote is not None:
+            count = (sequence.num_prompt - 1) // self._capacity.page_size  # the last token is always computed
+            remote.expect(sequence.digests[:count], request.source)
         self._inbox.accept(sequence)
 
     def _add_digests(self, sequence: RequestState) -> None:
@@ -192,6 +197,20 @@ class Engine:
     def adapters_in_use(self) -> set[int]:
         """The LoRA adapters of the requests that have not had their last output."""
         return set(self._inbox.num_live_of_adapters())
+
+    def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
+        """A page of the prompt of a request with `keep_as`, which has ended. Its bytes may change once it is kept no
+        longer."""
+        host = self.core.find_kept(token, index)
+        if isinstance(host, NoPage):
+            return host
+        assert self._page_mover is not None and host.checksum is not None, "the mover has brought it there"
+        page = self._page_mover.page(host)
+        return NoPage.NEVER if page is None else KeptPage(host.tokens, host.checksum, page)
+
+    def drop_kept(self, token: bytes) -> None:
+        """The pages of the prompt are kept no longer."""
+        self._inbox.taken(token)
 
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
@@ -335,7 +354,7 @@ class Engine:
         core = self.core
         if self._is_unchecked and not core.requests.sequences and not core.in_flight:
             self._check_when_idle()
-        deadlines = core.requests.next_deadline(), core.step_watch.next_check(), core.next_give_up()
+        deadlines = core.requests.next_deadline(), core.step_watch.next_check(), *core.next_give_ups()
         times = [time for time in deadlines if time is not None]
         timeout_s = max(0.0, min(times) - self._clock()) if times else None
         self._inbox.wait(timeout_s, is_idle=not core.in_flight)
@@ -373,7 +392,9 @@ class Engine:
             self._deliver(self.core.requests.take_staged(staged))
         for moved in news.moved:
             self.core.take_moved(moved)
-        self.core.give_up_loads()
+        for token in news.taken:
+            self.core.drop_kept(token)
+        self.core.give_up()
         self._deliver(self.core.requests.expire())
 
     def _dispatch(self) -> InFlight | None:
@@ -468,7 +489,7 @@ class Engine:
             self._runner,
             self._capacity,
             offloaded.num_pages,
-            offloading.store,
+            offloading,
             on_moved=self._take_moved,
             on_failure=self._inbox.failed,
         )

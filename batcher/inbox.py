@@ -30,11 +30,12 @@ class News(NamedTuple):
     masks: list[Answer]
     staged: list[Staged]
     moved: list[Moved]
+    taken: list[bytes]  # tokens of prompts whose pages were kept
     forgets_prefixes: bool
 
 
 def _no_news() -> News:
-    return News([], [], [], [], [], forgets_prefixes=False)
+    return News([], [], [], [], [], [], forgets_prefixes=False)
 
 
 class Inbox:
@@ -157,6 +158,12 @@ class Inbox:
             self._news.moved.append(moved)
             self._wake.notify()
 
+    def taken(self, token: bytes) -> None:
+        """Another engine has taken the pages of a prompt."""
+        with self._lock:
+            self._news.taken.append(token)
+            self._wake.notify()
+
     def failed(self, error: Exception) -> None:
         """Another thread of the engine has failed: the engine cannot go on."""
         with self._lock:
@@ -183,7 +190,7 @@ class Inbox:
         if is_idle and (self._is_stopping or self._changes):
             return True
         news = self._news
-        has_news = news.arrived or news.aborted or news.masks or news.staged or news.moved or news.forgets_prefixes
+        has_news = any(news)
         return bool(self._results or has_news or (self._failure is not None and not self._is_stopping))
 
     def take_results(self) -> list[Result]:

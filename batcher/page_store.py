@@ -1,9 +1,15 @@
-"""Where pages go that leave the device: the host's memory, and behind it what `PageStore` is the interface to."""
+"""Where pages go that leave the device: the host's memory, and behind it what `PageStore` is the interface to.
+
+Pages also come from other engines (`RemotePages`), which have computed them for a request of this one and keep them in
+their host's memory until they are taken.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,9 +37,54 @@ class PageStore(Protocol):
         """Ends what runs in the background. No other call is made afterwards."""
 
 
+class KeptPage(NamedTuple):
+    """A page that an engine keeps for another one."""
+
+    tokens: bytes
+    checksum: int  # zlib.crc32 of what `page` should hold
+    page: np.ndarray  # u8[page_bytes]
+
+
+class NoPage(Enum):
+    """Why there is no such page."""
+
+    NOT_YET = auto()  # it is on its way to the host
+    NEVER = auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageSource:
+    """Where the first pages of a prompt can be taken from."""
+
+    address: str  # of the engine that has them
+    token: bytes  # by which it gives them
+    keep_s: float  # that it keeps them
+
+
+class RemotePages(Protocol):
+    """Pages of other engines, by their digest. Thread-safe, but for `load`, which one thread calls."""
+
+    def expect(self, digests: Sequence[bytes], source: PageSource) -> None:
+        """The first pages of a prompt can be had, each once."""
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the page is expected. Quick."""
+
+    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
+        """As of `PageStore`."""
+
+    def clear(self) -> None:
+        """No page is expected any more."""
+
+    def close(self) -> None:
+        """No other call is made afterwards."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloading:
     """The settings of an engine whose pages leave the device."""
 
     host_bytes: int  # of the host's memory
     store: PageStore | None = None  # behind the host's memory
+    remote: RemotePages | None = None  # None: no request has a `source`
+    keep_s: float | None = None  # that pages are kept for other engines; None: no request has a `keep_as`

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batcher.page_store import PageSource
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -84,6 +88,8 @@ class Request:
     client: int = 0  # clients share the rows of a step, and so do a client's groups: see `fair_queue.py`
     group: str = ""  # "": it is alone
     adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
+    source: PageSource | None = None  # of the prompt's full pages: another engine has computed them
+    keep_as: bytes = b""  # the token by which another engine takes the prompt's full pages; b"": none does
 
 
 class FinishReason(StrEnum):

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import numpy as np
 
-from batcher.page_store import PageStore
+from batcher.page_store import Offloading
 from batcher.scheduling.page_moves import AwayPage, HostPage, PageLoad, PageSave
 from batcher.step import Capacity, PagesRead, Runner, StagedPages
 
@@ -77,7 +77,7 @@ class PageMover:
         runner: Runner,
         capacity: Capacity,
         num_pages: int,
-        store: PageStore | None,
+        offloading: Offloading,
         on_moved: Callable[[Moved], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
@@ -86,7 +86,7 @@ class PageMover:
         self._num_pages = num_pages
         self._memory: np.ndarray | None = None  # u8[num_pages, page_bytes], made at the first move
         self._in_place: list[HostPage | None] = [None] * num_pages
-        self._store = store
+        self._store, self._remote = offloading.store, offloading.remote
         self._on_moved, self._on_failure = on_moved, on_failure
         self._moves: _Queue = SimpleQueue()
         self._to_read: _Queue = SimpleQueue()
@@ -114,8 +114,10 @@ class PageMover:
         if self._threads:
             return
         queues: dict[str, _Queue] = {"engine-pages": self._moves}
+        if self._store is not None or self._remote is not None:
+            queues |= {"engine-pages-read": self._to_read}
         if self._store is not None:
-            queues |= {"engine-pages-read": self._to_read, "engine-pages-write": self._to_write}
+            queues |= {"engine-pages-write": self._to_write}
         self._threads = [
             threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
             for name, queue in queues.items()
@@ -133,7 +135,9 @@ class PageMover:
 
     def clear_store(self) -> None:
         """The store forgets all pages, and gets none that is not trusted any more. Waits for a page that is being
-        written."""
+        written. Those of other engines are not expected any more."""
+        if self._remote is not None:
+            self._remote.clear()
         if self._store is not None:
             with self._writing:
                 self._store.clear()
@@ -150,8 +154,16 @@ class PageMover:
         """Waits until the threads have ended, and closes the store."""
         for thread in self._threads:
             thread.join()
-        if self._store is not None:
-            self._store.close()
+        for source in (self._store, self._remote):
+            if source is not None:
+                source.close()
+
+    # --- any thread ---
+
+    def page(self, host: HostPage) -> np.ndarray | None:
+        """The bytes of a page, u8[page_bytes], if they are there. A later save may write to them, unless the page is
+        kept; its checksum tells."""
+        return self._place(host) if self._in_place[host.place] is host else None
 
     # --- the threads ---
 
@@ -233,8 +245,7 @@ class PageMover:
         return None
 
     def _read(self, load: PageLoad) -> None:
-        """Reads the pages of the store, up to the first one that is lost."""
-        assert self._store is not None
+        """Reads the pages of the store and of other engines, up to the first one that is lost."""
         read: dict[int, np.ndarray | None] = {}
         for index, page in enumerate(load.away):
             if page.host is not None:
@@ -242,10 +253,14 @@ class PageMover:
             if not load.is_wanted:
                 return
             into = np.empty(self._page_bytes, np.uint8)
-            read[index] = into if self._store.load(page.digest, page.tokens, into) else None
+            read[index] = into if self._is_read(page, into) else None
             if read[index] is None:
                 break
         self._moves.put(_Load(load, read))
+
+    def _is_read(self, page: AwayPage, into: np.ndarray) -> bool:
+        sources = (self._remote, self._store)
+        return any(source is not None and source.load(page.digest, page.tokens, into) for source in sources)
 
     def _write(self, write: _Write) -> None:
         assert self._store is not None

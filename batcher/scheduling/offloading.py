@@ -13,6 +13,10 @@ are compared as for a page of the device.
    others compute. It goes on with the pages that have come when all have, when one cannot be read, or when they have
    taken as long as computing them would have.
 4. A request whose next missing page another one loads waits for it, as for a page that a step computes.
+5. The pages of a prompt that another engine will take are saved as soon as they are full, and are not evicted from the
+   host's memory until they have been taken or some time has passed. They are half of it at most.
+6. Pages that another engine has computed for a request are loaded, however long computing them would take here: this
+   engine's steps are kept free of prompts. What the other engine loses is computed.
 
 All work on the bytes is done by `batcher/requests/page_mover.py` in the order in which it is asked for: here are only
 the decisions, and they are the engine's thread's.
@@ -24,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from batcher.page_store import Offloading
+from batcher.scheduling.kept_prompts import DevicePage, KeptPrompts
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState
@@ -80,7 +85,9 @@ class OffloadedPages:
             raise ValueError(
                 f"the host's memory has no room for a page of {capacity.page_bytes} bytes: {offloading.host_bytes=}"
             )
-        self._store = offloading.store
+        self._store, self._remote = offloading.store, offloading.remote
+        self._keep_s = offloading.keep_s
+        self._saves_all = self._store is not None or self._keep_s is not None
         self._pages_of_copy = capacity.pages_of_copy
         self._page_size = capacity.page_size
         self._ahead = min(capacity.pages_per_seq, capacity.num_pages)
@@ -94,6 +101,7 @@ class OffloadedPages:
         self._saves: list[PageSave] = []  # begun or about to
         self._loads: dict[PageLoad, RequestState] = {}
         self._loading: set[bytes] = set()
+        self.kept = KeptPrompts(self.num_pages // 2, pool.release)
         self.times = Times()
         self.counts = OffloadingCounts(num_places=self.num_pages)
 
@@ -106,17 +114,17 @@ class OffloadedPages:
 
     def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
         """A used page can be found now."""
-        if self._store is not None and digest not in self._index and not self._store.has(digest):
+        if self._saves_all and digest not in self._index and not (self._store and self._store.has(digest)):
             self._unsaved[page] = digest, tokens
 
     def released(self, page: int, digest: bytes, tokens: bytes) -> None:
         """No request holds the stored page any more."""
-        if self._store is None and digest not in self._index:
+        if not self._saves_all and digest not in self._index:
             self._unsaved[page] = digest, tokens
 
     def acquired(self, page: int) -> None:
         """A request holds the stored page again."""
-        if self._store is None:
+        if not self._saves_all:
             self._unsaved.pop(page, None)
 
     def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
@@ -131,6 +139,7 @@ class OffloadedPages:
         """The K/V of this digest are not to be found again; `page` has them on the device, if one does."""
         if page is not None:
             self._unsaved.pop(page, None)
+        self.kept.cut(digest)
         host = self._index.pop(digest, None)
         if host is not None:
             host.is_trusted = False
@@ -139,6 +148,7 @@ class OffloadedPages:
     def cleared(self) -> None:
         """Nothing is to be found again."""
         self._unsaved.clear()
+        self.kept.cut()
         for host in self._index.values():
             host.is_trusted = False
             self._places.append(host.place)
@@ -154,9 +164,10 @@ class OffloadedPages:
     def save_ahead(self) -> None:
         """Rule 1. Not in each step, but many pages at a time. Called before a step is planned: the pages that it will
         fill are stored while it is planned, and have nothing yet."""
+        self._save_kept()
         if not self._unsaved:
             return
-        if self._store is not None:
+        if self._saves_all:
             if len(self._unsaved) < self._pages_of_copy // 4 and self._pool.num_used:
                 return
         elif self._pool.num_free >= self._ahead or self._pool.num_reusable - len(self._unsaved) > self._ahead // 2:
@@ -167,6 +178,12 @@ class OffloadedPages:
                 self._unsaved[page] = digest, tokens
                 self._unsaved.move_to_end(page, last=False)
                 return
+
+    def _save_kept(self) -> None:
+        """Rule 5, for what was not saved before the end of the request."""
+        for prompt in self.kept.unsaved():
+            while prompt.num_to_come and self._save(*(following := prompt.next())):
+                prompt.keep(self._index[following.digest])
 
     def _save(self, page: int, digest: bytes, tokens: bytes) -> bool:
         """False: too many copies are on their way."""
@@ -179,11 +196,29 @@ class OffloadedPages:
             save = PageSave()
             self._saves.append(save)
             self._moves.append(save)
-        place = self._places.pop() if self._places else self._index.popitem(last=False)[1].place
+        place = self._places.pop() if self._places else self._evicted_place()
         host = self._index[digest] = HostPage(place, digest, tokens)
         save.pages.append(page)
         save.hosts.append(host)
         return True
+
+    def _evicted_place(self) -> int:
+        """That of the least recently used page in the host's memory that is not kept."""
+        while (host := next(iter(self._index.values()))).num_keepers:
+            self._index.move_to_end(host.digest)
+        return self._index.pop(host.digest).place
+
+    def keep(self, seq: RequestState) -> None:
+        """Rule 5. The request ends, and holds its pages."""
+        if self._keep_s is None or not seq.output:
+            return
+        count = min(seq.num_committed, (seq.num_prompt - 1) // self._page_size)
+        pages = [
+            DevicePage(seq.pages[index], seq.digests[index], seq.page_bytes(index, self._page_size))
+            for index in range(count)
+        ]
+        self._pool.acquire(seq.pages[:count])
+        self.kept.add(seq.request.keep_as, self._clock() + self._keep_s, pages)
 
     def end_save(self, save: PageSave, error: Exception | None) -> None:
         """The pages are in the host's memory, or have not been copied."""
@@ -203,18 +238,18 @@ class OffloadedPages:
         return digest in self._loading
 
     def find(self, seq: RequestState, first: int, stop: int) -> list[AwayPage]:
-        """Rule 3: the pages of a request to load, from index `first` on; none from `stop` on."""
+        """Rules 3 and 6: the pages of a request to load, from index `first` on; none from `stop` on."""
         away: list[AwayPage] = []
         for index in range(first, stop):
             digest = seq.digests[index]
             host = self._index.get(digest)
-            if host is None and (self._store is None or not self._store.has(digest)):
+            if host is None and not self._is_away(digest):
                 break
             tokens = seq.page_bytes(index, self._page_size)
             if host is not None and host.tokens != tokens:
                 break
             page = AwayPage(digest, tokens, host)
-            if not self.times.pays(page, self._page_size):
+            if seq.request.source is None and not self.times.pays(page, self._page_size):
                 break
             away.append(page)
         for page in away:
@@ -222,15 +257,20 @@ class OffloadedPages:
                 self._index.move_to_end(page.digest)  # pages that the request evicts from the device do not replace it
         return away
 
+    def _is_away(self, digest: bytes) -> bool:
+        """Whether another engine or the store has the page."""
+        return any(source is not None and source.has(digest) for source in (self._remote, self._store))
+
     def load(self, seq: RequestState, first: int, away: list[AwayPage]) -> None:
         """The request has pages, and these are to come to those from index `first` on."""
-        now = self._clock()
+        now, source = self._clock(), seq.request.source
+        patience_s = len(away) * self._page_size * (self.times.of_token or 0.0) if source is None else source.keep_s
         load = PageLoad(
             first=first,
             away=away,
             pages=seq.pages[first : first + len(away)],
             asked_s=now,
-            give_up_s=now + max(_PATIENCE_S, len(away) * self._page_size * (self.times.of_token or 0.0)),
+            give_up_s=now + max(_PATIENCE_S, patience_s),
         )
         seq.load = load
         self._loads[load] = seq
@@ -242,7 +282,7 @@ class OffloadedPages:
         seq = self._loads.pop(load)
         seq.load, load.is_wanted = None, False
         self._loading.difference_update(page.digest for page in load.away)
-        if load.num_written == len(load.away):
+        if load.num_written == len(load.away) and seq.request.source is None:
             self.times.loaded(self._clock() - load.asked_s, load)
         from_store = sum(page.host is None for page in load.away[: load.num_written])
         self.counts.num_loaded += load.num_written - from_store
@@ -252,7 +292,7 @@ class OffloadedPages:
 
     def held(self) -> OffloadingCounts:
         """The counts, with the gauges of now."""
-        self.counts.num_held = len(self._index)
+        self.counts.num_held, self.counts.num_kept = len(self._index), self.kept.num_pages
         return self.counts
 
     def next_deadline(self) -> float | None:
@@ -270,6 +310,7 @@ class OffloadedPages:
         assert sorted(places) == list(range(self.num_pages)), "a place of the host's memory is lost or held twice"
         assert all(page.is_trusted for page in self._index.values())
         assert all(self._index[page.digest] is page for page in self._index.values())
+        assert self.kept.num_pages <= self.num_pages // 2
         assert all(seq.load is load for load, seq in self._loads.items()), "a load has lost its row"
 
 

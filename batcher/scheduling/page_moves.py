@@ -9,19 +9,20 @@ from dataclasses import dataclass, field
 class HostPage:
     """A page in the host's memory. Its bytes are the mover's."""
 
-    __slots__ = ("checksum", "digest", "is_trusted", "place", "tokens")
+    __slots__ = ("checksum", "digest", "is_trusted", "num_keepers", "place", "tokens")
 
     def __init__(self, place: int, digest: bytes, tokens: bytes) -> None:
         self.place = place  # in the host's memory
         self.digest = digest
         self.tokens = tokens
         self.is_trusted = True  # False: its K/V are not to be found again, in the store neither
+        self.num_keepers = 0  # prompts that are kept for other engines; it is not evicted before they go
         self.checksum: int | None = None  # of its bytes; None: they are not there. Only the mover reads and writes it
 
 
 @dataclass(frozen=True, slots=True)
 class AwayPage:
-    """A page to load: from the host's memory, or, without `host`, from the store."""
+    """A page to load: from the host's memory, or, without `host`, from another engine or the store."""
 
     digest: bytes
     tokens: bytes
@@ -60,11 +61,12 @@ class OffloadingCounts:
     # gauges
     num_places: int = 0  # of the host's memory
     num_held: int = 0  # in the host's memory
+    num_kept: int = 0  # of these, for other engines; one that is kept for two prompts counts twice
     # counters
     num_saved: int = 0  # copied to the host's memory
     num_lost: int = 0  # evicted from the device without a copy
     num_loaded: int = 0  # from the host's memory
-    num_loaded_from_store: int = 0
+    num_loaded_from_store: int = 0  # or from other engines
     num_not_loaded: int = 0  # asked for, and computed in the end
     num_broken: int = 0  # their bytes had changed in the host's memory
     num_unwritten: int = 0  # the store was too slow for them

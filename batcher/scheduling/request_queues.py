@@ -83,6 +83,8 @@ class RequestQueues:
         """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
         if sequence.state is State.RUNNING:
             self.commit(sequence)
+            if self.offloaded is not None and sequence.request.keep_as:
+                self.offloaded.keep(sequence)
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
@@ -238,6 +240,8 @@ class RequestQueues:
     def check_integrity(self) -> None:
         """Raises AssertionError if slots, pages or queues are inconsistent."""
         holders = [seq.pages for seq in self.running] + [pages for _, _, pages in self._held]
+        if self.offloaded is not None:
+            holders += self.offloaded.kept.held()
         self.pool.check_integrity(holders)
         slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
         assert sorted(slots + self._free_slots) == list(range(self._num_slots))

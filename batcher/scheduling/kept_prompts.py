@@ -1,0 +1,130 @@
+"""Prompts whose pages stay in the host's memory until another engine has taken them, or for some time.
+
+The engine's thread keeps and drops them. Another thread looks for pages meanwhile (`KeptPrompt.find`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from batcher.page_store import NoPage
+from batcher.scheduling.page_moves import HostPage
+
+
+class DevicePage(NamedTuple):
+    """A full page of a prompt."""
+
+    page: int
+    digest: bytes
+    tokens: bytes
+
+
+class KeptPrompt:
+    """The first full pages of a prompt.
+
+    Args:
+        until_s: by the clock.
+        pages: all of them, on the device. They are held there until none is to be saved any more.
+        most: of them that are kept.
+    """
+
+    def __init__(self, until_s: float, pages: Sequence[DevicePage], most: int) -> None:
+        self.until_s = until_s
+        self.on_device = [page.page for page in pages]  # held
+        self.hosts: list[HostPage] = []  # of the first pages
+        self._pages = pages
+        self._num_pages = min(most, len(pages))
+
+    @property
+    def num_to_come(self) -> int:
+        """Pages that are not in the host's memory, nor on their way there."""
+        return self._num_pages - len(self.hosts)
+
+    def next(self) -> DevicePage:
+        """The first one of them."""
+        return self._pages[len(self.hosts)]
+
+    def keep(self, host: HostPage) -> None:
+        """The next page is in the host's memory, or on its way there."""
+        host.num_keepers += 1
+        self.hosts.append(host)
+
+    def cut(self, digest: bytes | None = None) -> None:
+        """A page that is not saved is not to be trusted, or, without `digest`, none is: it ends before that page."""
+        for index in range(len(self.hosts), self._num_pages):
+            if digest in (None, self._pages[index].digest):
+                self._num_pages = index
+
+    def find(self, index: int) -> HostPage | NoPage:
+        """A page that has been copied to the host's memory. Any thread may call it."""
+        if index >= self._num_pages:
+            return NoPage.NEVER
+        if index >= len(self.hosts):
+            return NoPage.NOT_YET
+        host = self.hosts[index]
+        if not host.is_trusted:
+            return NoPage.NEVER
+        return NoPage.NOT_YET if host.checksum is None else host
+
+
+class KeptPrompts:
+    """The prompts by their tokens.
+
+    Args:
+        num_pages: most that are kept, of all prompts together.
+        release: is called with the pages of the device that are held no longer.
+    """
+
+    def __init__(self, num_pages: int, release: Callable[[Sequence[int]], None]) -> None:
+        self.num_pages = 0  # that are kept, or will be
+        self._most = num_pages
+        self._release = release
+        self._prompts: dict[bytes, KeptPrompt] = {}
+
+    def add(self, token: bytes, until_s: float, pages: Sequence[DevicePage]) -> None:
+        """A prompt whose pages are held on the device."""
+        self.drop(token)
+        prompt = self._prompts[token] = KeptPrompt(until_s, pages, self._most - self.num_pages)
+        self.num_pages += prompt.num_to_come
+
+    def get(self, token: bytes) -> KeptPrompt | None:
+        """Any thread may call it."""
+        return self._prompts.get(token)
+
+    def unsaved(self) -> Iterator[KeptPrompt]:
+        """The prompts with pages to come. Those without any let their pages on the device go."""
+        for prompt in self._prompts.values():
+            if prompt.num_to_come:
+                yield prompt
+            if not prompt.num_to_come and prompt.on_device:
+                self._release(prompt.on_device)
+                prompt.on_device = []
+
+    def cut(self, digest: bytes | None = None) -> None:
+        """See `KeptPrompt.cut`."""
+        for prompt in self._prompts.values():
+            before = prompt.num_to_come
+            prompt.cut(digest)
+            self.num_pages -= before - prompt.num_to_come
+
+    def drop(self, token: bytes) -> None:
+        """The prompt has been taken, or will not be. A token that is not known is ignored."""
+        prompt = self._prompts.pop(token, None)
+        if prompt is None:
+            return
+        self.num_pages -= len(prompt.hosts) + prompt.num_to_come
+        for host in prompt.hosts:
+            host.num_keepers -= 1
+        self._release(prompt.on_device)
+
+    def drop_overdue(self, now_s: float) -> None:
+        for token in [token for token, prompt in self._prompts.items() if prompt.until_s <= now_s]:
+            self.drop(token)
+
+    def next_deadline(self) -> float | None:
+        return min((prompt.until_s for prompt in self._prompts.values()), default=None)
+
+    def held(self) -> list[list[int]]:
+        """The pages of the device that each prompt holds."""
+        return [prompt.on_device for prompt in self._prompts.values()]
