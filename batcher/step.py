@@ -116,6 +116,7 @@ class PackedLayout:
 MASK_BLOCK = 16  # rows of one dispatch of masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
 MAX_STAGED_ADAPTERS = 2
+MAX_PAGE_COPIES = 2  # on their way to the host at once, and as many that are staged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,11 +227,13 @@ class Runner(Protocol):
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
         """Dispatches a copy of these pages, at most `pages_of_copy`, to the host, and returns at once. Steps that come
-        later may write to the pages. Called from the thread that calls `execute`."""
+        later may write to the pages. Called from the thread that calls `execute`, while fewer than `MAX_PAGE_COPIES`
+        wait for `copy_to`."""
 
     def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
         """Brings what `PagesRead.copy_to` gave, at most `pages_of_copy` pages, to the device. Blocks until the arrays
-        may change; called from a thread of its own while steps run."""
+        may change; called from a thread of its own while steps run. At most `MAX_PAGE_COPIES` are there at once: each
+        is written, or forgotten by the caller."""
 
     def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> None:
         """Dispatches a copy of staged pages to these, in the order of `stage_pages`, and returns at once. There may be

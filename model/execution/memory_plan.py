@@ -16,7 +16,7 @@ from flax import nnx
 from batcher.grammar import num_mask_words
 from batcher.request import LogprobsMode, Pooling
 from batcher.slots import SlotLayout
-from batcher.step import MAX_STAGED_ADAPTERS
+from batcher.step import MAX_PAGE_COPIES, MAX_STAGED_ADAPTERS
 from model.config import LlamaConfig
 from model.execution import adapter_slots, page_copies
 from model.execution.device_memory import DeviceMemory
@@ -153,8 +153,8 @@ def adapter_bytes(model: Llama, attention: PagedAttention, limits: RunnerConfig)
 
 
 def copy_bytes(page: int, limits: RunnerConfig) -> int:
-    """Bytes on one device of the copies of pages that are on their way to the host or back. `page`: of one page."""
-    return page_copies.MAX_COPIES * page_copies.pages_of_copy(page) * page if limits.moves_pages else 0
+    """Bytes on one device of the copies of pages that are on their way to the host or staged. `page`: of one page."""
+    return 2 * MAX_PAGE_COPIES * page_copies.pages_of_copy(page) * page if limits.moves_pages else 0
 
 
 def weights_bytes(model: Llama | EagleHead) -> int:

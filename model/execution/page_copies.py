@@ -31,7 +31,6 @@ from model.execution.step import DeviceState
 # So large that a link is busy with it, and so small that steps and loads that wait for it wait a millisecond or two.
 COPY_BYTES = 32 << 20
 MAX_PAGES_OF_COPY = 64
-MAX_COPIES = 4  # on a device at once: two on their way to the host, and two that are staged
 NULL_PAGE = 0
 
 Copy = list[jax.Array]

@@ -3,16 +3,18 @@
 It keeps the same state as the device does, writes token ids where K/V would go, and "samples" a hash of the sampling
 parameters in the slot, of the adapter in its adapter slot, and of the whole prefix *as read through the page table*: a
 wrong page, slot, length, seed, adapter or a lost token changes the text. It also keeps which adapter has computed each
-position of a page. Steps are executed when a result is asked for, not before, so that a host that touches a
-buffer after handing it over is found out.
+position of a page. Steps, and copies of pages between them, are executed in their order when a result is asked for, not
+before, so that a host that touches a buffer after handing it over is found out.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from weakref import WeakSet
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from batcher.request import MAX_LOGPROBS, Pooling, Request
 from batcher.slots import SlotLayout
 from batcher.step import (
     MASK_BLOCK,
+    MAX_PAGE_COPIES,
     MAX_STAGED_ADAPTERS,
     PATCH_BLOCK,
     Bucket,
@@ -170,8 +173,14 @@ def expected_embedding(request: Request, pooling: Pooling) -> np.ndarray:
 Proposal = Callable[[np.ndarray, list[int]], list[int]]
 
 
+def fake_page_bytes(page_size: int) -> int:
+    """`Capacity.page_bytes`: of each position its token, i32, and the adapter that has computed it, i64."""
+    return page_size * (4 + 8)
+
+
 class FakeRunner:
-    """`on_result(number)` runs before a step's result is given: a test may block in it, or raise."""
+    """`on_result(number)` runs before a step's result is given: a test may block in it, or raise. A copy of pages that
+    is asked for runs the steps before it, too."""
 
     def __init__(
         self,
@@ -185,6 +194,8 @@ class FakeRunner:
         tells_would_accept: bool = True,  # as if drafts were looked up: rows without drafts tell of the first one
         on_compile: Callable[[Bucket], None] | None = None,  # before a program that was left for later is there
         on_stage: Callable[[int], None] | None = None,  # before an adapter is staged
+        on_copy: Callable[[str], None]
+        | None = None,  # before "read" pages are given, and others are brought to "stage"
     ) -> None:
         self._capacity = capacity
         self.width = SlotLayout.width(capacity.pages_per_seq)
@@ -200,11 +211,17 @@ class FakeRunner:
         self._tells_would_accept = tells_would_accept
         self._on_compile = on_compile
         self._on_stage = on_stage
+        self._on_copy = on_copy
         self.num_staged = 0  # adapters, since the start
         self.num_lookups = 0  # steps without drafts that were asked whether the first ones would have been right
         self._warm: set[Bucket] = set()
         self.compiled_later: list[Bucket] = []
-        self._pending: list[_Handle] = []
+        self._pending: list[_Handle | _PagesRead | _PagesWrite] = []  # in their order, and not executed yet
+        self._unread: list[_Handle] = []  # steps whose results are not asked for yet
+        self._running = threading.Lock()  # steps are executed
+        self._reads: WeakSet[_PagesRead] = WeakSet()  # that are not copied yet
+        self._staged_pages: WeakSet[_StagedPages] = WeakSet()  # that are not written yet
+        self.num_read_pages = self.num_written_pages = 0
         self._num_attempts = 0
         self._is_lost = False
         self._wipe()
@@ -250,6 +267,7 @@ class FakeRunner:
         handle = _Handle(self, step, len(self.executed))
         self.executed.append(step.bucket)
         self.steps.append(step)
+        self._unread.append(handle)
         self._pending.append(handle)
         return handle
 
@@ -264,11 +282,40 @@ class FakeRunner:
     def unstage_adapter(self, adapter: int) -> None:
         self.staged.discard(adapter)
 
+    def read_pages(self, pages: Sequence[int]) -> _PagesRead:
+        self._check_copy(pages)
+        read = _PagesRead(self, list(pages))
+        self._reads.add(read)
+        if len(self._reads) > MAX_PAGE_COPIES:
+            self._fail(f"{len(self._reads)} copies are on their way to the host")
+        self._pending.append(read)
+        return read
+
+    def stage_pages(self, pages: Sequence[np.ndarray]) -> _StagedPages:
+        if self._on_copy is not None:
+            self._on_copy("stage")
+        self._check_bytes(pages)
+        staged = _StagedPages([page.copy() for page in pages])
+        self._staged_pages.add(staged)
+        if len(self._staged_pages) > MAX_PAGE_COPIES:
+            self._fail(f"{len(self._staged_pages)} copies are staged")
+        return staged
+
+    def write_pages(self, staged: _StagedPages, pages: Sequence[int]) -> None:
+        self._check_copy(pages)
+        if staged not in self._staged_pages or len(pages) > len(staged.content):
+            self._fail(f"{len(staged.content)} staged pages are written to {pages}, or for a second time")
+        self._staged_pages.discard(staged)
+        self._pending.append(_PagesWrite(self, staged.content, list(pages)))
+
     def recover(self) -> None:
-        if self._pending:
+        if self._unread:
             self._fail("recovered while steps are in flight")
         if not self.healthy:
             raise RuntimeError("the device is gone")
+        if self._pending:
+            with self._running:
+                self._run_up_to(self._pending[-1])
         self.num_recoveries += 1
         self._is_lost = False
         self._wipe()
@@ -279,21 +326,48 @@ class FakeRunner:
 
     # --- execution ---
 
-    def _result(self, handle: _Handle) -> StepOutput:
+    def _run_up_to(self, last: _Handle | _PagesRead | _PagesWrite) -> None:
+        """All that was handed over, in its order, up to this."""
+        while last in self._pending:
+            self._pending.pop(0).run()
+
+    def _check_state(self) -> None:
+        if self._is_lost:
+            raise RuntimeError("the state went with a step before this one")
+
+    def _run_next(self, handle: _Handle) -> StepOutput:
         if self._on_result is not None:
             try:
                 self._on_result(handle.number)
             except Exception:
                 self._is_lost = True  # as with buffers that were donated to a step that failed
-                self._pending.remove(handle)
                 raise
-        if self._is_lost:
-            self._pending.remove(handle)
-            raise RuntimeError("the state went with a step before this one")
-        if self._pending[0] is not handle:
-            self._fail("results are asked for out of order")
-        self._pending.pop(0)
+        self._check_state()
         return self._run(handle.step)
+
+    def _content_of(self, page: int) -> bytes:
+        if (self.pages[page] == POISON).any():
+            self._fail(f"page {page} is read, and only a part of it is written: {self.pages[page]}")
+        return self.pages[page].tobytes() + self.computed_by[page].tobytes()
+
+    def _put(self, page: int, content: np.ndarray) -> None:
+        split = self.pages[page].nbytes
+        self.pages[page] = content[:split].view(np.int32)
+        self.computed_by[page] = content[split:].view(np.int64)
+
+    def _check_copy(self, pages: Sequence[int]) -> None:
+        c = self._capacity
+        if not c.page_bytes or not 0 < len(pages) <= c.pages_of_copy or len(set(pages)) != len(pages):
+            self._fail(f"a copy of the pages {pages}: {c}")
+        if not all(1 <= page <= c.num_pages for page in pages):
+            self._fail(f"a copy of the pages {pages}, of {c.num_pages}")
+
+    def _check_bytes(self, pages: Sequence[np.ndarray]) -> None:
+        c = self._capacity
+        if c.page_bytes != fake_page_bytes(c.page_size) or not 0 < len(pages) <= c.pages_of_copy:
+            self._fail(f"a copy of {len(pages)} pages: {c}")
+        if any(page.dtype != np.uint8 or page.shape != (c.page_bytes,) for page in pages):
+            self._fail(f"a page of {[(page.dtype, page.shape) for page in pages]}, not u8[{c.page_bytes}]")
 
     def _run(self, step: StepInput) -> StepOutput:
         c, bucket = self._capacity, step.bucket
@@ -515,9 +589,73 @@ class _Handle:
         self._runner = runner
         self.step = step
         self.number = number
+        self._output: StepOutput
+        self._error: Exception | None = None
 
     def result(self) -> StepOutput:
-        return self._runner._result(self)
+        runner = self._runner
+        if self is not runner._unread[0]:
+            runner._fail("results are asked for out of order")
+        with runner._running:
+            runner._run_up_to(self)
+        runner._unread.pop(0)
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+    def run(self) -> None:
+        try:
+            self._output = self._runner._run_next(self)
+        except Exception as error:
+            self._error = error
+
+
+class _PagesRead:
+    def __init__(self, runner: FakeRunner, pages: list[int]) -> None:
+        self._runner = runner
+        self._pages = pages
+        self._content: list[bytes] = []
+        self._error: Exception | None = None
+
+    def copy_to(self, pages: Sequence[np.ndarray]) -> None:
+        runner = self._runner
+        if runner._on_copy is not None:
+            runner._on_copy("read")
+        runner._check_bytes(pages)
+        if self not in runner._reads or len(pages) != len(self._pages):
+            runner._fail(f"the pages {self._pages} are copied to {len(pages)}, or for a second time")
+        with runner._running:
+            runner._run_up_to(self)
+        runner._reads.discard(self)
+        if self._error is not None:
+            raise self._error
+        runner.num_read_pages += len(pages)
+        for page, content in zip(pages, self._content, strict=True):
+            page[:] = np.frombuffer(content, np.uint8)
+
+    def run(self) -> None:
+        try:
+            self._runner._check_state()
+            self._content = [self._runner._content_of(page) for page in self._pages]
+        except Exception as error:
+            self._error = error
+
+
+class _StagedPages:
+    def __init__(self, content: list[np.ndarray]) -> None:
+        self.content = content
+
+
+class _PagesWrite:
+    def __init__(self, runner: FakeRunner, content: list[np.ndarray], pages: list[int]) -> None:
+        self._runner = runner
+        self._content = content
+        self._pages = pages
+
+    def run(self) -> None:
+        for page, content in zip(self._pages, self._content, strict=False):
+            self._runner._put(page, content)
+        self._runner.num_written_pages += len(self._pages)
 
 
 class _Output:
