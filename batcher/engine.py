@@ -288,10 +288,10 @@ class Engine:
             self._ask_for_masks(self._answer_here)
             self._stage_here()
             dispatched = self._dispatch() is not None
-            self._move_here()
+            has_moved = self._move_here()
             if self.core.in_flight and not (dispatched and self._can_dispatch()):
                 self._take([_result(self.core.in_flight[0])])
-            elif not dispatched:
+            elif not dispatched and not has_moved:
                 self._check_not_stuck()
         except Exception as error:
             self._die(error)
@@ -483,13 +483,14 @@ class Engine:
         if self._page_mover is not None:
             self._page_mover.clear_store()
 
-    def _move_here(self) -> None:
-        """Without threads: moves the pages on the caller's thread."""
+    def _move_here(self) -> bool:
+        """Without threads: moves the pages on the caller's thread. Whether some have moved."""
         if self._page_mover is not None:
             self._page_mover.work_here()
-            moved, self._moved_here = self._moved_here, []
-            for each in moved:
-                self.core.take_moved(each)
+        moved, self._moved_here = self._moved_here, []
+        for each in moved:
+            self.core.take_moved(each)
+        return bool(moved)
 
     # --- the end ---
 

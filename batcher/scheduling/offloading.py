@@ -148,13 +148,14 @@ class OffloadedPages:
 
     def take_moves(self) -> list[PageSave | PageLoad]:
         """The saves and loads to begin now, in this order and before the next step."""
-        if self._unsaved:
-            self._save_ahead()
         moves, self._moves = self._moves, []
         return moves
 
-    def _save_ahead(self) -> None:
-        """Rule 1. Not in each step, but many pages at a time."""
+    def save_ahead(self) -> None:
+        """Rule 1. Not in each step, but many pages at a time. Called before a step is planned: the pages that it will
+        fill are stored while it is planned, and have nothing yet."""
+        if not self._unsaved:
+            return
         if self._store is not None:
             if len(self._unsaved) < self._pages_of_copy // 4 and self._pool.num_used:
                 return

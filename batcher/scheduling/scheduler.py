@@ -105,6 +105,8 @@ class Scheduler(RequestQueues):
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
         self._outlook = None
+        if self.offloaded is not None:
+            self.offloaded.save_ahead()
         self._exchange_rows()
         singles, grown = self._decodes()
         chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))

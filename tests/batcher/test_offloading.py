@@ -15,7 +15,7 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.page_store import Offloading
 from batcher.request import FinishReason
 from batcher.step import Capacity
-from tests.batcher.fake_runner import PAGE_BYTES, FakeRunner
+from tests.batcher.fake_runner import FakeRunner, fake_page_bytes
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, scenarios
 from tests.examples import examples
@@ -56,11 +56,11 @@ class Memory:
 
 
 def moving(capacity: Capacity, pages_of_copy: int = 4) -> Capacity:
-    return replace(capacity, page_bytes=PAGE_BYTES(capacity), pages_of_copy=pages_of_copy)
+    return replace(capacity, page_bytes=fake_page_bytes(capacity.page_size), pages_of_copy=pages_of_copy)
 
 
 def offloading(capacity: Capacity, num_pages: int, store: Memory | None = None) -> Offloading:
-    return Offloading(host_bytes=num_pages * PAGE_BYTES(capacity), store=store)
+    return Offloading(host_bytes=num_pages * fake_page_bytes(capacity.page_size), store=store)
 
 
 def small(num_host_pages: int = 64, store: Memory | None = None, **changes: object) -> Drive:
