@@ -55,6 +55,7 @@ class KeptPrompt:
         for index in range(len(self.hosts), self._num_pages):
             if digest in (None, self._pages[index].digest):
                 self._num_pages = index
+                return
 
     def find(self, index: int) -> HostPage | NoPage:
         """A page that has been copied to the host's memory. Any thread may call it."""

@@ -190,7 +190,7 @@ class OffloadedPages:
         if digest in self._index:  # another page of the device had the same K/V
             return True
         save = self._moves[-1] if self._moves else None
-        if not isinstance(save, PageSave) or len(save.pages) == self._pages_of_copy:
+        if not isinstance(save, PageSave) or len(save.pages) == self._pages_of_copy or page in save.pages:
             if len(self._saves) == MAX_SAVES:
                 return False
             save = PageSave()
