@@ -67,8 +67,7 @@ class LocalPages:
             return file.readinto(start) == len(start) and file.readinto(page) == len(page)
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Writes the file whole or not at all. Raises OSError, also if the folder is not there any more: it may be the
-        place where a disk was mounted."""
+        """Writes the file whole or not at all. Raises OSError, also if the folder is not there any more."""
         path = self._folder / name
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         try:
@@ -113,7 +112,8 @@ def _pages(part: Path, identity: str) -> Iterator[KeptPage]:
                 if _PAGE.fullmatch(entry.name) and S_ISREG(status.st_mode):
                     yield KeptPage(f"{identity}/{part.name}/{entry.name}", status.st_size, status.st_mtime)
                 elif _UNFINISHED.fullmatch(entry.name) and _is_old(status):
-                    os.unlink(entry.path)
+                    with suppress(OSError):  # the folder may only be read
+                        os.unlink(entry.path)
     if is_empty:
         _delete_if_old(part)
 

@@ -31,7 +31,7 @@ PATH_FLAG, SIZE_FLAG = "--kv-offloading-path", "--kv-offloading-disk"
 PAUSE_S = 60.0  # without a try to store, after one that failed: a full disk stays full for a while
 _FOLDER_LISTED_EVERY_S = 30.0
 _BUCKET_LISTED_EVERY_S = 300.0  # each thousand objects are a request
-_LISTING_SHARE = 0.1  # of the time, if a listing takes long
+_LISTING_SHARE = 0.02  # of the time at most: a listing of many files takes the interpreter from the engine
 _CLOSE_S = 5.0  # for a listing that waits for a disk
 
 

@@ -126,6 +126,9 @@ def test_a_folder_that_may_only_be_read_is_read(disk, opened, caplog):
     first.close()
     broken = next(disk.rglob(f"{digest_of(2).hex()}.page"))
     broken.write_bytes(b"")
+    left = broken.with_name(f"{broken.name}.{'0' * 16}")
+    left.write_bytes(b"")
+    used_at(left, 0)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     store = opened(disk)
     assert is_right(store, 1) and put(store, 1), "it is there"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
@@ -11,13 +10,14 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from model.page_files.store import PageFiles
 from tests.examples import examples
 from tests.model.page_files.pages import FILE_BYTES, IDENTITY, get, has, open_store, page_of, put
 
 NUMBERS = st.integers(0, 6)  # of pages
+FILES = st.integers(0, 99)
 ENGINES = st.integers(0, 2)
 MAX_PAGES = 4
 IDENTITIES = (IDENTITY, IDENTITY, replace(IDENTITY, weights="x"))  # two engines share pages, the third has its own
@@ -44,6 +44,11 @@ class Machine(RuleBasedStateMachine):
 
     def files(self) -> list[Path]:
         return sorted(self.folder.rglob("*.page"))
+
+    def file(self, number: int) -> list[Path]:
+        """One of the files; none if there are none. What is drawn must not depend on them: some names are random."""
+        found = self.files()
+        return [found[number % len(found)]] if found else []
 
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.files())
@@ -94,46 +99,41 @@ class Machine(RuleBasedStateMachine):
         self.weights[engine], self.next_weights = self.next_weights, self.next_weights + 1
         assert not any(has(self.stores[engine], number) for number in range(7))
 
-    @precondition(lambda self: self.files())
-    @rule(data=st.data())
-    def flip_a_bit(self, data):
-        path = data.draw(st.sampled_from(self.files()))
-        content = bytearray(path.read_bytes())
-        if content:
-            bit = data.draw(st.integers(0, 8 * len(content) - 1))
-            content[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(content)
+    @rule(file=FILES, bit=st.integers(0, 8 * FILE_BYTES - 1))
+    def flip_a_bit(self, file, bit):
+        for path in self.file(file):
+            content = bytearray(path.read_bytes())
+            if bit // 8 < len(content):
+                content[bit // 8] ^= 1 << bit % 8
+                path.write_bytes(content)
 
-    @precondition(lambda self: self.files())
-    @rule(data=st.data(), share=st.floats(0, 1, exclude_max=True))
-    def lose_the_end(self, data, share):
+    @rule(file=FILES, size=st.integers(0, FILE_BYTES - 1))
+    def lose_the_end(self, file, size):
         """As when the power fails."""
-        path = data.draw(st.sampled_from(self.files()))
-        os.truncate(path, math.floor(share * path.stat().st_size))
+        for path in self.file(file):
+            os.truncate(path, min(size, path.stat().st_size))
 
-    @precondition(lambda self: self.files())
-    @rule(data=st.data())
-    def swap(self, data):
-        one, other = (data.draw(st.sampled_from(self.files())) for _ in range(2))
-        content = one.read_bytes(), other.read_bytes()
-        other.write_bytes(content[0])
-        one.write_bytes(content[1])
+    @rule(file=FILES, other=FILES)
+    def swap(self, file, other):
+        for one, two in zip(self.file(file), self.file(other), strict=True):
+            content = one.read_bytes(), two.read_bytes()
+            two.write_bytes(content[0])
+            one.write_bytes(content[1])
 
-    @precondition(lambda self: self.files())
-    @rule(data=st.data())
-    def delete(self, data):
-        data.draw(st.sampled_from(self.files())).unlink()
+    @rule(file=FILES)
+    def delete(self, file):
+        for path in self.file(file):
+            path.unlink()
 
-    @precondition(lambda self: self.files())
-    @rule(data=st.data(), size=st.integers(0, FILE_BYTES), is_old=st.booleans())
-    def die_while_writing(self, data, size, is_old):
-        path = data.draw(st.sampled_from(self.files()))
-        left = path.with_name(f"{path.name}.{'0' * 16}")
-        left.write_bytes(path.read_bytes()[:size])
-        if is_old:
-            os.utime(left, (0, 0))
-            self.stores[0].refresh()
-            assert not left.exists()
+    @rule(file=FILES, size=st.integers(0, FILE_BYTES), is_old=st.booleans())
+    def die_while_writing(self, file, size, is_old):
+        for path in self.file(file):
+            left = path.with_name(f"{path.name}.{'0' * 16}")
+            left.write_bytes(path.read_bytes()[:size])
+            if is_old:
+                os.utime(left, (0, 0))
+                self.stores[0].refresh()
+                assert not left.exists()
 
     @invariant()
     def folder_is_bounded(self):
