@@ -6,10 +6,11 @@ import logging
 from dataclasses import replace
 
 import fsspec
+import numpy as np
 import pytest
 
 from model.inputs.paths import place
-from model.inputs.remote import RemotePath
+from model.inputs.remote import PIECE_BYTES, RemotePath
 from model.page_files.store import PAUSE_S, PageFiles
 from tests.model.page_files import pages
 from tests.model.page_files.pages import FILE_BYTES, IDENTITY, Clock, get, has, is_right, put
@@ -56,6 +57,16 @@ def test_machines_share_pages(kind, request, opened):
     first.clear()
     assert not has(first, 1) and get(first, 1) is None and put(first, 1, weights=1)
     assert is_right(first, 1, weights=1) and is_right(second, 1)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tmp_path"])
+def test_a_page_may_be_larger_than_a_buffer_or_a_piece(kind, request, opened):
+    place, num_bytes = request.getfixturevalue(kind), PIECE_BYTES + 12345
+    identity = replace(IDENTITY, page_bytes=num_bytes)
+    store = opened(place, identity=identity, max_pages=1 << 20)
+    page, found = np.random.default_rng(1).integers(0, 256, num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    assert store.store(pages.digest_of(1), pages.tokens_of(1), page)
+    assert store.load(pages.digest_of(1), pages.tokens_of(1), found) and np.array_equal(found, page)
 
 
 @both
