@@ -107,7 +107,6 @@ class Engine:
         self._page_mover = self._make_page_mover()
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
-        self._moved_here: list[Moved] = []  # without threads
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _say_nothing
@@ -307,7 +306,7 @@ class Engine:
             self._ask_for_masks(self._answer_here)
             self._stage_here()
             dispatched = self._dispatch() is not None
-            has_moved = self._move_here()
+            has_moved = self._page_mover is not None and self._page_mover.work_here()
             if self.core.in_flight and not (dispatched and self._can_dispatch()):
                 self._take([_result(self.core.in_flight[0])])
             elif not dispatched and not has_moved:
@@ -391,7 +390,7 @@ class Engine:
         for staged in news.staged:
             self._deliver(self.core.requests.take_staged(staged))
         for moved in news.moved:
-            self.core.take_moved(moved)
+            self._take_moved(moved)
         for token in news.taken:
             self.core.drop_kept(token)
         self.core.give_up()
@@ -490,28 +489,18 @@ class Engine:
             self._capacity,
             offloaded.num_pages,
             offloading,
-            on_moved=self._take_moved,
+            on_moved=lambda moved: self._inbox.moved(moved) if self._threads else self._take_moved(moved),
             on_failure=self._inbox.failed,
         )
 
     def _take_moved(self, moved: Moved) -> None:
-        if self._threads:
-            self._inbox.moved(moved)
-        else:
-            self._moved_here.append(moved)
+        self.core.take_moved(moved)
+        assert self._page_mover is not None
+        self._page_mover.took(moved)
 
     def _clear_store(self) -> None:
         if self._page_mover is not None:
             self._page_mover.clear_store()
-
-    def _move_here(self) -> bool:
-        """Without threads: moves the pages on the caller's thread. Whether some have moved."""
-        if self._page_mover is not None:
-            self._page_mover.work_here()
-        moved, self._moved_here = self._moved_here, []
-        for each in moved:
-            self.core.take_moved(each)
-        return bool(moved)
 
     # --- the end ---
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from batcher.page_store import Offloading
 from batcher.scheduling.page_moves import AwayPage, HostPage, PageLoad, PageSave
-from batcher.step import Capacity, PagesRead, Runner, StagedPages
+from batcher.step import MAX_STAGED_COPIES, Capacity, PagesRead, Runner, StagedPages
 
 MAX_UNWRITTEN = 64  # pages that wait to be written to the store; more are not written
 
@@ -65,7 +65,8 @@ class PageMover:
 
     Args:
         num_pages: places of the host's memory.
-        on_moved, on_failure: are called on a thread of this. A failure is an error that ends the engine.
+        on_moved, on_failure: are called on a thread of this. For each call of the first, `took` is called later. A
+            failure is an error that ends the engine.
 
     Attributes:
         num_broken: pages whose bytes had changed in the host's memory.
@@ -93,6 +94,7 @@ class PageMover:
         self._to_write: Queue[_Work | None] = Queue(MAX_UNWRITTEN)
         self._writing = threading.Lock()  # a page is written, or the store is cleared
         self._threads: list[threading.Thread] = []
+        self._may_stage = threading.Semaphore(MAX_STAGED_COPIES)
         self._is_closed = False
         self.num_broken = self.num_unwritten = 0
 
@@ -108,6 +110,11 @@ class PageMover:
                 self._to_read.put(move)
             else:
                 self._moves.put(_Load(move, {}))
+
+    def took(self, moved: Moved) -> None:
+        """What `on_moved` got has been used, or is not needed."""
+        if isinstance(moved, Loaded) and moved.staged is not None:
+            self._may_stage.release()
 
     def start(self) -> None:
         """Starts the threads, once."""
@@ -125,13 +132,15 @@ class PageMover:
         for thread in self._threads:
             thread.start()
 
-    def work_here(self, most: int | None = None) -> None:
-        """Without threads: does the moves on the caller's thread, at most so many."""
+    def work_here(self, most: int | None = None) -> bool:
+        """Without threads: does the moves on the caller's thread, at most so many. Whether there were any."""
         queues: tuple[_Queue, ...] = (self._to_read, self._moves, self._to_write)
+        num_done = 0
         for queue in queues:
-            while not queue.empty() and most != 0 and (work := queue.get()) is not None:
+            while not queue.empty() and num_done != most and (work := queue.get()) is not None:
                 self._do(work)
-                most = None if most is None else most - 1
+                num_done += 1
+        return num_done > 0
 
     def clear_store(self) -> None:
         """The store forgets all pages, and gets none that is not trusted any more. Waits for a page that is being
@@ -145,6 +154,7 @@ class PageMover:
     def close(self) -> None:
         """The threads are to end after the moves that they are at."""
         self._is_closed = True
+        self._may_stage.release()
         self._moves.put(None)
         self._to_read.put(None)
         with suppress(Full):  # the writer looks at `_is_closed` after each page
@@ -212,6 +222,9 @@ class PageMover:
         """Stages the pages, copy by copy, up to the first one that is lost."""
         load, num_staged = move.load, 0
         while num_staged < len(load.away) and load.is_wanted:
+            self._may_stage.acquire()  # `took` releases it
+            if self._is_closed:
+                return
             stop = min(num_staged + self._pages_of_copy, len(load.away))
             found: list[np.ndarray] = []
             for index in range(num_staged, stop):
@@ -220,15 +233,20 @@ class PageMover:
                     break
                 found.append(page)
             is_last = num_staged + len(found) < stop or stop == len(load.away)
-            try:
-                staged = self._runner.stage_pages(found) if found else None
-            except Exception as error:
-                self._on_moved(Loaded(load, None, 0, True, error))
-                return
-            self._on_moved(Loaded(load, staged, len(found), is_last))
-            if is_last:
+            staged, error = self._staged(found)
+            if staged is None:
+                self._may_stage.release()
+            self._on_moved(Loaded(load, staged, 0 if staged is None else len(found), is_last or staged is None, error))
+            if is_last or staged is None:
                 return
             num_staged = stop
+
+    def _staged(self, pages: list[np.ndarray]) -> tuple[StagedPages | None, Exception | None]:
+        """The pages on the device, or the device's error."""
+        try:
+            return (self._runner.stage_pages(pages) if pages else None), None
+        except Exception as error:
+            return None, error
 
     def _found(self, page: AwayPage, from_store: np.ndarray | None) -> np.ndarray | None:
         """The bytes of a page, u8[page_bytes]; None: they are lost."""

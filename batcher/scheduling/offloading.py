@@ -5,8 +5,9 @@ The prefix cache of the device ends where its pages end. Behind it are the host'
 are compared as for a page of the device.
 
 1. A stored page is saved before it is evicted. When few pages are free, the reusable pages that are evicted next are
-   saved ahead, at most `MAX_SAVES` copies at a time. What an admission evicts unsaved is saved in the step of the
-   eviction, before the step writes to the page. With a store every stored page is saved, so a restart finds it.
+   saved ahead. What an admission evicts unsaved is saved in the step of the eviction, before the step writes to the
+   page. With a store every stored page is saved, so a restart finds it. At most `MAX_COPIES_TO_HOST` copies are on
+   their way at a time, and what there is no copy for is lost.
 2. If the host's memory is full, the least recently used page there makes room.
 3. A request is admitted with all its pages. The stored prefix of the device comes first. Of the pages that follow,
    those that are away are loaded, if this is expected to be quicker than computing them. The row waits meanwhile, and
@@ -32,9 +33,8 @@ from batcher.scheduling.kept_prompts import DevicePage, KeptPrompts
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState
-from batcher.step import Capacity
+from batcher.step import MAX_COPIES_TO_HOST, Capacity
 
-MAX_SAVES = 2  # copies of `pages_of_copy` pages on their way to the host
 _PATIENCE_S = 1.0  # that every load is given
 _WEIGHT = 0.2  # of the newest time in a mean
 _RETRY = 0.95  # a source that does not pay is tried again after some refusals: its time is taken to be shorter by this
@@ -170,7 +170,9 @@ class OffloadedPages:
         if self._saves_all:
             if len(self._unsaved) < self._pages_of_copy // 4 and self._pool.num_used:
                 return
-        elif self._pool.num_free >= self._ahead or self._pool.num_reusable - len(self._unsaved) > self._ahead // 2:
+        elif self._pool.num_free >= self._ahead:
+            return
+        elif self._pool.num_reusable - len(self._unsaved) > max(0, self._ahead - self._pages_of_copy):
             return  # as good as all pages that are saved already are evicted before the others
         for _ in range(min(self._pages_of_copy, len(self._unsaved))):
             page, (digest, tokens) = self._unsaved.popitem(last=False)
@@ -186,27 +188,35 @@ class OffloadedPages:
                 prompt.keep(self._index[following.digest])
 
     def _save(self, page: int, digest: bytes, tokens: bytes) -> bool:
-        """False: too many copies are on their way."""
+        """False: too many pages are on their way."""
         if digest in self._index:  # another page of the device had the same K/V
             return True
         save = self._moves[-1] if self._moves else None
-        if not isinstance(save, PageSave) or len(save.pages) == self._pages_of_copy or page in save.pages:
-            if len(self._saves) == MAX_SAVES:
-                return False
+        is_open = isinstance(save, PageSave) and len(save.pages) < self._pages_of_copy
+        if not is_open and len(self._saves) == MAX_COPIES_TO_HOST:
+            return False
+        place = self._free_place()
+        if place is None:
+            return False
+        if not isinstance(save, PageSave) or not is_open:
             save = PageSave()
             self._saves.append(save)
             self._moves.append(save)
-        place = self._places.pop() if self._places else self._evicted_place()
         host = self._index[digest] = HostPage(place, digest, tokens)
         save.pages.append(page)
         save.hosts.append(host)
         return True
 
-    def _evicted_place(self) -> int:
-        """That of the least recently used page in the host's memory that is not kept."""
-        while (host := next(iter(self._index.values()))).num_keepers:
-            self._index.move_to_end(host.digest)
-        return self._index.pop(host.digest).place
+    def _free_place(self) -> int | None:
+        """Rules 2 and 5. None: all pages there are still coming."""
+        if self._places:
+            return self._places.pop()
+        while (oldest := next(iter(self._index.values()))).num_keepers:  # of less than half the pages
+            self._index.move_to_end(oldest.digest)
+        if oldest.is_coming:
+            return None
+        del self._index[oldest.digest]
+        return oldest.place
 
     def keep(self, seq: RequestState) -> None:
         """Rule 5. The request ends, and holds its pages."""
@@ -223,6 +233,8 @@ class OffloadedPages:
     def end_save(self, save: PageSave, error: Exception | None) -> None:
         """The pages are in the host's memory, or have not been copied."""
         self._saves.remove(save)
+        for host in save.hosts:
+            host.is_coming = False
         if error is None:
             self.counts.num_saved += len(save.pages)
             return

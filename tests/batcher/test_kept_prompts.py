@@ -1,4 +1,4 @@
-"""Prompts that one engine computes for another: the pages are kept until they are taken, and the texts stay the same."""
+"""Prompts that one engine computes for another: pages are kept until they are taken, and texts stay the same."""
 
 from __future__ import annotations
 
