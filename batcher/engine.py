@@ -105,6 +105,7 @@ class Engine:
         self._mask_threads = MaskThreads(self._inbox.computed)
         self._staging_thread = StagingThread(runner, self._inbox.staged, self._inbox.failed)
         self._page_mover = self._make_page_mover()
+        self._remote = None if config.offloading is None else config.offloading.remote
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
         self._on_tokens: Callable[[Tokens], None] | None = None
@@ -159,10 +160,9 @@ class Engine:
         )
         if self.config.prefix_caching:
             self._add_digests(sequence)
-        remote = None if self.config.offloading is None else self.config.offloading.remote
-        if request.source is not None and remote is not None:
+        if request.source is not None and self._remote is not None:
             count = (sequence.num_prompt - 1) // self._capacity.page_size  # the last token is always computed
-            remote.expect(sequence.digests[:count], request.source)
+            self._remote.expect(sequence.digests[:count], request.source)
         self._inbox.accept(sequence)
 
     def _add_digests(self, sequence: RequestState) -> None:
@@ -219,6 +219,9 @@ class Engine:
         if self._page_mover is not None:
             stats.offloading.num_broken = self._page_mover.num_broken
             stats.offloading.num_unwritten = self._page_mover.num_unwritten
+        if self._remote is not None:
+            stats.offloading.num_fetched = self._remote.num_pages
+            stats.offloading.num_prompts_lost = self._remote.num_failed
         if self._capacity.max_loras:
             waiting = self._inbox.num_live_of_adapters()
             waiting.subtract(stats.running_of_adapters)

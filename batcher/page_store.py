@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
+if TYPE_CHECKING:  # the HTTP process knows sources, without numpy
+    import numpy as np
 
 
 class PageStore(Protocol):
@@ -63,6 +64,9 @@ class PageSource:
 
 class RemotePages(Protocol):
     """Pages of other engines, by their digest. Thread-safe, but for `load`, which one thread calls."""
+
+    num_pages: int  # that were loaded
+    num_failed: int  # prompts of which a page did not come
 
     def expect(self, digests: Sequence[bytes], source: PageSource) -> None:
         """The first pages of a prompt can be had, each once."""

@@ -71,6 +71,8 @@ class OffloadingCounts:
     num_not_loaded: int = 0  # asked for, and computed in the end
     num_broken: int = 0  # their bytes had changed in the host's memory
     num_unwritten: int = 0  # the store was too slow for them
+    num_fetched: int = 0  # from other engines
+    num_prompts_lost: int = 0  # of which a page did not come from another engine
     num_query_tokens: int = 0  # of prompts, looked up after those that the device has
     num_hit_tokens: int = 0  # of these, loaded
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from batcher.page_store import PageSource
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.stats import EngineStats
 
@@ -40,6 +41,8 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     client: int = 0
     group: str = ""
     adapter: int = 0
+    source: PageSource | None = None
+    keep_as: bytes = b""
 
 
 SAME_GRAMMAR = ""
@@ -202,6 +205,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
     max_loras: int = 0  # LoRA adapters that run at once; 0: there can be none
     adapter_bytes: int = 0  # of one adapter slot on a device
+    page_identity: dict[str, str] = {}  # what must be equal in engines that give pages to each other; {}: none does
+    page_port: int = 0  # at which it gives pages; 0: at none
+    page_size: int = 0  # tokens
 
 
 class Report(msgspec.Struct, tag=True):

@@ -30,7 +30,7 @@ class Wire:
     def __init__(self, prefill: Drive) -> None:
         self.prefill = prefill
         self.expected: dict[bytes, tuple[bytes, int]] = {}
-        self.num_loaded = 0
+        self.num_pages = self.num_failed = 0
         self.loses = False
 
     def expect(self, digests: Sequence[bytes], source: PageSource) -> None:
@@ -46,7 +46,7 @@ class Wire:
         assert kept.tokens == tokens
         assert crc32(kept.page) == kept.checksum
         page[:] = kept.page
-        self.num_loaded += 1
+        self.num_pages += 1
         return True
 
     def clear(self) -> None:
@@ -100,7 +100,7 @@ def test_the_other_engine_computes_the_last_page_only() -> None:
     prefill, decode, wire = pair()
     computed(prefill)
     assert ask(decode, replace(make_request("first", PROMPT, temperature=0.7, seed=5), source=SOURCE)) == 40
-    assert wire.num_loaded == 10
+    assert gauges(decode).num_fetched == wire.num_pages == 10
     assert decode.engine.stats().prompt_tokens_computed == 1
     prefill.check_outputs()
     decode.check_outputs()

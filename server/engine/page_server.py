@@ -1,0 +1,95 @@
+"""Gives the pages that an engine keeps to other engines (`page_wire.py`), on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import zmq
+
+from batcher.page_store import KeptPage, NoPage
+from server.engine.page_wire import CHECKSUM, INDEX, MAX_ASKED_BYTES, TOKEN_BYTES, WINDOW
+
+WAIT_MS = 1  # between two looks for pages that are on their way to the host
+MAX_WAITING = 4096  # questions for such pages
+UNSENT = 8 * WINDOW  # answers that wait for one engine to read them; more are dropped
+
+
+class KeepingEngine(Protocol):
+    """The part of `batcher.engine.Engine` that is used here."""
+
+    def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage: ...
+
+    def drop_kept(self, token: bytes) -> None: ...
+
+
+class _Question(NamedTuple):
+    peer: bytes
+    token: bytes
+    number: int  # of the page in its prompt
+
+
+class PageServer:
+    """Serves from its creation to `close`.
+
+    Args:
+        host: the address to listen on.
+        port: 0: any free one.
+
+    Raises:
+        ValueError: nothing can listen there.
+    """
+
+    def __init__(self, engine: KeepingEngine, host: str, port: int) -> None:
+        self._engine = engine
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED_BYTES)
+        socket.setsockopt(zmq.SNDHWM, UNSENT)
+        try:
+            socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise ValueError(f"--kv-port {port}: pages cannot be given at {host}: {error.strerror}") from error
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.port = int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+        self._waiting: deque[_Question] = deque()
+        self._thread = threading.Thread(target=self._serve, name="page-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. What was not sent is dropped."""
+        self._context.term()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                if self._socket.poll(WAIT_MS if self._waiting else None):
+                    self._read(self._socket.recv_multipart())
+                for _ in range(len(self._waiting)):
+                    self._answer(self._waiting.popleft())
+        except zmq.ContextTerminated:
+            self._socket.close()
+
+    def _read(self, frames: list[bytes]) -> None:
+        """What is no question is ignored: anybody can connect."""
+        match frames:
+            case [_, token] if len(token) == TOKEN_BYTES:
+                self._engine.drop_kept(token)
+            case [peer, token, index] if len(token) == TOKEN_BYTES and len(index) == INDEX.size:
+                self._answer(_Question(peer, token, *INDEX.unpack(index)))
+
+    def _answer(self, asked: _Question) -> None:
+        page = self._engine.kept_page(asked.token, asked.number)
+        if page is NoPage.NOT_YET and len(self._waiting) < MAX_WAITING:
+            self._waiting.append(asked)
+            return
+        answer: list[bytes | memoryview] = [asked.peer, asked.token, INDEX.pack(asked.number)]
+        if isinstance(page, KeptPage):
+            answer += [CHECKSUM.pack(page.checksum), page.tokens, memoryview(page.page)]
+        self._socket.send_multipart(answer)

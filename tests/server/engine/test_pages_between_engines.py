@@ -1,0 +1,208 @@
+"""Pages from one engine to another over real sockets."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from zlib import crc32
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batcher.page_store import KeptPage, NoPage, PageSource
+from server.engine.fetched_pages import FetchedPages
+from server.engine.page_server import PageServer
+from server.engine.page_wire import TOKEN_BYTES
+from tests.examples import examples
+
+TOKEN, PAGE_BYTES, NUM_PAGES = bytes(range(TOKEN_BYTES)), 5000, 30
+LONG_S = 60.0
+
+
+class Keeper:
+    """An engine with one prompt. `change` makes of each answer another one."""
+
+    def __init__(self) -> None:
+        self.pages = [
+            np.random.default_rng(number).integers(0, 256, PAGE_BYTES, np.uint8) for number in range(NUM_PAGES)
+        ]
+        self.asked: list[tuple[bytes, int]] = []
+        self.dropped = threading.Event()
+        self.change: Callable[[int, KeptPage], KeptPage | NoPage] = lambda number, page: page
+
+    def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
+        self.asked.append((token, index))
+        if token != TOKEN or index >= NUM_PAGES:
+            return NoPage.NEVER
+        page = self.pages[index]
+        return self.change(index, KeptPage(tokens_of(index), crc32(page), page))
+
+    def drop_kept(self, token: bytes) -> None:
+        if token == TOKEN:
+            self.dropped.set()
+
+
+def tokens_of(number: int) -> bytes:
+    return b"%016d" % number
+
+
+def digest_of(number: int) -> bytes:
+    return b"%d" % number
+
+
+@pytest.fixture
+def keeper() -> Keeper:
+    return Keeper()
+
+
+@pytest.fixture
+def server(keeper) -> Iterator[PageServer]:
+    with closing(PageServer(keeper, "127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.fixture
+def fetched() -> Iterator[FetchedPages]:
+    with closing(FetchedPages(PAGE_BYTES, silence_s=LONG_S)) as pages:
+        yield pages
+
+
+def source(port: int, token: bytes = TOKEN, keep_s: float = LONG_S) -> PageSource:
+    return PageSource(address=f"tcp://127.0.0.1:{port}", token=token, keep_s=keep_s)
+
+
+def expect_all(pages: FetchedPages, port: int, **of_source: object) -> None:
+    pages.expect([digest_of(number) for number in range(NUM_PAGES)], source(port, **of_source))
+
+
+def loaded(pages: FetchedPages, number: int) -> np.ndarray | None:
+    page = np.zeros(PAGE_BYTES, np.uint8)
+    return page if pages.load(digest_of(number), tokens_of(number), page) else None
+
+
+def test_a_prompt_arrives_page_by_page_and_is_kept_no_longer(keeper, server, fetched) -> None:
+    expect_all(fetched, server.port)
+    for number in range(NUM_PAGES):
+        assert fetched.has(digest_of(number))
+        np.testing.assert_array_equal(loaded(fetched, number), keeper.pages[number])
+        assert not fetched.has(digest_of(number))
+    assert fetched.num_pages == NUM_PAGES
+    assert len(keeper.asked) == NUM_PAGES  # none was asked for twice
+    assert keeper.dropped.wait(LONG_S)
+
+
+def test_without_the_token_there_is_nothing(keeper, server, fetched) -> None:
+    expect_all(fetched, server.port, token=bytes(TOKEN_BYTES))
+    assert loaded(fetched, 0) is None
+    assert not fetched.has(digest_of(1))
+    assert fetched.num_failed == 1
+
+
+def test_a_page_that_is_on_its_way_to_the_host_is_waited_for(keeper, server, fetched) -> None:
+    looks = itertools.count()
+    keeper.change = lambda number, page: NoPage.NOT_YET if number == 2 and next(looks) < 20 else page
+    expect_all(fetched, server.port)
+    for number in range(NUM_PAGES):
+        np.testing.assert_array_equal(loaded(fetched, number), keeper.pages[number])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda page: NoPage.NEVER, "not kept there any more"),
+        (lambda page: page._replace(checksum=page.checksum ^ 1), "damaged"),
+        (lambda page: page._replace(tokens=tokens_of(999)), "other tokens"),
+        (lambda page: page._replace(page=page.page[:-1]), "another form"),
+    ],
+)
+def test_what_follows_a_bad_page_is_not_expected_any_more(keeper, server, fetched, caplog, change, words) -> None:
+    keeper.change = lambda number, page: change(page) if number == 3 else page
+    expect_all(fetched, server.port)
+    assert [loaded(fetched, number) is not None for number in range(6)] == [True] * 3 + [False] * 3
+    assert fetched.num_failed == 1
+    assert keeper.dropped.wait(LONG_S)
+
+
+def test_an_engine_that_is_silent_is_not_waited_for_twice(keeper) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        with closing(FetchedPages(PAGE_BYTES, silence_s=0.05)) as pages:
+            expect_all(pages, port)
+            pages.expect([b"of another prompt"], source(port, token=b"another"))
+            assert loaded(pages, 0) is None
+            assert not pages.has(b"of another prompt")
+            with closing(PageServer(keeper, "127.0.0.1", 0)) as server:  # it has come back
+                expect_all(pages, server.port)
+                assert loaded(pages, 0) is not None
+
+
+def test_two_prompts_of_one_engine_do_not_mix(keeper, server, fetched) -> None:
+    other = bytes(reversed(TOKEN))
+    keeper.kept_page = lambda token, index: KeptPage(  # type: ignore[method-assign]
+        tokens_of(index), crc32(token * 4), np.frombuffer(token * 4, np.uint8)
+    )
+    with closing(FetchedPages(4 * TOKEN_BYTES, silence_s=LONG_S)) as pages:
+        for token in (TOKEN, other):
+            pages.expect([token + digest_of(number) for number in range(20)], source(server.port, token))
+        page = np.zeros(4 * TOKEN_BYTES, np.uint8)
+        for number, token in itertools.product(range(20), (TOKEN, other)):
+            assert pages.load(token + digest_of(number), tokens_of(number), page)
+            assert page.tobytes() == token * 4
+
+
+def test_prompts_that_are_kept_no_longer_are_forgotten() -> None:
+    now = 0.0
+    with closing(FetchedPages(PAGE_BYTES, clock=lambda: now)) as pages:
+        expect_all(pages, 1, keep_s=5)
+        now = 5.0
+        pages.expect([b"newer"], source(1, b"newer"))
+        assert not pages.has(digest_of(0))
+        assert pages.has(b"newer")
+        pages.clear()
+        assert not pages.has(b"newer")
+
+
+def test_a_port_that_is_taken_is_refused_in_words(keeper, server) -> None:
+    with pytest.raises(ValueError, match=f"--kv-port {server.port}"):
+        PageServer(keeper, "127.0.0.1", server.port)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.lists(st.lists(st.binary(max_size=40), max_size=4), max_size=10))
+def test_whatever_is_sent_the_server_goes_on(messages: list[list[bytes]]) -> None:
+    keeper = Keeper()
+    with closing(PageServer(keeper, "127.0.0.1", 0)) as server, zmq.Context() as context:
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://127.0.0.1:{server.port}")
+            for message in messages:
+                socket.send_multipart(message or [b""])
+        with closing(FetchedPages(PAGE_BYTES, silence_s=LONG_S)) as pages:
+            expect_all(pages, server.port)
+            assert loaded(pages, 0) is not None
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=6), max_size=10))
+def test_whatever_is_answered_the_reader_goes_on(answers: list[list[bytes]]) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
+        liar.setsockopt(zmq.LINGER, 0)
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer() -> None:
+            peer = liar.recv_multipart()[0]
+            for frames in answers:
+                liar.send_multipart([peer, *frames])
+            liar.send_multipart([peer, TOKEN, bytes(4)])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with closing(FetchedPages(PAGE_BYTES, silence_s=LONG_S)) as pages:
+            expect_all(pages, port)
+            assert loaded(pages, 0) is None
+        thread.join()
