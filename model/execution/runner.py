@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,8 @@ class ModelRunner:
             self._reallocate()
             num_run = self._run_each(execute, exported)
         report(f"ran {num_run} of {len(self.programs.steps)} programs once in {time.perf_counter() - started:.1f} s")
+        if self.programs.read_pages:
+            report(self._time_page_copies())
 
     def _run_each(self, execute: Callable[[StepInput], StepHandle], exported: Container[Bucket | str]) -> int:
         """The number of programs that have run: as many as there is time for, and those in `exported`."""
@@ -261,6 +264,19 @@ class ModelRunner:
             pages = list(np.empty((size, self._copies.page_bytes), np.uint8))
             self.read_pages([NULL_PAGE] * size).copy_to(pages)
             self.write_pages(self.stage_pages(pages), [NULL_PAGE])
+
+    def _time_page_copies(self) -> str:
+        """Copies the null page as often as a copy can, to the host and back. They have run before."""
+        size, times = self._copies.most, [time.perf_counter()]
+        pages = list(np.zeros((size, self._copies.page_bytes), np.uint8))
+        self.read_pages([NULL_PAGE] * size).copy_to(pages)
+        times.append(time.perf_counter())
+        self.write_pages(self.stage_pages(pages), [NULL_PAGE])
+        jax.block_until_ready(self.state)
+        times.append(time.perf_counter())
+        size_gb = size * self._copies.page_bytes / 1e9
+        out, back = (size_gb / (stop - start) for start, stop in pairwise(times))
+        return f"pages leave at {out:.2f} GB/s and come back at {back:.2f} GB/s, {size} of them at once"
 
     def execute(self, step: StepInput) -> StepResult:
         """Dispatches the step and returns. Do not change `step.packed` before the result is there: a CPU reads the
