@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from model.inputs.paths import Place, write_whole
+from model.inputs.private_folders import PRIVATE, make_folder
 from model.inputs.remote import RemotePath
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 _KEPT_SETS = 32  # folders of programs; the one that was not used for the longest time is deleted first
 _IN_USE_S = 3600.0  # a folder that was used so recently stays: another start may be at it
 _DIGEST_SIZE = hashlib.sha256().digest_size
-PRIVATE = 0o700  # of a folder
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -106,12 +106,6 @@ class ProgramFiles:
             return
         if self._listed is not None:
             self._listed.add(path.name)
-
-
-def make_folder(folder: Path, mode: int) -> None:
-    """Makes the folder and those above it, all with the same mode. Raises OSError if it cannot be made."""
-    for path in (*reversed(folder.parents), folder):
-        path.mkdir(exist_ok=True, mode=mode)
 
 
 def check_private(path: Path, flag: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,14 @@ class Size(NamedTuple):
     """What `stat` tells of an object."""
 
     st_size: int
+
+
+class Found(NamedTuple):
+    """A file somewhere below a folder."""
+
+    name: str  # "sub/folder/file", from that folder on
+    st_size: int
+    st_mtime: float  # 0 if the store does not say it
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,13 @@ class RemotePath:
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """The entries of this folder whose names match."""
         return (entry for entry in self.iterdir() if fnmatchcase(entry.name, pattern)) if self.is_dir() else iter(())
+
+    def files(self) -> Iterator[Found]:
+        """All files in this folder and those below it; there may be none."""
+        with _in_words(self):
+            found = self._files().find(self.path, detail=True)
+        start = len(self.path) + 1
+        return (Found(name.strip("/")[start:], info["size"], _changed_s(info)) for name, info in found.items())
 
     def read_bytes(self) -> bytes:
         return bytes(self.read_range(0, self.stat().st_size))
@@ -233,6 +249,13 @@ class RemotePath:
 
 
 _NOT_OF_THE_CONTENT = ("timeStorageClassUpdated", "metageneration")
+_TIMES = ("mtime", "LastModified", "last_modified", "created")  # each client has its own word
+
+
+def _changed_s(info: dict[str, Any]) -> float:
+    for value in filter(None, map(info.get, _TIMES)):
+        return value.timestamp() if isinstance(value, datetime) else float(value)
+    return 0.0
 
 
 @cache

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.inputs.paths import Place, check_local, expanded, place
+from model.inputs.private_folders import make_folder
 from model.inputs.remote import RemotePath
 from scripts.flags.settings import EngineSettings
 
@@ -69,10 +70,10 @@ def export_cache_folder(asked: str | None) -> Path | None:
 def _is_private(folder: Path, *, asked: bool) -> bool:
     """Makes the folder. Whether it is there, and other users cannot write to it; if a flag names it and they can,
     raises ValueError."""
-    from model.compiling.program_files import PRIVATE, check_private, make_folder
+    from model.compiling.program_files import check_private
 
     try:
-        make_folder(folder, PRIVATE)
+        make_folder(folder)
         check_private(folder, "--compile-cache")
     except (OSError, ValueError) as error:
         if asked and isinstance(error, ValueError):

@@ -14,7 +14,6 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +22,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from model.inputs.paths import write_whole
+from model.inputs.private_folders import PRIVATE, check_closed
 from server.http.encoding import encode_json
 
 Fields = dict[str, Any]  # of an object of the API
 
-PRIVATE = 0o700  # of a folder
 MAX_FILES = 10_000  # of a key
 MAX_BATCHES = 1_000  # of a key; the oldest that are over make room for new ones
 MAX_FILE_BYTES = 200 * 10**6
@@ -49,7 +48,7 @@ class BatchFolder:
     """The folder of `--batch-folder`, which is made if it is absent.
 
     Raises:
-        ValueError: other users may enter it.
+        ValueError: other users may enter it, or it is another's.
         OSError: it cannot be made.
     """
 
@@ -58,9 +57,7 @@ class BatchFolder:
         self._max_bytes = max_bytes
         self._counted, self._counted_s = 0, -COUNT_INTERVAL_S  # bytes at this time, and those of this process since
         path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        status = path.stat()
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & ~PRIVATE:
-            raise ValueError(f"--batch-folder {path}: other users may enter it. Close it with `chmod 700 {path}`")
+        check_closed(path, "--batch-folder")
 
     def of_key(self, key: bytes) -> KeyFolder:
         """What belongs to the key with this digest; it is empty if the server has no keys."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from model.inputs.remote import filesystem
+from tests.model.page_files.pages import opened  # noqa: F401
 from tests.places.fake_gcs import FakeGcs, fake_gcs
 
 

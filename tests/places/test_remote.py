@@ -65,6 +65,21 @@ def test_files_and_folders_are_what_pathlib_says_of_them(kind, request, tmp_path
 
 
 @both
+def test_files_are_those_of_all_folders_below(kind, request):
+    folder = request.getfixturevalue(kind)
+    assert list(folder.files()) == []
+    for name, size in (("b", 2), ("sub/a", 1), ("sub/deeper/c", 3)):
+        (folder / name).write_bytes(bytes(size))
+    (folder.parent / "other").write_bytes(b"1")
+    assert sorted((found.name, found.st_size) for found in folder.files()) == [
+        ("b", 2),
+        ("sub/a", 1),
+        ("sub/deeper/c", 3),
+    ]
+    assert all(found.st_mtime > 1.7e9 for found in folder.files())
+
+
+@both
 def test_content_goes_there_and_back_in_pieces(kind, request, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PIECE_BYTES", 1000)
     file = request.getfixturevalue(kind) / "file"

@@ -1,0 +1,53 @@
+"""A digest of a checkpoint's content: two are equal only if the models compute the same.
+
+Files of this machine are read as a whole, at the speed of the disk or of SHA-256, some at once. Files that the hub's
+client has downloaded have their SHA-256 as their name. Of a converted checkpoint the checksums of its arrays are read.
+Objects of a bucket are not read: they count by their version, which every upload changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from model.inputs.gguf import is_gguf
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
+from model.loading.orbax_format import DESCRIPTION_FILE
+from model.loading.stored_weights import StoredWeights
+from model.loading.tensor_files import files_in
+
+_FILES_AT_ONCE = 8
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def weights_digest(stored: StoredWeights) -> str:
+    """Of the weights and of the config that says how they compute. Raises OSError or ValueError if they cannot be
+    read."""
+    if stored.is_converted:
+        files = [stored.path / DESCRIPTION_FILE]  # with the checksums of all parts of all arrays
+    elif is_gguf(stored.path):
+        files = [stored.path]
+    else:
+        files = [stored.path / name for name in files_in(stored.path)]
+    return hashlib.sha256(f"{stored.config!r} {files_digest(files)}".encode()).hexdigest()
+
+
+def files_digest(files: Sequence[Place]) -> str:
+    """Of the names and the content of these files. Raises OSError or ValueError if they cannot be read."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        contents = pool.map(_content, files)
+        named = sorted((file.name, content) for file, content in zip(files, contents, strict=True))
+    return hashlib.sha256(repr(named).encode()).hexdigest()
+
+
+def _content(file: Place) -> str:
+    if isinstance(file, RemotePath):
+        return file.version()
+    stored = file.resolve()
+    if stored.parent.name == "blobs" and _SHA256.fullmatch(stored.name):
+        return stored.name
+    with stored.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,255 @@
+"""The pages behind the host's memory: files in a folder or a bucket, bounded in bytes; the least recently used go.
+
+Several engines may share the folder. Each knows what it has stored itself, and learns of the others' pages when it
+lists the folder, at first and then from time to time. So between two listings, engines together may exceed the bound by
+what they have stored since. Until the first listing has ended nothing is stored.
+
+Pages of other weights, or of another form, may lie in the same folder. They count, and are never read.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
+from model.inputs.words import one_line
+from model.page_files.bucket_pages import BucketPages
+from model.page_files.local_pages import LocalPages
+from model.page_files.page_file import DIGEST_BYTES, Content, PageHead, PageIdentity
+from model.page_files.page_index import KeptPage, PageIndex
+
+logger = logging.getLogger(__name__)
+
+PATH_FLAG, SIZE_FLAG = "--kv-offloading-path", "--kv-offloading-disk"
+PAUSE_S = 60.0  # without a try to store, after one that failed: a full disk stays full for a while
+_FOLDER_LISTED_EVERY_S = 30.0
+_BUCKET_LISTED_EVERY_S = 300.0  # each thousand objects are a request
+_LISTING_SHARE = 0.02  # of the time at most: a listing of many files takes the interpreter from the engine
+_CLOSE_S = 5.0  # for a listing that waits for a disk
+
+
+class PageFiles:
+    """A `batcher.page_store.PageStore` of files. A failure is counted; the first of its kind is a warning.
+
+    Args:
+        place: the folder, of this machine or of a bucket. One of this machine is made if it is absent.
+        identity: of the pages that are stored and found.
+        max_bytes: of the files of all pages in the folder.
+        list_every_s: the time between two listings; None: a default for the kind of place.
+        clock: seconds, for the pause after a failed try to store.
+
+    Raises:
+        ValueError: the folder cannot be used or is open to others, or `max_bytes` is less than a page.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        identity: PageIdentity,
+        *,
+        max_bytes: int,
+        list_every_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_stored = 0  # pages
+        self.num_loaded = 0
+        self.num_broken = 0  # files that were not what their names say
+        self.num_failed = 0  # calls that a disk or a store did not serve, and pages that were not stored in a pause
+        self._identity = identity.digest()
+        self._page_bytes = identity.page_bytes
+        self._token_bytes = identity.page_size * np.dtype(np.int32).itemsize
+        self._file_bytes = self._head(bytes(DIGEST_BYTES), bytes(self._token_bytes)).size + self._page_bytes
+        if max_bytes < self._file_bytes:
+            raise ValueError(f"{SIZE_FLAG}: {max_bytes} bytes are less than a page, which takes {self._file_bytes}")
+        self._files: LocalPages | BucketPages
+        if isinstance(place, RemotePath):
+            self._files, every_s = BucketPages(place, PATH_FLAG), _BUCKET_LISTED_EVERY_S
+        else:
+            self._files, every_s = LocalPages(place, PATH_FLAG), _FOLDER_LISTED_EVERY_S
+        self._list_every_s = every_s if list_every_s is None else list_every_s
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._paused_until_s = -float("inf")
+        self._warned: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()  # of all that follows and of the counters; never held while files are used
+        self._index = PageIndex()
+        self._num_writing = 0
+        self._since_listing: set[str] | None = None  # stored since the last listing began; None: there was none
+        self._is_listed = False
+        self._listing = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Of all pages in the folder, as far as they are known."""
+        return self._index.num_bytes
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the page was there when the folder was listed, or has been stored since."""
+        self._start_listing()
+        return _name(self._identity, digest) in self._index
+
+    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
+        """See `PageStore`. A page that another engine has just stored is found, too. After False, `page` may hold
+        anything."""
+        self._start_listing()
+        head = self._head(digest, tokens)
+        name, start, content = _name(head.identity, digest), bytearray(head.size), self._bytes_of(page)
+        try:
+            is_whole = self._files.read(name, start, content)
+        except FileNotFoundError:
+            self._forget(name)
+            return False
+        except (OSError, ValueError) as error:
+            self._forget(name)  # it is not asked for again before the next listing
+            self._fail("read", error)
+            return False
+        found = head.content(start, content) if is_whole else Content.BROKEN
+        if found is Content.BROKEN:
+            with self._lock:
+                self.num_broken += 1
+            self._forget(name)
+            self._delete([name])
+        elif found is Content.PAGE:
+            self._files.touch(name)
+            with self._lock:
+                self.num_loaded += 1
+                self._index.use(name, time.time())
+        return found is Content.PAGE
+
+    def store(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
+        """See `PageStore`."""
+        self._start_listing()
+        head, content = self._head(digest, tokens), self._bytes_of(page)
+        name = _name(head.identity, digest)
+        if name in self._index and self._files.touch(name):
+            with self._lock:
+                self._index.use(name, time.time())
+            return True
+        with self._lock:
+            may_write = self._is_listed and self._clock() >= self._paused_until_s
+            most = self._max_bytes - self._file_bytes * (1 + self._num_writing)
+            if not may_write or most < 0:
+                self.num_failed += 1
+                return False
+            self._num_writing += 1
+            unused = self._index.shrink(most)
+        is_written = self._delete(unused) and self._write(name, [head.packed(content), content])
+        with self._lock:
+            self._num_writing -= 1
+            if is_written:
+                self.num_stored += 1
+                self._add(name)
+        return is_written
+
+    def clear(self) -> None:
+        """See `PageStore`. The files stay for engines that start later, until they are the least recently used; what
+        is stored from now on, this engine alone finds."""
+        self._identity = secrets.token_bytes(DIGEST_BYTES)
+
+    def close(self) -> None:
+        """See `PageStore`."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def refresh(self) -> None:
+        """Lists the folder now, and deletes the least recently used files if they exceed the bound. Called in the
+        background, from the first call of another method on."""
+        with self._listing:
+            with self._lock:
+                self._since_listing = set()
+            try:
+                found = list(self._listed_until_closed())
+            except (OSError, ValueError) as error:
+                self._fail("listed", error)
+                return
+            if self._closed.is_set():
+                return
+            with self._lock:
+                self._index.replace(found, self._since_listing)
+                unused = self._index.shrink(self._max_bytes - self._file_bytes * self._num_writing)
+                self._is_listed = True
+        self._delete(unused)
+
+    def _start_listing(self) -> None:
+        if self._thread is not None:
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep_listing, name="page files", daemon=True)
+                self._thread.start()
+
+    def _keep_listing(self) -> None:
+        pause_s = self._list_every_s if self._is_listed else 0.0
+        while not self._closed.wait(pause_s):
+            began_s = time.monotonic()
+            self.refresh()
+            pause_s = max(self._list_every_s, (time.monotonic() - began_s) / _LISTING_SHARE)
+
+    def _listed_until_closed(self) -> Iterator[KeptPage]:
+        for page in self._files.listed():
+            if self._closed.is_set():
+                return
+            yield page
+
+    def _head(self, digest: bytes, tokens: bytes) -> PageHead:
+        if len(tokens) != self._token_bytes:
+            raise ValueError(f"the tokens of a page have {self._token_bytes} bytes, and these {len(tokens)}")
+        return PageHead(self._identity, digest, tokens, self._page_bytes)
+
+    def _bytes_of(self, page: np.ndarray) -> memoryview:
+        if page.dtype != np.uint8 or page.shape != (self._page_bytes,):
+            raise ValueError(f"a page is u8[{self._page_bytes}], and this is {page.dtype}{list(page.shape)}")
+        return memoryview(page)
+
+    def _add(self, name: str) -> None:
+        self._index.add(KeptPage(name, self._file_bytes, time.time()))
+        if self._since_listing is not None:
+            self._since_listing.add(name)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._index.forget(name)
+
+    def _write(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
+        try:
+            self._files.write(name, parts)
+        except (OSError, ValueError) as error:
+            self._paused_until_s = self._clock() + PAUSE_S
+            self._fail("written", error)
+            return False
+        return True
+
+    def _delete(self, names: Sequence[str]) -> bool:
+        """Whether all could be deleted. The next listing finds what could not be."""
+        try:
+            for name in names:
+                self._files.delete(name)
+        except (OSError, ValueError) as error:
+            self._paused_until_s = self._clock() + PAUSE_S
+            self._fail("deleted", error)
+            return False
+        return True
+
+    def _fail(self, what: str, error: OSError | ValueError) -> None:
+        kind = (what, repr(error.errno) if isinstance(error, OSError) else type(error).__name__)
+        with self._lock:
+            self.num_failed += 1
+            is_new = kind not in self._warned
+            self._warned.add(kind)
+        if is_new:
+            logger.warning("%s: pages cannot be %s: %s", PATH_FLAG, what, one_line(str(error)))
+
+
+def _name(identity: bytes, digest: bytes) -> str:
+    page = digest.hex()
+    return f"{identity.hex()}/{page[:2]}/{page}.page"

@@ -1,0 +1,1 @@
+from tests.model.page_files.pages import opened  # noqa: F401
