@@ -55,6 +55,7 @@ class PageCopies:
     def __init__(self, state: DeviceState, kv_axis: int) -> None:
         one = _described(state, 1, kv_axis)
         self.page_bytes = sum(like.size * like.dtype.itemsize for like in one)
+        self.contents = str([(like.shape[1:], like.dtype.name) for like in one])  # of a page's bytes
         self.most = pages_of_copy(bytes_of(one))
         self._forms = {size: _described(state, size, kv_axis) for size in {max(1, self.most // 8), self.most}}
         self._state = state

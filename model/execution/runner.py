@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import threading
@@ -32,6 +33,7 @@ from model.inputs.words import one_line
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.lora import AdapterSlots, LoraWeights
+from model.page_files.page_file import PageIdentity
 from pallas_kernels.api import PagedAttention
 
 logger = logging.getLogger(__name__)
@@ -347,6 +349,23 @@ class ModelRunner:
         self.state = self.programs.write_pages[staged.size](self.state, staged.copy, numbers)
         for array in staged.copy:
             array.delete()
+
+    def page_identity(self, weights: str, draft_weights: str) -> PageIdentity:
+        """Of the pages in files.
+
+        Args:
+            weights, draft_weights: digests of the model's and of those that draft; "": there are none.
+        """
+        scales = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in self._kv_scales if x is not None))
+        return PageIdentity(
+            weights=weights,
+            draft_weights=draft_weights,
+            computation=self.programs.fingerprint(),
+            contents=f"{self._copies.contents} {self._attention.spec.kv_dtype} {scales.hexdigest()}",
+            layout=f"{self._attention.num_shards} shards",
+            page_size=self._attention.spec.page_size,
+            page_bytes=self._copies.page_bytes,
+        )
 
     @property
     def _copies(self) -> PageCopies:
