@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -42,35 +41,27 @@ import numpy as np
 
 from model.inputs.paths import local_path
 from model.loading.source import resolve
-from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
 from scripts.lab.load.conversations import VOCAB_SIZE, Conversations
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.measured import Measured, measure, ratio_of_rounds, together
 from scripts.lab.load.metrics import both_of, failures_of
 from scripts.lab.load.mid import write_mid
+from scripts.lab.load.page_counts import AWAY_HITS, HITS, LOST, QUERIES, counted, settled
 from scripts.lab.load.restarts import COMPUTED, FIRST, IN_POOL, LATER, NUM_PREFIXES, restarts
-from scripts.lab.load.servers import METRICS_S, Server
+from scripts.lab.load.servers import Server
 from scripts.lab.load.tiers import Tier, TieredServers
 from scripts.lab.load.workload import BenchRequest, random_ids
 from scripts.lab.tables import Table, say, say_head
 from server.engine.scratch_folder import ScratchFolder
 
 VALUE_BYTES = 4  # of K/V at most, on a CPU
-MOST_MOVING_S = 60.0
 OTHERS_PROMPT, OTHERS_OUTPUT = 32, 200  # tokens: the streams are seldom admitted, so their pauses are not each other's
 MOST_TURNS = 3  # that a conversation takes in a round: that of all, and two as a visitor
 MOST_OTHERS = 500  # requests of a stream: more than it has time for
 NUM_REPEATS = 4  # of the conversations that fit
 AWAY, OTHERS_AWAY, OTHERS_IN_POOL, FITS = "away", "others, away", "others, in the pool", "fits"
-QUERIES, HITS, AWAY_HITS = (
-    "prefix_cache_queries_total", "prefix_cache_hits_total", "external_prefix_cache_hits_total",
-)  # fmt: skip
-MOVED = (
-    "kv_offload_saved_pages_total", "kv_offload_loaded_pages_total host", "kv_offload_loaded_pages_total disk",
-    "kv_offload_pages disk",
-)  # fmt: skip
-LOST = ("kv_offload_lost_pages_total", "kv_offload_broken_pages_total")
 RATIOS = (
     ("TTFT p50", (AWAY, Tier.OFF), (AWAY, Tier.HOST), ">= 3"),
     ("TTFT p50", (AWAY, Tier.OFF), (AWAY, Tier.DISK), ""),
@@ -161,19 +152,6 @@ def servers_of(args: argparse.Namespace, chats: Conversations, folder: Path) -> 
     )
 
 
-def settled(server: Server) -> dict[str, float]:
-    """The counters of an idle server when no page moves any more. Raises FailedError if pages move for ever."""
-    deadline = time.monotonic() + MOST_MOVING_S
-    found, before = server.counters(), None
-    while (moved := [found[name] for name in MOVED]) != before:
-        if time.monotonic() > deadline:
-            raise FailedError(f"pages still move {MOST_MOVING_S:.0f} s after the last request: {dict(found)}")
-        before = moved
-        time.sleep(METRICS_S)
-        found = server.counters()
-    return found
-
-
 def rounds(running: dict[Tier, Server], chats: Conversations, args: argparse.Namespace) -> Rows:
     """All rows that the servers run at the same time."""
     random, everyone = np.random.default_rng(args.seed + 1), range(args.conversations)
@@ -213,9 +191,7 @@ def rounds(running: dict[Tier, Server], chats: Conversations, args: argparse.Nam
 def add(found: Rows, row: str, order: Sequence[tuple[Tier, Server]], load: Callable[[Server], Measured]) -> None:
     """Measures the row on one server after the other. All are idle."""
     for tier, server in order:
-        before, result = server.counters(), load(server)
-        after = settled(server)
-        result.counts = {name: after[name] - before[name] for name in (QUERIES, HITS, AWAY_HITS, *MOVED, *LOST)}
+        result = counted(server, load)
         found.setdefault((row, tier), []).append(result)
         say(f"{row}, {tier}: {len(result.outcomes)} requests in {result.seconds:.1f} s")
 
@@ -235,7 +211,7 @@ def table(measured: Rows) -> str:
         result = together(parts).results()
         shares = [100 * result[hits] / result[QUERIES] if result.get(QUERIES) else None for hits in (HITS, AWAY_HITS)]
         notes = [failures_of(result), *(f"{name} {result[name]:.0f}" for name in LOST if result.get(name))]
-        if row == AWAY and tier in (Tier.HOST, Tier.DISK) and not shares[1]:
+        if row in (AWAY, FIRST, LATER) and tier in (Tier.HOST, Tier.DISK) and not shares[1]:
             notes.append("NO PAGE CAME BACK")
         for title, of, cells in (
             (f"{row}, {tier}", result, (*shares, result["foreign_cores"], "; ".join(filter(None, notes)))),
@@ -269,13 +245,17 @@ def bench(args: argparse.Namespace) -> int:
                 tier: stack.enter_context(servers.start(tier, port)) for port, tier in enumerate(tiers, args.port)
             }
             measured = rounds(running, chats, args)
+        say(f"\n{table(measured)}\n")
+        restarted: Rows = {}
         for tier in (tier for tier in tiers if tier in (Tier.DISK, Tier.LLAMA)):
             say(f"{tier}: restarts")
             start = partial(servers.start, tier, args.port, name="restarts-")
             sizes = {"prefix_len": args.prefix_len, "page_size": args.page_size, "rounds": args.rounds}
             for row, parts in restarts(start, tier, **sizes, random=random).items():
-                measured[row, tier] = parts
-    print(f"\n{table(measured)}")
+                restarted[row, tier] = parts
+    if restarted:
+        say(f"\n{table(restarted)}")
+    measured |= restarted
     if args.output_json:
         results = {f"{row}, {tier}": [part.results() for part in parts] for (row, tier), parts in measured.items()}
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")

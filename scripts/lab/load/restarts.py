@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from scripts.flags.errors import FailedError
 from scripts.lab.load.conversations import VOCAB_SIZE
 from scripts.lab.load.measured import Measured, measure
-from scripts.lab.load.servers import METRICS_S, Server
+from scripts.lab.load.page_counts import FILES, counted
+from scripts.lab.load.servers import Server
 from scripts.lab.load.tiers import Tier, move_slots
 from scripts.lab.load.workload import BenchRequest, random_ids
 
 NUM_PREFIXES = 4  # of a round
 OUTPUT = 8  # tokens
-MOST_WRITING_S = 60.0
 COMPUTED, IN_POOL, FIRST, LATER = "computed", "in the pool", "first after a restart", "later after a restart"
 
 
@@ -43,13 +43,13 @@ def restarts(
         one_by_one(server, _requests(tier, 1, 16, random))  # what the process does only once
         for _ in range(rounds):
             asked = _requests(tier, NUM_PREFIXES, prefix_len, random)
-            num_before = _num_in_files(server)
+            num_before = server.counters()[FILES]
             found[COMPUTED].append(one_by_one(server, asked))
             found[IN_POOL].append(one_by_one(server, asked))
             if tier is Tier.LLAMA:
                 move_slots(server, "save", slots)
             else:
-                _wait_for_files(server, num_before + NUM_PREFIXES * (prefix_len // page_size))
+                _check_files(server, num_before + NUM_PREFIXES * (prefix_len // page_size))
             stack.close()
             server = stack.enter_context(start())
             if tier is Tier.LLAMA:
@@ -61,7 +61,7 @@ def restarts(
 
 def one_by_one(server: Server, requests: Sequence[BenchRequest]) -> Measured:
     """One request after the other."""
-    return measure(server, requests, max_concurrency=1)
+    return counted(server, partial(measure, requests=requests, max_concurrency=1))
 
 
 def _requests(tier: Tier, count: int, length: int, random: np.random.Generator) -> list[BenchRequest]:
@@ -72,13 +72,7 @@ def _requests(tier: Tier, count: int, length: int, random: np.random.Generator) 
     return requests
 
 
-def _num_in_files(server: Server) -> float:
-    return server.counters()["kv_offload_pages disk"]
-
-
-def _wait_for_files(server: Server, num_pages: float) -> None:
-    deadline = time.monotonic() + MOST_WRITING_S
-    while (found := _num_in_files(server)) < num_pages:
-        if time.monotonic() > deadline:
-            raise FailedError(f"{found:.0f} of {num_pages:.0f} pages are in files after {MOST_WRITING_S:.0f} s")
-        time.sleep(METRICS_S / 4)
+def _check_files(server: Server, least: float) -> None:
+    found = server.counters()[FILES]
+    if found < least:
+        raise FailedError(f"after the last write, {found:.0f} pages are in files, and should be {least:.0f}: {FILES}")
