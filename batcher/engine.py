@@ -217,11 +217,7 @@ class Engine:
         stats = self.core.stats()
         stats.num_requests_waiting += self._inbox.num_arrived
         if self._page_mover is not None:
-            stats.offloading.num_broken = self._page_mover.num_broken
-            stats.offloading.num_unwritten = self._page_mover.num_unwritten
-        if self._remote is not None:
-            stats.offloading.num_fetched = self._remote.num_pages
-            stats.offloading.num_prompts_lost = self._remote.num_failed
+            self._page_mover.count(stats.offloading)
         if self._capacity.max_loras:
             waiting = self._inbox.num_live_of_adapters()
             waiting.subtract(stats.running_of_adapters)

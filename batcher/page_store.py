@@ -18,6 +18,13 @@ if TYPE_CHECKING:  # the HTTP process knows sources, without numpy
 class PageStore(Protocol):
     """Pages by their digest. Thread-safe. No method raises for a page that is missing or broken, or for a full disk."""
 
+    num_broken: int  # pages found to be damaged
+    num_failed: int  # reads and writes that failed, and pages that were not written for that reason
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Of all pages, as far as it is known."""
+
     def has(self, digest: bytes) -> bool:
         """Whether the page is likely to be there. Quick: nothing is read."""
 

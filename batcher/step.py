@@ -238,8 +238,8 @@ class Runner(Protocol):
         is written, or forgotten by the caller."""
 
     def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> None:
-        """Dispatches a copy of staged pages to these, in the order of `stage_pages`, and returns at once. There may be
-        fewer of these. Called from the thread that calls `execute`, once for each `staged`."""
+        """Dispatches a copy of staged pages to these, in the order of `stage_pages`, and returns at once. These all
+        differ, and there may be fewer of them. Called from the thread that calls `execute`, once for each `staged`."""
 
     def recover(self) -> None:
         """Prepares the device for further steps after a failed one. No step is in flight. Slot state, pages and adapter

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from batcher.page_store import Offloading
-from batcher.scheduling.page_moves import AwayPage, HostPage, PageLoad, PageSave
+from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.step import MAX_STAGED_COPIES, Capacity, PagesRead, Runner, StagedPages
 
 MAX_UNWRITTEN = 64  # pages that wait to be written to the store; more are not written
@@ -68,9 +68,6 @@ class PageMover:
         on_moved, on_failure: are called on a thread of this. For each call of the first, `took` is called later. A
             failure is an error that ends the engine.
 
-    Attributes:
-        num_broken: pages whose bytes had changed in the host's memory.
-        num_unwritten: pages that the store would have been too slow for.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class PageMover:
         self._threads: list[threading.Thread] = []
         self._may_stage = threading.Semaphore(MAX_STAGED_COPIES)
         self._is_closed = False
-        self.num_broken = self.num_unwritten = 0
+        self._num_broken = self._num_unwritten = 0
 
     # --- the engine's thread ---
 
@@ -115,6 +112,15 @@ class PageMover:
         """What `on_moved` got has been used, or is not needed."""
         if isinstance(moved, Loaded) and moved.staged is not None:
             self._may_stage.release()
+
+    def count(self, counts: OffloadingCounts) -> None:
+        """Sets those counts that are the mover's, the store's and those of pages of other engines."""
+        counts.num_broken, counts.num_unwritten = self._num_broken, self._num_unwritten
+        if self._store is not None:
+            counts.num_broken += self._store.num_broken
+            counts.num_failed, counts.bytes_in_store = self._store.num_failed, self._store.bytes_on_disk
+        if self._remote is not None:
+            counts.num_fetched, counts.num_prompts_lost = self._remote.num_pages, self._remote.num_failed
 
     def start(self) -> None:
         """Starts the threads, once."""
@@ -214,7 +220,7 @@ class PageMover:
 
     def _ask_to_write(self, host: HostPage, place: np.ndarray) -> None:
         if self._to_write.full():
-            self.num_unwritten += 1
+            self._num_unwritten += 1
         else:
             self._to_write.put_nowait(_Write(host, place.copy()))
 
@@ -258,7 +264,7 @@ class PageMover:
         place = self._place(host)
         if crc32(place) == host.checksum:
             return place
-        self.num_broken += 1
+        self._num_broken += 1
         self._in_place[host.place] = None
         return None
 

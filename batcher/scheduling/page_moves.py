@@ -63,13 +63,15 @@ class OffloadingCounts:
     num_places: int = 0  # of the host's memory
     num_held: int = 0  # in the host's memory
     num_kept: int = 0  # of these, for other engines; one that is kept for two prompts counts twice
+    bytes_in_store: int = 0
     # counters
     num_saved: int = 0  # copied to the host's memory
     num_lost: int = 0  # evicted from the device without a copy
     num_loaded: int = 0  # from the host's memory
     num_loaded_from_store: int = 0  # or from other engines
     num_not_loaded: int = 0  # asked for, and computed in the end
-    num_broken: int = 0  # their bytes had changed in the host's memory
+    num_broken: int = 0  # their bytes had changed in the host's memory or in the store
+    num_failed: int = 0  # reads and writes of the store
     num_unwritten: int = 0  # the store was too slow for them
     num_fetched: int = 0  # from other engines
     num_prompts_lost: int = 0  # of which a page did not come from another engine

@@ -61,12 +61,15 @@ class CompiledPrograms:
         """The programs that an earlier start has exported: they have not run yet."""
         return set() if self._exported is None else self._exported.found
 
+    def fingerprint(self) -> str:
+        """A digest of all that decides what the programs compute besides their arguments."""
+        return fingerprint(_PACKAGES, self._described.made_from, self._described.device)
+
     def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket]) -> None:
         """Starts threads that compile, see `ModelRunner.start_compiling`."""
         described = self._described
         if self._traced_folder is not None:
-            made_from = fingerprint(_PACKAGES, described.made_from, described.device)
-            self._traced = TracedPrograms(self._traced_folder, made_from)
+            self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
         programs: dict[Bucket | str, Program] = {bucket: described.step(bucket) for bucket in buckets}
         self.left = list(may_wait)
         if self._export_folder is None:

@@ -28,7 +28,7 @@ from model.execution.adapter_slots import bytes_of
 from model.execution.host_copy import HostCopy, Index, ranges
 from model.execution.step import DeviceState
 
-# So large that a link is busy with it, and so small that steps and loads that wait for it wait a millisecond or two.
+# On a device. A link of 32 GB/s takes a millisecond for it, beside which the fixed costs of a copy are small.
 COPY_BYTES = 32 << 20
 MAX_PAGES_OF_COPY = 64
 NULL_PAGE = 0
@@ -44,8 +44,8 @@ def pages_of_copy(page: int) -> int:
 class PageCopies:
     """The forms of the copies of a runner's pages, and the programs that make and take them.
 
-    There are two sizes, the largest and an eighth of it. A copy is sent as a whole, padded: a prompt's last pages would
-    otherwise take as long as eight times as many, and more sizes are more programs to compile.
+    There are two sizes, the largest and an eighth of it. A copy is sent as a whole, padded. With one size a single page
+    would take as long as the most, and each further size is two more programs to compile.
 
     Args:
         state: described.
@@ -55,6 +55,7 @@ class PageCopies:
     def __init__(self, state: DeviceState, kv_axis: int) -> None:
         one = _described(state, 1, kv_axis)
         self.page_bytes = sum(like.size * like.dtype.itemsize for like in one)
+        self.contents = str([(like.shape[1:], like.dtype.name) for like in one])  # of a page's bytes
         self.most = pages_of_copy(bytes_of(one))
         self._forms = {size: _described(state, size, kv_axis) for size in {max(1, self.most // 8), self.most}}
         self._state = state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from model.inputs.words import one_line
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.lora import AdapterSlots, LoraWeights
+from model.page_files.page_file import PageIdentity
 from pallas_kernels.api import PagedAttention
 
 logger = logging.getLogger(__name__)
@@ -243,6 +246,8 @@ class ModelRunner:
             self._reallocate()
             num_run = self._run_each(execute, exported)
         report(f"ran {num_run} of {len(self.programs.steps)} programs once in {time.perf_counter() - started:.1f} s")
+        if self.programs.read_pages:
+            report(self._time_page_copies())
 
     def _run_each(self, execute: Callable[[StepInput], StepHandle], exported: Container[Bucket | str]) -> int:
         """The number of programs that have run: as many as there is time for, and those in `exported`."""
@@ -261,6 +266,19 @@ class ModelRunner:
             pages = list(np.empty((size, self._copies.page_bytes), np.uint8))
             self.read_pages([NULL_PAGE] * size).copy_to(pages)
             self.write_pages(self.stage_pages(pages), [NULL_PAGE])
+
+    def _time_page_copies(self) -> str:
+        """Copies the null page as often as a copy can, to the host and back. They have run before."""
+        size, times = self._copies.most, [time.perf_counter()]
+        pages = list(np.zeros((size, self._copies.page_bytes), np.uint8))
+        self.read_pages([NULL_PAGE] * size).copy_to(pages)
+        times.append(time.perf_counter())
+        self.write_pages(self.stage_pages(pages), [NULL_PAGE])
+        jax.block_until_ready(self.state)
+        times.append(time.perf_counter())
+        size_gb = size * self._copies.page_bytes / 1e9
+        out, back = (size_gb / (stop - start) for start, stop in pairwise(times))
+        return f"pages leave at {out:.2f} GB/s and come back at {back:.2f} GB/s, {size} of them at once"
 
     def execute(self, step: StepInput) -> StepResult:
         """Dispatches the step and returns. Do not change `step.packed` before the result is there: a CPU reads the
@@ -331,6 +349,23 @@ class ModelRunner:
         self.state = self.programs.write_pages[staged.size](self.state, staged.copy, numbers)
         for array in staged.copy:
             array.delete()
+
+    def page_identity(self, weights: str, draft_weights: str) -> PageIdentity:
+        """Of the pages in files.
+
+        Args:
+            weights, draft_weights: digests of the model's and of those that draft; "": there are none.
+        """
+        scales = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in self._kv_scales if x is not None))
+        return PageIdentity(
+            weights=weights,
+            draft_weights=draft_weights,
+            computation=self.programs.fingerprint(),
+            contents=f"{self._copies.contents} {self._attention.spec.kv_dtype} {scales.hexdigest()}",
+            layout=f"{self._attention.num_shards} shards",
+            page_size=self._attention.spec.page_size,
+            page_bytes=self._copies.page_bytes,
+        )
 
     @property
     def _copies(self) -> PageCopies:

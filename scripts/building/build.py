@@ -17,7 +17,6 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
-from batcher.page_store import Offloading
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
 from scripts.building.adapters import RunnersStore, loaded_adapters, make_store
@@ -34,6 +33,7 @@ from scripts.building.kept_folders import KeptFolders, kept_folders
 from scripts.building.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.building.load import Loader, Report, phase
 from scripts.building.model_on_chips import ModelOnChips
+from scripts.building.offloading import GIB, Digests, make_offloading, start_digests
 from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from server.text.tokenizer import ByteLevelTokenizer
 
 
-GIB = 1 << 30
-
-
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """A runner and the settings for engines over it. Several engines can be made over one runner, one at a time."""
@@ -73,6 +70,7 @@ class Built:
     platform: str
     loader: Loader  # of other weights
     adapter_store: AdapterStore | None  # None: requests have no adapters
+    digests: Digests | None  # of the weights, for the files of pages; None: there are no files
     tokenizer: Path | None  # as of `build_runner`
 
     def changeable_weights(self) -> RunnerWeights:
@@ -103,20 +101,10 @@ class Built:
             step_times=self.step_times,
             draft_cost=self.draft_cost,
             step_timeout_s=self.step_timeout_s,
-            offloading=None if settings.kv_offloading_size == 0 else self._offloading(),
+            offloading=make_offloading(settings, self.runner, self.digests),
             seed=settings.seed,
         )
         return Engine(runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
-
-    def _offloading(self) -> Offloading:
-        from model.execution.device_memory import host_memory
-
-        size, free = int(self.settings.kv_offloading_size * GIB), host_memory().free
-        if size > free:
-            raise ValueError(
-                f"--kv-offloading-size {self.settings.kv_offloading_size:g}: the host has {free / GIB:.1f} GiB free"
-            )
-        return Offloading(host_bytes=size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +226,7 @@ def build_runner(
     report(f"  end tokens        {listed(weights.end_tokens)}")
     max_model_len = choose_model_len(settings.max_model_len, weights.config.max_position_embeddings)
     draft = choose_draft(settings, weights, platform, max_model_len)
+    digests = start_digests(settings, weights, draft)
     buckets = bucket_config(settings, platform)
 
     @cache
@@ -312,12 +301,17 @@ def build_runner(
         runner.stop_compiling()
         raise
     page_size, num_pages = attention.spec.page_size, runner.capacity().num_pages
+    if settings.kv_offloading_size:
+        num_tokens = int(settings.kv_offloading_size * GIB) // runner.capacity().page_bytes * page_size
+        behind = "" if settings.kv_offloading_path is None else f", and behind it {settings.kv_offloading_path}"
+        report(f"  offloading        the host's memory has room for {num_tokens} tokens of prefixes{behind}")
     return Built(
         runner=runner,
         weights=weights,
         platform=platform,
         loader=loader,
         adapter_store=adapter_store,
+        digests=digests,
         tokenizer=tokenizer,
         ladder=ladder,
         may_wait=tuple(later),

@@ -18,21 +18,14 @@ Without `--model` the model has 107 M parameters of random weights: 12 layers, 7
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import re
-import shlex
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import uvloop
 from safetensors.numpy import save_file
 
@@ -40,30 +33,24 @@ from model.config import LlamaConfig, projections
 from model.inputs.paths import local_path
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, expected_shapes
 from model.loading.source import resolve
-from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.lab.load.client import Outcome, Target, run
+from scripts.lab.load.client import run
 from scripts.lab.load.lengths import Lengths
-from scripts.lab.load.metrics import both_of, failures_of, summary
-from scripts.lab.load.servers import ForeignLoad, serving
+from scripts.lab.load.measured import Measured, measure, ratio_of_rounds, together
+from scripts.lab.load.metrics import both_of, failures_of
+from scripts.lab.load.mid import write_mid
+from scripts.lab.load.servers import BENCH, METRICS_S, Server, our_server
 from scripts.lab.load.workload import BenchRequest, random_prompts
-from scripts.lab.tables import Table, ratio, say_head
+from scripts.lab.tables import Table, say_head
 from server.engine.scratch_folder import ScratchFolder
 
-MID = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 768,
-    "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-    "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position_embeddings": 2048,
-    "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 31_744, "eos_token_id": 31_745,
-}  # fmt: skip
-BASE, OFF, ON = "bench", "without", "with"
+OFF, ON = "without", "with"
 MAX_LORAS, MAX_CPU = 8, 16
 RESIDENT = tuple(f"resident-{i}" for i in range(MAX_LORAS))
 COLD = tuple(f"cold-{i}" for i in range(MAX_CPU + MAX_LORAS))  # none is still in memory when its turn comes again
 LENGTHS = Lengths.parse("uniform:32:96")  # of prompts and of outputs
 MOST_REQUESTS = 4000  # of one row: more than it has time for
-METRICS_S = 1.2  # the age that a server's figures may have
-_SWAPS = re.compile(r"^pallas_serve:lora_slot_writes_total\{.*\} (\S+)$", re.MULTILINE)
+_SWAPS = "lora_slot_writes_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +64,8 @@ class Row:
 
 
 ROWS = (
-    Row(name="base, without the flag", server=OFF, models=[BASE]),
-    Row(name="base, with the flag", models=[BASE]),
+    Row(name="base, without the flag", server=OFF, models=[BENCH]),
+    Row(name="base, with the flag", models=[BENCH]),
     Row(name="one adapter", models=RESIDENT[:1]),
     Row(name="four adapters", models=RESIDENT[:4]),
     Row(name="eight adapters", models=RESIDENT),
@@ -86,11 +73,11 @@ ROWS = (
     Row(name="seven adapters, swaps", models=RESIDENT[:-1], visitors=COLD),
 )
 RATIOS = (
-    ("base: with / without the flag", "tokens", "base, with the flag", "base, without the flag"),
-    ("one adapter / base", "tokens", "one adapter", "base, with the flag"),
-    ("four adapters / base", "tokens", "four adapters", "base, with the flag"),
-    ("eight adapters / base", "tokens", "eight adapters", "base, with the flag"),
-    ("pauses: swaps / no swaps", "pauses", "seven adapters, swaps", "seven adapters, no swaps"),
+    ("base: with / without the flag", "output tokens/s", "base, with the flag", "base, without the flag"),
+    ("one adapter / base", "output tokens/s", "one adapter", "base, with the flag"),
+    ("four adapters / base", "output tokens/s", "four adapters", "base, with the flag"),
+    ("eight adapters / base", "output tokens/s", "eight adapters", "base, with the flag"),
+    ("pauses: swaps / no swaps", "ITL p99", "seven adapters, swaps", "seven adapters, no swaps"),
 )
 
 
@@ -113,15 +100,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def write_mid(folder: Path) -> LlamaConfig:
-    """Writes the model without its weights."""
-    config = LlamaConfig.from_hf(MID)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MID))
-    write_stand_in_tokenizer(folder, config.vocab_size)
-    return config
-
-
 def write_adapter(folder: Path, config: LlamaConfig, rank: int, random: np.random.Generator) -> None:
     """Writes an adapter of all projections in PEFT's form."""
     shapes, modules = expected_shapes(config), projections(config.num_layers)
@@ -138,21 +116,6 @@ def write_adapter(folder: Path, config: LlamaConfig, rank: int, random: np.rando
     save_file(tensors, folder / ADAPTER_FILE)
 
 
-@dataclass(frozen=True)
-class Server:
-    """A running server."""
-
-    target: Target
-    process: psutil.Process
-
-    def num_swaps(self) -> int:
-        """Adapters written into slots until now."""
-        time.sleep(METRICS_S)
-        with urllib.request.urlopen(f"{self.target.base_url}/metrics") as answer:
-            found = _SWAPS.findall(answer.read().decode())
-        return round(sum(map(float, found)))
-
-
 @contextmanager
 def servers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Server]]:
     """Writes what they need to `folder` and starts both. Raises FailedError if one does not become ready."""
@@ -166,50 +129,20 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Server
     random = np.random.default_rng(args.seed)
     for name in (*RESIDENT, *COLD):
         write_adapter(folder / "adapters" / name, config, args.rank, random)
-    common = ["--model", model, "--device", args.device, "--served-model-name", BASE, "--max-model-len", "256"]
+    common = ["--model", model, "--device", args.device, "--max-model-len", "256"]
     common += ["--max-num-seqs", str(args.streams), "--no-enable-prefix-caching", "--compile-all-first", *own]
     adapted = ["--enable-lora", "--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU)]
     adapted += ["--max-lora-rank", str(args.rank), "--lora-folder", str(folder / "adapters")]
     with ExitStack() as stack:
         found = {}
         for port, (name, flags) in enumerate({OFF: [], ON: adapted}.items(), args.port):
-            command = shlex.join([sys.executable, "-m", "scripts.launch", "--port", str(port), *common, *flags])
-            process = stack.enter_context(serving(f"adapters-{name}", command, port, timeout_s=args.start_timeout))
-            found[name] = Server(Target(base_url=f"http://127.0.0.1:{port}", model=BASE, ignore_eos=True), process)
+            server = our_server(f"adapters-{name}", [*common, *flags], port, timeout_s=args.start_timeout)
+            found[name] = stack.enter_context(server)
         yield found
 
 
-@dataclass(kw_only=True)
-class Measured:
-    """One row in one round, or in all of them."""
-
-    outcomes: list[Outcome]  # of the streams
-    visits: list[Outcome]
-    seconds: float
-    foreign_cores: float
-    num_swaps: int | None = None
-
-    def results(self) -> dict[str, Any]:
-        """Figures of the streams, and of the visitors if there are any."""
-        found = summary(self.outcomes, self.seconds)
-        found |= {"foreign_cores": self.foreign_cores, "num_swaps": self.num_swaps}
-        return found | ({"visitors": summary(self.visits, self.seconds)} if self.visits else {})
-
-
-def together(parts: Sequence[Measured]) -> Measured:
-    """All rounds of a row as one."""
-    seconds, swaps = sum(part.seconds for part in parts), [part.num_swaps for part in parts]
-    return Measured(
-        outcomes=[outcome for part in parts for outcome in part.outcomes],
-        visits=[outcome for part in parts for outcome in part.visits],
-        seconds=seconds,
-        foreign_cores=sum(part.foreign_cores * part.seconds for part in parts) / seconds,
-        num_swaps=sum(n for n in swaps if n is not None) if any(n is not None for n in swaps) else None,
-    )
-
-
-def measure(
-    row: Row, server: Server, requests: Sequence[BenchRequest], args: argparse.Namespace, round: int = 0
+def measure_row(
+    row: Row, server: Server, requests: Sequence[BenchRequest], args: argparse.Namespace, number: int = 0
 ) -> Measured:
     """Loads the server for a while. Its streams' adapters are in slots before. Visitors go on where those of the last
     round ended."""
@@ -220,33 +153,18 @@ def measure(
     streams = args.streams if not row.visitors else max(1, args.streams * len(row.models) // MAX_LORAS)
     asked = named(row.models, requests)
     arrivals = np.arange(1 / args.rate, args.seconds, 1 / args.rate) if row.visitors else np.empty(0)
-    short, start = BenchRequest([5] * 16, 8), round * len(arrivals)
+    short, start = BenchRequest([5] * 16, 8), number * len(arrivals)
     visits = named(row.visitors, [short] * len(arrivals), start) if row.visitors else []
     resident = [*row.models, *([row.visitors[(start - 1) % len(row.visitors)]] if row.visitors else [])]
     first = named(resident, [short] * len(resident))
     uvloop.run(run(server.target, first, arrivals=None, max_concurrency=MAX_LORAS))
-
-    async def load() -> tuple[tuple[list[Outcome], float], tuple[list[Outcome], float]]:
-        return await asyncio.gather(
-            run(server.target, asked, arrivals=None, max_concurrency=streams, send_until_s=args.seconds),
-            run(server.target, visits, arrivals=arrivals, max_concurrency=max(1, len(visits))),
-        )
-
-    num_before = server.num_swaps() if row.visitors else 0
-    foreign = ForeignLoad(server.process)
-    (outcomes, seconds), (visited, _) = uvloop.run(load())
-    return Measured(
-        outcomes=outcomes,
-        visits=visited,
-        seconds=seconds,
-        foreign_cores=foreign.cores(),
-        num_swaps=server.num_swaps() - num_before if row.visitors else None,
-    )
-
-
-def figure(result: dict[str, Any], metric: str) -> float | None:
-    """Of a row: its tokens/s, or the 99th percentile of its pauses."""
-    return result["output_tokens_per_s"] if metric == "tokens" else (result["itl_ms"] or {}).get("p99")
+    time.sleep(METRICS_S if row.visitors else 0)
+    before = server.counters()[_SWAPS]
+    found = measure(server, asked, max_concurrency=streams, send_until_s=args.seconds, visits=visits, arrivals=arrivals)
+    if row.visitors:
+        time.sleep(METRICS_S)
+        found.counts["num_swaps"] = round(server.counters()[_SWAPS] - before)
+    return found
 
 
 def table(measured: dict[str, list[Measured]]) -> str:
@@ -262,12 +180,7 @@ def table(measured: dict[str, list[Measured]]) -> str:
                 table.row(title, of["completed"], of["output_tokens_per_s"], *cells, failures_of(of))
     lines = [*table.lines, ""]
     for text, metric, *rows in RATIOS:
-        above, below = ([figure(part.results(), metric) for part in measured[row]] for row in rows)
-        rounds = [a / b for a, b in zip(above, below, strict=True) if a and b]
-        spread = f" ({min(rounds):.3f} to {max(rounds):.3f} in {len(rounds)} rounds)" if rounds else ""
-        kind = "output tokens/s" if metric == "tokens" else "ITL p99"
-        whole = (figure(together(measured[row]).results(), metric) for row in rows)
-        lines.append(ratio(f"{text} ({kind})", *whole) + spread)
+        lines.append(ratio_of_rounds(text, metric, *(measured[row] for row in rows)))
     return "\n".join(lines)
 
 
@@ -281,11 +194,11 @@ def bench(args: argparse.Namespace) -> int:
     say_head()
     with ScratchFolder() as scratch, servers(args, scratch.path) as running:
         for row in ROWS:  # adapters are loaded by their names, and programs run once
-            measure(row, running[row.server], _requests(args.streams, random), args)
+            measure_row(row, running[row.server], _requests(args.streams, random), args)
         for number in range(args.rounds):
             requests = _requests(MOST_REQUESTS, random)
             for row in ROWS if number % 2 == 0 else reversed(ROWS):
-                measured[row.name].append(measure(row, running[row.server], requests, args, number))
+                measured[row.name].append(measure_row(row, running[row.server], requests, args, number))
     print(table(measured))
     results = {name: [part.results() for part in parts] for name, parts in measured.items()}
     if args.output_json:

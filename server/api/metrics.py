@@ -59,6 +59,10 @@ OFFLOADING = {
     "kv_offload_saved_pages": ("num_saved", "Pages of K/V copied to the host's memory."),
     "kv_offload_lost_pages": ("num_lost", "Pages of K/V evicted without a copy."),
     "kv_offload_broken_pages": ("num_broken", "Pages whose bytes had changed in the host's memory or in their files."),
+    "kv_offload_failed_transfers": (
+        "num_failed",
+        "Reads and writes of files of pages that failed, or were left out then.",
+    ),
     "kv_offload_unwritten_pages": ("num_unwritten", "Pages that have not been written to files: they were too slow."),
     "kv_offload_given_up_pages": ("num_not_loaded", "Pages that were to come back, and were computed in the end."),
 }
@@ -264,6 +268,8 @@ class ServerMetrics:
         yield self._gauge(
             "kv_offload_pages", "Pages of K/V in the host's memory.", lambda s: s.stats.offloading.num_held
         )
+        doc = "Bytes of files of pages."
+        yield self._gauge("kv_offload_disk_bytes", doc, lambda s: s.stats.offloading.bytes_in_store)
         doc = "Pages of K/V that the host's memory has room for."
         yield self._gauge("kv_offload_places", doc, lambda s: s.stats.offloading.num_places)
 

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from model.loading.source import resolve
 from scripts.lab import adapters
 from tests.conftest import EXPORTED
 from tests.demo.one_layer import one_layer
@@ -25,7 +24,7 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
         assert len(rounds) == 2
         assert all(row["completed"] and not row["failed"] for row in rounds)
         visits = [row["visitors"]["completed"] for row in rounds if "visitors" in row]
-        swaps = [row["num_swaps"] for row in rounds]
+        swaps = [row.get("num_swaps") for row in rounds]
         if name.endswith("no swaps"):
             assert (visits, swaps) == ([4, 4], [0, 0])
         elif name.endswith("swaps"):
@@ -36,13 +35,6 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
     printed = capsys.readouterr().out
     assert "base: with / without the flag (output tokens/s): " in printed
     assert printed.count("in 2 rounds)") == len(adapters.RATIOS)
-
-
-def test_the_model_of_random_weights_can_be_served(tmp_path):
-    config = adapters.write_mid(tmp_path / "mid")
-    assert resolve(str(tmp_path / "mid"), weights=False).config == config
-    layer = config.hidden_size * (2 * 768 + 2 * 256 + 3 * config.intermediate_size)
-    assert 106e6 < config.num_layers * layer + config.vocab_size * config.hidden_size < 108e6
 
 
 def test_fewer_streams_than_adapters_are_refused(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,18 +13,24 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.flags.errors import FailedError
+from scripts.lab.load.client import Target
 
 ROOT = Path(__file__).parents[3]
 READY = re.compile(r"^ready after (\d+\.\d) s: (\S+?)(?:/v1)?$")
 FETCH_TIMEOUT_S = 120.0
+BENCH = "bench"  # what requests call the model
+METRICS_S = 1.2  # the age that a server's figures may have
 
 
 @contextmanager
@@ -72,7 +79,8 @@ def serving(name: str, command: str, port: int, *, timeout_s: float) -> Iterator
         deadline = time.monotonic() + timeout_s
         while not _is_up(port):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise FailedError(f"{name} did not come up: see {log}")
+                said = log.read_text().strip().rpartition("\n")[2]
+                raise FailedError(f"{name} did not come up: {said + '; ' if said else ''}see {log}")
             time.sleep(0.5)
         yield psutil.Process(process.pid)
     finally:
@@ -83,6 +91,34 @@ def serving(name: str, command: str, port: int, *, timeout_s: float) -> Iterator
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    target: Target
+    process: psutil.Process
+
+    def counters(self) -> defaultdict[str, float]:
+        """The figures of /metrics by their names without the prefix, those of all labels together. Names of those of
+        one tier end with it, such as `kv_offload_pages disk`. Figures may be `METRICS_S` old."""
+        found = defaultdict[str, float](float)
+        with urllib.request.urlopen(f"{self.target.base_url}/metrics", timeout=FETCH_TIMEOUT_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        for sample in (sample for family in families for sample in family.samples):
+            tier = sample.labels.get("tier")
+            name = sample.name.rpartition(":")[2]
+            found[f"{name} {tier}" if tier else name] += sample.value
+        return found
+
+
+@contextmanager
+def our_server(name: str, flags: Sequence[str], port: int, *, timeout_s: float) -> Iterator[Server]:
+    """As `serving`: our own server with these flags. It calls its model `BENCH`."""
+    launch = [sys.executable, "-m", "scripts.launch", "--port", str(port), "--served-model-name", BENCH]
+    with serving(name, shlex.join([*launch, *flags]), port, timeout_s=timeout_s) as process:
+        yield Server(Target(base_url=f"http://127.0.0.1:{port}", model=BENCH, ignore_eos=True), process)
 
 
 def _is_up(port: int) -> bool:

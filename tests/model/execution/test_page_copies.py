@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,20 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from batcher.step import Bucket, Variant
+from batcher.step import MAX_PAGE_COPIES
 from model.eagle_config import EagleForm
-from model.execution.memory_plan import RunnerConfig
+from model.execution.memory_plan import MemoryNeeds, RunnerConfig, memory_needs
+from model.execution.page_copies import pages_of_copy
 from model.execution.prompt_lookup import PromptLookup
 from model.execution.runner import ModelRunner
 from model.loading.weights import random_weights
 from model.network.sharding import make_mesh
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
+from scripts.lab.accounts.process import printed_by
+from scripts.lab.accounts.specs import KV_DTYPES
 from tests.model.collectives import collectives
 from tests.model.driver import TINY, int8_scales
 from tests.model.execution.test_eagle_drafts import head
 
-PROMPT, DECODE = Bucket(24, 4, Variant.SAMPLE), Bucket(4, 4, Variant.SAMPLE)
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 64, "num_pages": 23}
 LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
 MOVING = {"moves_pages": True}
@@ -59,7 +63,9 @@ def make(
         draft = head(drafts, mesh=mesh), attention(dtype)
     scales = int8_scales(model) if kv_dtype != dtype else None
     settings = LIMITS | MOVING | {"lookup": LOOKUP if drafts == "lookup" else None, "max_draft_rows": 4} | limits
-    return ModelRunner(model, attention(kv_dtype), RunnerConfig(**settings), scales, draft=draft)
+    made = ModelRunner(model, attention(kv_dtype), RunnerConfig(**settings), scales, draft=draft)
+    made.made_from = model, draft
+    return made
 
 
 def warm_copies(runner: ModelRunner) -> ModelRunner:
@@ -178,3 +184,52 @@ def test_buffers_stay_where_they_are(runner) -> None:
     write(runner, random_pages(runner, 9), list(range(1, 10)))
     read(runner, [1])
     assert addresses() == before
+
+
+def test_copies_are_as_large_as_pays() -> None:
+    mib = 1 << 20
+    assert [pages_of_copy(page) for page in (1, mib // 2, mib, 16 * mib, 17 * mib, 99 * mib)] == [64, 64, 32, 2, 1, 1]
+
+
+def test_the_plan_has_room_for_copies_on_their_way(runner) -> None:
+    described = runner.described
+    (size,) = described.page_copies.sizes[-1:]
+    _, form, _ = described.updates()[described.page_copies.name("write", size)].arguments
+    held = sum(math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize for like in form)
+
+    def needs(**limits: bool) -> MemoryNeeds:
+        return memory_needs(
+            runner.made_from[0], described.attention, replace(described.config, **limits), runner.made_from[1]
+        )
+
+    assert needs().page * size == held
+    assert needs().state - needs(moves_pages=False).state == 2 * MAX_PAGE_COPIES * held
+
+
+@pytest.mark.targets
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "kv_dtype", "drafts"),
+    [
+        ("v6e:1x1", "auto", ()),
+        ("v6e:2x2", "int8", ("eagle",)),
+        ("h200", "auto", ()),
+        ("4xh200", "fp8", ("eagle",)),
+    ],
+)
+def test_chips_keep_no_second_copy(target, kv_dtype, drafts) -> None:
+    needed = "libtpu" if ":" in target else "jax_cuda13_plugin"
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed: scripts/test --all installs it")
+    results = printed_by("tests.model.execution.compile_page_copies", target, KV_DTYPES[kv_dtype], *drafts)
+    print(target, *results, sep="\n")  # what `pytest -rP` shows
+    assert [result["kind"] for result in results] == ["read", "read", "write", "write"]
+    for result in results:
+        state, copy = result["state_bytes"], result["copy_bytes"]
+        reads = result["kind"] == "read"
+        assert result["exchanges"] == 0, result
+        assert result["temp_bytes"] <= copy, result
+        # The chips' tiles of small arrays are padded.
+        assert 0 <= result["argument_bytes"] - state - (0 if reads else copy) <= 1 << 16, result
+        assert 0 <= result["output_bytes"] - (copy if reads else state) <= 1 << 16, result
+        assert 0 <= result["alias_bytes"] - (0 if reads else state) <= 1 << 16, result

@@ -1,0 +1,61 @@
+"""Where an engine's pages go that leave the device: a part of the host's memory, and files behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from batcher.page_store import Offloading
+from model.inputs.paths import place
+from scripts.building.chosen_weights import ChosenWeights
+from scripts.building.draft import ChosenDraft
+from scripts.building.head import ChosenHead
+from scripts.flags.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from model.execution.runner import ModelRunner
+
+GIB = 1 << 30
+# Gives digests of the model's weights and of those that draft.
+Digests = Callable[[], tuple[str, str]]
+
+
+def start_digests(settings: EngineSettings, weights: ChosenWeights, draft: ChosenDraft | None) -> Digests | None:
+    """Reads the weights' files in a thread of its own, because that may take long. None: no pages go to files."""
+    if settings.kv_offloading_path is None:
+        return None
+    thread = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
+    found = thread.submit(lambda: (_digest(weights), "" if draft is None else _digest(draft.weights)))
+    thread.shutdown(wait=False)
+    return found.result
+
+
+def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Digests | None) -> Offloading | None:
+    """None: pages do not leave the device. Raises ValueError if the host's memory or the folder cannot be used."""
+    from model.execution.device_memory import host_memory
+    from model.page_files.store import PageFiles
+
+    if not settings.kv_offloading_size:
+        return None
+    size, free = int(settings.kv_offloading_size * GIB), host_memory().free
+    if size > free:
+        raise ValueError(
+            f"--kv-offloading-size {settings.kv_offloading_size:g}: the host has {free / GIB:.1f} GiB free"
+        )
+    if digests is None or settings.kv_offloading_path is None:
+        return Offloading(host_bytes=size)
+    folder = place(settings.kv_offloading_path, "--kv-offloading-path")
+    most = int(settings.kv_offloading_disk * GIB)
+    return Offloading(host_bytes=size, store=PageFiles(folder, runner.page_identity(*digests()), max_bytes=most))
+
+
+def _digest(weights: ChosenWeights | ChosenHead) -> str:
+    """Equal only if the weights are."""
+    from model.loading.weights_digest import files_digest, weights_digest
+
+    if weights.stored is None:
+        return f"random {weights.seed} {weights.config!r}"
+    if isinstance(weights, ChosenHead):
+        return files_digest(sorted(file for file in weights.folder.iterdir() if file.is_file()))
+    return weights_digest(weights.stored)

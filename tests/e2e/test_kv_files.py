@@ -1,0 +1,236 @@
+"""Files of K/V pages behind a real server: the texts are those of a server without tiers, whatever is done to the
+server and to the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import httpx
+import psutil
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from model.loading.source import DEMO_FOLDER
+from tests.e2e.conftest import ROOT, serve_exported
+from tests.e2e.kv_crowd import (
+    ADMIN,
+    BODIES,
+    BROKEN,
+    FROM_FILES,
+    GIB,
+    IN_FILES,
+    NUM_PAGES,
+    POOL,
+    crowd,
+    files_of,
+    filled,
+    flags_of,
+    healthy,
+    in_files,
+    pages_gib,
+    text_alone,
+    text_of,
+    texts,
+    wait_for,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def flags(engine_flags) -> list[str]:
+    return flags_of(engine_flags)
+
+
+@pytest.fixture(scope="module")
+def told(flags) -> list[str]:
+    return texts(tuple(flags))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / "pages"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def test_a_server_that_was_killed_leaves_files_that_the_next_one_serves(flags, told, folder):
+    """With -9 and in the middle of writes."""
+    own = [*flags, *in_files(folder)]
+    with serve_exported(*own) as server, ThreadPoolExecutor(60) as pool, server.http() as http:
+        asked = [pool.submit(text_of, http, body) for body in BODIES]
+        wait_for(server, lambda counts: counts[IN_FILES] > 0)
+        engine = server.engine_process()
+        engine.kill()
+        server.process.kill()
+        for future in asked:
+            with contextlib.suppress(httpx.HTTPError, AssertionError):  # some have ended before
+                future.result(60)
+        gone, _ = psutil.wait_procs([engine], 30)
+        assert gone
+    with serve_exported(*own) as server:
+        assert crowd(server) == told
+        wait_for(server, lambda counts: counts[IN_FILES] > 2 * NUM_PAGES)
+        assert healthy(server)[BROKEN] == 0
+    with serve_exported(*own) as server:
+        assert crowd(server) == told
+        assert healthy(server)[FROM_FILES] > 0
+
+
+def flip_a_bit(file: Path, random: Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+
+def replace_by_link(file: Path, random: Random) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+DAMAGE: dict[str, Callable[[Path, Random], object]] = {
+    "flipped": flip_a_bit,
+    "half": lambda file, random: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file, random: os.truncate(file, 0),
+    "junk": lambda file, random: file.write_bytes(random.randbytes(file.stat().st_size)),
+    "longer": lambda file, random: file.write_bytes(file.read_bytes() * 2),
+    "link": replace_by_link,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_files_are_computed_again(flags, told, folder, kind):
+    files, random = filled(folder, flags), Random(0)
+    for file in files:
+        DAMAGE[kind](file, random)
+    with serve_exported(*flags, *in_files(folder)) as server:
+        assert crowd(server) == told
+        assert kind == "longer" or healthy(server)[BROKEN] > 0
+        assert crowd(server) == told
+        healthy(server)
+    assert server.process.returncode == 0
+
+
+def test_files_that_were_exchanged_are_computed_again(flags, told, folder):
+    """Each is whole, and has another's name."""
+    files = filled(folder, flags)
+    contents = [file.read_bytes() for file in files]
+    for file, content in zip(files, [*contents[1:], contents[0]], strict=True):
+        file.write_bytes(content)
+    with serve_exported(*flags, *in_files(folder)) as server:
+        assert crowd(server) == told
+        assert healthy(server)[BROKEN] > 0
+
+
+def test_files_of_other_weights_are_not_read(flags, folder, tmp_path):
+    """The other model has the shapes of the demo, so the programs and the digests of pages are the same."""
+    filled(folder, flags)
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_FOLDER, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors = {name: tensor * 1.125 if "k_proj" in name else tensor for name, tensor in tensors.items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    own = [*flags, "--model", str(model), "--served-model-name", "demo"]
+    bodies = [body for body in BODIES if body["model"] == "demo"]
+    with serve_exported(*own) as plain, plain.http(headers=ADMIN) as http:
+        told = [text_alone(http, body) for body in bodies]
+    with serve_exported(*own, *in_files(folder, host_pages=1000)) as server:
+        assert crowd(server, bodies) == told
+        assert healthy(server)[FROM_FILES] == 0
+
+
+def test_a_folder_that_vanishes_is_missed_by_no_request(flags, told, folder):
+    with serve_exported(*flags, *in_files(folder)) as server:
+        assert crowd(server) == told
+        wait_for(server, lambda counts: counts[IN_FILES] > NUM_PAGES)
+        shutil.rmtree(folder)
+        assert crowd(server) == told
+        folder.write_text("not a folder")
+        assert crowd(server) == told
+        healthy(server)
+    assert server.process.returncode == 0
+
+
+def test_a_disk_that_takes_no_more_is_missed_by_no_request(flags, told, folder):
+    """No file may be longer than a few kilobytes from then on."""
+    with serve_exported(*flags, *in_files(folder)) as server:
+        server.engine_process().rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
+        assert crowd(server) == told
+        assert crowd(server) == told
+        assert healthy(server)[IN_FILES] == 0
+        assert not [file for file in files_of(folder) if file.suffix == ".page"]
+    assert server.process.returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any folder")
+def test_a_folder_that_cannot_be_written_to_is_read(flags, told, folder):
+    files = filled(folder, flags)
+    inner = {file.parent for file in files}
+    for path in inner:
+        path.chmod(0o500)
+    try:
+        with serve_exported(*flags, *in_files(folder)) as server:
+            assert crowd(server) == told
+            assert crowd(server) == told
+            assert healthy(server)[FROM_FILES] > 0
+    finally:
+        for path in inner:
+            path.chmod(0o700)
+
+
+def test_files_stay_within_their_bound(flags, told, folder):
+    bound = 30
+    with serve_exported(*flags, *in_files(folder, host_pages=10, file_pages=bound)) as server:
+        for _ in range(2):
+            assert crowd(server) == told
+            most = float(pages_gib(bound)) * GIB
+            wait_for(server, lambda counts: counts[IN_FILES] > 0)
+            assert 0 < sum(file.stat().st_size for file in files_of(folder)) <= most
+        healthy(server)
+    assert sum(file.stat().st_size for file in files_of(folder)) <= most
+
+
+def start_error(*flags: str) -> str:
+    """The line that a server says which does not start."""
+    command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (["--kv-offloading-path={folder}"], ["--kv-offloading-path", "--kv-offloading-size"]),
+        (["--kv-offloading-size=-1"], ["--kv-offloading-size"]),
+        (["--kv-offloading-size=60000"], ["--kv-offloading-size 60000", "GiB"]),
+        (["--kv-offloading-size=1", "--no-enable-prefix-caching"], ["--kv-offloading-size", "prefix"]),
+        (["--kv-offloading-size=1", "--kv-offloading-path={folder}/file"], ["--kv-offloading-path", "file"]),
+        (
+            ["--kv-offloading-size=1", "--kv-offloading-path={folder}", "--kv-offloading-disk=0.0000001"],
+            ["--kv-offloading-disk"],
+        ),
+    ],
+    ids=["no size", "negative", "too large", "no prefixes", "a file", "less than a page"],
+)
+def test_flags_that_cannot_be_satisfied_are_refused_in_a_line(engine_flags, folder, own, words):
+    (folder / "file").write_text("x")
+    error = start_error(*engine_flags, *POOL, *(flag.format(folder=folder) for flag in own))
+    assert all(word in error for word in words), error
+
+
+def test_a_folder_that_others_may_enter_is_refused_in_words(engine_flags, folder):
+    folder.chmod(0o755)
+    error = start_error(*engine_flags, *POOL, *in_files(folder))
+    assert str(folder) in error
+    assert "--kv-offloading-path" in error
+    assert "chmod" in error
