@@ -72,7 +72,6 @@ class PageSource:
 class RemotePages(Protocol):
     """Pages of other engines, by their digest. Thread-safe, but for `load`, which one thread calls."""
 
-    num_pages: int  # that were loaded
     num_failed: int  # prompts of which a page did not come
 
     def expect(self, digests: Sequence[bytes], source: PageSource) -> None:

@@ -142,6 +142,7 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
 
 def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Path) -> Settings:
     """The server's settings. Raises ValueError or OSError for invalid values."""
+    _check_role(args)
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
     check_not_of_model(lora_modules(args.lora_modules or ()), names)
     return Settings(
@@ -159,9 +160,24 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         planner=planner_command(args, names[0]),
         lora_folder=args.lora_folder,
         batch_concurrency=_batch_concurrency(args),
+        computes_for_others=args.kv_role == "prefill",
+        transfer_timeout_s=args.kv_transfer_timeout,
         debug=args.debug,
         **{name: getattr(args, name) for name in flags_of(Settings)},
     )
+
+
+def _check_role(args: argparse.Namespace) -> None:
+    """Raises ValueError if a role and its flags do not go together."""
+    if (args.kv_role == "decode") != bool(args.prefill_url):
+        raise ValueError(
+            "--kv-role decode and --prefill-url need each other: the URLs are those of its prefill servers"
+        )
+    if args.kv_role == "prefill" and args.data_parallel_size > 1:
+        raise ValueError(
+            "--kv-role prefill has one engine: start several servers in place of --data-parallel-size, and name them "
+            "all by --prefill-url"
+        )
 
 
 def planner_command(args: argparse.Namespace, name: str) -> tuple[str, ...]:
@@ -265,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         with ScratchFolder() as spare:
             tokenizer = tokenizer_folder(args.tokenizer, source, spare.path)
             settings = server_settings(args, source, tokenizer)
-            served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster)
+            served = ServedSettings(engine=engine, tokenizer=tokenizer, cluster=cluster, host=settings.host)
             say(f"pallas-serve {settings.version}: {args.model}")
 
             def on_ready(url: str) -> None:

@@ -29,6 +29,7 @@ from server.api.routes.info import info_routes
 from server.api.routes.invocations import invocation_routes
 from server.api.routes.messages.routes import messages_routes
 from server.api.routes.openapi import docs_routes
+from server.api.routes.prefill import prefill_routes
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.state import ServerState
@@ -76,6 +77,11 @@ def create_state(
         reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),
         metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
     )
+    if settings.prefill_url:
+        from server.api.prefills import RemotePrefills
+
+        count = state.metrics.observe_prefill
+        state.prefills = RemotePrefills(settings, lambda: client.info, state.threads, count)
     if settings.lora_folder is not None:
         state.adapter_folder = AdapterFolder(settings.lora_folder, state.adapter_changer)
     return state
@@ -115,6 +121,7 @@ def create_app(state: ServerState) -> Starlette:
         *embeddings,
         *invocation_routes(state, by_field),
         *batch_routes(state),
+        *prefill_routes(state),
         *info_routes(state),
         *admin_routes(state),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,8 @@ class Settings:
     planner: tuple[str, ...] = ()  # the command that answers the page's plans; none: there is no planner
     lora_folder: Path | None = None  # an unknown model of a request is an adapter in it; None: there are no others
     batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
+    computes_for_others: bool = False  # it answers /kv/prefill
+    transfer_timeout_s: float = 30.0  # for a prompt that another server computes
     debug: bool = False  # the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
@@ -167,6 +170,16 @@ class Settings:
         None, "The collector that gets an OpenTelemetry span of each request. It needs the extra `otel`", metavar="URL",
     )  # fmt: skip
     enable_tokenizer_info_endpoint: bool = _of_server(False, "The server answers /tokenizer_info")
+
+    prefill_url: Sequence[str] | None = _of_server(
+        None, "The servers with --kv-role prefill that compute long prompts for this one, such as http://HOST:8000. "
+        "They must have this one's first API key, if it has any", unset="prompts are computed here", nargs="+",
+        metavar="URL",
+    )  # fmt: skip
+    prefill_threshold: int = _of_server(
+        512, "Prompts with fewer new tokens are computed here: they disturb others less than a transfer takes time",
+        type=int, metavar="N", least=1,
+    )  # fmt: skip
 
     batch_folder: Path | None = _of_server(  # noqa: RUF009
         None, "The server answers /v1/files and /v1/batches, and keeps files and batches in this folder, which other "
@@ -243,6 +256,9 @@ class Settings:
         if self.otlp_traces_endpoint is not None and not _is_url(self.otlp_traces_endpoint):
             message = "is the address of a collector, such as http://localhost:4318/v1/traces"
             raise ValueError(f"--otlp-traces-endpoint {message}, not {self.otlp_traces_endpoint!r}")
+        for url in self.prefill_url or ():
+            if not _is_url(url):
+                raise ValueError(f"--prefill-url is the address of a server, such as http://HOST:8000, not {url!r}")
         for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):
             check_range(name, getattr(self, name), 0, MOST_SECONDS)
         for name in ("max_body_bytes", "max_embedding_inputs", "max_choices"):

@@ -120,7 +120,7 @@ class PageMover:
             counts.num_broken += self._store.num_broken
             counts.num_failed, counts.bytes_in_store = self._store.num_failed, self._store.bytes_on_disk
         if self._remote is not None:
-            counts.num_fetched, counts.num_prompts_lost = self._remote.num_pages, self._remote.num_failed
+            counts.num_prompts_lost = self._remote.num_failed
 
     def start(self) -> None:
         """Starts the threads, once."""

@@ -88,7 +88,7 @@ class OffloadedPages:
         self._store, self._remote = offloading.store, offloading.remote
         self._keep_s = offloading.keep_s
         self._saves_all = self._store is not None or self._keep_s is not None
-        self._pages_of_copy = capacity.pages_of_copy
+        self._pages_of_copy, self._page_bytes = capacity.pages_of_copy, capacity.page_bytes
         self._page_size = capacity.page_size
         self._ahead = min(capacity.pages_per_seq, capacity.num_pages)
         self._pool, self._clock = pool, clock
@@ -298,7 +298,11 @@ class OffloadedPages:
             self.times.loaded(self._clock() - load.asked_s, load)
         from_store = sum(page.host is None for page in load.away[: load.num_written])
         self.counts.num_loaded += load.num_written - from_store
-        self.counts.num_loaded_from_store += from_store
+        if seq.request.source is None:
+            self.counts.num_loaded_from_store += from_store
+        else:
+            self.counts.num_fetched += from_store
+            self.counts.fetched_bytes += from_store * self._page_bytes
         self.counts.num_not_loaded += len(load.away) - load.num_written
         return seq
 

@@ -68,12 +68,13 @@ class OffloadingCounts:
     num_saved: int = 0  # copied to the host's memory
     num_lost: int = 0  # evicted from the device without a copy
     num_loaded: int = 0  # from the host's memory
-    num_loaded_from_store: int = 0  # or from other engines
+    num_loaded_from_store: int = 0
+    num_fetched: int = 0  # from other engines, and from the store for the same requests
+    fetched_bytes: int = 0  # of these pages
     num_not_loaded: int = 0  # asked for, and computed in the end
     num_broken: int = 0  # their bytes had changed in the host's memory or in the store
     num_failed: int = 0  # reads and writes of the store
     num_unwritten: int = 0  # the store was too slow for them
-    num_fetched: int = 0  # from other engines
     num_prompts_lost: int = 0  # of which a page did not come from another engine
     num_query_tokens: int = 0  # of prompts, looked up after those that the device has
     num_hit_tokens: int = 0  # of these, loaded

@@ -33,7 +33,7 @@ from scripts.building.kept_folders import KeptFolders, kept_folders
 from scripts.building.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.building.load import Loader, Report, phase
 from scripts.building.model_on_chips import ModelOnChips
-from scripts.building.offloading import GIB, Digests, make_offloading, start_digests
+from scripts.building.offloading import GIB, Digests, give_pages, identity_of_pages, make_offloading, start_digests
 from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
@@ -133,7 +133,8 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
                 say("for the programs of engine 0")
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
     adapters = loaded_adapters(settings, built.adapter_store, engine)
-    return ChangeableEngine(engine, built.changeable_weights(), adapters), built.info
+    info = give_pages(served, engine, built.info)
+    return ChangeableEngine(engine, built.changeable_weights(), adapters), info
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
@@ -332,6 +333,8 @@ def build_runner(
             attention=chosen.info,
             max_loras=settings.num_adapter_slots,
             adapter_bytes=runner.described.adapter_bytes,
+            page_identity=identity_of_pages(settings, runner, digests),
+            page_size=page_size,
             cache_config={
                 "page_size": str(page_size),
                 "num_pages": str(num_pages),

@@ -80,6 +80,8 @@ class RunnerWeights:
         self._change = command.change
         if command.change is not WeightsChange.RELOAD:
             return {}
+        if self._settings.kv_role != "both":
+            raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
         self._found = self._find(command.model)
         are_stored = self._loader.kv_ranges(self._found) is not None
         return {"the scales of K/V": "stored" if are_stored else "not stored"}

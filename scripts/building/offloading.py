@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from batcher.engine import Engine
 from batcher.page_store import Offloading
 from model.inputs.paths import place
 from scripts.building.chosen_weights import ChosenWeights
 from scripts.building.draft import ChosenDraft
 from scripts.building.head import ChosenHead
-from scripts.flags.settings import EngineSettings
+from scripts.flags.settings import EngineSettings, ServedSettings
+from server.engine.fetched_pages import FetchedPages
+from server.engine.page_server import PageServer
+from server.engine.wire import EngineInfo
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
@@ -22,8 +29,9 @@ Digests = Callable[[], tuple[str, str]]
 
 
 def start_digests(settings: EngineSettings, weights: ChosenWeights, draft: ChosenDraft | None) -> Digests | None:
-    """Reads the weights' files in a thread of its own, because that may take long. None: no pages go to files."""
-    if settings.kv_offloading_path is None:
+    """Reads the weights' files in a thread of its own, because that may take long. None: no pages go to files, nor to
+    other engines."""
+    if settings.kv_offloading_path is None and settings.kv_role == "both":
         return None
     thread = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
     found = thread.submit(lambda: (_digest(weights), "" if draft is None else _digest(draft.weights)))
@@ -43,11 +51,35 @@ def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Dige
         raise ValueError(
             f"--kv-offloading-size {settings.kv_offloading_size:g}: the host has {free / GIB:.1f} GiB free"
         )
-    if digests is None or settings.kv_offloading_path is None:
-        return Offloading(host_bytes=size)
-    folder = place(settings.kv_offloading_path, "--kv-offloading-path")
-    most = int(settings.kv_offloading_disk * GIB)
-    return Offloading(host_bytes=size, store=PageFiles(folder, runner.page_identity(*digests()), max_bytes=most))
+    store = None
+    if digests is not None and settings.kv_offloading_path is not None:
+        folder, most = (
+            place(settings.kv_offloading_path, "--kv-offloading-path"),
+            int(settings.kv_offloading_disk * GIB),
+        )
+        store = PageFiles(folder, runner.page_identity(*digests()), max_bytes=most)
+    return Offloading(
+        host_bytes=size,
+        store=store,
+        remote=FetchedPages(runner.capacity().page_bytes) if settings.kv_role == "decode" else None,
+        keep_s=settings.kv_transfer_timeout if settings.kv_role == "prefill" else None,
+    )
+
+
+def identity_of_pages(settings: EngineSettings, runner: ModelRunner, digests: Digests | None) -> dict[str, str]:
+    """What engines that give pages to each other must have in common; nothing if this one neither gives nor takes."""
+    if settings.kv_role == "both" or digests is None:
+        return {}
+    identity = dataclasses.asdict(runner.page_identity(*digests()))
+    return {name: str(value) for name, value in identity.items()}
+
+
+def give_pages(served: ServedSettings, engine: Engine, info: EngineInfo) -> EngineInfo:
+    """Gives pages to other engines from now on, if the role says so. Returns the info with the port. Raises ValueError
+    if it cannot be used."""
+    if served.engine.kv_role != "prefill":
+        return info
+    return replace(info, page_port=PageServer(engine, served.host, served.engine.kv_port).port)
 
 
 def _digest(weights: ChosenWeights | ChosenHead) -> str:

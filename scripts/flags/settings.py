@@ -33,6 +33,7 @@ GROUPS = {
     "lora": "LoRA adapters, which requests name as their model.",
 }
 _of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in GROUPS)
+ROLES = ("both", "prefill", "decode")
 # Of counts without a limit of their own. No machine has so many: a larger number is a slip of the pen, which would
 # become an error of memory.
 _MANY = 2**31 - 1
@@ -174,6 +175,18 @@ class EngineSettings:
         16, "GiB of the files in --kv-offloading-path. The least recently used ones are deleted", type=float,
         metavar="GIB", above=0, most=2**20,
     )  # fmt: skip
+    kv_role: str = _of_offloading(
+        "both", "A server can compute prompts for others (`prefill`), or have long prompts computed by others "
+        "(`decode`, with --prefill-url)", choices=ROLES,
+    )  # fmt: skip
+    kv_port: int = _of_offloading(
+        0, "The port at which a `prefill` server gives pages to those that ask with the token of a prompt; 0: any free "
+        "one. The network should be your own: pages are not encrypted", type=int, least=0, most=65535,
+    )  # fmt: skip
+    kv_transfer_timeout: float = _of_offloading(
+        30, "Seconds that a `prefill` server keeps pages which nobody takes, and that a `decode` server waits for a "
+        "prompt", type=float, metavar="S", above=0, most=MOST_SECONDS,
+    )  # fmt: skip
     enable_lora: bool = _of_lora(False, "Requests may name LoRA adapters")
     lora_modules: Sequence[str | Mapping[str, Any]] | None = _of_lora(
         None, 'The adapters of the start: NAME=PATH, or \'{"name": "NAME", "path": "PATH"}\'', nargs="+",
@@ -233,6 +246,8 @@ class EngineSettings:
             raise ValueError(
                 "--kv-offloading-path needs --kv-offloading-size: pages come to files by the host's memory"
             )
+        if self.kv_role != "both" and not self.kv_offloading_size:
+            raise ValueError(f"--kv-role {self.kv_role} needs --kv-offloading-size: pages travel by the host's memory")
         if self.kv_offloading_size and (not self.enable_prefix_caching or self.scheduling == "static"):
             raise ValueError(
                 "--kv-offloading-size keeps prefixes, which need --scheduling continuous and no "
@@ -302,6 +317,7 @@ class ServedSettings:
     cluster: Cluster | None = None  # the hosts of one engine; None: this host alone
     replica: int = 0  # the engine's number among `num_replicas` engines, which divide this host's chips
     num_replicas: int = 1
+    host: str = "127.0.0.1"  # at which pages are given to other servers
     compile_turn: Path | None = None  # the file of `CompileTurn`; None: there is one engine, or no cache of programs
 
 

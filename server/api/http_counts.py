@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,14 @@ CPU_SECONDS = "process_cpu_seconds"
 LIMITS = ("deadline_waiting", "deadline_running", "key_share")
 
 
+class Prefill(enum.StrEnum):
+    """What has become of a prompt that another server was to compute."""
+
+    DONE = "done"
+    FAILED = "failed"  # it was computed here
+    SKIPPED = "skipped"  # likewise, because all other servers have failed a moment ago
+
+
 @dataclass(kw_only=True, slots=True)
 class HttpCounts:
     """All count since the start of the process, except some of `process`."""
@@ -25,6 +34,7 @@ class HttpCounts:
     params_n: Histogram = field(default_factory=partial(Histogram, COUNT_BOUNDS))
     params_max_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     limited: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
+    prefills: dict[str, int] = field(default_factory=dict)  # `Prefill` -> count
     responses: dict[tuple[str, str, str], int] = field(default_factory=dict)  # handler, method, status -> count
     durations: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # handler, method -> seconds
     process: dict[str, float] = field(default_factory=dict)  # figures of the process -> value, for sums
@@ -39,6 +49,7 @@ class HttpCounts:
         self.params_n.add(other.params_n)
         self.params_max_tokens.add(other.params_max_tokens)
         _add(self.limited, other.limited)
+        _add(self.prefills, other.prefills)
         _add(self.responses, other.responses)
         for key, histogram in other.durations.items():
             self.durations.setdefault(key, Histogram(HTTP_BOUNDS)).add(histogram)

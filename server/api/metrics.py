@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from batcher.stats import EngineStats, Histogram
-from server.api.http_counts import HTTP_BOUNDS, HttpCounts
+from server.api.http_counts import HTTP_BOUNDS, HttpCounts, Prefill
 from server.engine.wire import Adapter, EngineInfo
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -64,6 +64,9 @@ OFFLOADING = {
         "Reads and writes of files of pages that failed, or were left out then.",
     ),
     "kv_offload_unwritten_pages": ("num_unwritten", "Pages that have not been written to files: they were too slow."),
+    "kv_fetched_pages": ("num_fetched", "Pages of K/V that other servers have computed for requests of this one."),
+    "kv_fetched_bytes": ("fetched_bytes", "The bytes of these pages."),
+    "kv_lost_prompts": ("num_prompts_lost", "Prompts of which a page did not come from another server."),
     "kv_offload_given_up_pages": ("num_not_loaded", "Pages that were to come back, and were computed in the end."),
 }
 HISTOGRAMS = {
@@ -127,6 +130,10 @@ class ServerMetrics:
         """Counts a request that was ended or refused because of one of LIMITS."""
         self._counts.limited[limit] += 1
 
+    def observe_prefill(self, outcome: Prefill) -> None:
+        """Counts a prompt that another server was to compute."""
+        self._counts.prefills[outcome] = self._counts.prefills.get(outcome, 0) + 1
+
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
         """Counts an answer of `handler`, a route's path, and its seconds."""
         key = (handler, method, str(status))
@@ -187,6 +194,12 @@ class ServerMetrics:
         for limit, count in counts.limited.items():
             limited.add_metric([*self._labels.values(), limit], count)
         yield limited
+        if counts.prefills:
+            doc = "Long prompts that other servers were to compute."
+            prefills = self._family(CounterMetricFamily, "remote_prefills", doc, ["outcome"])
+            for outcome in Prefill:
+                prefills.add_metric([*self._labels.values(), outcome], counts.prefills.get(outcome, 0))
+            yield prefills
         yield from _http(counts)
         yield from self._of_processes({} if others is None else others.process)
 
@@ -270,6 +283,8 @@ class ServerMetrics:
         )
         doc = "Bytes of files of pages."
         yield self._gauge("kv_offload_disk_bytes", doc, lambda s: s.stats.offloading.bytes_in_store)
+        doc = "Pages of K/V in the host's memory that are kept for other servers."
+        yield self._gauge("kv_kept_pages", doc, lambda s: s.stats.offloading.num_kept)
         doc = "Pages of K/V that the host's memory has room for."
         yield self._gauge("kv_offload_places", doc, lambda s: s.stats.offloading.num_places)
 

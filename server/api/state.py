@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from server.api.adapters import AdapterChanger, AdapterFolder, Model
@@ -29,6 +29,9 @@ from server.text.reasoning import ReasoningFormat
 from server.text.template_runner import ServedTemplate, TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.parser import CallParser
+
+if TYPE_CHECKING:  # few servers need it, and the HTTP client that it imports takes long
+    from server.api.prefills import RemotePrefills
 
 MIN_MARKS = 2**16  # brackets, colons and commas that a body may have even if the context is short
 
@@ -60,6 +63,7 @@ class ServerState:
     num_forwarded: int = 0  # requests that this process answers for another one
     keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key; of one HTTP process
     peers: Peers | None = None  # None: there is one HTTP process
+    prefills: RemotePrefills | None = None  # None: no other server computes prompts for this one
     adapter_folder: AdapterFolder | None = None  # None: a request's adapter must have been loaded
     keeps: Callable[[str], bool] = lambda id: False  # whether this process has the response or conversation of the id
     # by the ids of their answers; the response keeps its generation alive

@@ -30,7 +30,7 @@ class Wire:
     def __init__(self, prefill: Drive) -> None:
         self.prefill = prefill
         self.expected: dict[bytes, tuple[bytes, int]] = {}
-        self.num_pages = self.num_failed = 0
+        self.num_failed = self.num_pages = 0
         self.loses = False
 
     def expect(self, digests: Sequence[bytes], source: PageSource) -> None:

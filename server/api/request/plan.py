@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batcher.page_store import PageSource
 from server.api.answers.usage import UsageOptions
 from server.api.answers.writer import AnswerHead
 from server.api.request.sampling import Sampling, read_sampling
@@ -116,11 +117,12 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     stops = await state.threads.in_thread(sum(map(len, texts)), StopStrings, texts) if texts else None
     ids = [prompt for _, prompt, _ in prompts]
     packed = await state.threads.in_thread(sum(map(len, ids)), wire.packed_prompts, ids)
-    left_s = None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
+    sources = await _sources(state, plan, packed)
+    left_s = _left_s(head)
     queue_s = min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
     requests: list[wire.WireRequest] = []
     earlier: str | None = None  # the last request's grammar
-    for (own, prompt, max_tokens), packed_prompt in zip(prompts, packed, strict=True):
+    for (own, prompt, max_tokens), packed_prompt, source in zip(prompts, packed, sources, strict=True):
         for i in range(head.n):
             stream = TextStream(
                 state.tokenizer,
@@ -152,6 +154,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     client=current_client(),
                     group=head.id,
                     adapter=plan.adapter,
+                    source=source if i == 0 else None,  # the others find what the first one has fetched
                 )
             )
             earlier = text
@@ -164,6 +167,25 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation
     return generation
+
+
+async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[bytes]) -> Sequence[PageSource | None]:
+    """Where the pages of each prompt are. A prompt whose tokens are all scored is computed here."""
+    if state.prefills is None or plan.prompt_logprobs is not None:
+        return [None] * len(packed)
+    return await state.prefills.sources(
+        packed,
+        _left_s(plan.head),
+        salt=plan.cache_salt,
+        adapter=plan.adapter,
+        model=plan.head.model,
+        priority=plan.priority,
+    )
+
+
+def _left_s(head: AnswerHead) -> float | None:
+    """Seconds that are left to the request; None: any number."""
+    return None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
 
 
 def _own_id(id: str | None) -> str:

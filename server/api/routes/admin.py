@@ -152,6 +152,8 @@ class Admin:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Running requests keep their pages; later requests do not find them."""
         self._state.client.reset_prefix_cache()
+        if self._state.prefills is not None:
+            self._state.prefills.forget()
         return json_response({"status": "ok"})
 
     async def abort_requests(self, request: Request) -> Response:

@@ -1,0 +1,206 @@
+"""Long prompts that other servers compute for this one (`--prefill-url`), so that its own steps stay short.
+
+1. The server asks one of them over HTTP, with the token ids. That one computes the prompt, keeps its full pages, and
+   answers with a token and the port of its engine.
+2. The request goes to this server's engine with that `PageSource`. The engine fetches the pages, and computes the rest
+   of the prompt, the last token at least. So every token of the output is drawn here.
+
+Whatever fails, the prompt is computed here. A server that has failed is not asked again for `PAUSE_S`.
+
+A prompt whose beginning this server has had before is not sent if little of it is new. The engine may have evicted that
+beginning since, and then computes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from batcher.page_store import PageSource
+from server.api.http_counts import Prefill
+from server.api.worker_threads import WorkerThreads
+from server.engine.wire import EngineInfo
+from server.logs import ThrottledLog
+from server.settings import Settings
+
+PATH = "/kv/prefill"
+PAUSE_S = 5.0
+BLOCK_TOKENS = 64
+MOST_BLOCKS = 1 << 16  # that are remembered
+MOST_WORDS = 300  # characters of another server's error
+
+_log = ThrottledLog(logging.getLogger("pallas_serve"))
+
+
+class PrefillRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of a request to compute a prompt. The bytes are base64 in JSON."""
+
+    tokens: bytes  # i32[n]
+    cache_salt: int
+    model: str | None  # the name of the LoRA adapter; None: the base model
+    adapter: int  # the identity of its weights
+    priority: int
+    identity: dict[str, str]  # `EngineInfo.page_identity` of who asks
+
+
+class Prefilled(msgspec.Struct, kw_only=True, frozen=True):
+    """The prompt has been computed."""
+
+    token: bytes
+    port: int
+    keep_s: float
+
+
+class PrefillError(Exception):
+    """Another server has not computed a prompt. The message says why."""
+
+
+class RemotePrefills:
+    """Asks the other servers.
+
+    Args:
+        info: gives the engine's, which is known when it is ready.
+        count: is called with the outcome of each prompt that is long enough.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        info: Callable[[], EngineInfo],
+        threads: WorkerThreads,
+        count: Callable[[Prefill], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._urls: Sequence[str] = [url.rstrip("/") for url in settings.prefill_url or ()]
+        self._threshold = settings.prefill_threshold
+        self._timeout_s = settings.transfer_timeout_s
+        self._headers = {"Authorization": f"Bearer {settings.api_keys[0]}"} if settings.api_keys else {}
+        self._info, self._threads, self._count, self._clock = info, threads, count, clock
+        self._known = KnownBeginnings()
+        self._num_open = dict.fromkeys(self._urls, 0)
+        self._paused_until = dict.fromkeys(self._urls, -PAUSE_S)
+
+    async def sources(
+        self, prompts: Sequence[bytes], timeout_s: float | None, *, salt: int, adapter: int, model: str, priority: int
+    ) -> list[PageSource | None]:
+        """For each prompt, i32[n], where its pages are. None: this server computes them."""
+
+        def request(prompt: bytes) -> PrefillRequest:
+            return PrefillRequest(
+                tokens=prompt,
+                cache_salt=salt,
+                model=model if adapter else None,
+                adapter=adapter,
+                priority=priority,
+                identity=self._info().page_identity,
+            )
+
+        timeout_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        return await asyncio.gather(*[self._source(request(prompt), timeout_s) for prompt in prompts])
+
+    def forget(self) -> None:
+        """The engine's prefix cache is empty."""
+        self._known.clear()
+
+    async def _source(self, asked: PrefillRequest, timeout_s: float) -> PageSource | None:
+        num_tokens = len(asked.tokens) // 4
+        if num_tokens < self._threshold:
+            return None
+        digests = await self._threads.in_thread(num_tokens, _beginnings, asked)
+        if num_tokens - self._known.add(digests) * BLOCK_TOKENS < self._threshold:
+            return None
+        url = min(self._ready(), key=self._num_open.__getitem__, default=None)
+        if url is None:
+            self._count(Prefill.SKIPPED)
+            return None
+        self._num_open[url] += 1
+        try:
+            done = await self._ask(url, asked, timeout_s)
+        except PrefillError as error:
+            _log.warning("%s has not computed a prompt, and it is computed here: %s", url, error)
+            self._paused_until[url] = self._clock() + PAUSE_S
+            self._count(Prefill.FAILED)
+            return None
+        finally:
+            self._num_open[url] -= 1
+        self._count(Prefill.DONE)
+        return PageSource(address=_address(url, done.port), token=done.token, keep_s=done.keep_s)
+
+    def _ready(self) -> Iterator[str]:
+        now = self._clock()
+        return (url for url in self._urls if self._paused_until[url] <= now)
+
+    async def _ask(self, url: str, asked: PrefillRequest, timeout_s: float) -> Prefilled:
+        body = await self._threads.in_thread(len(asked.tokens) // 4, msgspec.json.encode, asked)
+        headers = {"Content-Type": "application/json", **self._headers}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.post(url + PATH, data=body, headers=headers, allow_redirects=False) as response,
+            ):
+                content = await response.read()
+                if response.status != 200:
+                    raise PrefillError(f"{response.status} {_words(content)}")
+                return msgspec.json.decode(content, type=Prefilled)
+        except TimeoutError as error:
+            raise PrefillError(f"no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # the last of what is no such answer
+            raise PrefillError(f"{type(error).__name__}: {error}") from error
+
+
+class KnownBeginnings:
+    """The beginnings of prompts that this server has had, block by block. The least recently used are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, digests: Sequence[bytes]) -> int:
+        """Adds those of a prompt. Returns how many of the first ones were there."""
+        num_known = next((index for index, digest in enumerate(digests) if digest not in self._known), len(digests))
+        for digest in digests:
+            self._known[digest] = None
+            self._known.move_to_end(digest)
+        while len(self._known) > MOST_BLOCKS:
+            self._known.popitem(last=False)
+        return num_known
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The names of what differs between two identities of pages."""
+    return ", ".join(sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)))
+
+
+def _beginnings(asked: PrefillRequest) -> list[bytes]:
+    """A digest of each beginning of the prompt, one block longer each."""
+    digest = blake2b(f"{asked.cache_salt} {asked.adapter}".encode(), digest_size=16)
+    digests, size = [], 4 * BLOCK_TOKENS
+    for stop in range(size, len(asked.tokens) + 1, size):
+        digest.update(asked.tokens[stop - size : stop])
+        digests.append(digest.copy().digest())
+    return digests
+
+
+def _address(url: str, port: int) -> str:
+    host = urlsplit(url).hostname or ""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _words(content: bytes) -> str:
+    """The message of an error's body, or the body's beginning."""
+    try:
+        message = msgspec.json.decode(content)["error"]["message"]
+    except (ValueError, TypeError, KeyError):
+        message = content.decode(errors="replace")
+    return str(message)[:MOST_WORDS]
