@@ -22,8 +22,12 @@ class PageStore(Protocol):
     num_failed: int  # reads and writes that failed, and pages that were not written for that reason
 
     @property
+    def num_pages(self) -> int:
+        """All that are there, as far as it is known."""
+
+    @property
     def bytes_on_disk(self) -> int:
-        """Of all pages, as far as it is known."""
+        """Of these."""
 
     def has(self, digest: bytes) -> bool:
         """Whether the page is likely to be there. Quick: nothing is read."""

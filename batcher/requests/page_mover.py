@@ -118,7 +118,8 @@ class PageMover:
         counts.num_broken, counts.num_unwritten = self._num_broken, self._num_unwritten
         if self._store is not None:
             counts.num_broken += self._store.num_broken
-            counts.num_failed, counts.bytes_in_store = self._store.num_failed, self._store.bytes_on_disk
+            counts.num_failed = self._store.num_failed
+            counts.num_in_store, counts.bytes_in_store = self._store.num_pages, self._store.bytes_on_disk
         if self._remote is not None:
             counts.num_prompts_lost = self._remote.num_failed
 

@@ -88,8 +88,13 @@ class PageFiles:
         self._thread: threading.Thread | None = None
 
     @property
+    def num_pages(self) -> int:
+        """All in the folder, as far as they are known."""
+        return len(self._index)
+
+    @property
     def bytes_on_disk(self) -> int:
-        """Of all pages in the folder, as far as they are known."""
+        """Of these."""
         return self._index.num_bytes
 
     def has(self, digest: bytes) -> bool:

@@ -273,14 +273,14 @@ class ServerMetrics:
             yield family
         doc = "Pages of K/V that came back to the device, from the host's memory or from files."
         loaded = self._family(CounterMetricFamily, "kv_offload_loaded_pages", doc, ["tier"])
+        held = self._family(GaugeMetricFamily, "kv_offload_pages", "Pages of K/V away from the device.", ["tier"])
         for labels, source in self._engines():
             counts = source.stats.offloading
             loaded.add_metric([*labels, "host"], counts.num_loaded)
             loaded.add_metric([*labels, "disk"], counts.num_loaded_from_store)
-        yield loaded
-        yield self._gauge(
-            "kv_offload_pages", "Pages of K/V in the host's memory.", lambda s: s.stats.offloading.num_held
-        )
+            held.add_metric([*labels, "host"], counts.num_held)
+            held.add_metric([*labels, "disk"], counts.num_in_store)
+        yield from (loaded, held)
         doc = "Bytes of files of pages."
         yield self._gauge("kv_offload_disk_bytes", doc, lambda s: s.stats.offloading.bytes_in_store)
         doc = "Pages of K/V in the host's memory that are kept for other servers."

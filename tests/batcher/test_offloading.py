@@ -29,7 +29,7 @@ class Memory:
     def __init__(self) -> None:
         self.pages: dict[bytes, tuple[bytes, np.ndarray]] = {}
         self.num_loads = self.num_clears = 0
-        self.num_broken = self.num_failed = self.bytes_on_disk = 0
+        self.num_broken = self.num_failed = self.num_pages = self.bytes_on_disk = 0
         self.loses = False
         self.is_closed = False
 
