@@ -1,0 +1,221 @@
+"""Two servers of the demo: one computes the prompts of the other. The texts are those of one server, whatever happens
+to either."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import zmq
+
+from server.engine.page_wire import INDEX, TOKEN_BYTES
+from tests.e2e.conftest import DemoServer, serve_exported
+from tests.e2e.kv_crowd import (
+    ADMIN,
+    BODIES,
+    COMPLETIONS,
+    GREEDY,
+    NUM_PAGES,
+    PAGE_SIZE,
+    STORIES,
+    flags_of,
+    healthy,
+    pages_gib,
+    text_of,
+    texts,
+    wait_for,
+)
+from tests.server.support.sse_events import stream_events
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+KEY = {"Authorization": "Bearer key"}
+FETCHED, LOST, KEPT = "kv_fetched_pages_total", "kv_lost_prompts_total", "kv_kept_pages"
+
+
+@pytest.fixture(scope="module")
+def flags(engine_flags) -> list[str]:
+    return [*flags_of(engine_flags), "--api-key", "key"]
+
+
+@pytest.fixture(scope="module")
+def told(engine_flags) -> list[str]:
+    return texts(tuple(flags_of(engine_flags)))
+
+
+@contextlib.contextmanager
+def prefilling(flags: list[str], *own: str) -> Iterator[DemoServer]:
+    host = f"--kv-offloading-size={pages_gib(1000)}"
+    with serve_exported(*flags, host, "--kv-role=prefill", *own) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def decoding(flags: list[str], url: str, *own: str) -> Iterator[DemoServer]:
+    host = f"--kv-offloading-size={pages_gib(1000)}"
+    role = ("--kv-role=decode", "--prefill-url", url, f"--prefill-threshold={4 * PAGE_SIZE}")
+    with serve_exported(*flags, host, *role, *own) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prefill(flags) -> Iterator[DemoServer]:
+    with prefilling(flags) as server:
+        yield server
+    assert server.process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def decode(flags, prefill) -> Iterator[DemoServer]:
+    with decoding(flags, prefill.url) as server:
+        yield server
+    assert server.process.returncode == 0
+
+
+@pytest.fixture
+def forgotten(prefill, decode) -> None:
+    """Neither server knows a prompt."""
+    for server in (prefill, decode):
+        with server.http(headers=ADMIN) as http:
+            assert http.post("/reset_prefix_cache").status_code == 200
+
+
+def outcomes(server: DemoServer) -> dict[str, float]:
+    """Also of metrics that are not there yet."""
+    with server.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    values = {outcome: [line for line in lines if f'outcome="{outcome}"' in line] for outcome in ("done", "failed")}
+    return {outcome: float(found[0].rpartition(" ")[2]) if found else 0.0 for outcome, found in values.items()}
+
+
+def texts_of(server: DemoServer) -> list[str]:
+    """Of all requests, sent at once."""
+    limits = httpx.Limits(max_connections=None)
+    with server.http(limits=limits, headers=KEY) as http, ThreadPoolExecutor(len(BODIES)) as pool:
+        return list(pool.map(lambda body: text_of(http, body), BODIES))
+
+
+def idle(server: DemoServer) -> dict[str, float]:
+    """As `healthy`, once nothing is kept any more."""
+    wait_for(server, lambda found: found[KEPT] == 0)
+    return healthy(server)
+
+
+def test_a_crowd_gets_the_texts_of_one_server(prefill, decode, forgotten, told) -> None:
+    before, of_before = outcomes(decode), healthy(decode)
+    assert texts_of(decode) == told
+    after, of_after = outcomes(decode), healthy(decode)
+    assert after["done"] - before["done"] > 10
+    assert after["failed"] == before["failed"]
+    assert of_after[FETCHED] - of_before[FETCHED] > NUM_PAGES
+    assert of_after[LOST] == of_before[LOST]
+    assert of_after["kv_fetched_bytes_total"] % of_after[FETCHED] == 0
+    healthy(prefill)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seeded"])
+def test_a_long_prompt_is_fetched_but_for_its_last_page(prefill, decode, forgotten, sampling) -> None:
+    """Two samples, streamed. The prefill server answers the same request by itself."""
+    body = GREEDY | sampling | {"model": "pirate", "prompt": STORIES[0], "n": 2, "return_token_ids": True}
+    streams, found = [], []
+    for server in (prefill, decode):
+        before = healthy(server)
+        with server.http(headers=KEY) as http:
+            events = stream_events(http, COMPLETIONS, body | {"stream_options": {"include_usage": True}})
+        streams.append(["".join(c["text"] for e in events for c in e["choices"] if c["index"] == n) for n in range(2)])
+        found.append(healthy(server)[FETCHED] - before[FETCHED] if server is decode else 0)
+        num_prompt = events[-1]["usage"]["prompt_tokens"]
+    assert streams[0] == streams[1]
+    assert found[1] == (num_prompt - 1) // PAGE_SIZE
+    assert idle(prefill)[KEPT] == 0  # all were taken
+
+
+def test_a_prompt_that_was_here_before_is_not_sent_again(prefill, decode, forgotten) -> None:
+    before = outcomes(decode)["done"]
+    with decode.http(headers=KEY) as http:
+        first, second = (text_of(http, GREEDY | {"prompt": STORIES[1]}) for _ in range(2))
+    assert first == second
+    assert outcomes(decode)["done"] == before + 1
+
+
+def test_the_route_needs_the_key_and_the_page_port_a_token(prefill) -> None:
+    refused = prefill.post("/kv/prefill", {})
+    assert refused.status_code == 401
+    with prefill.http(headers=KEY) as http:
+        wrong = {"tokens": "AAA=", "cache_salt": 0, "model": None, "adapter": 0, "priority": 0, "identity": {}}
+        answer = http.post("/kv/prefill", json=wrong)
+    assert answer.status_code == 409
+    assert "weights" in answer.json()["error"]["message"]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(f"tcp://127.0.0.1:{page_port(prefill)}")
+        socket.send_multipart([bytes(TOKEN_BYTES), INDEX.pack(0)])
+        assert socket.recv_multipart() == [bytes(TOKEN_BYTES), INDEX.pack(0)]
+
+
+def test_pages_of_another_form_are_refused_in_words(flags, prefill, told, capfd) -> None:
+    """Each text is as before: pages of 8 tokens change no number."""
+    changed = [flag if not flag.startswith("--page-size") else "--page-size=8" for flag in flags]
+    changed = [flag if not flag.startswith("--num-pages") else f"--num-pages={2 * NUM_PAGES}" for flag in changed]
+    with decoding(changed, prefill.url) as decode:
+        with decode.http(headers=KEY) as http:
+            assert text_of(http, BODIES[0]) == told[0]
+        assert outcomes(decode) == {"done": 0, "failed": 1}
+        assert healthy(decode)[FETCHED] == 0
+    assert "page_size differ" in capfd.readouterr().err
+
+
+def test_a_server_that_is_not_there_or_refuses_the_key_is_done_without(flags, prefill, told, capfd) -> None:
+    with decoding(flags, "http://127.0.0.1:1") as decode:
+        assert texts_of(decode) == told
+        assert outcomes(decode)["done"] == 0
+        healthy(decode)
+    stranger = ["other" if flag == "key" else flag for flag in flags]
+    with decoding(stranger, prefill.url) as decode, decode.http(headers={"Authorization": "Bearer other"}) as http:
+        assert text_of(http, BODIES[0]) == told[0]
+        assert outcomes(decode) == {"done": 0, "failed": 1}
+    assert "401 Incorrect API key" in capfd.readouterr().err
+
+
+def test_a_prefill_server_that_is_killed_takes_no_request_with_it(flags, told) -> None:
+    with prefilling(flags) as prefill, decoding(flags, prefill.url) as decode:
+        with ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(texts_of, decode)
+            wait_for(prefill, lambda found: found["kv_offload_saved_pages_total"] > 0)
+            kill(prefill)
+            assert answers.result() == told
+        assert healthy(decode)[FETCHED] >= 0
+
+
+def test_a_decode_server_that_is_killed_leaves_nothing_behind(flags) -> None:
+    with prefilling(flags, "--kv-transfer-timeout=2") as prefill:
+        with decoding(flags, prefill.url) as decode, ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(texts_of, decode)
+            wait_for(prefill, lambda found: found["kv_offload_saved_pages_total"] > 0)
+            kill(decode)
+            with pytest.raises(httpx.HTTPError):
+                answers.result()
+        idle(prefill)
+        with prefill.http(headers=KEY) as http:
+            assert text_of(http, BODIES[0])
+    assert prefill.process.returncode == 0
+
+
+def page_port(server: DemoServer) -> int:
+    """The one at which its engine listens besides no other."""
+    (connection,) = {
+        connection.laddr.port
+        for connection in server.engine_process().net_connections("tcp")
+        if connection.status == "LISTEN"
+    }
+    return connection
+
+
+def kill(server: DemoServer) -> None:
+    """The HTTP process and its engine."""
+    engines = server.engine_processes()
+    server.process.kill()
+    for engine in engines:
+        engine.kill()
