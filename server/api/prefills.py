@@ -37,8 +37,6 @@ BLOCK_TOKENS = 64
 MOST_BLOCKS = 1 << 16  # that are remembered
 MOST_WORDS = 300  # characters of another server's error
 
-_log = ThrottledLog(logging.getLogger("pallas_serve"))
-
 
 class PrefillRequest(msgspec.Struct, kw_only=True, frozen=True):
     """The body of a request to compute a prompt. The bytes are base64 in JSON."""
@@ -84,6 +82,7 @@ class RemotePrefills:
         self._timeout_s = settings.transfer_timeout_s
         self._headers = {"Authorization": f"Bearer {settings.api_keys[0]}"} if settings.api_keys else {}
         self._info, self._threads, self._count, self._clock = info, threads, count, clock
+        self._log = ThrottledLog(logging.getLogger("pallas_serve"))
         self._known = KnownBeginnings()
         self._num_open = dict.fromkeys(self._urls, 0)
         self._paused_until = dict.fromkeys(self._urls, -PAUSE_S)
@@ -125,7 +124,7 @@ class RemotePrefills:
         try:
             done = await self._ask(url, asked, timeout_s)
         except PrefillError as error:
-            _log.warning("%s has not computed a prompt, and it is computed here: %s", url, error)
+            self._log.warning("%s has not computed a prompt, and it is computed here: %s", url, error)
             self._paused_until[url] = self._clock() + PAUSE_S
             self._count(Prefill.FAILED)
             return None

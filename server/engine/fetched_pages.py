@@ -18,8 +18,6 @@ from server.logs import ThrottledLog
 
 SILENCE_S = 2.0  # without an answer of an engine; its pages are then given up
 
-_log = ThrottledLog(logging.getLogger("pallas_serve"))
-
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
@@ -45,6 +43,7 @@ class FetchedPages:
         self._page_bytes = page_bytes
         self._silence_s = silence_s
         self._clock = clock
+        self._log = ThrottledLog(logging.getLogger("pallas_serve"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}  # by address, of the thread that loads
         self._lock = threading.Lock()  # of what follows
@@ -74,7 +73,7 @@ class FetchedPages:
             self.num_pages += 1
         else:
             self.num_failed += 1
-            _log.warning("pages from %s were not loaded, and are computed here: %s", prompt.source.address, fault)
+            self._log.warning("pages from %s were not loaded, and are computed here: %s", prompt.source.address, fault)
         if fault is not None or index == len(prompt.digests) - 1:
             self._leave(prompt)
         return fault is None
