@@ -61,7 +61,7 @@ class FieldTable:
 
 NO_OTHER_INPUT = Refused("input other than text is not supported yet", ({},))
 NO_WATERMARKS = Refused("watermarks are not supported yet")
-NO_TRANSFER = Refused("moving K/V between servers is not supported yet", ({},))
+NO_TRANSFER = Refused("K/V move between servers by --kv-role and --prefill-url, not by a request", ({},))
 NO_PLUG_INS = Refused("arguments of vLLM's plug-ins are not supported yet", ({},))
 NO_EMBEDDED_CHATS = Refused("embeddings of conversations are not supported yet: there is `input`")
 NO_PROMPTS_OF_INPUTS = Refused("a prompt for each kind of input is not supported yet: put it into the input")

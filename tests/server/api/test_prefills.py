@@ -257,6 +257,11 @@ def test_what_cannot_be_computed_is_refused_in_words(server, change, status, wor
     assert server.post(PATH, BODY).status_code == 200
 
 
+def test_the_route_is_described(server) -> None:
+    with server.http() as http:
+        assert PATH in http.get("/openapi.json").json()["paths"]
+
+
 plain = server_of(EchoConfig())
 
 
