@@ -158,6 +158,8 @@ def build(
         tokenizer: as for `warm_engine`.
         tokenizer_folder: `tokenizer` of `build_runner`.
     """
+    if settings.kv_role != "both":
+        raise ValueError(f"--kv-role {settings.kv_role}: only servers compute prompts for each other")
     built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True)
     engine = warm_engine(built, report, tokenizer)
     return engine, built.info, loaded_adapters(settings, built.adapter_store, engine)

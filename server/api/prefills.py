@@ -111,8 +111,6 @@ class RemotePrefills:
 
     async def _source(self, asked: PrefillRequest, timeout_s: float) -> PageSource | None:
         num_tokens = len(asked.tokens) // 4
-        if num_tokens < self._threshold:
-            return None
         digests = await self._threads.in_thread(num_tokens, _beginnings, asked)
         if num_tokens - self._known.add(digests) * BLOCK_TOKENS < self._threshold:
             return None

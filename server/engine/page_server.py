@@ -92,4 +92,4 @@ class PageServer:
         answer: list[bytes | memoryview] = [asked.peer, asked.token, INDEX.pack(asked.number)]
         if isinstance(page, KeptPage):
             answer += [CHECKSUM.pack(page.checksum), page.tokens, memoryview(page.page)]
-        self._socket.send_multipart(answer)
+        self._socket.send_multipart(answer, copy=False)  # what changes meanwhile is not kept, and its checksum tells

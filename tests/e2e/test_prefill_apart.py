@@ -4,6 +4,7 @@ to either."""
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -177,6 +178,19 @@ def test_a_server_that_is_not_there_or_refuses_the_key_is_done_without(flags, pr
         assert text_of(http, BODIES[0]) == told[0]
         assert outcomes(decode) == {"done": 0, "failed": 1}
     assert "401 Incorrect API key" in capfd.readouterr().err
+
+
+def test_a_prefill_server_that_stands_still_is_not_waited_for(flags, prefill, told) -> None:
+    with decoding(flags, prefill.url, "--kv-transfer-timeout=1") as decode:
+        prefill.process.send_signal(signal.SIGSTOP)
+        try:
+            assert texts_of(decode) == told
+        finally:
+            prefill.process.send_signal(signal.SIGCONT)
+        assert outcomes(decode)["failed"] > 0
+        assert healthy(decode)[FETCHED] == 0
+    with prefill.http(headers=KEY) as http:
+        assert text_of(http, BODIES[0]) == told[0]
 
 
 def test_a_prefill_server_that_is_killed_takes_no_request_with_it(flags, told) -> None:

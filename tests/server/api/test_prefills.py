@@ -102,13 +102,15 @@ def test_short_prompts_and_those_that_are_known_are_computed_here() -> None:
     async def ask() -> tuple[list[bool], Counter[Prefill]]:
         async with answering(well) as url:
             asked = Asked(url)
-            prompts = [new_prompt(0, THRESHOLD - 1), new_prompt(0), new_prompt(0), new_prompt(0, 2 * THRESHOLD)]
+            first, second = new_prompt(0), new_prompt(1000, THRESHOLD - 1)
+            longer = second + new_prompt(0, THRESHOLD)  # the first block of it is known
+            prompts = [second, first, first, longer]
             found = [await asked.source(prompt) is not None for prompt in prompts]
             asked.prefills.forget()
             return [*found, await asked.source(new_prompt(0)) is not None], asked.counts
 
     found, counts = asyncio.run(ask())
-    assert found == [False, True, False, True, True]  # the fourth has as many new tokens as known ones
+    assert found == [False, True, False, True, True]
     assert counts == {Prefill.DONE: 3}
 
 
