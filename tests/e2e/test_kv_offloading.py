@@ -67,6 +67,8 @@ def test_a_crowd_gets_the_texts_of_a_server_without_tiers(flags, told, own):
         assert crowd(server) == told
         before = healthy(server)
         assert crowd(server) == told
+        with server.http() as http:  # alone, so that there is time for drafts
+            assert [text_of(http, body) for body in BODIES[:20]] == told[:20]
         after = healthy(server)
     assert server.process.returncode == 0
     assert before[SAVED] > NUM_PAGES
