@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 
@@ -11,7 +10,6 @@ from server.engine.block_hashes import BlockHasher, HashAlgorithm
 from server.engine.kv_events import KvEventPublisher
 
 SEED = "PYTHONHASHSEED"  # as in vLLM and its routers
-logger = logging.getLogger("pallas_serve")
 
 
 def make_publisher(
@@ -30,9 +28,8 @@ def make_publisher(
     if config is None:
         return None
     seed = environment.get(SEED)
-    if seed is None:
-        logger.warning("%s is not set: the hashes of K/V events are those of this engine only", SEED)
     hasher = BlockHasher(HashAlgorithm(settings.prefix_caching_hash_algo), seed)
     publisher = KvEventPublisher(config, hasher, rank)
-    report(f"  kv events         {config.endpoint_of(rank)}, topic {config.topic!r}")
+    unseeded = "" if seed is not None else f"; without {SEED}, the hashes are of this engine only"
+    report(f"  kv events         {config.endpoint_of(rank)}, topic {config.topic!r}{unseeded}")
     return publisher

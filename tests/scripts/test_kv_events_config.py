@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
@@ -11,7 +10,6 @@ from scripts import launch
 from scripts.building.kv_events import make_publisher
 from scripts.flags.settings import EngineSettings
 from server.engine.block_hashes import BlockHasher, HashAlgorithm
-from tests.server.engine.hosts.loopback import free_port
 
 ON = {"enable_kv_cache_events": True}
 
@@ -83,15 +81,15 @@ def test_flags_are_read(capsys):
         EngineSettings(prefix_caching_hash_algo="xxhash_cbor")
 
 
-def test_the_seed_is_vllms_variable(caplog):
+def test_the_seed_is_vllms_variable(tmp_path):
     lines: list[str] = []
-    port = free_port()
-    settings = EngineSettings(kv_events_config=ON | {"endpoint": f"tcp://*:{port}", "topic": "kv@a@b"})
-    with caplog.at_level(logging.WARNING):
-        publisher = make_publisher(settings, lines.append, rank=1, environment={"PYTHONHASHSEED": "42"})
-        assert caplog.messages == []
-        publisher.close()
-        make_publisher(settings, lines.append, environment={}).close()
+    endpoint = f"ipc://{tmp_path}/kv"
+    settings = EngineSettings(kv_events_config=ON | {"endpoint": endpoint, "topic": "kv@a@b"})
+    publisher = make_publisher(settings, lines.append, rank=1, environment={"PYTHONHASHSEED": "42"})
     assert publisher._hasher.root == BlockHasher(HashAlgorithm.SHA256_CBOR, "42").root
-    assert lines[0] == f"  kv events         tcp://*:{port + 1}, topic 'kv@a@b'"
-    assert "PYTHONHASHSEED is not set" in caplog.messages[0]
+    publisher.close()
+    make_publisher(settings, lines.append, environment={}).close()
+    assert lines == [
+        f"  kv events         {endpoint}_dp1, topic 'kv@a@b'",
+        f"  kv events         {endpoint}, topic 'kv@a@b'; without PYTHONHASHSEED, the hashes are of this engine only",
+    ]

@@ -30,11 +30,19 @@ class Endpoints:
 
 
 @contextmanager
-def publishing(endpoints: Endpoints, hasher: BlockHasher = HASHER, **changes: Any) -> Iterator[KvEventPublisher]:
-    fields = {"endpoint": endpoints.bound, "replay_endpoint": endpoints.replay_bound, "topic": TOPIC}
-    publisher = KvEventPublisher(KvEventsConfig(enable_kv_cache_events=True, **fields | changes), hasher)
+def publishing(hasher: BlockHasher = HASHER, **changes: Any) -> Iterator[tuple[KvEventPublisher, Endpoints]]:
+    """A publisher on ports that were free a moment ago; if another process has taken one, on others."""
+    for attempt in count():
+        endpoints = Endpoints()
+        fields = {"endpoint": endpoints.bound, "replay_endpoint": endpoints.replay_bound, "topic": TOPIC}
+        try:
+            publisher = KvEventPublisher(KvEventsConfig(enable_kv_cache_events=True, **fields | changes), hasher)
+            break
+        except ValueError:
+            if attempt == 10:
+                raise
     try:
-        yield publisher
+        yield publisher, endpoints
     finally:
         publisher.close()
 
@@ -71,8 +79,8 @@ def read() -> Iterator[Callable[..., Reader]]:
 
 
 def test_messages_come_in_order_and_missed_ones_by_replay(read):
-    endpoints, numbers = Endpoints(), count()
-    with publishing(endpoints) as publisher:
+    numbers = count()
+    with publishing() as (publisher, endpoints):
         reader = read(endpoints.live, "kv@")
         first = put_until_heard(publisher, reader, numbers)
         last = next(numbers) + 3
@@ -90,16 +98,15 @@ def test_messages_come_in_order_and_missed_ones_by_replay(read):
 
 
 def test_a_reader_of_another_topic_hears_nothing(read):
-    endpoints, numbers = Endpoints(), count()
-    with publishing(endpoints) as publisher:
+    numbers = count()
+    with publishing() as (publisher, endpoints):
         other, reader = read(endpoints.live, "kv@10.0.0.2"), read(endpoints.live, "kv@10.0.0.1")
         put_until_heard(publisher, reader, numbers)
         assert not other.socket.poll(0)
 
 
 def test_the_newest_messages_are_kept_for_replay():
-    endpoints = Endpoints()
-    with publishing(endpoints, buffer_steps=3) as publisher:
+    with publishing(buffer_steps=3) as (publisher, endpoints):
         for number in range(5):
             publisher.put(stored(number))
         while (kept := told(replay(endpoints.replay, 0)))[-1:] != [4]:
@@ -108,8 +115,7 @@ def test_the_newest_messages_are_kept_for_replay():
 
 
 def test_a_step_of_which_there_is_nothing_to_tell_has_no_number():
-    endpoints = Endpoints()
-    with publishing(endpoints) as publisher:
+    with publishing() as (publisher, endpoints):
         publisher.put([PageRemoved(b"never stored", Medium.DEVICE)])
         publisher.put(stored(7))
         while not (messages := replay(endpoints.replay, 0)):
@@ -118,8 +124,7 @@ def test_a_step_of_which_there_is_nothing_to_tell_has_no_number():
 
 
 def test_a_request_that_means_nothing_is_not_answered_and_the_next_one_is():
-    endpoints = Endpoints()
-    with publishing(endpoints) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    with publishing() as (publisher, endpoints), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoints.replay)
         for frames in ((b"",), (b"", b"three"), (b"no", bytes(8)), (b"", bytes(8), b"")):
@@ -132,8 +137,8 @@ def test_a_request_that_means_nothing_is_not_answered_and_the_next_one_is():
 
 
 def test_a_reader_that_is_killed_stops_nobody(read):
-    endpoints, numbers = Endpoints(), count()
-    with publishing(endpoints, hwm=1) as publisher:
+    numbers = count()
+    with publishing(hwm=1) as (publisher, endpoints):
         killed = read(endpoints.live)
         put_until_heard(publisher, killed, numbers)
         killed.close()
@@ -161,8 +166,8 @@ def test_beyond_the_queue_events_are_lost_with_one_warning(caplog):
             assert self.may_end.wait(30)
             return super().hash_of(*args)
 
-    endpoints, hasher = Endpoints(), Slow(HashAlgorithm.SHA256_CBOR, "0")
-    with publishing(endpoints, hasher, max_queue_size=2) as publisher:
+    hasher = Slow(HashAlgorithm.SHA256_CBOR, "0")
+    with publishing(hasher, max_queue_size=2) as (publisher, endpoints):
         assert publisher.put(stored(0))
         assert hasher.begun.wait(30)
         assert [publisher.put(stored(number)) for number in range(1, 5)] == [True, True, False, False]
@@ -175,9 +180,10 @@ def test_beyond_the_queue_events_are_lost_with_one_warning(caplog):
 
 
 def test_what_waits_is_published_before_the_end(read):
-    endpoints, numbers = Endpoints(), count()
-    reader = read(endpoints.bound, binds=True)  # the reader's socket is bound, and engines connect
-    with publishing(endpoints, endpoint=endpoints.live, replay_endpoint=None) as publisher:
+    numbers = count()
+    reader = read("tcp://127.0.0.1:*", binds=True)  # the reader's socket is bound, and engines connect
+    address = reader.socket.get_string(zmq.LAST_ENDPOINT)
+    with publishing(endpoint=address, replay_endpoint=None) as (publisher, _):
         first = put_until_heard(publisher, reader, numbers)
         last = next(numbers)
         publisher.put(stored(last))
@@ -188,15 +194,14 @@ def test_what_waits_is_published_before_the_end(read):
 
 
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
-def test_a_port_in_use_is_refused_by_name(field):
-    taken = Endpoints()
-    with publishing(taken, replay_endpoint=None):
-        endpoints = Endpoints()
+def test_a_port_in_use_is_refused_by_name(field, tmp_path):
+    free = f"ipc://{tmp_path}/kv"
+    with publishing(replay_endpoint=None) as (_, taken):
+        config = KvEventsConfig(**{"endpoint": free} | {field: taken.bound})
         with pytest.raises(ValueError, match=rf"--kv-events-config: tcp://\*:{taken.port} cannot be bound") as raised:
-            KvEventPublisher(KvEventsConfig(**{"endpoint": endpoints.bound} | {field: taken.bound}), HASHER)
+            KvEventPublisher(config, HASHER)
         assert "Address already in use" in str(raised.value)
-        with publishing(endpoints):  # nothing of the refused one is left
-            pass
+        KvEventPublisher(KvEventsConfig(endpoint=free), HASHER).close()  # the refused one has closed what it had
 
 
 def test_each_of_several_engines_has_ports_of_its_own(read, tmp_path):
