@@ -194,7 +194,4 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        why = zmq.strerror(error.errno)
-        raise ValueError(
-            f"{FLAG}: {endpoint} cannot be bound ({why}). Of several engines, engine N has the port plus N"
-        ) from error
+        raise ValueError(f"{FLAG}: {error}. Of several engines, engine N has the port plus N") from error

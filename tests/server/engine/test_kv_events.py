@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,9 +199,9 @@ def test_a_port_in_use_is_refused_by_name(field, tmp_path):
     free = f"ipc://{tmp_path}/kv"
     with publishing(replay_endpoint=None) as (_, taken):
         config = KvEventsConfig(**{"endpoint": free} | {field: taken.bound})
-        with pytest.raises(ValueError, match=rf"--kv-events-config: tcp://\*:{taken.port} cannot be bound") as raised:
+        words = re.escape(f"--kv-events-config: Address already in use (addr='{taken.bound}')")
+        with pytest.raises(ValueError, match=words):
             KvEventPublisher(config, HASHER)
-        assert "Address already in use" in str(raised.value)
         KvEventPublisher(KvEventsConfig(endpoint=free), HASHER).close()  # the refused one has closed what it had
 
 
