@@ -123,7 +123,7 @@ WITH_VALUE = frozenset(
     "--pipeline-parallel-size --revision --rope-scaling --swap-space --tool-parser-plugin "
     "--allowed-headers --allowed-methods --chat-template-content-format --code-revision --data-parallel-backend "
     "--default-chat-template-kwargs --download-dir --fingerprint-mode --h11-max-header-count "
-    "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes"
+    "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes "
     "--log-config-file --logits-processors --master-addr --max-cudagraph-capture-size --max-log-len "
     "--max-logprobs --max-long-partial-prefills --middleware --mm-processor-kwargs --model-impl --nnodes --node-rank "
     "--default-mm-loras --long-lora-scaling-factors --lora-dtype --lora-extra-vocab-size "
