@@ -55,7 +55,7 @@ class PageEventSink(Protocol):
         """Takes the events of a step, and returns at once. False: there is no room, and they are lost."""
 
     def close(self) -> None:
-        """There are no more events. Blocks until those that were put are done with."""
+        """There are no more events. Blocks until those that were put are done with. May be called again."""
 
 
 class PageEventRecorder:

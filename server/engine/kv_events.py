@@ -27,6 +27,7 @@ from server.engine.kv_event_stream import EventStream, KvEventBatch
 FLAG = "--kv-events-config"
 END = b"\xff" * 8
 REPLAY_SEND_S = 5.0  # that one who asks may take for a message before it is given up
+LINGER_MS = 1000  # at the end, for messages on their way
 
 _log = logging.getLogger(__name__)
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -106,7 +107,9 @@ class KvEventPublisher:
         return True
 
     def close(self) -> None:
-        """Publishes what waits, and closes the sockets."""
+        """Publishes what waits, and closes the sockets. May be called again."""
+        if self._context.closed:
+            return
         publishing, *replaying = self._threads
         self._queue.put(None)
         publishing.join()
@@ -151,14 +154,14 @@ class KvEventPublisher:
                     self._kept.append(message)
             socket.send_multipart((self._topic, *message))
             number += 1
-        socket.close(linger=0)
+        socket.close(linger=LINGER_MS)
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
         while True:
             try:
                 client, *request = socket.recv_multipart()
                 if len(request) != 2 or request[0] or len(request[1]) != 8:
-                    _log.warning("a request at the replay endpoint was not an empty frame and a number of 8 bytes")
+                    _log.debug("a request at the replay endpoint was not an empty frame and a number of 8 bytes")
                     continue
                 with self._kept_lock:
                     kept = [message for message in self._kept if message[0] >= request[1]]

@@ -46,6 +46,7 @@ def publishing(hasher: BlockHasher = HASHER, **changes: Any) -> Iterator[tuple[K
         yield publisher, endpoints
     finally:
         publisher.close()
+        publisher.close()  # a second time
 
 
 def stored(number: int) -> list[PageEvent]:
