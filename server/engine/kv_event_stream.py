@@ -69,7 +69,7 @@ class EventStream:
         self._hasher = hasher
         self._name_of = name_of
         self._hashes: dict[bytes, bytes] = {}  # by digest, of all pages in `_held` and `_gone`
-        self._held: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        self._held: dict[Medium, dict[bytes, None]] = {medium: {} for medium in Medium}  # digests, the oldest first
         self._copies = {medium: Counter[int]() for medium in Medium}  # pages in `_held` of each hash
         self._gone: OrderedDict[bytes, None] = OrderedDict()  # in no medium, the longest first
         self._lora_ids: dict[int, int] = {}  # by identity: numbers from 1
@@ -153,7 +153,7 @@ class EventStream:
     def _remove(self, digest: bytes, medium: Medium, events: list[KvEvent]) -> None:
         if digest not in self._held[medium]:
             return
-        self._held[medium].discard(digest)
+        del self._held[medium][digest]
         shown, copies = shown_hash(self._hashes[digest]), self._copies[medium]
         copies[shown] -= 1
         self._forget_later(digest)
@@ -167,7 +167,7 @@ class EventStream:
 
     def _clear(self, medium: Medium, events: list[KvEvent]) -> None:
         shown = list(self._copies[medium])
-        held, self._held[medium] = self._held[medium], set()
+        held, self._held[medium] = self._held[medium], {}
         self._copies[medium].clear()
         for digest in held:
             self._forget_later(digest)
@@ -182,7 +182,7 @@ class EventStream:
             return False
         self._gone.pop(digest, None)
         self._hashes[digest] = hashed
-        self._held[medium].add(digest)
+        self._held[medium][digest] = None
         shown = shown_hash(hashed)
         self._copies[medium][shown] += 1
         return self._copies[medium][shown] == 1
