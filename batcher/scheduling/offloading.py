@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from batcher.page_events import Medium, PageEventRecorder
 from batcher.page_store import Offloading
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.scheduling.pages import PagePool
@@ -95,6 +96,7 @@ class OffloadedPages:
         self._loads: dict[PageLoad, RequestState] = {}
         self._loading: set[bytes] = set()
         self.times = Times()
+        self.events: PageEventRecorder | None = None
         self.counts = OffloadingCounts(num_places=self.num_pages)
 
     @property
@@ -135,6 +137,7 @@ class OffloadedPages:
         if host is not None:
             host.is_trusted = False
             self._places.append(host.place)
+            self._tell_removed(digest)
 
     def cleared(self) -> None:
         """Nothing is to be found again."""
@@ -143,6 +146,8 @@ class OffloadedPages:
             host.is_trusted = False
             self._places.append(host.place)
         self._index.clear()
+        if self.events is not None:
+            self.events.all_removed(Medium.HOST)
 
     # --- to the host ---
 
@@ -198,7 +203,12 @@ class OffloadedPages:
         if oldest.is_coming:
             return None
         del self._index[oldest.digest]
+        self._tell_removed(oldest.digest)
         return oldest.place
+
+    def _tell_removed(self, digest: bytes) -> None:
+        if self.events is not None:
+            self.events.removed(digest, Medium.HOST)
 
     def end_save(self, save: PageSave, error: Exception | None) -> None:
         """The pages are in the host's memory, or have not been copied."""
@@ -207,6 +217,9 @@ class OffloadedPages:
             host.is_coming = False
         if error is None:
             self.counts.num_saved += len(save.pages)
+            for host in save.hosts:
+                if self.events is not None and self._index.get(host.digest) is host:
+                    self.events.copied(host.digest, Medium.HOST)
             return
         self.counts.num_lost += len(save.pages)
         for host in save.hosts:

@@ -78,6 +78,8 @@ class RequestQueues:
         """From now on `recorder` is told what becomes of stored pages."""
         self.page_events = recorder
         self.pool.observers.append(recorder)
+        if self.offloaded is not None:
+            self.offloaded.events = recorder
 
     def add(self, sequence: RequestState) -> None:
         """A new request joins the queue."""

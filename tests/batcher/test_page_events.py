@@ -20,6 +20,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.pages: dict[bytes, PageStored] = {}
+        self.on_host: set[bytes] = set()
         self.steps: list[list[PageEvent]] = []
         self.is_closed = False
 
@@ -35,6 +36,13 @@ class Follower:
                     del self.pages[digest]
                 case PagesCleared(medium=Medium.DEVICE):
                     self.pages.clear()
+                case PageCopied(digest=digest, medium=Medium.HOST):
+                    assert digest not in self.on_host, "a page is copied twice"
+                    self.on_host.add(digest)
+                case PageRemoved(digest=digest, medium=Medium.HOST):
+                    self.on_host.discard(digest)  # its copy may not have come
+                case PagesCleared(medium=Medium.HOST):
+                    self.on_host.clear()
         return True
 
     def close(self) -> None:
