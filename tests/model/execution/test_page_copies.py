@@ -193,7 +193,7 @@ def test_the_programs_work_in_place_and_exchange_nothing(runner) -> None:
     held = sum(shard.data.nbytes for leaf in jax.tree.leaves(runner.state) for shard in leaf.addressable_shards[:1])
     for size in copies.sizes:
         copy = bytes_of_copy(runner, size)
-        # XLA has a CPU write to floats of 8 bits in a wider copy, in steps, too. So only GPUs are given such pages.
+        # XLA has a CPU write to floats of 8 bits in a wider copy, as in steps. Only GPUs are given such pages.
         has_copies = runner.described.attention.spec.kv_dtype == jnp.float8_e4m3fn
         for program, aliased in ((programs.read_pages[size], 0), (programs.write_pages[size], held)):
             analysis = program.memory_analysis()
