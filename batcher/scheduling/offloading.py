@@ -6,7 +6,7 @@ are compared as for a page of the device.
 
 1. A stored page is saved before it is evicted. When few pages are free, the reusable pages that are evicted next are
    saved ahead. What an admission evicts unsaved is saved in the step of the eviction, before the step writes to the
-   page. With a store every stored page is saved, so a restart finds it. At most `MAX_COPIES_TO_HOST` copies are on
+   page. With a store every stored page is saved, so a restart finds it. At most `MAX_PAGE_COPIES` copies are on
    their way at a time, and what there is no copy for is lost.
 2. If the host's memory is full, the least recently used page there makes room.
 3. A request is admitted with all its pages. The stored prefix of the device comes first. Of the pages that follow,
@@ -29,7 +29,7 @@ from batcher.page_store import Offloading
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState
-from batcher.step import MAX_COPIES_TO_HOST, Capacity
+from batcher.step import MAX_PAGE_COPIES, Capacity
 
 _PATIENCE_S = 1.0  # that every load is given
 _WEIGHT = 0.2  # of the newest time in a mean
@@ -181,7 +181,7 @@ class OffloadedPages:
             return True
         save = self._moves[-1] if self._moves else None
         is_open = isinstance(save, PageSave) and len(save.pages) < self._pages_of_copy
-        if not is_open and len(self._saves) == MAX_COPIES_TO_HOST:
+        if not is_open and len(self._saves) == MAX_PAGE_COPIES:
             return False
         place = self._free_place()
         if place is None:
