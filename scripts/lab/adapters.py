@@ -40,22 +40,16 @@ from model.config import LlamaConfig, projections
 from model.inputs.paths import local_path
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, expected_shapes
 from model.loading.source import resolve
-from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.lab.load.client import Outcome, Target, run
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.metrics import both_of, failures_of, summary
+from scripts.lab.load.mid import write_mid
 from scripts.lab.load.servers import ForeignLoad, serving
 from scripts.lab.load.workload import BenchRequest, random_prompts
 from scripts.lab.tables import Table, ratio, say_head
 from server.engine.scratch_folder import ScratchFolder
 
-MID = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 768,
-    "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-    "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position_embeddings": 2048,
-    "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 31_744, "eos_token_id": 31_745,
-}  # fmt: skip
 BASE, OFF, ON = "bench", "without", "with"
 MAX_LORAS, MAX_CPU = 8, 16
 RESIDENT = tuple(f"resident-{i}" for i in range(MAX_LORAS))
@@ -111,15 +105,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("flags", nargs="*", metavar="FLAG", help="of scripts/serve for both servers, after --")
     add_debug_flag(p)
     return p
-
-
-def write_mid(folder: Path) -> LlamaConfig:
-    """Writes the model without its weights."""
-    config = LlamaConfig.from_hf(MID)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MID))
-    write_stand_in_tokenizer(folder, config.vocab_size)
-    return config
 
 
 def write_adapter(folder: Path, config: LlamaConfig, rank: int, random: np.random.Generator) -> None:

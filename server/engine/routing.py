@@ -22,7 +22,7 @@ from server.shared_counts import PROMISED, Load, PrefixTable
 
 BLOCK_TOKENS = 64
 FINE_TOKENS = 2048  # tokens of a prompt that are cut into such blocks; those of the rest are longer
-MISSING_WEIGHT, REQUEST_TOKENS = 2, 32
+MISSING_WEIGHT, REQUEST_TOKENS = 2, 64
 TIMES_LEAST, MOST_AHEAD = 2, 8
 TICK_S = 0.25  # of the times at which engines have used beginnings
 

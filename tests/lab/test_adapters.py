@@ -8,6 +8,7 @@ import pytest
 
 from model.loading.source import resolve
 from scripts.lab import adapters
+from scripts.lab.load.mid import write_mid
 from tests.conftest import EXPORTED
 from tests.demo.one_layer import one_layer
 
@@ -39,7 +40,7 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
 
 
 def test_the_model_of_random_weights_can_be_served(tmp_path):
-    config = adapters.write_mid(tmp_path / "mid")
+    config = write_mid(tmp_path / "mid")
     assert resolve(str(tmp_path / "mid"), weights=False).config == config
     layer = config.hidden_size * (2 * 768 + 2 * 256 + 3 * config.intermediate_size)
     assert 106e6 < config.num_layers * layer + config.vocab_size * config.hidden_size < 108e6
