@@ -134,11 +134,11 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         if self._row is not None:
             self._row.set_queued(engine, self._num_queued[engine])
 
-    def _loads(self) -> Sequence[Load]:
+    def _loads(self) -> Mapping[int, Load]:
         if self._row is not None:
-            return self._row.loads()
+            return dict(enumerate(self._row.loads()))
         pairs = zip(self.engines, self._num_queued, strict=True)
-        return [Load(engine.num_open, tokens) for engine, tokens in pairs]
+        return {number: Load(engine.num_open, tokens) for number, (engine, tokens) in enumerate(pairs)}
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for request_id in request_ids:

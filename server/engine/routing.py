@@ -14,7 +14,8 @@ the engine has used less recently. That is forgotten, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -62,21 +63,21 @@ class Router:
         self.page_size = page_size
         self._prefixes = prefixes or PrefixTable()
         self._clock = clock
-        self._sent: list[int] = []  # tokens that this process has sent to each engine
+        self._sent: dict[int, int] = defaultdict(int)  # tokens that this process has sent to each engine
 
-    def choose(self, prompt: bytes, salt: int, loads: Sequence[Load]) -> Route:
+    def choose(self, prompt: bytes, salt: int, loads: Mapping[int, Load]) -> Route:
         """The engine of a request.
 
         Args:
             prompt: i32[n], its tokens.
             salt: prompts with different ones share nothing.
-            loads: of each engine.
+            loads: of the engines that can be chosen, by their numbers.
         """
         num_prompt = len(prompt) // 4
         beginnings = list(_beginnings(prompt, salt)) if self.page_size else []
-        known: list[int] = [0] * len(loads)
-        used: list[list[int]] = [[] for _ in loads]
-        holders = set(range(len(loads)))
+        known = dict.fromkeys(loads, 0)
+        used: dict[int, list[int]] = {engine: [] for engine in loads}
+        holders = set(loads)
         for tokens, digest in beginnings:
             found = self._prefixes.get(digest)
             holders &= found.keys()
@@ -85,15 +86,14 @@ class Router:
             for engine in holders:
                 known[engine] = tokens
                 used[engine].append(found[engine])
-        self._sent += [0] * (len(loads) - len(self._sent))
-        limit = TIMES_LEAST * min(load.num_open for load in loads) + MOST_AHEAD
+        limit = TIMES_LEAST * min(load.num_open for load in loads.values()) + MOST_AHEAD
 
         def cost(engine: int) -> tuple[int, int, int]:
             load = loads[engine]
             computed = MISSING_WEIGHT * (num_prompt - known[engine]) + load.num_queued
             return computed + REQUEST_TOKENS * load.num_open, load.num_open, self._sent[engine]
 
-        chosen = min((e for e, load in enumerate(loads) if load.num_open <= limit), key=cost)
+        chosen = min((e for e, load in loads.items() if load.num_open <= limit), key=cost)
         self._sent[chosen] += num_prompt - known[chosen]
         for _, digest in beginnings[len(used[chosen]) :]:
             self._prefixes.put(digest, chosen, PROMISED)

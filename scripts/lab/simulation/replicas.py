@@ -66,7 +66,7 @@ def simulate_replicas(
         now = request.arrival_s
         advance(now)
         prompt = prompt_of(number, request).tobytes()
-        loads = [Load(*load) for load in zip(num_open, num_queued, strict=True)]
+        loads = {i: Load(*load) for i, load in enumerate(zip(num_open, num_queued, strict=True))}
         route = router.choose(prompt, 0, loads)
         routes[str(number)] = route
         replicas.most_ahead = max(replicas.most_ahead, num_open[route.engine] - min(num_open))

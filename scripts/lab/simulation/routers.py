@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from server.engine.routing import Route, Router
 from server.shared_counts import Load
@@ -14,7 +14,7 @@ class RoundRobin(Router):
 
     _next = 0
 
-    def choose(self, prompt: bytes, salt: int, loads: Sequence[Load]) -> Route:
+    def choose(self, prompt: bytes, salt: int, loads: Mapping[int, Load]) -> Route:
         """The next engine."""
         engine, self._next = self._next, (self._next + 1) % len(loads)
         return _unweighed(engine, prompt)
@@ -26,9 +26,9 @@ class RoundRobin(Router):
 class LeastLoaded(RoundRobin):
     """The engine with the fewest open requests."""
 
-    def choose(self, prompt: bytes, salt: int, loads: Sequence[Load]) -> Route:
+    def choose(self, prompt: bytes, salt: int, loads: Mapping[int, Load]) -> Route:
         """Of several with as few, the first."""
-        return _unweighed(min(range(len(loads)), key=lambda engine: loads[engine].num_open), prompt)
+        return _unweighed(min(loads, key=lambda engine: loads[engine].num_open), prompt)
 
 
 class LastSent(LeastLoaded):
@@ -39,7 +39,7 @@ class LastSent(LeastLoaded):
         super().__init__(clock=clock)
         self._last: dict[int, int] = {}  # digest -> engine
 
-    def choose(self, prompt: bytes, salt: int, loads: Sequence[Load]) -> Route:
+    def choose(self, prompt: bytes, salt: int, loads: Mapping[int, Load]) -> Route:
         """Nothing is known of evictions, nor of the tokens that wait."""
         tokens, digests = array("i", prompt), [hash(salt)]
         for start in range(0, min(len(tokens), 2048) - 63, 64):

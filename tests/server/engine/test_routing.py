@@ -27,7 +27,7 @@ IDLE = Load(0, 0)
 
 def route(router: Router, prompt: Sequence[int], *loads: Load | int, salt: int = 0) -> Route:
     """A load may be the number of open requests alone."""
-    given = [load if isinstance(load, Load) else Load(load, 0) for load in loads]
+    given = {i: load if isinstance(load, Load) else Load(load, 0) for i, load in enumerate(loads)}
     return router.choose(wire.packed(prompt), salt, given)
 
 
