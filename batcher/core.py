@@ -11,6 +11,7 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.deferred_programs import DeferredPrograms
 from batcher.delivery import Delivery, StepDelivery
+from batcher.page_events import PageEventRecorder, PageEventSink
 from batcher.page_store import NoPage
 from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
@@ -45,9 +46,18 @@ class InFlight:
 class EngineCore:
     """Not thread-safe: one thread calls everything here. Only `InFlight.handle.result()` may run elsewhere."""
 
-    def __init__(self, runner: Runner, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        ladder: BucketLadder,
+        clock: Callable[[], float],
+        page_events: PageEventSink | None = None,
+    ) -> None:
         capacity = runner.capacity()
         self.scheduler = _scheduler(capacity, config, ladder, clock)
+        if page_events is not None:
+            self.scheduler.record_pages(PageEventRecorder(page_events))
         self._begun: list[PageLoad | tuple[PageSave, PagesRead]] = []  # for `take_moves`
         self.in_flight: deque[InFlight] = deque()  # oldest first
         self._runner = runner
@@ -139,10 +149,18 @@ class EngineCore:
         counts.running_of_adapters = scheduler.adapters.num_rows()
         if scheduler.offloaded is not None:
             counts.offloading = scheduler.offloaded.held()
+        if scheduler.page_events is not None:
+            counts.kv_events_published = scheduler.page_events.num_told
+            counts.kv_events_dropped = scheduler.page_events.num_lost
         counts.num_programs_to_come = len(self._deferred_programs)
         counts.num_compiles_after_warm_up = self._runner.num_compiles - self._num_compiles_at_start
         counts.recent_steps = self._step_log.recent()
         return counts.copy()
+
+    def tell_of_pages(self) -> None:
+        """Tells who follows the pages what has become of them since the last call."""
+        if self.scheduler.page_events is not None:
+            self.scheduler.page_events.tell()
 
     def check_integrity(self) -> None:
         """For an idle engine, which must hold nothing. An inconsistency is logged and counted; serving goes on."""

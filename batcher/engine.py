@@ -58,6 +58,7 @@ from batcher.errors import (
 )
 from batcher.grammar import Grammars
 from batcher.inbox import Inbox, Result
+from batcher.page_events import PageEventSink
 from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
@@ -79,7 +80,8 @@ IDLE_CHECK_S = 1.0  # time without requests after which the engine checks its in
 
 class Engine:
     """See the module's docstring. `clock` gives seconds from any origin and never goes back. Without `grammars`,
-    requests with a grammar are refused. `core` schedules, dispatches and completes steps, in the engine's thread."""
+    requests with a grammar are refused. `page_events` hears of stored pages, and is closed at the engine's end. `core`
+    schedules, dispatches and completes steps, in the engine's thread."""
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class Engine:
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_death: Callable[[BaseException], None] | None = None,
+        page_events: PageEventSink | None = None,
     ) -> None:
         self._capacity = runner.capacity()
         limits = ladder.config
@@ -100,7 +103,8 @@ class Engine:
         self._clock = clock
         self._on_death = on_death
         self._grammars = grammars
-        self.core = EngineCore(runner, config, ladder, clock)
+        self._page_events = page_events
+        self.core = EngineCore(runner, config, ladder, clock, page_events)
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
         self._staging_thread = StagingThread(runner, self._inbox.staged, self._inbox.failed)
@@ -288,6 +292,9 @@ class Engine:
             self._staging_thread.join()
             if self._page_mover is not None:
                 self._page_mover.join()
+        if self._page_events is not None:
+            self.core.tell_of_pages()
+            self._page_events.close()
 
     # --- without threads ---
 
@@ -310,6 +317,7 @@ class Engine:
                 self._take([_result(self.core.in_flight[0])])
             elif not dispatched and not has_moved:
                 self._check_not_stuck()
+            self.core.tell_of_pages()
         except Exception as error:
             self._die(error)
             raise EngineDeadError(f"the engine died: {error}") from error
@@ -350,6 +358,7 @@ class Engine:
     def _wait(self) -> list[Result]:
         """Sleeps until there is something to do; takes the results that have arrived."""
         core = self.core
+        core.tell_of_pages()
         if self._is_unchecked and not core.requests.sequences and not core.in_flight:
             self._check_when_idle()
         deadlines = core.requests.next_deadline(), core.step_watch.next_check(), *core.next_give_ups()

@@ -113,6 +113,8 @@ class EngineStats:
     generation_tokens: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
+    kv_events_published: int = 0  # pages stored, copied, removed, and clearings, told to those who follow the pages
+    kv_events_dropped: int = 0  # not told, for want of room
     corrupted_requests: int = 0  # ended because the model gave NaN or infinity
     failed_steps: int = 0  # including steps that were in flight behind a failed one
     num_steps: int = 0

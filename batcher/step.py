@@ -116,8 +116,6 @@ class PackedLayout:
 MASK_BLOCK = 16  # rows of one dispatch of masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
 MAX_STAGED_ADAPTERS = 2
-MAX_COPIES_TO_HOST = 2  # of pages, that are read and not on the host yet
-MAX_STAGED_COPIES = 2  # of pages, that are on the device and not written yet
 MAX_PAGE_COPIES = 2  # on their way to the host at once, and as many that are staged
 
 

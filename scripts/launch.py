@@ -29,6 +29,7 @@ from scripts.flags.lora import check_not_of_model, lora_modules
 from scripts.flags.parsing import EachCounts, PrintCompletion, add_grouped_help
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from scripts.flags.tls import add_tls_flags, tls_files
+from server.engine.routing import Router
 from server.engine.scratch_folder import ScratchFolder
 from server.flag import MOST_COUNT, add_flags, check_range, flags_of
 from server.http.descriptors import open_standard_streams
@@ -261,8 +262,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+def main(argv: list[str] | None = None, router: Router | None = None) -> int:
+    """The command; returns its exit code. `router` is as of `run`."""
     started = time.perf_counter()
     open_standard_streams()
     try:
@@ -293,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
 
             first, *others = replicas_of(served, args.data_parallel_size, spare.path)
             if cluster is None:
-                return run(settings, ENGINE, first, more_engines=others, report=say, on_ready=on_ready)
+                return run(settings, ENGINE, first, more_engines=others, router=router, report=say, on_ready=on_ready)
             if cluster.is_leader:
                 return run(settings, LEADER, served, report=say, on_ready=on_ready)
             from server.follower import run_follower

@@ -15,6 +15,7 @@ import uvloop
 
 from server.engine.group import started
 from server.engine.link import EngineFailedError
+from server.engine.routing import Router
 from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
 from server.http.signals import Signals, first_of
@@ -31,6 +32,7 @@ def run(
     engine_args: object,
     *,
     more_engines: Sequence[object] = (),
+    router: Router | None = None,
     report: Callable[[str], None] = print,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
@@ -40,7 +42,8 @@ def run(
     returns `(engine, EngineInfo)`: a `batcher.engine.Engine`, warmed up and not yet started. `engine_args` must pickle.
     The function's report lines are passed to `report` here. `on_ready` gets the server's URL. `more_engines` are the
     arguments of further engines, each in a process of its own. As in vLLM the server ends when one of them dies; the
-    others' requests may finish within `settings.death_linger_s`.
+    others' requests may finish within `settings.death_linger_s`. `router` chooses among them in
+    place of the usual one, if there is one HTTP process.
 
     After a signal new requests are refused with 503. Running requests may finish within `settings.grace_period_s`, then
     they are aborted. A second signal ends the wait.
@@ -61,7 +64,8 @@ def run(
     try:
         with bind(settings) as listener, removed(settings.uds):
             engines = [engine_args, *more_engines]
-            return uvloop.run(_serve(settings, engine_target, engines, listener, tls, tracer, report, on_ready))
+            serving = _serve(settings, engine_target, engines, router, listener, tls, tracer, report, on_ready)
+            return uvloop.run(serving)
     finally:
         if tracer is not None:
             tracer.close()
@@ -71,6 +75,7 @@ async def _serve(
     settings: Settings,
     engine_target: str,
     engines: Sequence[object],
+    router: Router | None,
     listener: socket.socket,
     tls: TlsContexts | None,
     tracer: Tracer | None,
@@ -78,7 +83,7 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signalled = Signals()
-    client = started(engine_target, engines, report=report, debug=settings.debug)
+    client = started(engine_target, engines, report=report, debug=settings.debug, router=router)
     try:
         from server.app import create_app
         from server.http.server import HttpServer

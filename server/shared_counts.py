@@ -10,7 +10,7 @@ import ctypes
 import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     Cells = ctypes.Array[ctypes.c_int64]
@@ -18,9 +18,19 @@ if TYPE_CHECKING:
 
 ABSENT = -1  # connections of a process that does not accept any
 IN_FLIGHT, CONNECTIONS, FIRST_OTHER = 0, 1, 2  # columns; those of the engines and of the keys follow
-NUM_WORDS = 1 << 16  # remembered prefixes: half a megabyte
-ENGINE_BITS = 16
-_MASK = (1 << 64) - 1
+NUM_WORDS, WAYS = 1 << 17, 8  # remembered prefixes: a megabyte
+ENGINE_BITS, TIME_BITS = 11, 28  # of a word; the rest of it are bits of a digest
+MOST_ENGINES = (1 << ENGINE_BITS) - 1
+PROMISED = 0  # in place of a time
+_TIME_MASK = (1 << TIME_BITS) - 1
+_REST_MASK = (1 << 64 - ENGINE_BITS - TIME_BITS) - 1
+
+
+class Load(NamedTuple):
+    """What an engine has to do."""
+
+    num_open: int  # requests
+    num_queued: int  # tokens to compute before their first tokens, of the requests that have none yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +47,13 @@ class SharedCounts:
     def made(cls, num_processes: int, num_engines: int, num_keys: int) -> SharedCounts:
         """A new one, on which no process is present."""
         context = multiprocessing.get_context("spawn")
-        width = FIRST_OTHER + num_engines + num_keys
+        width = FIRST_OTHER + 2 * num_engines + num_keys
         counts = cls(
             num_processes=num_processes,
             num_engines=num_engines,
             num_keys=num_keys,
             cells=context.RawArray(ctypes.c_int64, num_processes * width),
-            words=context.RawArray(ctypes.c_uint64, NUM_WORDS if num_engines > 1 else 1),
+            words=context.RawArray(ctypes.c_uint64, NUM_WORDS + MOST_ENGINES if num_engines > 1 else 1),
         )
         for number in range(num_processes):
             counts.clear(number)
@@ -51,7 +61,7 @@ class SharedCounts:
 
     @property
     def width(self) -> int:
-        return FIRST_OTHER + self.num_engines + self.num_keys
+        return FIRST_OTHER + 2 * self.num_engines + self.num_keys
 
     def clear(self, process: int) -> None:
         """The process has ended."""
@@ -80,12 +90,16 @@ class Row:
         """Requests that are being answered, by all processes."""
         return sum(self.counts.column(IN_FLIGHT))
 
-    def set_load(self, engine: int, number: int) -> None:
-        self._cells[self._start + FIRST_OTHER + engine] = number
+    def set_open(self, engine: int, number: int) -> None:
+        self._cells[self._start + FIRST_OTHER + 2 * engine] = number
 
-    def loads(self) -> list[int]:
-        """Open requests of each engine, from all processes."""
-        return [sum(self.counts.column(FIRST_OTHER + engine)) for engine in range(self.counts.num_engines)]
+    def set_queued(self, engine: int, tokens: int) -> None:
+        self._cells[self._start + FIRST_OTHER + 2 * engine + 1] = tokens
+
+    def loads(self) -> list[Load]:
+        """Of each engine, from all processes."""
+        sums = [sum(self.counts.column(FIRST_OTHER + column)) for column in range(2 * self.counts.num_engines)]
+        return [Load(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
 
     def set_connections(self, number: int) -> None:
         self._cells[self._start + CONNECTIONS] = number
@@ -105,30 +119,53 @@ class Row:
 
         This process counts before it looks. So of two processes that do it at once at least one sees both requests.
         """
-        column = FIRST_OTHER + self.counts.num_engines + key
+        column = FIRST_OTHER + 2 * self.counts.num_engines + key
         self._cells[self._start + column] += change
         return sum(self.counts.column(column))
 
 
 class PrefixTable:
-    """Which engine has computed which beginning of a prompt: a table by the digest's last bits. A later digest in the
-    same place replaces an earlier one. A word holds the rest of the digest and the engine."""
+    """Which engines have computed which beginnings of prompts, and when they have last used them.
+
+    A digest's last bits name a row of WAYS words, the most recently written first, of which a new one replaces the
+    last. A word holds further bits of the digest, a time in ticks and the engine. Behind the rows is a word for each
+    engine: what it has last used before that time is evicted. A race of two processes may lose a word, or keep it
+    twice.
+    """
 
     def __init__(self, counts: SharedCounts | None = None) -> None:
         """`counts` are those of several processes; None: the table is this process's own."""
-        self._words = (ctypes.c_uint64 * NUM_WORDS)() if counts is None else counts.words
+        self._words = (ctypes.c_uint64 * (NUM_WORDS + MOST_ENGINES))() if counts is None else counts.words
 
-    def get(self, digest: int) -> int | None:
-        word = self._words[digest % NUM_WORDS]
-        known, engine = word >> ENGINE_BITS, word & ((1 << ENGINE_BITS) - 1)
-        return engine - 1 if engine and known == _rest(digest) else None
+    def get(self, digest: int) -> dict[int, int]:
+        """Engine -> the time of its last use, or PROMISED, of those that have not evicted it."""
+        start, rest = _place(digest)
+        found: dict[int, int] = {}
+        for word in self._words[start : start + WAYS]:
+            if word >> ENGINE_BITS + TIME_BITS == rest and (number := word & MOST_ENGINES):
+                engine, used = number - 1, word >> ENGINE_BITS & _TIME_MASK
+                if used == PROMISED or used >= self._words[NUM_WORDS + engine]:
+                    found.setdefault(engine, used)
+        return found
 
-    def put(self, digest: int, engine: int) -> None:
-        self._words[digest % NUM_WORDS] = _rest(digest) << ENGINE_BITS | engine + 1
+    def put(self, digest: int, engine: int, used: int) -> None:
+        """The engine has used it at this time, or will (PROMISED)."""
+        start, rest = _place(digest)
+        words = self._words[start : start + WAYS]
+        own = rest << TIME_BITS << ENGINE_BITS | engine + 1
+        others = [word for word in words if word & ~(_TIME_MASK << ENGINE_BITS) != own]
+        own |= (used & _TIME_MASK) << ENGINE_BITS
+        self._words[start : start + WAYS] = [own, *others, *[0] * WAYS][:WAYS]
+
+    def evicted(self, engine: int, used: int) -> None:
+        """The engine has evicted what it had last used at this time, and thus all that it had last used before."""
+        self._words[NUM_WORDS + engine] = max(self._words[NUM_WORDS + engine], used)
 
     def clear(self) -> None:
         ctypes.memset(self._words, 0, ctypes.sizeof(self._words))
 
 
-def _rest(digest: int) -> int:
-    return (digest & _MASK) // NUM_WORDS
+def _place(digest: int) -> tuple[int, int]:
+    """Where the row of a digest starts, and the bits that its words hold."""
+    rest, row = divmod(digest, NUM_WORDS // WAYS)
+    return row * WAYS, rest & _REST_MASK

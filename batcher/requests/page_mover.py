@@ -18,7 +18,7 @@ import numpy as np
 
 from batcher.page_store import Offloading
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
-from batcher.step import MAX_STAGED_COPIES, Capacity, PagesRead, Runner, StagedPages
+from batcher.step import MAX_PAGE_COPIES, Capacity, PagesRead, Runner, StagedPages
 
 MAX_UNWRITTEN = 64  # pages that wait to be written to the store; more are not written
 
@@ -91,7 +91,7 @@ class PageMover:
         self._to_write: Queue[_Work | None] = Queue(MAX_UNWRITTEN)
         self._writing = threading.Lock()  # a page is written, or the store is cleared
         self._threads: list[threading.Thread] = []
-        self._may_stage = threading.Semaphore(MAX_STAGED_COPIES)
+        self._may_stage = threading.Semaphore(MAX_PAGE_COPIES)
         self._is_closed = False
         self._num_broken = self._num_unwritten = 0
 

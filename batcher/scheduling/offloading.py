@@ -6,7 +6,7 @@ are compared as for a page of the device.
 
 1. A stored page is saved before it is evicted. When few pages are free, the reusable pages that are evicted next are
    saved ahead. What an admission evicts unsaved is saved in the step of the eviction, before the step writes to the
-   page. With a store every stored page is saved, so a restart finds it. At most `MAX_COPIES_TO_HOST` copies are on
+   page. With a store every stored page is saved, so a restart finds it. At most `MAX_PAGE_COPIES` copies are on
    their way at a time, and what there is no copy for is lost.
 2. If the host's memory is full, the least recently used page there makes room.
 3. A request is admitted with all its pages. The stored prefix of the device comes first. Of the pages that follow,
@@ -28,12 +28,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from batcher.page_events import Medium, PageEventRecorder
 from batcher.page_store import Offloading
 from batcher.scheduling.kept_prompts import DevicePage, KeptPrompts
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState
-from batcher.step import MAX_COPIES_TO_HOST, Capacity
+from batcher.step import MAX_PAGE_COPIES, Capacity
 
 _PATIENCE_S = 1.0  # that every load is given
 _WEIGHT = 0.2  # of the newest time in a mean
@@ -103,6 +104,7 @@ class OffloadedPages:
         self._loading: set[bytes] = set()
         self.kept = KeptPrompts(self.num_pages // 2, pool.release)
         self.times = Times()
+        self.events: PageEventRecorder | None = None
         self.counts = OffloadingCounts(num_places=self.num_pages)
 
     @property
@@ -144,6 +146,7 @@ class OffloadedPages:
         if host is not None:
             host.is_trusted = False
             self._places.append(host.place)
+            self._tell_removed(digest)
 
     def cleared(self) -> None:
         """Nothing is to be found again."""
@@ -153,6 +156,8 @@ class OffloadedPages:
             host.is_trusted = False
             self._places.append(host.place)
         self._index.clear()
+        if self.events is not None:
+            self.events.all_removed(Medium.HOST)
 
     # --- to the host ---
 
@@ -193,7 +198,7 @@ class OffloadedPages:
             return True
         save = self._moves[-1] if self._moves else None
         is_open = isinstance(save, PageSave) and len(save.pages) < self._pages_of_copy
-        if not is_open and len(self._saves) == MAX_COPIES_TO_HOST:
+        if not is_open and len(self._saves) == MAX_PAGE_COPIES:
             return False
         place = self._free_place()
         if place is None:
@@ -216,7 +221,12 @@ class OffloadedPages:
         if oldest.is_coming:
             return None
         del self._index[oldest.digest]
+        self._tell_removed(oldest.digest)
         return oldest.place
+
+    def _tell_removed(self, digest: bytes) -> None:
+        if self.events is not None:
+            self.events.removed(digest, Medium.HOST)
 
     def keep(self, seq: RequestState) -> None:
         """Rule 5. The request ends, and holds its pages."""
@@ -237,6 +247,9 @@ class OffloadedPages:
             host.is_coming = False
         if error is None:
             self.counts.num_saved += len(save.pages)
+            for host in save.hosts:
+                if self.events is not None and self._index.get(host.digest) is host:
+                    self.events.copied(host.digest, Medium.HOST)
             return
         self.counts.num_lost += len(save.pages)
         for host in save.hosts:

@@ -159,17 +159,19 @@ class PagePool:
                     for prefix in self._prefixes.get(page, ()):
                         prefix.num_reusable += 1
 
-    def commit(self, page: int, digest: bytes, content: bytes) -> None:
-        """Adds a used, full page to the prefix cache, with the bytes of its tokens (i32[page_size]). If the cache holds
-        an equal page already, it keeps that one."""
+    def commit(self, page: int, digest: bytes, content: bytes) -> bool:
+        """Adds a used, full page to the prefix cache, with the bytes of its tokens (i32[page_size]). False: the cache
+        holds an equal page already, and keeps that one."""
         assert self._refs[page] > 0, f"only a used page is committed: {page=}"
         assert len(content) == 4 * self.page_size, f"only a full page is committed: {page=}"
-        if digest not in self._index and self._digest[page] is None:
-            self._index[digest] = page
-            self._digest[page] = digest
-            self._tokens[page] = content
-            for observer in self.observers:
-                observer.stored(page, digest, content)
+        if digest in self._index or self._digest[page] is not None:
+            return False
+        self._index[digest] = page
+        self._digest[page] = digest
+        self._tokens[page] = content
+        for observer in self.observers:
+            observer.stored(page, digest, content)
+        return True
 
     def forget(self, digests: Sequence[bytes]) -> None:
         """Removes untrusted pages, by digest, from the prefix cache. Requests that hold them keep them."""

@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from batcher.page_events import PageEventRecorder
 from batcher.scheduling.adapter_slots import AdapterSlots
 from batcher.scheduling.columns import NEVER, SlotColumns
 from batcher.scheduling.digests import next_digest
@@ -54,6 +55,7 @@ class RequestQueues:
         self.waiting = FairQueue(num_slots)
         self.adapters = AdapterSlots(capacity.max_loras)
         self.offloaded: OffloadedPages | None = None
+        self.page_events: PageEventRecorder | None = None
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens, at first admissions only
         self.prefix_hits = 0
@@ -71,6 +73,13 @@ class RequestQueues:
         self._held: list[tuple[int, int, list[int]]] = []
 
     # --- events from the engine ---
+
+    def record_pages(self, recorder: PageEventRecorder) -> None:
+        """From now on `recorder` is told what becomes of stored pages."""
+        self.page_events = recorder
+        self.pool.observers.append(recorder)
+        if self.offloaded is not None:
+            self.offloaded.events = recorder
 
     def add(self, sequence: RequestState) -> None:
         """A new request joins the queue."""
@@ -121,7 +130,10 @@ class RequestQueues:
             content = sequence.page_bytes(page, self.page_size)
             if page == len(digests):
                 digests.append(next_digest(sequence.request, digests, content))
-            self.pool.commit(sequence.pages[page], digests[page], content)
+            is_new = self.pool.commit(sequence.pages[page], digests[page], content)
+            if is_new and self.page_events is not None:
+                parent = digests[page - 1] if page else None
+                self.page_events.stored_for(sequence.request, parent, digests[page], content)
         sequence.num_committed = count
 
     def commit_soon(self, sequence: RequestState) -> None:

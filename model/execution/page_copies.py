@@ -11,7 +11,7 @@ of chips.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -85,26 +85,26 @@ class PageCopies:
     def name(kind: str, size: int) -> str:
         return f"{kind} {size} pages"
 
-    def size_of(self, count: int) -> int:
-        """The size of the program for so many pages."""
-        assert count <= self.most, f"a copy has {self.most} pages at most: {count=}"
-        return min(size for size in self._forms if size >= count)
-
-    def read_from(self, pages: Sequence[int]) -> np.ndarray:
-        """The pages for a read program, padded with the null page."""
-        padded = np.full(self.size_of(len(pages)), NULL_PAGE, np.int32)
+    def read(self, programs: Mapping[int, Any], state: DeviceState, pages: Sequence[int]) -> PagesRead:
+        """By the compiled `programs` of each size. Padded with the null page."""
+        padded = np.full(self._size_of(len(pages)), NULL_PAGE, np.int32)
         padded[: len(pages)] = pages
-        return padded
+        return PagesRead(programs[padded.size](state, padded), len(pages))
 
-    def written_to(self, pages: Sequence[int], size: int) -> np.ndarray:
-        """The pages for the write program of a size, padded with others that there are not."""
-        padded = np.arange(self._num_pages, self._num_pages + size, dtype=np.int32)
+    def write(
+        self, programs: Mapping[int, Any], state: DeviceState, staged: StagedPages, pages: Sequence[int]
+    ) -> DeviceState:
+        """As `read`, but padded with pages that there are not. What was staged is gone afterwards."""
+        padded = np.arange(self._num_pages, self._num_pages + staged.size, dtype=np.int32)
         padded[: len(pages)] = pages
-        return padded
+        state = programs[staged.size](state, staged.copy, padded)
+        for array in staged.copy:
+            array.delete()
+        return state
 
     def stage(self, pages: Sequence[np.ndarray]) -> StagedPages:
         """Pages u8[page_bytes] on the devices. Blocks until they are there."""
-        form = self._forms[self.size_of(len(pages))]
+        form = self._forms[self._size_of(len(pages))]
         copy, stop = [], 0
         for like in form:
             parts = {}
@@ -116,6 +116,11 @@ class PageCopies:
                 parts[index] = values
             copy.append(HostCopy(like.shape, like.sharding, parts).on_devices())
         return StagedPages(jax.block_until_ready(copy))
+
+    def _size_of(self, count: int) -> int:
+        """The size of the program for so many pages."""
+        assert count <= self.most, f"a copy has {self.most} pages at most: {count=}"
+        return min(size for size in self._forms if size >= count)
 
 
 @dataclass(frozen=True)

@@ -336,8 +336,7 @@ class ModelRunner:
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
         """See `batcher.step.Runner`."""
-        numbers = self._copies.read_from(pages)
-        return PagesRead(self.programs.read_pages[numbers.size](self.state, numbers), len(pages))
+        return self._copies.read(self.programs.read_pages, self.state, pages)
 
     def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
         """See `batcher.step.Runner`."""
@@ -345,10 +344,7 @@ class ModelRunner:
 
     def write_pages(self, staged: Any, pages: Sequence[int]) -> None:
         """See `batcher.step.Runner`. Pages that were staged before `recover` can be written, too."""
-        numbers = self._copies.written_to(pages, staged.size)
-        self.state = self.programs.write_pages[staged.size](self.state, staged.copy, numbers)
-        for array in staged.copy:
-            array.delete()
+        self.state = self._copies.write(self.programs.write_pages, self.state, staged, pages)
 
     def page_identity(self, weights: str, draft_weights: str) -> PageIdentity:
         """Of the pages in files.

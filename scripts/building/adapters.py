@@ -8,6 +8,7 @@ from model.inputs.words import one_line
 from scripts.flags.lora import FLAG
 from scripts.flags.settings import EngineSettings
 from server.engine.adapters import AdaptableEngine, AdapterError, Adapters, AdapterStore
+from server.engine.kv_events import KvEventPublisher
 from server.engine.wire import LoadAdapter
 
 if TYPE_CHECKING:
@@ -40,11 +41,22 @@ def make_store(settings: EngineSettings, config: LlamaConfig) -> RunnersStore | 
     return RunnersStore(settings, config) if settings.enable_lora else None
 
 
-def loaded_adapters(settings: EngineSettings, store: AdapterStore | None, engine: AdaptableEngine) -> Adapters | None:
-    """The adapters' names, with those of the start loaded. ValueError if one of these cannot be used."""
+def loaded_adapters(
+    settings: EngineSettings,
+    store: AdapterStore | None,
+    engine: AdaptableEngine,
+    publisher: KvEventPublisher | None = None,
+) -> Adapters | None:
+    """The adapters' names, with those of the start loaded. ValueError if one of these cannot be used.
+
+    Args:
+        publisher: of K/V events, which name adapters.
+    """
     if store is None:
         return None
     adapters = Adapters(store, engine)
+    if publisher is not None:
+        publisher.name_of = adapters.name_of
     for module in settings.adapters:
         try:
             adapters.change(LoadAdapter(module.name, module.path, module.base_model_name))

@@ -17,6 +17,7 @@ from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
+from batcher.page_events import PageEventSink
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
 from scripts.building.adapters import RunnersStore, loaded_adapters, make_store
@@ -30,6 +31,7 @@ from scripts.building.draft import ChosenDraft, choose_draft
 from scripts.building.end_tokens import listed
 from scripts.building.head import ChosenHead
 from scripts.building.kept_folders import KeptFolders, kept_folders
+from scripts.building.kv_events import make_publisher
 from scripts.building.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.building.load import Loader, Report, phase
 from scripts.building.model_on_chips import ModelOnChips
@@ -39,6 +41,7 @@ from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters, AdapterStore
+from server.engine.kv_events import KvEventPublisher
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 
@@ -83,11 +86,13 @@ class Built:
         on_death: Callable[[BaseException], None] | None = None,
         grammars: Grammars | None = None,
         runner: Runner | None = None,
+        page_events: PageEventSink | None = None,
     ) -> Engine:
         """An engine over the runner, not started. `on_death` is called with the exception that ended it.
 
         Args:
             runner: takes the place of the runner, which it wraps.
+            page_events: as of `Engine`.
         """
         settings = self.settings
         config = EngineConfig(
@@ -104,7 +109,9 @@ class Built:
             offloading=make_offloading(settings, self.runner, self.digests),
             seed=settings.seed,
         )
-        return Engine(runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars)
+        return Engine(
+            runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars, page_events=page_events
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +130,7 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
+    publisher = make_publisher(settings, report, rank=served.replica)
     turn = None if served.compile_turn is None else CompileTurn(served.compile_turn, is_first=served.replica == 0)
     with turn.compiling() if turn is not None and turn.is_first else nullcontext():
         meanwhile = turn is None or turn.is_first
@@ -131,8 +139,8 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
             with phase("wait", report) as say:
                 turn.wait()
                 say("for the programs of engine 0")
-        engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True)
-    adapters = loaded_adapters(settings, built.adapter_store, engine)
+        engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, publisher=publisher)
+    adapters = loaded_adapters(settings, built.adapter_store, engine, publisher)
     info = give_pages(served, engine, built.info)
     return ChangeableEngine(engine, built.changeable_weights(), adapters), info
 
@@ -161,8 +169,9 @@ def build(
     if settings.kv_role != "both":
         raise ValueError(f"--kv-role {settings.kv_role}: only servers compute prompts for each other")
     built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True)
-    engine = warm_engine(built, report, tokenizer)
-    return engine, built.info, loaded_adapters(settings, built.adapter_store, engine)
+    publisher = make_publisher(settings, report)
+    engine = warm_engine(built, report, tokenizer, publisher=publisher)
+    return engine, built.info, loaded_adapters(settings, built.adapter_store, engine, publisher)
 
 
 def warm_engine(
@@ -172,6 +181,7 @@ def warm_engine(
     *,
     read_tokens: bool = False,
     runner: Runner | None = None,
+    publisher: KvEventPublisher | None = None,
 ) -> Engine:
     """A warmed-up engine, not started.
 
@@ -180,6 +190,7 @@ def warm_engine(
         read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them. This
             holds the interpreter's lock for most of a second; while serving, it would delay steps.
         runner: as for `Built.engine`.
+        publisher: of K/V events, which ends with the engine.
     """
     grammars = None
     if tokenizer is not None and built.eos_token_ids:  # the text of a grammar ends with an end token
@@ -187,7 +198,7 @@ def warm_engine(
         grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
         if read_tokens:
             threading.Thread(target=grammars.load, name="vocabulary", daemon=True).start()
-    engine = built.engine(grammars=grammars, runner=runner)
+    engine = built.engine(grammars=grammars, runner=runner, page_events=publisher)
     engine.warm_up(lambda line: report(f"  {line}"), built.may_wait)
     return engine
 

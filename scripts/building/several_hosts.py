@@ -12,6 +12,7 @@ from model.inputs.words import described
 from scripts.building.adapters import loaded_adapters
 from scripts.building.build import OtherHosts, build_runner, served_tokenizer, warm_engine
 from scripts.building.changeable import ChangeableEngine
+from scripts.building.kv_events import make_publisher
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
@@ -28,12 +29,13 @@ from server.flag import flag_name
 JAX_SILENCE_S = 30
 LEAVE_S = 5
 # Each host has its own folders. What the model is, the hosts compare once they have read it.
-OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder")
+OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder", "kv_events_config")
 
 
 def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngine, EngineInfo]:
     """The engine of host 0, warmed up on all hosts. Raises HostsError if the others do not come, or are different."""
     cluster = _cluster(served)
+    publisher = make_publisher(served.engine, report)
     leader = Leader(cluster, report.fail)
     with _telling(leader.fail):
         leader.gather(_settings(served.engine), report)
@@ -41,8 +43,10 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
         built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
         store = None if built.adapter_store is None else AllAdapters(built.adapter_store, leader)
         runner = BroadcastRunner(built.runner, leader, store)
-        engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, runner=runner)
-        adapters = loaded_adapters(served.engine, store, engine)
+        engine = warm_engine(
+            built, report, served_tokenizer(served), read_tokens=True, runner=runner, publisher=publisher
+        )
+        adapters = loaded_adapters(served.engine, store, engine, publisher)
     changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader), adapters)
     return LeadingEngine(changeable, leader, _leave), built.info
 

@@ -4,7 +4,8 @@
         resource=GPU max_replicas=8
 
 Run it in the checkout with PYTHONPATH=$PWD, and `ray[serve]` next to the server's own packages (the extra `ray`).
-Requests that begin with the same text go to the same replica, whose prefix cache has it. If a replica dies, its streams
+Requests go to the replica that has been sent the begin of their prompt, weighed against its load as in
+`server/engine/routing.py`. If a replica dies, its streams
 end with an error event, and requests that had no answer yet are sent to another one. `/metrics` and
 `previous_response_id` are those of one replica.
 """
@@ -33,12 +34,14 @@ from starlette.types import Message, Scope
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.stand_in_tokenizer import tokenizer_folder
-from scripts.deploy.affinity import affinity_key, ranked
+from scripts.deploy.affinity import prompt_of
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.api.answers.errors import OPENAI_ERRORS
 from server.app import create_app, create_state
 from server.engine.client import ProcessEngineClient
+from server.engine.routing import Router
 from server.http.request_error import unavailable
+from server.shared_counts import MOST_ENGINES, Load
 from server.text.tokenizer import ByteLevelTokenizer
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
@@ -56,7 +59,6 @@ class Options:
     max_replicas: int = 1
     target_ongoing_requests: int = 64  # per replica: above it replicas are added
     max_ongoing_requests: int = 512  # per replica; more wait at the ingress
-    slack: int = 16  # requests that a prefix's own replica may have more than the idlest
     downscale_delay_s: float = 600.0  # a replica that ends loses its prefix cache
 
     @classmethod
@@ -71,18 +73,28 @@ class Options:
 class PrefixRouter(RequestRouter):
     """Sends a request to the replica whose prefix cache may have the begin of its prompt."""
 
-    def initialize_state(self, slack: int) -> None:
-        """Called by Ray with the router's keyword arguments."""
-        self.slack = slack
+    def initialize_state(self) -> None:
+        """Called by Ray. There is one ingress, so this router knows all requests."""
+        self.router = Router()
+        self.numbers: dict[str, int] = {}  # of all replicas that there have been, by their ids
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas in the order in which they are tried. The request's first argument is its key."""
-        key = str(pending_request.args[0]) if pending_request is not None and pending_request.args else ""
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        load = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
-        return [[by_name[name]] for name in ranked(key, load, self.slack)]
+        """The replicas in the order in which they are tried: the router's choice, then the others by their loads. The
+        request's second argument is its body."""
+        if len(self.numbers) + len(candidate_replicas) > MOST_ENGINES:
+            self.numbers.clear()
+            self.router.forget()
+        replicas: dict[int, RunningReplica] = {}
+        loads: dict[int, Load] = {}
+        for replica in candidate_replicas:
+            number = self.numbers.setdefault(replica.replica_id.unique_id, len(self.numbers))
+            replicas[number] = replica
+            loads[number] = Load(self.replica_queue_len_cache.get(replica.replica_id) or 0, 0)
+        body = pending_request.args[1] if pending_request is not None and pending_request.args else b""
+        chosen = self.router.choose(prompt_of(body), 0, loads).engine if loads else None
+        return [[replicas[number]] for number in sorted(loads, key=lambda number: (number != chosen, loads[number]))]
 
 
 class Replica:
@@ -110,8 +122,8 @@ class Replica:
         if time.monotonic() - self._client.last_heartbeat > self._timeout_s:
             raise RuntimeError("the engine is silent")
 
-    async def answer(self, key: str, scope: Scope, body: bytes) -> AsyncIterator[Any]:
-        """The status and headers, then the bytes of the body. `key` is the router's."""
+    async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Any]:
+        """The status and headers, then the bytes of the body."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         coming = [{"type": "http.request", "body": body, "more_body": False}]
@@ -153,7 +165,7 @@ class Ingress:
         names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope} | {"root_path": ""}
         for _ in range(2):  # before the first byte a request has had no effect
-            answer = self._replicas.answer.remote(affinity_key(body), scope, body)
+            answer = self._replicas.answer.remote(scope, body)
             try:
                 status, headers = await anext(aiter(answer))
                 break
@@ -198,9 +210,7 @@ def build(given: dict[str, Any]) -> serve.Application:
             "look_back_period_s": 4,
             "downscale_delay_s": options.downscale_delay_s,
         },
-        request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter, request_router_kwargs={"slack": options.slack}
-        ),
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
     )
     few = {"num_cpus": 0.1}
     ingress = serve.deployment(Ingress, name="ingress", max_ongoing_requests=100_000, ray_actor_options=few)

@@ -60,7 +60,6 @@ WITHOUT_EFFECT = {
     "--optimization-level": "every step is a program that was compiled before the first request",
     "-O": "every step is a program that was compiled before the first request",
     "--performance-mode": "the shapes of steps follow --max-num-seqs and --max-num-batched-tokens",
-    "--prefix-caching-hash-algo": "prefixes are found by their tokens",
     "--scheduling-policy": "requests go by their priority; those of one priority share the rows of a step",
     "--show-hidden-metrics-for-version": "metrics have their old names next to the new ones",
     "--structured-outputs-config": "grammars are compiled by llguidance",
@@ -96,7 +95,6 @@ REFUSED = {
     "--hf-config-path": "the checkpoint's config is served as it is",
     "--hf-token": "everybody on the machine could read it: HF_TOKEN holds it",
     "--kv-cache-memory-bytes": "--memory-utilization says how much memory the pages get",
-    "--kv-events-config": "events of the prefix cache are not supported yet",
     "--log-config-file": "the log goes to stderr: --log-level",
     "--logits-processors": "no code of a plug-in is ever run",
     "--master-addr": "several hosts are served with --coordinator, --num-hosts and --host-id",
@@ -125,11 +123,11 @@ WITH_VALUE = frozenset(
     "--pipeline-parallel-size --revision --rope-scaling --swap-space --tool-parser-plugin "
     "--allowed-headers --allowed-methods --chat-template-content-format --code-revision --data-parallel-backend "
     "--default-chat-template-kwargs --download-dir --fingerprint-mode --h11-max-header-count "
-    "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes --kv-events-config "
+    "--h11-max-incomplete-event-size --hf-config-path --hf-token --kv-cache-memory-bytes "
     "--log-config-file --logits-processors --master-addr --max-cudagraph-capture-size --max-log-len "
     "--max-logprobs --max-long-partial-prefills --middleware --mm-processor-kwargs --model-impl --nnodes --node-rank "
     "--default-mm-loras --long-lora-scaling-factors --lora-dtype --lora-extra-vocab-size "
-    "-O --optimization-level -pp --performance-mode --prefix-caching-hash-algo --response-role --rope-theta "
+    "-O --optimization-level -pp --performance-mode --response-role --rope-theta "
     "--scheduling-policy --show-hidden-metrics-for-version --stream-interval --structured-outputs-config "
     "--tokenizer-mode --tokenizer-revision --uvicorn-log-level".split()
 )

@@ -15,9 +15,13 @@ from batcher.request import LogprobsMode, Pooling
 from model.inputs.paths import is_url, local_path, place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
+from scripts.flags.kv_events import kv_events_config
 from scripts.flags.lora import LoraModule, lora_modules
 from scripts.flags.speculation import SpeculativeConfig, merged
+from server.engine.block_hashes import HashAlgorithm
 from server.engine.hosts.cluster import Cluster
+from server.engine.kv_events import FLAG as KV_EVENTS
+from server.engine.kv_events import KvEventsConfig
 from server.flag import MOST_SECONDS, add_flags, check_flags, flag_name, setting
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
@@ -104,6 +108,14 @@ class EngineSettings:
         choices=("tokens", "time"), metavar="KIND",
     )  # fmt: skip
     enable_prefix_caching: bool = _of_batching(True, "Pages of earlier prompts are not used again")
+    kv_events_config: str | Mapping[str, Any] | None = _of_batching(
+        None, "Events of stored pages for routers, such as "
+        """'{"enable_kv_cache_events": true, "topic": "kv@POD@MODEL"}'""", metavar="JSON",
+    )  # fmt: skip
+    prefix_caching_hash_algo: str = _of_batching(
+        HashAlgorithm.SHA256_CBOR.value, "The hashes of pages in these events. PYTHONHASHSEED is their seed",
+        choices=tuple(HashAlgorithm), metavar="NAME",
+    )  # fmt: skip
     scheduling: str = _of_batching(
         Scheduling.CONTINUOUS.value,
         "Each step is planned anew (`continuous`), or a batch runs until its longest request ends (`static`, a "
@@ -238,6 +250,8 @@ class EngineSettings:
         if self.speculation is not None and self.scheduling == "static":
             raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")
         self._check_offloading()
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError(f"{KV_EVENTS} needs a prefix cache: there are no events with --no-enable-prefix-caching")
         self._check_lora()
 
     def _check_offloading(self) -> None:
@@ -281,6 +295,11 @@ class EngineSettings:
     def speculation(self) -> SpeculativeConfig | None:
         """The parsed `speculative_config`. Raises ValueError if it cannot be used."""
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """The parsed `kv_events_config`; None: no events are published. Raises ValueError if it cannot be used."""
+        return kv_events_config(self.kv_events_config)
 
     @property
     def pooling(self) -> Pooling | None:

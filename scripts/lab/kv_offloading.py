@@ -131,7 +131,8 @@ def servers_of(args: argparse.Namespace, chats: Conversations, folder: Path) -> 
     flags = ["--device", args.device, "--max-model-len", str(args.context), "--max-num-seqs", str(2 * args.streams)]
     if args.model is None:
         config = write_mid(folder / "mid", context=args.context)
-        flags += ["--model", str(folder / "mid"), "--load-format", "dummy"]
+        # A restarted server finds the pages of the same weights only.
+        flags += ["--model", str(folder / "mid"), "--load-format", "dummy", "--seed", str(args.seed)]
     else:
         config = resolve(args.model, weights=False).config
         flags += ["--model", args.model]

@@ -36,6 +36,8 @@ COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "kv_events_published": "Events of the prefix cache for routers, published.",
+    "kv_events_dropped": "Events of the prefix cache for routers, lost because too many waited; 0 in health.",
     "corrupted_requests": "Requests ended because the model gave NaN or infinity.",
     "failed_steps": "Steps that raised.",
     "num_steps": "Steps executed.",

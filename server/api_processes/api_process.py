@@ -156,7 +156,7 @@ class _ApiProcess:
         args = self._args
 
         def on_load(num_open: int) -> None:
-            self._row.set_load(number, num_open)
+            self._row.set_open(number, num_open)
 
         return FrontendClient(
             args.engines[number], args.folder / events_name(number, args.frontend), args.frontend, on_load
@@ -164,7 +164,7 @@ class _ApiProcess:
 
     def _group(self, engines: Sequence[FrontendClient]) -> EngineGroup[FrontendClient]:
         """All processes choose engines by what all of them have sent there."""
-        return EngineGroup(engines, Router(PrefixTable(self._args.shared_counts)), self._row.loads)
+        return EngineGroup(engines, Router(PrefixTable(self._args.shared_counts)), self._row)
 
     async def _count(self, state: ServerState) -> None:
         while True:

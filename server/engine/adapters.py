@@ -54,7 +54,7 @@ class Adapters:
         self._tell: Callable[[wire.Adapters], None] = lambda event: None
         self._lock = threading.Lock()  # of what follows, and of the order in which changes are told
         self._loaded: dict[str, wire.Adapter] = {}  # by name
-        self._held: set[int] = set()  # identities that requests may have
+        self._held: dict[int, str] = {}  # identities that requests may have, and the names that they got last
         self._undo: tuple[str, wire.Adapter | None] | None = None  # the last load: its name, and what had it before
         self._num_changes = self._num_loads = 0
 
@@ -103,6 +103,10 @@ class Adapters:
                 raise AdapterError("The LoRA adapter has been unloaded.", 404)
             self._engine.add_request(request, on_output)
 
+    def name_of(self, identity: int) -> str | None:
+        """The name that these weights got last. None: they have none, and no request has them any more."""
+        return self._held.get(identity)
+
     def forget_unused(self) -> None:
         """Weights without a name are forgotten when no request has them any more. Call it now and then."""
         with self._lock:
@@ -149,7 +153,7 @@ class Adapters:
                 del self._loaded[name]
             else:
                 self._loaded[name] = adapter
-                self._held.add(adapter.identity)
+                self._held[adapter.identity] = name
             self._tell(self._event())
         self._forget_unused()
 
@@ -158,13 +162,16 @@ class Adapters:
 
     def _unnamed(self) -> set[int]:
         before = None if self._undo is None else self._undo[1]  # it may get its name back
-        return self._held - {adapter.identity for adapter in [*self._loaded.values(), before] if adapter is not None}
+        return self._held.keys() - {
+            adapter.identity for adapter in [*self._loaded.values(), before] if adapter is not None
+        }
 
     def _forget_unused(self) -> None:
         with self._lock:
             unused = self._unnamed()
             unused -= self._engine.adapters_in_use() if unused else set()
-            self._held -= unused
+            for identity in unused:
+                del self._held[identity]
         for identity in unused:
             self._store.forget(identity)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from batcher.request import FinishReason
@@ -12,13 +13,23 @@ from server.engine import wire
 from server.engine.adapters import AdapterError
 from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
 from server.engine.link import EngineFailedError, Receiver
-from server.engine.routing import Router
+from server.engine.routing import Route, Router
+from server.shared_counts import Load, Row
 
 _UNDONE_BY = {
     wire.WeightsChange.SLEEP: wire.WeightsChange.WAKE_UP,
     wire.WeightsChange.WAKE_UP: wire.WeightsChange.SLEEP,
     wire.WeightsChange.RELOAD: wire.WeightsChange.RELOAD,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sent:
+    """A request that has no output yet."""
+
+    engine: int
+    num_missing: int  # tokens of its prompt that are to be computed
+    route: Route | None = None  # None: another request has chosen the engine
 
 
 class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
@@ -28,17 +39,19 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
     its own requests end with an error. The group is dead then: it has lost a part of its capacity, and takes no more.
 
     Args:
-        loads: the open requests of each engine; None: those of this group are all.
+        row: of this process, where all processes see what engines have to do; None: this process is alone.
     """
 
-    def __init__(
-        self, engines: Sequence[E], router: Router | None = None, loads: Callable[[], Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, engines: Sequence[E], router: Router | None = None, row: Row | None = None) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.died = asyncio.Event()
         self.engines: Sequence[E] = engines
         self._router = router or Router()
-        self._loads = loads or self._own_loads
+        self._row = row
+        self._sent: dict[str, _Sent] = {}  # by request id
+        self._num_queued = [0] * len(engines)  # tokens, as of `Load`
+        for engine in engines:
+            engine.on_output = self._hear
         self._watchers: list[asyncio.Task[None]] = []
         # what each engine has told, and what is the same in all
         self._adapters: tuple[Sequence[Mapping[str, wire.Adapter]], Mapping[str, wire.Adapter]] = ((), {})
@@ -60,6 +73,8 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
             raise EngineFailedError(f"the engines differ in context length or vocabulary: {sorted(lengths)}")
         self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
         self.info = infos[0]
+        cache = self.info.cache_config
+        self._router.page_size = int(cache["page_size"]) if cache.get("enable_prefix_caching") == "True" else 0
         return self.info
 
     @property
@@ -93,14 +108,41 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         first, _ = requests[0]
-        prompt = wire.unpacked(first.prompt)
-        salt = first.cache_salt ^ first.adapter
-        self.engines[self._router.choose(prompt, salt, self._loads())].submit(requests)
+        route = self._router.choose(first.prompt, first.cache_salt ^ first.adapter, self._loads())
+        number = route.engine
+        self._sent[first.request_id] = _Sent(engine=number, num_missing=route.num_missing, route=route)
+        for other, _ in requests[1:]:  # an empty prompt is the one before
+            self._sent[other.request_id] = _Sent(engine=number, num_missing=wire.num_packed(other.prompt))
+        self._add_queued(number, sum(self._sent[request.request_id].num_missing for request, _ in requests))
+        self.engines[number].submit(requests)
 
-    def _own_loads(self) -> list[int]:
-        return [engine.num_open for engine in self.engines]
+    def _hear(self, output: wire.Output) -> None:
+        sent = self._leave_queue(output.request_id)
+        if sent is not None and sent.route is not None and (output.token_ids or output.embedding is not None):
+            has_looked = output.prompt_logprobs is None and output.embedding is None
+            self._router.learn(sent.route, output.num_cached_tokens if has_looked else None)
+
+    def _leave_queue(self, request_id: str) -> _Sent | None:
+        """The request has its first output, or ends before; None: it has had one."""
+        sent = self._sent.pop(request_id, None)
+        if sent is not None:
+            self._add_queued(sent.engine, -sent.num_missing)
+        return sent
+
+    def _add_queued(self, engine: int, tokens: int) -> None:
+        self._num_queued[engine] += tokens
+        if self._row is not None:
+            self._row.set_queued(engine, self._num_queued[engine])
+
+    def _loads(self) -> Mapping[int, Load]:
+        if self._row is not None:
+            return dict(enumerate(self._row.loads()))
+        pairs = zip(self.engines, self._num_queued, strict=True)
+        return {number: Load(engine.num_open, tokens) for number, (engine, tokens) in enumerate(pairs)}
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        for request_id in request_ids:
+            self._leave_queue(request_id)
         for engine in self.engines:  # each ignores the ids of the others
             engine.abort(request_ids, reason)
 

@@ -124,6 +124,7 @@ class EngineLink:
         self.death: str | None = None
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
+        self.on_output: Callable[[wire.Output], None] = lambda output: None  # gets each before the request's receiver
         self._frontend = frontend
         self._on_load = on_load
         self._receivers = Receivers()
@@ -210,7 +211,9 @@ class EngineLink:
 
     def _on_event(self, event: wire.Event) -> None:
         match event:
-            case wire.Outputs():
+            case wire.Outputs(outputs=outputs):
+                for output in outputs:
+                    self.on_output(output)
                 self._receivers.take(event)
             case wire.Stats(stats=stats):
                 self.stats = stats

@@ -292,6 +292,11 @@ def packed_prompts(prompts: Sequence[Sequence[int]]) -> list[bytes]:
     return list(map(packed, prompts))
 
 
+def num_packed(token_ids: bytes) -> int:
+    """The number of the token ids of `packed`."""
+    return len(token_ids) // array("i").itemsize
+
+
 def unpacked(token_ids: bytes) -> array[int]:
     """The token ids of `packed`."""
     return array("i", token_ids)

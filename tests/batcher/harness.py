@@ -10,6 +10,7 @@ import numpy as np
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
 from batcher.engine import Engine
+from batcher.page_events import PageEventSink
 from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
 from batcher.scheduling.request_state import OnOutput
 from batcher.step import Capacity
@@ -79,6 +80,7 @@ class Drive:
         grammars: ToyGrammars | None = None,
         buckets: dict[str, object] | None = None,
         leaves_programs: bool = False,  # all that a start can leave; `compile_one` brings them
+        page_events: PageEventSink | None = None,
         **config: object,
     ) -> None:
         self.capacity = capacity
@@ -89,7 +91,9 @@ class Drive:
         self.ladder = BucketLadder(BucketConfig(**limits | {"min_mixed_tokens": 8} | (buckets or {})))
         settings = EngineConfig(**{"eos_token_ids": EOS, "seed": 0} | config)
         grammars = grammars or ToyGrammars(capacity.vocab_size)
-        self.engine = Engine(self.runner, settings, self.ladder, clock=self.clock, grammars=grammars)
+        self.engine = Engine(
+            self.runner, settings, self.ladder, clock=self.clock, grammars=grammars, page_events=page_events
+        )
         later = set(self.ladder.buckets()) - set(self.ladder.needed_first()) if leaves_programs else ()
         self.engine.warm_up(lambda _line: None, later)
         self.heard: dict[str, Heard] = {}

@@ -17,6 +17,7 @@ from batcher.request import FinishReason
 from batcher.step import Capacity
 from tests.batcher.fake_runner import FakeRunner, fake_page_bytes
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
+from tests.batcher.test_page_events import Follower
 from tests.batcher.test_properties import Scenario, play, scenarios
 from tests.examples import examples
 
@@ -290,8 +291,10 @@ def offloads(draw: st.DrawFn) -> tuple[Scenario, int, int, bool, int]:
 def test_everybody_gets_their_own_text_however_slowly_pages_move(given: tuple[Scenario, int, int, bool, int]) -> None:
     scenario, pages_of_copy, num_host_pages, has_store, seed = given
     capacity = moving(scenario.capacity, pages_of_copy)
+    follower = Follower()
     drive = Drive(
         capacity,
+        page_events=follower,
         runner=FakeRunner(capacity),
         pipeline_depth=scenario.pipeline_depth,
         offloading=offloading(capacity, num_host_pages, Memory() if has_store else None),
@@ -301,3 +304,8 @@ def test_everybody_gets_their_own_text_however_slowly_pages_move(given: tuple[Sc
     mover.work_here = lambda: work(random.choice([0, 0, 1, 2, None]))
     play(scenario, drive)
     drive.check_outputs()
+    work()
+    offloaded = drive.scheduler.offloaded
+    offloaded.check_integrity()
+    drive.engine.core.tell_of_pages()
+    assert follower.on_host == offloaded._index.keys()

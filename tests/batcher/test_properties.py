@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batcher.config import Scheduling
+from batcher.page_events import PageEventSink
 from batcher.request import FinishReason, Request, SamplingParams
 from batcher.step import Capacity
 from tests.batcher.fake_runner import FakeRunner, Proposal
@@ -42,7 +43,7 @@ class Scenario:
         equals = [replace(a, request=replace(a.request, client=0, group="")) for a in self.arrivals]
         return replace(self, arrivals=tuple(equals))
 
-    def drive(self) -> Drive:
+    def drive(self, page_events: PageEventSink | None = None) -> Drive:
         capacity = replace(self.capacity, keeps_text=self.num_drafts > 0)
         return Drive(
             self.capacity,
@@ -52,6 +53,7 @@ class Scenario:
             prefix_caching=self.prefix_caching,
             scheduling=self.scheduling,
             pipeline_depth=self.pipeline_depth,
+            page_events=page_events,
         )
 
 

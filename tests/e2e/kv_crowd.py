@@ -49,16 +49,17 @@ STORIES = [
 ]  # fmt: skip
 COUNT = '{"text": "47 + 35 = 82.", "answer": 82}\n' * 8
 ENDS = [" went", " said to the boy", " ran home", " asked a friend"]
+COUNT_ENDS = ["", "{", '{"text"', '{"text": "47']  # what follows is drafted
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
 
 
 def _bodies() -> list[dict[str, Any]]:
-    """60 requests. Each prefix is shared by a few of one model and salt; every third text is drawn with a seed."""
+    """60 requests. Each prefix is shared by a few of one model and salt; two of seven texts are drawn with a seed."""
     found = []
     for i in range(60):
-        prefix = [*STORIES, COUNT][i % 6]
-        body = GREEDY | {"model": ["demo", "pirate", "almanac"][i // 6 % 3], "prompt": prefix + ENDS[i % 4]}
-        if i % 3 == 2:
+        prompt = COUNT + COUNT_ENDS[i // 6 % 4] if i % 6 == 5 else STORIES[i % 6] + ENDS[i // 6 % 4]
+        body = GREEDY | {"model": ["demo", "pirate", "almanac"][i // 6 % 3], "prompt": prompt}
+        if i % 7 < 2:
             body |= {"temperature": 0.8, "seed": i}
         if i % 5 == 4:
             body |= {"cache_salt": "ab"[i % 2]}

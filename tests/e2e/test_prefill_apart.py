@@ -19,6 +19,7 @@ from tests.e2e.kv_crowd import (
     BODIES,
     COMPLETIONS,
     GREEDY,
+    NGRAM,
     NUM_PAGES,
     PAGE_SIZE,
     STORIES,
@@ -115,6 +116,19 @@ def test_a_crowd_gets_the_texts_of_one_server(prefill, decode, forgotten, told) 
     assert of_after[LOST] == of_before[LOST]
     assert of_after["kv_fetched_bytes_total"] % of_after[FETCHED] == 0
     healthy(prefill)
+
+
+def test_engines_that_draft_behind_several_processes_share_a_prefill_server(flags, told) -> None:
+    own = [*flags, NGRAM]
+    with (
+        prefilling(own) as prefill,
+        decoding(own, prefill.url, "--data-parallel-size=2", "--api-server-count=2") as decode,
+    ):
+        assert texts_of(decode) == told
+        assert outcomes(decode)["done"] > 10
+        found = wait_for(decode, lambda found: found["num_requests_running"] == 0)
+        assert found[LOST] == 0
+        healthy(prefill)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seeded"])

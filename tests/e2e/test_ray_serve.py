@@ -98,6 +98,11 @@ async def complete(session: aiohttp.ClientSession, url: str, prompt: str, max_to
     return stream
 
 
+def session(number: int) -> str:
+    """The begin of its prompts."""
+    return f"Session {number}: {'count ' * 100}"
+
+
 def test_requests_pass_unchanged(url):
     question: list[Any] = [{"role": "user", "content": "What is 47 + 35?"}]
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -116,11 +121,11 @@ def test_replicas_come_with_load_and_one_may_be_killed(url):
 async def _scale_and_kill(url: str) -> None:
     replicas: set[str] = set()
     begin = time.monotonic()
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession() as http:
 
         async def keep_busy(i: int) -> None:
             while len(replicas) < 2 and time.monotonic() - begin < LOAD_S:
-                done = await complete(session, url, f"Session {i}: count from {i}", 80, Stream())
+                done = await complete(http, url, f"Session {i}: count from {i}", 80, Stream())
                 assert done.is_done, done
                 replicas.add(done.replica)
 
@@ -129,27 +134,25 @@ async def _scale_and_kill(url: str) -> None:
 
         places: dict[int, set[str]] = {i: set() for i in range(16)}
         for turn in range(3):
-            prompts = [f"Session {i}: {'count ' * 50} turn {turn}" for i in places]
-            again = await asyncio.gather(*(complete(session, url, prompt, 2, Stream()) for prompt in prompts))
+            prompts = [f"{session(i)} turn {turn}" for i in places]
+            again = await asyncio.gather(*(complete(http, url, prompt, 2, Stream()) for prompt in prompts))
             for i, done in enumerate(again):
                 places[i].add(done.replica)
-        assert all(len(place) == 1 for place in places.values()), "a prefix has moved"
+        moved = [i for i, place in places.items() if len(place) > 1]
+        assert len(moved) <= 2, f"prefixes have moved, for which a replica must have been ahead: {moved}"
         assert len(set.union(*places.values())) == 2
 
         victim = sorted(replicas)[0]
         own = [[i for i, place in places.items() if place == {replica}] for replica in replicas]
         streams = {i: Stream() for sessions in own for i in sessions[:6]}
-        running = [
-            asyncio.create_task(complete(session, url, f"Session {i}: {'count ' * 50}", 400, stream))
-            for i, stream in streams.items()
-        ]
+        running = [asyncio.create_task(complete(http, url, session(i), 300, stream)) for i, stream in streams.items()]
         while not all(stream.num_events > 2 for stream in streams.values()):  # every stream has begun
             await asyncio.sleep(0.01)
         assert {stream.replica for stream in streams.values()} == replicas
         pid = int(victim.split("/")[1])
         engine = psutil.Process(pid).children(recursive=True)
         os.kill(pid, signal.SIGKILL)
-        late = [complete(session, url, f"Late {i}", 5, Stream()) for i in range(8)]
+        late = [complete(http, url, f"Late {i}", 5, Stream()) for i in range(8)]
         answered = await asyncio.gather(*late)
         assert all(done.status == 200 and done.is_done for done in answered), answered
         await asyncio.gather(*running)

@@ -1,4 +1,4 @@
-"""Where a request goes among replicas."""
+"""By what a replica is chosen for a request."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from scripts.deploy.affinity import KEY_CHARS, affinity_key, ranked
+from scripts.deploy.affinity import UNIT, prompt_of
+from server.engine.routing import BLOCK_TOKENS, Router
+from server.shared_counts import Load
 
-LOADS = st.dictionaries(st.text(min_size=1), st.integers(0, 100), min_size=1, max_size=8)
+IDLE = {3: Load(0, 0), 5: Load(0, 0)}
+SYSTEM = "Be brief, and name your sources. " * 40
 
 
-def key(**body: Any) -> str:
-    return affinity_key(json.dumps(body).encode())
+def prompt(**body: Any) -> bytes:
+    return prompt_of(json.dumps(body).encode())
 
 
 def chat(*contents: str) -> list[dict[str, str]]:
@@ -23,41 +24,34 @@ def chat(*contents: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 
 
-def test_later_turns_have_the_key_of_the_first():
-    first = key(messages=chat("Be brief.", "Hello!"))
-    assert key(messages=chat("Be brief.", "Hello!", "Hi.", "And now?")) == first
-    assert key(messages=chat("Be brief.", "Good morning!")) != first
-    assert key(messages=chat("Be long.", "Hello!")) != first
-    assert key(system="Be brief.", messages=[{"role": "user", "content": "Hello!"}]) != first
+@pytest.mark.parametrize(
+    ("first", "later", "other"),
+    [
+        ({"messages": chat(SYSTEM, "Hi!")}, {"messages": chat(SYSTEM, "Hi!", "Ho!", "So?")}, {"messages": chat("No.")}),
+        ({"prompt": SYSTEM}, {"prompt": SYSTEM + "More."}, {"prompt": "x" + SYSTEM}),
+        ({"prompt": [*range(400)]}, {"prompt": [*range(420)]}, {"prompt": [7, *range(400)]}),
+        ({"prompt": SYSTEM, "prompt_cache_key": "a"},) * 2 + ({"prompt": SYSTEM, "prompt_cache_key": "b"},),
+        ({"system": SYSTEM, "messages": chat("a")}, {"system": SYSTEM, "messages": chat("b")}, {"messages": chat("a")}),
+    ],
+)
+def test_a_prompt_that_begins_alike_is_known_to_its_replica_alone(first, later, other):
+    router = Router()
+    chosen = router.choose(prompt(**first), 0, IDLE).engine
+    assert chosen in IDLE
+    again = router.choose(prompt(**later), 0, IDLE)
+    assert (again.engine, again.num_known >= BLOCK_TOKENS) == (chosen, True)
+    assert router.choose(prompt(**other), 0, IDLE).num_known == 0
 
 
-def test_a_key_of_the_client_counts_first():
-    assert key(prompt_cache_key="a", prompt="x") == key(prompt_cache_key="a", prompt="y") == "a"
-    assert key(user="a", messages=chat("s", "u")) == "a"
+def test_four_bytes_are_a_token():
+    assert len(prompt(prompt="x" * 4003, prompt_cache_key="k")) // UNIT == 1001
 
 
-def test_prompts_of_text_and_of_ids_have_keys():
-    assert key(prompt="x" * 1000) == "x" * KEY_CHARS
-    assert key(prompt=[1, 2, 3]) != key(prompt=[1, 2, 4])
-    assert key(input=["a"]) == key(input=["a"], model="m")
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"{}", b'{"messages": 3}', b"\xff"])
+def test_a_body_that_is_none_has_no_prompt(body):
+    assert prompt_of(body) == b""
+    assert Router().choose(prompt_of(body), 0, IDLE).engine in IDLE
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"{}", b'{"messages": 3}', b'{"messages": [3]}', b"\xff"])
-def test_a_body_that_is_none_has_no_key(body):
-    assert affinity_key(body) == ""
-
-
-@given(load=LOADS, text=st.text(), slack=st.integers(0, 100))
-def test_every_replica_is_tried_once_and_none_far_busier_than_the_idlest_first(load, text, slack):
-    order = ranked(text, load, slack)
-    assert sorted(order) == sorted(load)
-    assert load[order[0]] <= min(load.values()) + slack
-    if not text:
-        assert load[order[0]] == min(load.values())
-
-
-@given(names=st.sets(st.text(min_size=1), min_size=2, max_size=8), text=st.text(min_size=1))
-def test_the_end_of_a_replica_moves_its_own_keys_only(names, text):
-    first, *others = ranked(text, dict.fromkeys(names, 0), slack=0)
-    for gone in others:
-        assert ranked(text, dict.fromkeys(names - {gone}, 0), slack=0)[0] == first
+def test_characters_that_no_encoding_has_do_no_harm():
+    assert prompt(prompt="\ud800" * 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import subprocess
 from functools import cache
@@ -15,6 +16,7 @@ import yaml
 
 from scripts import launch
 from scripts.flags.cluster import SECRET_VARIABLE, cluster_of
+from scripts.flags.settings import EngineSettings
 from server.settings import Settings
 from tests.scripts.kubernetes_fields import problems
 
@@ -145,6 +147,24 @@ def test_the_hosts_of_a_group_find_each_other():
     cluster = cluster_of(launch.parser().parse_args([]), given, has_tpu=lambda: True)
     assert cluster is not None
     assert (cluster.num_hosts, cluster.host_id, cluster.coordinator) == (4, 3, "leader")
+
+
+@pytest.mark.parametrize("overlay", ["gke-gpu", "gke-tpu-v6e-hosts"])
+def test_the_component_of_events_adds_to_an_overlay(overlay, tmp_path):
+    folder = tmp_path / overlay
+    folder.mkdir()
+    parts = {"resources": f"overlays/{overlay}", "components": "components/kv-events"}
+    own = {kind: [os.path.relpath(FOLDER / part, folder)] for kind, part in parts.items()}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    overlay = str(folder)
+    assert [line for resource in built(overlay) for line in problems(resource)] == []
+    (container,) = workload(overlay)["spec"]["containers"]
+    config = EngineSettings.from_namespace(arguments(overlay)).kv_events
+    assert config is not None and config.replay_endpoint is not None
+    ports = {int(endpoint.rpartition(":")[2]) for endpoint in (config.endpoint, config.replay_endpoint)}
+    assert ports == {port["containerPort"] for port in container["ports"][1:]} == {5556, 5559}
+    assert config.topic == "kv@$(POD_IP):8000@meta-llama/Llama-3.3-70B-Instruct"
+    assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
 
 
 def test_the_check_finds_what_is_wrong():

@@ -91,22 +91,27 @@ def test_a_chat_and_the_choices_of_a_request_stay_on_one_engine(pair, fields):
 
 
 def test_an_engine_that_dies_is_named_and_ends_its_own_streams_first(pair):
-    with streams(pair, (100, 101)) as answers:  # new chats go to the least loaded engines: 0, then 1
-        wait_until(lambda: by_engine(pair, "num_requests_running") == {"0": 1.0, "1": 1.0})
+    def running() -> list[float]:
+        return [number for _, number in sorted(by_engine(pair, "num_requests_running").items())]
+
+    with streams(pair, [100]) as (kept_stream,), contextlib.ExitStack() as stack:
+        wait_until(lambda: sum(running()) == 1)
+        doomed = running().index(0)
+        (lost_stream,) = stack.enter_context(streams(pair, [101]))  # a new chat goes to the idle engine
+        wait_until(lambda: running() == [1, 1])
         waiting = httpx.Client(base_url=pair.url, timeout=30)
         assert waiting.get("/health").status_code == 200
-        pair.engine_processes()[1].kill()
-        lost = "".join(answers[1])
+        pair.engine_processes()[doomed].kill()
+        lost = "".join(lost_stream)
         health = waiting.get("/health")
         assert health.status_code == 503
-        assert (
-            "engine 1: the engine process has ended (exit code -9): it was killed" in health.json()["error"]["message"]
-        )
+        message = f"engine {doomed}: the engine process has ended (exit code -9): it was killed"
+        assert message in health.json()["error"]["message"]
         assert waiting.post(CHAT, json=HELLO).status_code == 503
-        assert by_engine(pair, "engine_alive") == {"0": 1.0, "1": 0.0}
+        assert by_engine(pair, "engine_alive") == {str(doomed): 0.0, str(1 - doomed): 1.0}
         waiting.close()
         # The other engine's stream goes on until the server ends, as in vLLM, and then has an error event, too.
-        kept = "".join(answers[0])
+        kept = "".join(kept_stream)
     for text in (lost, kept):
         assert "error" in parse_events(text)[-1]
     assert len(parse_events(kept)) > len(parse_events(lost))

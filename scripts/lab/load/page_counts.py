@@ -15,7 +15,7 @@ FILES = "kv_offload_pages disk"
 MOVED = (
     "kv_offload_saved_pages_total", "kv_offload_loaded_pages_total host", "kv_offload_loaded_pages_total disk", FILES,
 )  # fmt: skip
-LOST = ("kv_offload_lost_pages_total", "kv_offload_broken_pages_total")
+LOST = ("kv_offload_lost_pages_total", "kv_offload_broken_pages_total", "kv_offload_unwritten_pages_total")
 MOST_MOVING_S = 60.0
 
 

@@ -23,8 +23,7 @@ from batcher.step import Capacity, StepOutput
 from scripts.lab.simulation.instant_runner import TOKEN, InstantRunner
 
 EOS = 1
-PREFIX_TOKEN = 6  # of the prefix that requests share
-VOCAB_SIZE = 1 << 20
+VOCAB_SIZE = 1 << 20  # its last tokens are those of prefixes that requests share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,8 @@ class SimulatedRequest:
     num_prompt: int
     num_output: int
     max_tokens: int | None = None  # None: up to the context's length
-    num_shared: int = 0  # leading tokens of the prompt that all requests have in common
+    num_shared: int = 0  # leading tokens of the prompt that all requests with the same `prefix` have in common
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,112 @@ class Result:
         return max(self.itl, default=0.0)
 
 
+class SimulatedEngine:
+    """The engine's core on a machine, with a time of its own. The arguments are as of `simulate`."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        forecast: Forecast | None = None,
+        max_stalls: int | None = None,
+        prefix_caching: bool = True,
+        scheduling: Scheduling = Scheduling.CONTINUOUS,
+        long_prompts: LongPrompts = ANY_LENGTH,
+        even_context: float = math.inf,
+        max_concurrency: int | None = None,
+        max_steps: int = 1_000_000,
+    ) -> None:
+        self.result = Result()
+        self._machine = machine
+        self._capacity = Capacity(
+            num_slots=machine.max_num_seqs,
+            num_pages=machine.num_pages,
+            page_size=machine.page_size,
+            max_model_len=machine.max_model_len,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
+            vocab_size=VOCAB_SIZE,
+        )
+        limits = BucketConfig(
+            max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs,
+            min_decode_rows=machine.min_decode_rows, min_mixed_tokens=64,
+        )  # fmt: skip
+        config = EngineConfig(
+            eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts,
+            even_context=even_context, seed=0,
+        )  # fmt: skip
+        self.core = EngineCore(InstantRunner(self._capacity), config, BucketLadder(limits), lambda: self.now)
+        if forecast is not None:
+            self.core.scheduler.forecast = forecast
+        if max_stalls is not None:
+            self.core.scheduler.max_stalls = max_stalls
+        self.now = 0.0
+        self._max_concurrency = max_concurrency
+        self._max_steps = max_steps
+        self._wanted: dict[str, int] = {}  # output tokens of each request
+        self._coming: deque[tuple[int, SimulatedRequest]] = deque()
+        self._ends: deque[float] = deque()  # of the steps in flight
+        self._last_heard: dict[str, float] = {}
+
+    def add(self, number: int, request: SimulatedRequest) -> None:
+        """The request is sent, and arrives at its time. Numbers are those of the run, and times only grow."""
+        self._wanted[str(number)] = request.num_output
+        self._coming.append((number, request))
+
+    def run_until(self, time_s: float, hear: Callable[[RequestState, RequestOutput], None] | None = None) -> None:
+        """Takes in what arrives until then, and all steps that end until then. `hear` gets their outputs."""
+        while self._admit(time_s):
+            self._dispatch()
+            if not self._ends or self._ends[0] > time_s:
+                return
+            self.now = max(self.now, self._ends.popleft())
+            delivery = self.core.complete(_drawn(self.core, self._wanted))
+            for sequence, output in chain(delivery.outputs, delivery.plain_outputs()):
+                _hear(self.result, self._last_heard, sequence, output, self.now)
+                if hear is not None:
+                    hear(sequence, output)
+
+    def _admit(self, time_s: float) -> bool:
+        """Adds requests that have arrived. Returns whether there is anything to do."""
+        core, coming = self.core, self._coming
+        if not core.requests.sequences:
+            if not coming or coming[0][1].arrival_s > time_s:
+                return False
+            if not core.in_flight:
+                self.now = max(self.now, coming[0][1].arrival_s)
+        most = self._max_concurrency
+        while coming and coming[0][1].arrival_s <= self.now and (most is None or len(core.requests.sequences) < most):
+            number, request = coming.popleft()
+            core.requests.add(
+                _sequence(number, request, self._capacity, request.arrival_s if most is None else self.now)
+            )
+        return True
+
+    def _dispatch(self) -> None:
+        core, machine, ends, result = self.core, self._machine, self._ends, self.result
+        while core.can_dispatch() and (step := core.dispatch()) is not None:
+            cost = machine.cost(step.plan)
+            self.now += machine.host_step_s + machine.host_row_s * len(step.plan.rows)
+            ends.append(max(self.now, ends[-1] if ends else 0.0) + cost)
+            result.num_steps += 1
+            result.device_s += cost
+            result.row_seconds += cost * (len(step.plan.rows) - step.plan.num_ended)
+            result.most_pages = max(result.most_pages, core.scheduler.pool.num_used)
+            result.recomputed_tokens += sum(
+                chunk.count for chunk in step.plan.chunks if step.plan.rows[chunk.row].num_preemptions
+            )
+        if result.num_steps > self._max_steps:
+            raise RuntimeError(f"the workload takes more than {self._max_steps} steps")
+
+    def finish(self) -> Result:
+        """Runs to the end of all requests."""
+        self.run_until(math.inf)
+        self.result.seconds = self.now
+        self.result.num_preemptions = self.core.scheduler.num_preemptions
+        self.core.scheduler.check_integrity()
+        return self.result
+
+
 def simulate(
     requests: Sequence[SimulatedRequest],
     machine: Machine,
@@ -149,72 +255,28 @@ def simulate(
     Raises:
         RuntimeError: the workload takes more than `max_steps` steps.
     """
-    capacity = Capacity(
-        num_slots=machine.max_num_seqs,
-        num_pages=machine.num_pages,
-        page_size=machine.page_size,
-        max_model_len=machine.max_model_len,
-        max_num_batched_tokens=machine.max_num_batched_tokens,
-        vocab_size=VOCAB_SIZE,
-    )
-    limits = BucketConfig(
-        max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs,
-        min_decode_rows=machine.min_decode_rows, min_mixed_tokens=64,
+    engine = SimulatedEngine(
+        machine, forecast=forecast, max_stalls=max_stalls, prefix_caching=prefix_caching, scheduling=scheduling,
+        long_prompts=long_prompts, even_context=even_context, max_concurrency=max_concurrency, max_steps=max_steps,
     )  # fmt: skip
-    now = 0.0
-    config = EngineConfig(
-        eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts,
-        even_context=even_context, seed=0,
-    )  # fmt: skip
-    core = EngineCore(InstantRunner(capacity), config, BucketLadder(limits), lambda: now)
-    if forecast is not None:
-        core.scheduler.forecast = forecast
-    if max_stalls is not None:
-        core.scheduler.max_stalls = max_stalls
-    wanted = {str(i): request.num_output for i, request in enumerate(requests)}
-    coming = deque(enumerate(requests))
-    ends: deque[float] = deque()  # of the steps in flight
-    result = Result()
-    last_heard: dict[str, float] = {}
-    most = len(requests) if max_concurrency is None else max_concurrency
-    while coming or core.requests.sequences:
-        if not core.in_flight and not core.requests.sequences:
-            now = max(now, coming[0][1].arrival_s)
-        while coming and coming[0][1].arrival_s <= now and len(core.requests.sequences) < most:
-            number, request = coming.popleft()
-            arrived_s = request.arrival_s if max_concurrency is None else now
-            core.requests.add(_sequence(number, request, capacity, arrived_s))
-        while core.can_dispatch() and (step := core.dispatch()) is not None:
-            cost = machine.cost(step.plan)
-            now += machine.host_step_s + machine.host_row_s * len(step.plan.rows)
-            ends.append(max(now, ends[-1] if ends else 0.0) + cost)
-            result.num_steps += 1
-            result.device_s += cost
-            result.row_seconds += cost * (len(step.plan.rows) - step.plan.num_ended)
-            result.most_pages = max(result.most_pages, core.scheduler.pool.num_used)
-            result.recomputed_tokens += sum(
-                chunk.count for chunk in step.plan.chunks if step.plan.rows[chunk.row].num_preemptions
-            )
-        if result.num_steps > max_steps:
-            raise RuntimeError(f"the workload takes more than {max_steps} steps")
-        now = max(now, ends.popleft())
-        delivery = core.complete(_drawn(core, wanted))
-        for sequence, output in chain(delivery.outputs, delivery.plain_outputs()):
-            _hear(result, last_heard, sequence, output, now)
-    result.seconds = now
-    result.num_preemptions = core.scheduler.num_preemptions
-    core.scheduler.check_integrity()
-    return result
+    for number, request in enumerate(requests):
+        engine.add(number, request)
+    return engine.finish()
+
+
+def prompt_of(number: int, request: SimulatedRequest) -> np.ndarray:
+    """i32[n], the tokens of a request's prompt."""
+    prompt = np.full(request.num_prompt, TOKEN, np.int32)
+    prompt[: request.num_shared] = VOCAB_SIZE - 1 - request.prefix
+    prompt[min(request.num_shared, request.num_prompt - 1)] = 10 + number  # no two requests share more
+    return prompt
 
 
 def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float) -> RequestState:
-    prompt = np.full(request.num_prompt, TOKEN)
-    prompt[: request.num_shared] = PREFIX_TOKEN
-    prompt[min(request.num_shared, request.num_prompt - 1)] = 10 + number  # no two requests share more
     room = capacity.max_model_len - request.num_prompt
     sampling = SamplingParams(max_tokens=min(request.max_tokens or room, room), temperature=0.0, seed=0)
     return make_request_state(
-        Request(request_id=str(number), prompt=tuple(prompt.tolist()), sampling=sampling),
+        Request(request_id=str(number), prompt=tuple(prompt_of(number, request).tolist()), sampling=sampling),
         lambda _output: None,
         capacity=capacity,
         eos_token_ids=(EOS,),

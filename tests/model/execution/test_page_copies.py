@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batcher.step import MAX_PAGE_COPIES
 from model.eagle_config import EagleForm
@@ -25,6 +27,7 @@ from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.lab.accounts.process import printed_by
 from scripts.lab.accounts.specs import KV_DTYPES
+from tests.examples import examples
 from tests.model.collectives import collectives
 from tests.model.driver import TINY, int8_scales
 from tests.model.execution.test_eagle_drafts import head
@@ -83,6 +86,13 @@ def random_pages(runner: ModelRunner, count: int, seed: int = 0) -> list[np.ndar
     return list(rng.integers(0, 256, (count, runner.capacity().page_bytes), dtype=np.uint8))
 
 
+def bytes_of_copy(runner: ModelRunner, size: int) -> int:
+    """On one device."""
+    described = runner.described
+    _, form, _ = described.updates()[described.page_copies.name("write", size)].arguments
+    return sum(math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize for like in form)
+
+
 def read(runner: ModelRunner, pages: list[int]) -> list[np.ndarray]:
     found = [np.zeros(runner.capacity().page_bytes, np.uint8) for _ in pages]
     runner.read_pages(pages).copy_to(found)
@@ -115,6 +125,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"kv_dtype": jnp.int8},
     "fp8": {"kv_dtype": jnp.float8_e4m3fn},
     "lookup": {"drafts": "lookup"},
+    "bfloat16, draft model": {"dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16, "drafts": "model"},
     "draft model": {"drafts": "model", "kv_dtype": jnp.int8},
     "EAGLE": {"drafts": "eagle"},
     "EAGLE-3": {"drafts": "eagle3", "kv_dtype": jnp.int8},
@@ -164,14 +175,31 @@ def test_what_is_not_named_stays(runner) -> None:
         np.testing.assert_array_equal(new, old)
 
 
+@given(st.lists(st.lists(st.integers(1, LIMITS["num_pages"]), min_size=1, max_size=12, unique=True), max_size=6))
+@settings(max_examples=examples(10), deadline=None)
+def test_a_page_holds_what_was_written_last(runner, copies) -> None:
+    every = list(range(1, LIMITS["num_pages"] + 1))
+    expected = dict(zip(every, read(runner, every), strict=True))
+    for seed, pages in enumerate(copies):
+        content = random_pages(runner, len(pages), seed)
+        write(runner, content, pages)
+        expected |= dict(zip(pages, content, strict=True))
+    found = read(runner, every[::-1])
+    assert all(np.array_equal(expected[page], own) for page, own in zip(every[::-1], found, strict=True))
+
+
 def test_the_programs_work_in_place_and_exchange_nothing(runner) -> None:
     copies, programs = runner.described.page_copies, runner.programs
     held = sum(shard.data.nbytes for leaf in jax.tree.leaves(runner.state) for shard in leaf.addressable_shards[:1])
     for size in copies.sizes:
-        reading, writing = programs.read_pages[size], programs.write_pages[size]
-        assert reading.memory_analysis().alias_size_in_bytes == 0
-        assert writing.memory_analysis().alias_size_in_bytes == held
-        assert not collectives(reading.as_text()) and not collectives(writing.as_text())
+        copy = bytes_of_copy(runner, size)
+        # XLA has a CPU write to floats of 8 bits in a wider copy, as in steps. Only GPUs are given such pages.
+        has_copies = runner.described.attention.spec.kv_dtype == jnp.float8_e4m3fn
+        for program, aliased in ((programs.read_pages[size], 0), (programs.write_pages[size], held)):
+            analysis = program.memory_analysis()
+            assert analysis.alias_size_in_bytes == aliased
+            assert has_copies or analysis.temp_size_in_bytes < copy + 1024  # nothing of the size of the state's pages
+            assert not collectives(program.as_text())
 
 
 def test_buffers_stay_where_they_are(runner) -> None:
@@ -193,9 +221,8 @@ def test_copies_are_as_large_as_pays() -> None:
 
 def test_the_plan_has_room_for_copies_on_their_way(runner) -> None:
     described = runner.described
-    (size,) = described.page_copies.sizes[-1:]
-    _, form, _ = described.updates()[described.page_copies.name("write", size)].arguments
-    held = sum(math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize for like in form)
+    size = described.page_copies.most
+    held = bytes_of_copy(runner, size)
 
     def needs(**limits: bool) -> MemoryNeeds:
         return memory_needs(
@@ -211,7 +238,7 @@ def test_the_plan_has_room_for_copies_on_their_way(runner) -> None:
 @pytest.mark.parametrize(
     ("target", "kv_dtype", "drafts"),
     [
-        ("v6e:1x1", "auto", ()),
+        ("v6e:1x1", "auto", ("eagle",)),
         ("v6e:2x2", "int8", ("eagle",)),
         ("h200", "auto", ()),
         ("4xh200", "fp8", ("eagle",)),

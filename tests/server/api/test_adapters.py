@@ -287,16 +287,18 @@ def test_weights_are_forgotten_when_no_name_and_no_request_has_them(tmp_path):
     adapters = Adapters(store, engine)
     one, other = (str(write_adapter(tmp_path / text, text)) for text in ("one", "other"))
     first = adapters.change(LoadAdapter("a", one)).identity
+    assert adapters.name_of(first) == "a"
     assert adapters.change(LoadAdapter("b", one)).identity == first
     adapters.change(UnloadAdapter("a"))
     assert store.forgotten == []
     engine.used = {first}
     adapters.change(UnloadAdapter("b"))
     adapters.change(LoadAdapter("c", other))
-    assert store.forgotten == []
+    assert store.forgotten == [] and adapters.name_of(first) == "b"
     engine.used = set()
     adapters.forget_unused()
     wait_until(lambda: store.forgotten == ["one"])
+    assert adapters.name_of(first) is None
     with pytest.raises(AdapterError, match="has been unloaded"):
         adapters.add_request(Request(request_id="r", prompt=(1,), sampling=None, adapter=first), print)
     adapters.close()

@@ -237,7 +237,7 @@ def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine
     info = EngineInfo(
         max_model_len=config.max_model_len,
         vocab_size=VOCAB_SIZE,
-        cache_config={"page_size": "16"},
+        cache_config={"page_size": "16", "enable_prefix_caching": "True"},
         max_loras=0 if config.adapters is None else 4,
     )
     if config.adapters is not None:

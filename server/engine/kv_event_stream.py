@@ -1,0 +1,195 @@
+"""From what becomes of stored pages to the events that routers read, in vLLM's form of 0.26.
+
+A batch is an array: its time, its events, and the engine's number. An event is a map with its type and its fields.
+Pages of one prefix that were stored one after the other are one event.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from batcher.page_events import Medium, PageCopied, PageEvent, PageRemoved, PagesCleared, PageStored
+from server.engine.block_hashes import BlockHasher, shown_hash
+
+KEPT_HASHES = 2**14  # of pages that are gone: a page after one of them may be stored soon
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Pages that can be found. In a medium other than the device's they are named by their hashes only."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None  # of each page
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Pages that are no longer in a medium."""
+
+    block_hashes: list[int]
+    medium: str
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """No page is anywhere."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The events of a step."""
+
+    ts: float  # seconds since 1970
+    events: list[KvEvent]
+    data_parallel_rank: int | None = None
+
+
+class EventStream:
+    """Translates events, in their order. One thread uses it.
+
+    A page whose parent is not known is left out: the events that told of the parent have been lost.
+
+    Args:
+        name_of: the identity of an adapter -> its name; None: it has none any more.
+    """
+
+    def __init__(self, hasher: BlockHasher, name_of: Callable[[int], str | None]) -> None:
+        self._hasher = hasher
+        self._name_of = name_of
+        self._hashes: dict[bytes, bytes] = {}  # by digest, of all pages in `_held` and `_gone`
+        self._held: dict[Medium, dict[bytes, None]] = {medium: {} for medium in Medium}  # digests, the oldest first
+        self._copies = {medium: Counter[int]() for medium in Medium}  # pages in `_held` of each hash
+        self._gone: OrderedDict[bytes, None] = OrderedDict()  # in no medium, the longest first
+        self._lora_ids: dict[int, int] = {}  # by identity: numbers from 1
+        self._page_size = 0
+
+    def translate(self, news: Iterable[PageEvent]) -> list[KvEvent]:
+        """What routers are told of these events; it may be nothing."""
+        events: list[KvEvent] = []
+        last: PageStored | None = None  # the page that `events` ends with
+        for item in news:
+            match item:
+                case PageStored():
+                    is_next = last is not None and last.digest == item.parent and last.adapter == item.adapter
+                    last = item if self._store(item, events, is_next=is_next) else None
+                    continue
+                case PageCopied(digest=digest, medium=medium):
+                    self._copy(digest, medium, events)
+                case PageRemoved(digest=digest, medium=medium):
+                    self._remove(digest, medium, events)
+                case PagesCleared(medium=medium):
+                    self._clear(medium, events)
+            last = None
+        return events
+
+    def _store(self, page: PageStored, events: list[KvEvent], *, is_next: bool) -> bool:
+        """Whether `events` ends with the page."""
+        parent = None if page.parent is None else self._hashes.get(page.parent)
+        if parent is None and page.parent is not None:
+            return False
+        tokens = array("i", page.tokens).tolist()
+        name = None
+        if page.adapter:
+            name = self._name_of(page.adapter) or f"{page.adapter:x}"
+        salt = f"{page.salt:x}" if page.salt and parent is None else None
+        extra = tuple(key for key in (name, salt) if key is not None) or None
+        hashed = self._hashes.get(page.digest) or self._hasher.hash_of(parent, tokens, extra)
+        self._page_size = len(tokens)
+        if not self._hold(page.digest, hashed, Medium.DEVICE):
+            return False
+        shown = shown_hash(hashed)
+        if is_next and isinstance(event := events[-1], BlockStored) and event.extra_keys is not None:
+            event.block_hashes.append(shown)
+            event.token_ids += tokens
+            event.extra_keys.append(extra)
+            return True
+        lora_id = self._lora_ids.setdefault(page.adapter, len(self._lora_ids) + 1) if page.adapter else None
+        events.append(
+            BlockStored(
+                block_hashes=[shown],
+                parent_block_hash=None if parent is None else shown_hash(parent),
+                token_ids=tokens,
+                block_size=len(tokens),
+                lora_id=lora_id,
+                medium=Medium.DEVICE.value,
+                lora_name=name,
+                extra_keys=[extra],
+                group_idx=0,
+                kv_cache_spec_kind="full_attention",
+            )
+        )
+        return True
+
+    def _copy(self, digest: bytes, medium: Medium, events: list[KvEvent]) -> None:
+        hashed = self._hashes.get(digest)
+        if hashed is None or not self._hold(digest, hashed, medium):
+            return
+        events.append(
+            BlockStored(
+                block_hashes=[shown_hash(hashed)],
+                parent_block_hash=None,
+                token_ids=[],
+                block_size=self._page_size,
+                lora_id=None,
+                medium=medium.value,
+                lora_name=None,
+                group_idx=0,
+                kv_cache_spec_kind="full_attention",
+            )
+        )
+
+    def _remove(self, digest: bytes, medium: Medium, events: list[KvEvent]) -> None:
+        if digest not in self._held[medium]:
+            return
+        del self._held[medium][digest]
+        shown, copies = shown_hash(self._hashes[digest]), self._copies[medium]
+        copies[shown] -= 1
+        self._forget_later(digest)
+        if copies[shown]:  # two digests have this hash: an adapter was loaded again under its name
+            return
+        del copies[shown]
+        if events and isinstance(last := events[-1], BlockRemoved) and last.medium == medium:
+            last.block_hashes.append(shown)
+        else:
+            events.append(BlockRemoved(block_hashes=[shown], medium=medium.value, group_idx=0))
+
+    def _clear(self, medium: Medium, events: list[KvEvent]) -> None:
+        shown = list(self._copies[medium])
+        held, self._held[medium] = self._held[medium], {}
+        self._copies[medium].clear()
+        for digest in held:
+            self._forget_later(digest)
+        if not any(self._held.values()):
+            events.append(AllBlocksCleared())
+        elif shown:  # the event for all would clear the other media, too
+            events.append(BlockRemoved(block_hashes=shown, medium=medium.value, group_idx=0))
+
+    def _hold(self, digest: bytes, hashed: bytes, medium: Medium) -> bool:
+        """Adds a page to a medium. Whether routers must be told of it."""
+        if digest in self._held[medium]:  # the event of its removal has been lost
+            return False
+        self._gone.pop(digest, None)
+        self._hashes[digest] = hashed
+        self._held[medium][digest] = None
+        shown = shown_hash(hashed)
+        self._copies[medium][shown] += 1
+        return self._copies[medium][shown] == 1
+
+    def _forget_later(self, digest: bytes) -> None:
+        if any(digest in held for held in self._held.values()):
+            return
+        self._gone[digest] = None
+        if len(self._gone) > KEPT_HASHES:
+            del self._hashes[self._gone.popitem(last=False)[0]]

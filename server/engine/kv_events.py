@@ -1,0 +1,200 @@
+"""Publishes what becomes of stored pages over ZeroMQ, as vLLM does, for routers that send a request to its prefix.
+
+A message has three frames: the topic, its number (from 0, 8 bytes, big-endian), and the events of a step in msgpack. A
+reader that has missed some asks the replay endpoint, with an empty frame and the number of the first. It gets an empty
+frame and the message, for each that is kept from there on, and then one with the number 2**64 - 1 and no events.
+
+Two threads own the sockets. One hashes, encodes and publishes; the other answers those who ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Full, Queue
+from typing import Annotated, Literal
+
+import msgspec
+import zmq
+
+from batcher.page_events import PageEvent
+from server.engine.block_hashes import BlockHasher
+from server.engine.kv_event_stream import EventStream, KvEventBatch
+
+FLAG = "--kv-events-config"
+END = b"\xff" * 8
+REPLAY_SEND_S = 5.0  # that one who asks may take for a message before it is given up
+LINGER_MS = 1000  # at the end, for messages on their way
+
+_log = logging.getLogger(__name__)
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings, in vLLM's names."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None  # None: `zmq`
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: _Count = 10_000  # messages that are kept for the replay endpoint
+    hwm: _Count = 100_000  # messages that wait for a slow reader; it misses further ones
+    max_queue_size: _Count = 100_000  # steps whose events wait for their publishing; further ones are lost
+    topic: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether events are published."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    def endpoint_of(self, rank: int) -> str:
+        """The endpoint of one of several engines."""
+        return _of_rank(self.endpoint, rank)
+
+    def __post_init__(self) -> None:
+        _check_endpoint("endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            _check_endpoint("replay_endpoint", self.replay_endpoint)
+
+
+class KvEventPublisher:
+    """`batcher.page_events.PageEventSink`. Its sockets are open from the start.
+
+    Args:
+        rank: of the engine among several, whose ports follow one another.
+
+    Raises:
+        ValueError: an endpoint cannot be used.
+    """
+
+    def __init__(self, config: KvEventsConfig, hasher: BlockHasher, rank: int = 0) -> None:
+        self.name_of: Callable[[int], str | None] = lambda identity: None  # of adapters
+        self._config = config
+        self._hasher = hasher
+        self._rank = rank
+        self._topic = config.topic.encode()
+        self._queue: Queue[list[PageEvent] | None] = Queue(config.max_queue_size)
+        self._is_full = False
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # numbers and payloads
+        self._kept_lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._threads = self._opened()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, events: list[PageEvent]) -> bool:
+        """Takes the events of a step, and returns at once. False: too many wait, and they are lost."""
+        try:
+            self._queue.put_nowait(events)
+        except Full:
+            if not self._is_full:
+                _log.warning(
+                    "K/V events are lost: those of %d steps wait to be published. Routers believe what they have heard "
+                    "until these pages are stored or removed again. More may wait: `max_queue_size` of %s",
+                    self._config.max_queue_size,
+                    FLAG,
+                )
+            self._is_full = True
+            return False
+        self._is_full = False
+        return True
+
+    def close(self) -> None:
+        """Publishes what waits, and closes the sockets. May be called again."""
+        if self._context.closed:
+            return
+        publishing, *replaying = self._threads
+        self._queue.put(None)
+        publishing.join()
+        self._context.term()  # ends the other thread's wait
+        for thread in replaying:
+            thread.join()
+
+    def _opened(self) -> list[threading.Thread]:
+        endpoint = self._config.endpoint_of(self._rank)
+        socket = self._context.socket(zmq.PUB)
+        socket.set_hwm(self._config.hwm)
+        if any(part in endpoint for part in ("*", "::", "//0.0.0.0:", "ipc://")):
+            _bind(socket, endpoint)
+        else:  # to a reader that is bound, as with vLLM
+            socket.connect(endpoint)
+        threads = [threading.Thread(target=self._publish, args=(socket,), name="kv-events", daemon=True)]
+        if self._config.replay_endpoint is not None:
+            socket = self._context.socket(zmq.ROUTER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # one who is slow is waited for, and does not miss the end
+            socket.setsockopt(zmq.SNDTIMEO, int(REPLAY_SEND_S * 1000))
+            _bind(socket, _of_rank(self._config.replay_endpoint, self._rank))
+            threads.append(threading.Thread(target=self._replay, args=(socket,), name="kv-events-replay", daemon=True))
+        return threads
+
+    def _publish(self, socket: zmq.Socket[bytes]) -> None:
+        stream = EventStream(self._hasher, lambda identity: self.name_of(identity))
+        encode = msgspec.msgpack.Encoder().encode
+        number = 0
+        while (news := self._queue.get()) is not None:
+            try:
+                events = stream.translate(news)
+            except Exception:
+                _log.exception("%d K/V events could not be published", len(news))
+                continue
+            if not events:
+                continue
+            payload = encode(KvEventBatch(time.time(), events, self._rank))
+            message = (number.to_bytes(8, "big"), payload)
+            if self._config.replay_endpoint is not None:
+                with self._kept_lock:
+                    self._kept.append(message)
+            socket.send_multipart((self._topic, *message))
+            number += 1
+        socket.close(linger=LINGER_MS)
+
+    def _replay(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                client, *request = socket.recv_multipart()
+                if len(request) != 2 or request[0] or len(request[1]) != 8:
+                    _log.debug("a request at the replay endpoint was not an empty frame and a number of 8 bytes")
+                    continue
+                with self._kept_lock:
+                    kept = [message for message in self._kept if message[0] >= request[1]]
+                for message in (*kept, (END, b"")):
+                    socket.send_multipart((client, b"", self._topic, *message))
+            except zmq.ContextTerminated:
+                break
+            except zmq.ZMQError as error:  # it has left, or reads nothing
+                _log.info("a replay of K/V events has ended early: %s", error)
+        socket.close(linger=0)
+
+
+def _check_endpoint(field: str, endpoint: str) -> None:
+    """Raises ValueError for an endpoint that is not of a kind that can be used."""
+    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+        return
+    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not (endpoint.startswith("tcp://") and host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"{field} {endpoint!r}: write tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Engine N of several has the port plus N, or the path with `_dpN`."""
+    if rank == 0:
+        return endpoint
+    if endpoint.startswith("ipc://"):
+        return f"{endpoint}_dp{rank}"
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{FLAG}: {error}. Of several engines, engine N has the port plus N") from error

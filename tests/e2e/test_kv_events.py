@@ -1,0 +1,141 @@
+"""A router's view of the demo's prefix cache, over TCP: pages are stored, evicted and cleared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import count, islice
+
+import pytest
+
+from server.engine.block_hashes import shown_hash
+from tests.conftest import EXPORTED
+from tests.e2e.conftest import ADMIN_KEY, DemoServer, serve
+from tests.server.engine.hosts.loopback import free_port
+from tests.server.support.kv_reader import Indexer, Message, Reader, block_hashes, replay
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SIZE, NUM_PAGES = 16, 8
+SMALL = ["--max-num-seqs=2", "--max-num-batched-tokens=16", "--max-model-len=64"]
+SMALL += [f"--page-size={SIZE}", f"--num-pages={NUM_PAGES}", "--compile-all-first"]
+LORA = ["--enable-lora", "--max-loras=1", "--lora-modules", "pirate=model/demo/adapters/pirate"]
+SEED = {"PYTHONHASHSEED": "42"}
+TOPIC = "kv@10.1.2.3:8000@demo"
+
+
+def flags(port: int, **fields: object) -> list[str]:
+    config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "topic": TOPIC} | fields
+    return ["--kv-events-config", json.dumps(config), "--prefix-caching-hash-algo", "sha256_cbor"]
+
+
+@pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    port = free_port()
+    return port, port + 1
+
+
+@pytest.fixture(scope="module")
+def server(ports) -> Iterator[DemoServer]:
+    events = flags(ports[0], replay_endpoint=f"tcp://*:{ports[1]}")
+    kept = ("--export-cache", str(EXPORTED))
+    with serve(*SMALL, *LORA, *kept, *events, "--admin-api-key", ADMIN_KEY, env=os.environ | SEED) as server:
+        yield server
+    assert server.process.returncode == 0
+
+
+class Router:
+    """Follows an engine from its first message on."""
+
+    def __init__(self, port: int, replay_port: int) -> None:
+        self.reader = Reader(f"tcp://127.0.0.1:{port}", "kv@")
+        self.index = Indexer()
+        self.messages: list[Message] = []
+        self._replay = f"tcp://127.0.0.1:{replay_port}"
+
+    def follow(self, holds: Callable[[Indexer], bool]) -> None:
+        """Reads until the index is as it must be. What came before the subscription is asked for."""
+        while not holds(self.index):
+            message = self.reader.next()
+            if message.number > len(self.messages):
+                for missed in replay(self._replay, len(self.messages))[: message.number - len(self.messages)]:
+                    self._take(missed)
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        assert message.number == len(self.messages)
+        self.messages.append(message)
+        self.index.take(message)
+
+
+def ask(server: DemoServer, prompt: list[int], model: str = "demo") -> None:
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    with server.http() as http:
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def hashes(prompt: list[int], lora_name: str | None = None) -> list[int]:
+    return [shown_hash(block) for block in block_hashes(prompt, SIZE, seed=SEED["PYTHONHASHSEED"], lora_name=lora_name)]
+
+
+@pytest.fixture
+def router(server, ports) -> Iterator[Router]:
+    router = Router(*ports)
+    yield router
+    router.reader.close()
+
+
+def test_a_router_knows_what_the_engine_has(server, router):
+    prompts = ([number] * 50 for number in count(300))
+    first = next(prompts)
+    ask(server, first)
+    while not router.reader.socket.poll(20):  # until the subscription has arrived
+        ask(server, next(prompts))
+    router.follow(lambda index: index.prefixes.keys() >= set(hashes(first)))
+    assert {message.topic for message in router.messages} == {TOPIC}
+    assert router.index.prefixes[hashes(first)[-1]] == (None, *first[:48])
+
+    for prompt, model in ((next(prompts), "demo"), (next(prompts), "pirate"), (next(prompts), "demo")):
+        ask(server, prompt, model)
+        wanted = set(hashes(prompt, "pirate" if model == "pirate" else None))
+        router.follow(lambda index, wanted=wanted: wanted <= index.blocks["GPU"])
+        assert len(router.index.blocks["GPU"]) <= NUM_PAGES
+    assert router.index.seen["BlockRemoved"] > 0
+    of_pirate = [event for m in router.messages for event in m.events if event.get("lora_name") == "pirate"]
+    assert all(event["lora_id"] == 1 for event in of_pirate)
+    assert [key for event in of_pirate for key in event["extra_keys"]] == [["pirate"]] * 3
+
+    with server.http(headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as http:
+        assert http.post("/reset_prefix_cache").status_code == 200
+    router.follow(lambda index: index.seen["AllBlocksCleared"] == 1)
+    assert router.index.blocks == {"GPU": set(), "CPU": set()}
+    ask(server, first)
+    router.follow(lambda index: index.blocks["GPU"] == set(hashes(first)))
+    metrics = server.wait_for_metrics(lambda metrics: metrics["kv_events_published_total"] > 0)
+    assert metrics["kv_events_dropped_total"] == 0
+
+
+@pytest.mark.hosts
+def test_each_of_two_engines_has_a_port():
+    port = free_port()
+    with (
+        serve(*SMALL, *flags(port), "--data-parallel-size=2", env=os.environ | SEED) as pair,
+        closing(Reader(f"tcp://127.0.0.1:{port}")) as first,
+        closing(Reader(f"tcp://127.0.0.1:{port + 1}")) as second,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        waiting, tokens = {0: first, 1: second}, iter(range(300, 1500))
+        while waiting:  # requests of one moment are shared by the engines
+            list(threads.map(lambda token: ask(pair, [token] * 50), islice(tokens, 8)))
+            for rank in [rank for rank, reader in waiting.items() if reader.socket.poll(20)]:
+                assert waiting.pop(rank).next().rank == rank
+    assert pair.process.returncode == 0
+
+
+def test_a_port_in_use_ends_the_start_in_words(server, ports, capfd):
+    with pytest.raises(RuntimeError, match="ended before it was ready"), serve(*SMALL, *flags(ports[0])):
+        pass
+    assert f"--kv-events-config: Address already in use (addr='tcp://*:{ports[0]}')" in capfd.readouterr().err
