@@ -25,16 +25,15 @@ class KeptPrompt:
 
     Args:
         until_s: by the clock.
-        pages: all of them, on the device. They are held there until none is to be saved any more.
-        most: of them that are kept.
+        pages: on the device. They are held there until none is to be saved any more.
     """
 
-    def __init__(self, until_s: float, pages: Sequence[DevicePage], most: int) -> None:
+    def __init__(self, until_s: float, pages: Sequence[DevicePage]) -> None:
         self.until_s = until_s
         self.on_device = [page.page for page in pages]  # held
         self.hosts: list[HostPage] = []  # of the first pages
         self._pages = pages
-        self._num_pages = min(most, len(pages))
+        self._num_pages = len(pages)
 
     @property
     def num_to_come(self) -> int:
@@ -44,11 +43,6 @@ class KeptPrompt:
     def next(self) -> DevicePage:
         """The first one of them."""
         return self._pages[len(self.hosts)]
-
-    def keep(self, host: HostPage) -> None:
-        """The next page is in the host's memory, or on its way there."""
-        host.num_keepers += 1
-        self.hosts.append(host)
 
     def cut(self, digest: bytes | None = None) -> None:
         """A page that is not saved is not to be trusted, or, without `digest`, none is: it ends before that page."""
@@ -73,21 +67,20 @@ class KeptPrompts:
     """The prompts by their tokens.
 
     Args:
-        num_pages: most that are kept, of all prompts together.
+        most: pages that are kept, of all prompts together.
         release: is called with the pages of the device that are held no longer.
     """
 
-    def __init__(self, num_pages: int, release: Callable[[Sequence[int]], None]) -> None:
-        self.num_pages = 0  # that are kept, or will be
-        self._most = num_pages
+    def __init__(self, most: int, release: Callable[[Sequence[int]], None]) -> None:
+        self.num_pages = 0  # of the host's memory that are kept
+        self._most = most
         self._release = release
         self._prompts: dict[bytes, KeptPrompt] = {}
 
     def add(self, token: bytes, until_s: float, pages: Sequence[DevicePage]) -> None:
         """A prompt whose pages are held on the device."""
         self.drop(token)
-        prompt = self._prompts[token] = KeptPrompt(until_s, pages, self._most - self.num_pages)
-        self.num_pages += prompt.num_to_come
+        self._prompts[token] = KeptPrompt(until_s, pages)
 
     def get(self, token: bytes) -> KeptPrompt | None:
         """Any thread may call it."""
@@ -102,21 +95,29 @@ class KeptPrompts:
                 self._release(prompt.on_device)
                 prompt.on_device = []
 
+    def has_room_for(self, host: HostPage | None) -> bool:
+        """Whether one more page may be kept: this one, or, without `host`, one that is not in the host's memory."""
+        return self.num_pages < self._most or (host is not None and host.num_keepers > 0)
+
+    def keep(self, prompt: KeptPrompt, host: HostPage) -> None:
+        """The prompt's next page is in the host's memory, or on its way there."""
+        self.num_pages += not host.num_keepers
+        host.num_keepers += 1
+        prompt.hosts.append(host)
+
     def cut(self, digest: bytes | None = None) -> None:
         """See `KeptPrompt.cut`."""
         for prompt in self._prompts.values():
-            before = prompt.num_to_come
             prompt.cut(digest)
-            self.num_pages -= before - prompt.num_to_come
 
     def drop(self, token: bytes) -> None:
         """The prompt has been taken, or will not be. A token that is not known is ignored."""
         prompt = self._prompts.pop(token, None)
         if prompt is None:
             return
-        self.num_pages -= len(prompt.hosts) + prompt.num_to_come
         for host in prompt.hosts:
             host.num_keepers -= 1
+            self.num_pages -= not host.num_keepers
         self._release(prompt.on_device)
 
     def drop_overdue(self, now_s: float) -> None:

@@ -189,8 +189,14 @@ class OffloadedPages:
     def _save_kept(self) -> None:
         """Rule 5, for what was not saved before the end of the request."""
         for prompt in self.kept.unsaved():
-            while prompt.num_to_come and self._save(*(following := prompt.next())):
-                prompt.keep(self._index[following.digest])
+            while prompt.num_to_come:
+                page = prompt.next()
+                if not self.kept.has_room_for(self._index.get(page.digest)):
+                    prompt.cut()
+                elif self._save(*page):
+                    self.kept.keep(prompt, self._index[page.digest])
+                else:
+                    break
 
     def _save(self, page: int, digest: bytes, tokens: bytes) -> bool:
         """False: too many pages are on their way."""
@@ -232,11 +238,9 @@ class OffloadedPages:
         """Rule 5. The request ends, and holds its pages."""
         if self._keep_s is None or not seq.output:
             return
-        count = min(seq.num_committed, (seq.num_prompt - 1) // self._page_size)
-        pages = [
-            DevicePage(seq.pages[index], seq.digests[index], seq.page_bytes(index, self._page_size))
-            for index in range(count)
-        ]
+        size = self._page_size
+        count = min(seq.num_committed, (seq.num_prompt - 1) // size)
+        pages = [DevicePage(seq.pages[i], seq.digests[i], seq.page_bytes(i, size)) for i in range(count)]
         self._pool.acquire(seq.pages[:count])
         self.kept.add(seq.request.keep_as, self._clock() + self._keep_s, pages)
 

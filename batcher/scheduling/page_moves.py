@@ -62,7 +62,7 @@ class OffloadingCounts:
     # gauges
     num_places: int = 0  # of the host's memory
     num_held: int = 0  # in the host's memory
-    num_kept: int = 0  # of these, for other engines; one that is kept for two prompts counts twice
+    num_kept: int = 0  # of these, for other engines
     num_in_store: int = 0
     bytes_in_store: int = 0
     # counters

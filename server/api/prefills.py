@@ -112,8 +112,13 @@ class RemotePrefills:
     async def _source(self, asked: PrefillRequest, timeout_s: float) -> PageSource | None:
         num_tokens = len(asked.tokens) // 4
         digests = await self._threads.in_thread(num_tokens, _beginnings, asked)
-        if num_tokens - self._known.add(digests) * BLOCK_TOKENS < self._threshold:
-            return None
+        num_new = num_tokens - self._known.count(digests) * BLOCK_TOKENS
+        try:
+            return None if num_new < self._threshold else await self._computed(asked, timeout_s)
+        finally:
+            self._known.add(digests)  # not before: who has the same prompt meanwhile asks, too
+
+    async def _computed(self, asked: PrefillRequest, timeout_s: float) -> PageSource | None:
         url = min(self._ready(), key=self._num_open.__getitem__, default=None)
         if url is None:
             self._count(Prefill.SKIPPED)
@@ -160,15 +165,17 @@ class KnownBeginnings:
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
-    def add(self, digests: Sequence[bytes]) -> int:
-        """Adds those of a prompt. Returns how many of the first ones were there."""
-        num_known = next((index for index, digest in enumerate(digests) if digest not in self._known), len(digests))
+    def count(self, digests: Sequence[bytes]) -> int:
+        """How many of a prompt's are there, from the first one on."""
+        return next((index for index, digest in enumerate(digests) if digest not in self._known), len(digests))
+
+    def add(self, digests: Sequence[bytes]) -> None:
+        """Adds those of a prompt."""
         for digest in digests:
             self._known[digest] = None
             self._known.move_to_end(digest)
         while len(self._known) > MOST_BLOCKS:
             self._known.popitem(last=False)
-        return num_known
 
     def clear(self) -> None:
         self._known.clear()

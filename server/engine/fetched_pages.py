@@ -57,7 +57,8 @@ class FetchedPages:
             for prompt in [prompt for prompt in self._prompts.values() if prompt.until_s <= now]:
                 self._forget(prompt)
             prompt = self._prompts[source.token] = _Prompt(source, digests, now + source.keep_s)
-            self._expected |= {digest: (prompt, index) for index, digest in enumerate(digests)}
+            for index, digest in enumerate(digests):
+                self._expected.setdefault(digest, (prompt, index))
 
     def has(self, digest: bytes) -> bool:
         return digest in self._expected

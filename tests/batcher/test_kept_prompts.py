@@ -149,6 +149,7 @@ def test_kept_pages_outlast_any_traffic_until_they_are_taken() -> None:
 def test_pages_that_nobody_takes_are_kept_for_a_time_only() -> None:
     prefill = prefill_engine()
     computed(prefill)
+    prefill.step()
     prefill.clock.now += KEEP_S - 1
     prefill.step()
     assert gauges(prefill).num_kept == 10
@@ -166,6 +167,21 @@ def test_a_prompt_beyond_half_the_hosts_memory_is_kept_in_part() -> None:
     assert taken(prefill, b"another", 0) is NoPage.NEVER
     prefill.step()
     assert prefill.scheduler.pool.num_used == 0
+
+
+def test_a_page_of_two_prompts_is_kept_once_and_as_long_as_one_of_them() -> None:
+    prefill = prefill_engine(num_host_pages=24)
+    for token in (TOKEN, b"another"):
+        computed(prefill, token=token)
+        assert isinstance(taken(prefill, token, 9), KeptPage)
+    assert gauges(prefill).num_kept == 10
+    prefill.engine.drop_kept(TOKEN)
+    prefill.step()
+    assert gauges(prefill).num_kept == 10
+    assert isinstance(taken(prefill, b"another", 9), KeptPage)
+    prefill.engine.drop_kept(b"another")
+    prefill.step()
+    assert gauges(prefill).num_kept == 0
 
 
 def test_pages_of_former_weights_are_not_given() -> None:

@@ -118,6 +118,7 @@ def test_a_crowd_gets_the_texts_of_one_server(prefill, decode, forgotten, told) 
     healthy(prefill)
 
 
+@pytest.mark.hosts
 def test_engines_that_draft_behind_several_processes_share_a_prefill_server(flags, told) -> None:
     own = [*flags, NGRAM]
     with (
@@ -146,6 +147,16 @@ def test_a_long_prompt_is_fetched_but_for_its_last_page(prefill, decode, forgott
     assert num_pages > 5
     wait_for(decode, lambda found: found[FETCHED] == before + num_pages)
     idle(prefill)  # long before it would drop pages that nobody takes
+
+
+def test_a_prompt_of_many_clients_is_fetched_once(prefill, decode, forgotten) -> None:
+    before, body = healthy(decode), GREEDY | {"prompt": STORIES[2]}
+    with decode.http(headers=KEY) as http, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: http.post(COMPLETIONS, json=body).json(), range(6)))
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    num_pages = (answers[0]["usage"]["prompt_tokens"] - 1) // PAGE_SIZE
+    after = wait_for(decode, lambda found: found[FETCHED] == before[FETCHED] + num_pages)
+    assert after[LOST] == before[LOST]
 
 
 def test_a_prompt_that_was_here_before_is_not_sent_again(prefill, decode, forgotten) -> None:

@@ -155,6 +155,14 @@ def test_two_prompts_of_one_engine_do_not_mix(keeper, server, fetched) -> None:
             assert page.tobytes() == token * 4
 
 
+def test_a_page_that_is_expected_already_is_fetched_from_where_it_was_first(keeper, server, fetched) -> None:
+    expect_all(fetched, server.port)
+    fetched.expect([digest_of(0), b"of the other prompt alone"], source(server.port, bytes(TOKEN_BYTES)))
+    assert loaded(fetched, 0) is not None
+    assert keeper.asked[0] == (TOKEN, 0)
+    assert fetched.has(b"of the other prompt alone")
+
+
 def test_prompts_that_are_kept_no_longer_are_forgotten() -> None:
     now = 0.0
     with closing(FetchedPages(PAGE_BYTES, clock=lambda: now)) as pages:
