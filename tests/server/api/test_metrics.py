@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from batcher.scheduling.page_moves import OffloadingCounts
 from batcher.stats import EngineStats
 from server.api.metrics import ServerMetrics
-from server.engine.wire import EngineInfo
+from server.engine.wire import Adapter, EngineInfo
 from tests.server.support.requests import wait_until
 
 
@@ -21,6 +21,8 @@ class Source:
     stats: EngineStats
     info: EngineInfo
     death: str | None = None
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    num_adapter_loads: int = 0
 
 
 def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
