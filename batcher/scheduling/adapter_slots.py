@@ -59,7 +59,7 @@ class AdapterSlots:
         self._staged: set[int] = set()
         self._staging: dict[int, bool] = {}  # adapters whose staging was asked for -> whether the device has kept it
         self._to_unstage: set[int] = set()
-        self._writes: list[AdapterWrite] = []  # of the next step
+        self._writes: list[AdapterWrite] = []  # of the next step; until then these adapters are staged, too
         self.num_writes = 0
         # What follows from the above, as of the last `_refresh`.
         self._is_stale = False
@@ -205,7 +205,7 @@ class AdapterSlots:
         unwanted = self._staged.difference(self._first_cold)
         self._staged -= unwanted
         unstaged, self._to_unstage = sorted(self._to_unstage | unwanted), set()
-        room = MAX_STAGED_ADAPTERS - len(self._staged) - len(self._staging)
+        room = MAX_STAGED_ADAPTERS - len(self._staged) - len(self._staging) - len(self._writes)
         missing = [a for a in self._first_cold if a not in self._staged and a not in self._staging]
         asked = missing[: room if may_stage else 0]
         self._staging.update(dict.fromkeys(asked, True))
@@ -224,7 +224,9 @@ class AdapterSlots:
 
     def forget(self) -> None:
         """The device has lost its adapter slots, and perhaps what was staged. No request has a row."""
-        assert not self._rows and not self._writes
+        assert not self._rows
+        for write in self._writes.copy():
+            self._take_back(write)
         self._slots.clear()
         self._adapters = dict.fromkeys(self._adapters, 0)
         self._to_unstage |= self._staged
@@ -278,6 +280,9 @@ class AdapterSlots:
         slot = self._slot_for(cold)
         assert slot is not None and cold in self._staged, "the request may not enter"
         self._slots.pop(self._adapters[slot], None)
+        for write in self._writes.copy():
+            if write.slot == slot:
+                self._take_back(write)
         self._adapters[slot], self._slots[cold] = cold, slot
         self._staged.remove(cold)
         self._writes.append(AdapterWrite(slot=slot, adapter=cold))
@@ -286,6 +291,12 @@ class AdapterSlots:
             self._waiting[cold].num_passes = 0
         self._is_stale = True
         return slot
+
+    def _take_back(self, write: AdapterWrite) -> None:
+        """The request that it was for has left before any step: its row waited for pages."""
+        self._writes.remove(write)
+        self._staged.add(write.adapter)
+        self.num_writes -= 1
 
     def _use(self, slot: int) -> None:
         self._adapters[slot] = self._adapters.pop(slot)
@@ -301,5 +312,5 @@ class AdapterSlots:
             assert self._adapter_of_row.get(seq.slot, 0) == seq.request.adapter
             assert self._slots.get(seq.request.adapter, 0) == seq.adapter_slot
         assert not self._staged & self._slots.keys() and not self._staged & self._staging.keys()
-        assert len(self._staged) + len(self._staging) <= MAX_STAGED_ADAPTERS
+        assert len(self._staged) + len(self._staging) + len(self._writes) <= MAX_STAGED_ADAPTERS
         assert all(waiting.requests for waiting in self._waiting.values())

@@ -18,7 +18,7 @@ def prompt_of(body: bytes) -> bytes:
             prompt = [request.get("system"), request.get("tools"), *request["messages"]]
         parts = prompt if isinstance(prompt, list) else [prompt]
         text = "\n".join(part if isinstance(part, str) else json.dumps(part) for part in [key, *parts])
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return b""
     encoded = text.encode(errors="replace")
     return encoded[: len(encoded) // UNIT * UNIT]

@@ -1,14 +1,18 @@
 """Compares ways to choose among replicas, on shared prefixes that do not fit the pages of one of them.
 
+    python -m scripts.lab routing --simulate
     python -m scripts.lab routing
     python -m scripts.lab routing --num-requests 40 --rounds 1 --model MODEL -- --num-pages 64
 
-Each policy has a server of two replicas: in turns, to the one with the fewest open requests, and as the server does it,
-by prefix. They run at the same time and are loaded one after the other, with the same requests and empty prefix caches
-in each round; every other round goes backwards. A request begins with one of `--prefixes` prefixes, drawn evenly, and
-arrivals are a Poisson process. By default one replica has pages for six tenths of the prefixes.
+Each policy has a server of two replicas: in turns; to the one with the fewest open requests; to the one that was last
+sent a prefix; and as the server does it, by the cost of what is to be computed. They run at the same time and are
+loaded one after the other, with the same requests and empty prefix caches in each round; every other round goes
+backwards. A request begins with one of `--prefixes` prefixes, drawn evenly, and arrivals are a Poisson process. By
+default one replica has pages for six tenths of the prefixes.
 
-Without `--model` the model has 107 M parameters of random weights: 12 layers, 768 wide, a vocabulary of 32,000.
+With `--simulate` the real schedulers are compared over devices that only cost time: the figures are the same on every
+machine. Without `--model` the model has 107 M parameters of random weights: 12 layers, 768 wide, a vocabulary of
+32,000.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ from scripts.lab.load.mid import write_mid
 from scripts.lab.load.servers import ForeignLoad, serving
 from scripts.lab.load.workload import BenchRequest, random_ids
 from scripts.lab.simulation.routers import ROUTERS
-from scripts.lab.tables import Table, ratio, say_head
+from scripts.lab.simulation.shared_prefixes import CASES, SEEDS, compare_routers
+from scripts.lab.tables import Table, ratio, say, say_head
 from server.engine.scratch_folder import ScratchFolder
 
 SERVE = "serve"  # the first argument of a server's process; the policy and the server's flags follow
@@ -55,6 +60,7 @@ _COUNTS = re.compile(r"^pallas_serve:prefix_cache_(queries|hits)_total\{.*\} (\S
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.lab routing", description=__doc__.splitlines()[0])
+    p.add_argument("--simulate", action="store_true", help="compare in simulated time, without servers")
     p.add_argument("--model", help="default: one of random weights, with 107 M parameters")
     p.add_argument("--device", default="cpu")
     p.add_argument("--prefixes", type=int, default=40, help="default: 40")
@@ -180,11 +186,26 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def simulated(count: int) -> None:
+    """Prints the table in simulated time, with `count` requests in each row."""
+    form = {"hit rate": "6.3f", "TTFT p50/p99 ms": ">15", "TTFT mean ms": "6.1f", "busiest / idlest": "6.2f"}
+    table = Table({"workload": "<40", "policy": "<14", **form}, say)
+    for name, case in CASES.items():
+        for policy, of in compare_routers(case, -(-count // len(SEEDS))).items():
+            p50, p99 = (of.percentile(q) * 1e3 for q in (50, 99))
+            shares = [max(run.num_sent) / max(1, min(run.num_sent)) for run in of.runs]
+            table.row(name, policy, of.hit_rate, f"{p50:.0f} / {p99:.0f}", of.ttft.mean() * 1e3, max(shares))
+
+
 def bench(args: argparse.Namespace) -> int:
     """Runs all policies in all rounds, prints the table, and returns the exit code: 1 if a request failed."""
     counts = (args.prefixes, args.prefix_len, args.tail_len, args.output_len, args.num_requests, args.rounds)
     if min(counts) < 1 or args.request_rate <= 0:
         raise ValueError("lengths and numbers of prefixes, requests and rounds are at least 1, --request-rate above 0")
+    if args.simulate:
+        say_head()
+        simulated(args.num_requests)
+        return 0
     random = np.random.default_rng(args.seed)
     measured: dict[str, list[Measured]] = {policy: [] for policy in ROUTERS}
     say_head()

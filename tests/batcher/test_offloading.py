@@ -255,6 +255,47 @@ def test_other_weights_find_no_pages_of_the_former_ones() -> None:
     assert run(drive, "third", PROMPT) == 0
 
 
+def waiting_for_pages() -> Drive:
+    """The row of `second`, whose adapter is in no slot any more, waits for its pages, which do not come."""
+    drive = small(max_loras=1)
+    run(drive, "first", PROMPT, adapter=7)
+    run(drive, "filler", tuple(range(50, 98)), ignore_eos=True, max_tokens=16, adapter=8)
+    drive.engine._page_mover.work_here = lambda: False
+    drive.add(make_request("second", PROMPT, adapter=7))
+    for adapter in (9, 10, 11):
+        drive.add(make_request(str(adapter), (adapter,), max_tokens=2, adapter=adapter))
+    for _ in range(3):
+        drive.step()
+    assert drive.scheduler.offloaded.is_loading_any
+    return drive
+
+
+def come(drive: Drive) -> None:
+    """Pages move again."""
+    del drive.engine._page_mover.work_here
+    drive.finish()
+    drive.check_outputs()
+
+
+def test_while_a_row_waits_for_pages_its_adapter_counts_as_staged() -> None:
+    drive = waiting_for_pages()
+    assert drive.engine.stats().num_adapters_resident == 1
+    come(drive)
+
+
+def test_a_row_that_leaves_before_its_pages_have_come_leaves_its_adapter_staged() -> None:
+    drive = waiting_for_pages()
+    drive.engine.abort("second")
+    drive.add(make_request("third", PROMPT, adapter=7))
+    come(drive)
+
+
+def test_other_weights_find_an_adapter_that_waits_to_be_written() -> None:
+    drive = waiting_for_pages()
+    drive.engine.change(Change(work=lambda: None, on_done=lambda _error: None))
+    come(drive)
+
+
 def test_a_working_set_that_fits_moves_nothing() -> None:
     capacity = moving(make_capacity(num_pages=64))
     drive = Drive(capacity, offloading=offloading(capacity, 64))

@@ -43,7 +43,7 @@ from tests.e2e.kv_crowd import (
     wait_for,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,8 @@ def test_damaged_files_are_computed_again(flags, told, folder, kind):
         DAMAGE[kind](file, random)
     with serve_exported(*flags, *in_files(folder)) as server:
         assert crowd(server) == told
-        assert kind == "longer" or healthy(server)[BROKEN] > 0
+        is_broken = kind not in ("longer", "link")  # the first bytes of the one are whole, and links are not listed
+        assert (healthy(server)[BROKEN] > 0) == is_broken
         assert crowd(server) == told
         healthy(server)
     assert server.process.returncode == 0

@@ -47,7 +47,7 @@ def test_four_bytes_are_a_token():
     assert len(prompt(prompt="x" * 4003, prompt_cache_key="k")) // UNIT == 1001
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"{}", b'{"messages": 3}', b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"{}", b'{"messages": 3}', b"\xff", b"[" * 10**6])
 def test_a_body_that_is_none_has_no_prompt(body):
     assert prompt_of(body) == b""
     assert Router().choose(prompt_of(body), 0, IDLE).engine in IDLE

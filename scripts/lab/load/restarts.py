@@ -11,7 +11,7 @@ import numpy as np
 
 from scripts.flags.errors import FailedError
 from scripts.lab.load.conversations import VOCAB_SIZE
-from scripts.lab.load.measured import Measured, measure
+from scripts.lab.load.measured import Measured, measure, together
 from scripts.lab.load.page_counts import FILES, counted
 from scripts.lab.load.servers import Server
 from scripts.lab.load.tiers import Tier, move_slots
@@ -32,7 +32,7 @@ def restarts(
     random: np.random.Generator,
 ) -> dict[str, list[Measured]]:
     """Rows by their names, each with a measurement for each round: new prefixes are computed and asked for again, one
-    at a time, and once more after a restart. llama-server saves its slots before it ends, and restores them.
+    after the other, and once more after a restart. llama-server saves its slots before it ends, and restores them.
 
     Raises FailedError if the pages do not get into files.
     """
@@ -44,8 +44,10 @@ def restarts(
         for _ in range(rounds):
             asked = _requests(tier, NUM_PREFIXES, prefix_len, random)
             num_before = server.counters()[FILES]
-            found[COMPUTED].append(one_by_one(server, asked))
-            found[IN_POOL].append(one_by_one(server, asked))
+            # A small pool does not hold all prefixes.
+            pairs = [(one_by_one(server, [request]), one_by_one(server, [request])) for request in asked]
+            for row, parts in zip((COMPUTED, IN_POOL), zip(*pairs, strict=True), strict=True):
+                found[row].append(together(parts))
             if tier is Tier.LLAMA:
                 move_slots(server, "save", slots)
             else:

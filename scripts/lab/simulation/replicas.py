@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batcher.request import RequestOutput
@@ -33,16 +33,16 @@ def simulate_replicas(
     requests: Sequence[SimulatedRequest],
     machine: Machine,
     num_engines: int,
-    make_router: Callable[[Callable[[], float]], Router],
+    kind: type[Router],
 ) -> Replicas:
     """Runs a workload to its end.
 
     Args:
         requests: in the order of their arrival.
-        make_router: makes the router from a clock.
+        kind: of the router.
     """
     now = 0.0
-    router = make_router(lambda: now)
+    router = kind(page_size=machine.page_size, clock=lambda: now)
     engines = [SimulatedEngine(machine) for _ in range(num_engines)]
     num_open, num_queued = [0] * num_engines, [0] * num_engines
     routes: dict[str, Route] = {}  # of the requests without a first token

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Mapping
 
-from server.engine.routing import Route, Router
+from server.engine.routing import BLOCK_TOKENS, Route, Router
 from server.shared_counts import Load
 
 
@@ -35,8 +36,8 @@ class LastSent(LeastLoaded):
     """The engine that was last sent the longest beginning of the prompt, in blocks of 64 tokens and up to 2,048, unless
     it has 8 open requests more than the least loaded one and 1.5 times as many: what the server did before 2026-11."""
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
-        super().__init__(clock=clock)
+    def __init__(self, *, page_size: int = BLOCK_TOKENS, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(page_size=page_size, clock=clock)
         self._last: dict[int, int] = {}  # digest -> engine
 
     def choose(self, prompt: bytes, salt: int, loads: Mapping[int, Load]) -> Route:
@@ -56,4 +57,6 @@ def _unweighed(engine: int, prompt: bytes) -> Route:
     return Route(engine=engine, num_prompt=len(prompt) // 4, num_known=0, beginnings=(), used=())
 
 
-ROUTERS: dict[str, type[Router]] = {"round robin": RoundRobin, "least loaded": LeastLoaded, "prefix": Router}
+ROUTERS: dict[str, type[Router]] = {
+    "round robin": RoundRobin, "least loaded": LeastLoaded, "last sent": LastSent, "prefix": Router,
+}  # fmt: skip

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from batcher.scheduling.page_moves import OffloadingCounts
 from batcher.stats import EngineStats
 from server.api.metrics import ServerMetrics
-from server.engine.wire import EngineInfo
+from server.engine.wire import Adapter, EngineInfo
 from tests.server.support.requests import wait_until
 
 
@@ -20,6 +21,8 @@ class Source:
     stats: EngineStats
     info: EngineInfo
     death: str | None = None
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    num_adapter_loads: int = 0
 
 
 def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -31,9 +34,9 @@ def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...
     return found
 
 
-def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:") -> ServerMetrics:
+def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:", max_loras: int = 0) -> ServerMetrics:
     cache = {"page_size": "16", "num_pages": "99"}
-    info = EngineInfo(max_model_len=10, vocab_size=10, cache_config=cache)
+    info = EngineInfo(max_model_len=10, vocab_size=10, cache_config=cache, max_loras=max_loras)
     return ServerMetrics([Source(stats, info)], prefix=prefix, model_name="m")
 
 
@@ -161,7 +164,8 @@ DASHBOARD = Path(__file__).parents[3] / "scripts/deploy/grafana-dashboard.json"
 
 
 def test_every_query_of_the_dashboard_is_about_metrics_and_labels_that_are_exported():
-    metrics = metrics_of(EngineStats(finished={"stop": 1}))
+    stats = EngineStats(finished={"stop": 1}, offloading=OffloadingCounts(num_places=1))
+    metrics = metrics_of(stats, max_loras=1)
     metrics.observe_response(handler="/v1/chat/completions", method="POST", status=200, seconds=0.1)
     exported = {name: {label for labels in found for label, _ in labels} for name, found in samples(metrics).items()}
     dashboard = json.loads(DASHBOARD.read_text())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine import wire
@@ -20,6 +20,7 @@ from server.engine.routing import (
     Router,
 )
 from server.shared_counts import Load, PrefixTable, SharedCounts
+from tests.examples import examples
 
 SYSTEM = list(range(3 * BLOCK_TOKENS))
 IDLE = Load(0, 0)
@@ -93,6 +94,7 @@ def test_a_system_prompt_that_all_requests_have_is_no_hot_spot():
     assert MISSING_WEIGHT * 64 < REQUEST_TOKENS * (MOST_AHEAD + 1)  # it is the cost that spreads them
 
 
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_no_history_sends_a_request_to_an_engine_beyond_the_bound(data: st.DataObject):
     """Requests come, are answered with any number of cached tokens, and end, in any order."""
