@@ -75,7 +75,7 @@ REFUSED = {
     "--cpu-offload-gb": "weights are on the chips only: --tensor-parallel-size, --quantization",
     "--enable-expert-parallel": "the model has no experts",
     "--hf-overrides": "the checkpoint's config is served as it is",
-    "--kv-transfer-config": "moving K/V between servers is not supported yet",
+    "--kv-transfer-config": "K/V move between servers by --kv-role and --prefill-url",
     "--limit-mm-per-prompt": "input other than text is not supported yet",
     "--return-tokens-as-token-ids": "requests ask for it: the field `return_tokens_as_token_ids`",
     "--revision": "only the newest revision is downloaded; --model takes a folder with another one",

@@ -34,7 +34,7 @@ class HttpCounts:
     params_n: Histogram = field(default_factory=partial(Histogram, COUNT_BOUNDS))
     params_max_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     limited: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
-    prefills: dict[str, int] = field(default_factory=dict)  # `Prefill` -> count
+    prefills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Prefill, 0))
     responses: dict[tuple[str, str, str], int] = field(default_factory=dict)  # handler, method, status -> count
     durations: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # handler, method -> seconds
     process: dict[str, float] = field(default_factory=dict)  # figures of the process -> value, for sums

@@ -134,7 +134,7 @@ class ServerMetrics:
 
     def observe_prefill(self, outcome: Prefill) -> None:
         """Counts a prompt that another server was to compute."""
-        self._counts.prefills[outcome] = self._counts.prefills.get(outcome, 0) + 1
+        self._counts.prefills[outcome] += 1
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
         """Counts an answer of `handler`, a route's path, and its seconds."""
@@ -196,12 +196,11 @@ class ServerMetrics:
         for limit, count in counts.limited.items():
             limited.add_metric([*self._labels.values(), limit], count)
         yield limited
-        if counts.prefills:
-            doc = "Long prompts that other servers were to compute."
-            prefills = self._family(CounterMetricFamily, "remote_prefills", doc, ["outcome"])
-            for outcome in Prefill:
-                prefills.add_metric([*self._labels.values(), outcome], counts.prefills.get(outcome, 0))
-            yield prefills
+        doc = "Long prompts that other servers were to compute."
+        prefills = self._family(CounterMetricFamily, "remote_prefills", doc, ["outcome"])
+        for outcome, count in counts.prefills.items():
+            prefills.add_metric([*self._labels.values(), outcome], count)
+        yield prefills
         yield from _http(counts)
         yield from self._of_processes({} if others is None else others.process)
 

@@ -86,11 +86,13 @@ def forgotten(prefill, decode) -> None:
 
 
 def outcomes(server: DemoServer) -> dict[str, float]:
-    """Also of metrics that are not there yet."""
+    """Of the prompts that the other server was to compute."""
     with server.http() as http:
         lines = http.get("/metrics").text.splitlines()
-    values = {outcome: [line for line in lines if f'outcome="{outcome}"' in line] for outcome in ("done", "failed")}
-    return {outcome: float(found[0].rpartition(" ")[2]) if found else 0.0 for outcome, found in values.items()}
+    return {
+        outcome: next(float(line.rpartition(" ")[2]) for line in lines if f'outcome="{outcome}"' in line)
+        for outcome in ("done", "failed")
+    }
 
 
 def texts_of(server: DemoServer) -> list[str]:
