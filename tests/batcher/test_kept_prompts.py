@@ -16,6 +16,7 @@ from batcher.page_store import KeptPage, NoPage, Offloading, PageSource
 from batcher.request import Request
 from tests.batcher.fake_runner import fake_page_bytes
 from tests.batcher.harness import Drive, make_capacity, make_request
+from tests.batcher.test_offloading import Memory
 from tests.examples import examples
 
 PROMPT = tuple(range(3, 44))  # ten full pages and a token
@@ -121,6 +122,21 @@ def test_pages_that_the_other_engine_has_lost_are_computed() -> None:
     wire.loses = True
     assert ask(decode, replace(make_request("first", PROMPT), source=SOURCE)) == 0
     decode.check_outputs()
+
+
+def test_a_store_has_what_another_engine_has_lost_and_gets_what_it_has_given() -> None:
+    store, prefill = Memory(), prefill_engine()
+    wire = Wire(prefill)
+    computed(prefill)
+    decode = engine(remote=wire, store=store)
+    assert ask(decode, replace(make_request("first", PROMPT), source=SOURCE)) == 40
+    decode.step()
+    assert len(store.pages) == 12  # two are of the output
+    wire.loses = True
+    later = engine(remote=wire, store=store)
+    assert ask(later, replace(make_request("second", PROMPT), source=SOURCE)) == 40
+    assert wire.num_pages == 10
+    later.check_outputs()
 
 
 def test_a_prompt_that_was_there_before_is_kept_too() -> None:
