@@ -55,8 +55,8 @@ app.router.add_post("/slots/{number}", slot)
 app.router.add_post("/v1/completions", complete)
 web.run_app(app, host="127.0.0.1", port=int(flags["--port"]), print=None)
 """
-SMALL = ["--conversations", "24", "--pool", "4", "--lengths", "uniform:40:80", "--context", "512", "--page-size", "32"]
-SMALL += ["--num-pages", "36", "--streams", "2", "--rate", "2", "--seconds", "1", "--prefix-len", "100"]
+SMALL = ["--conversations", "32", "--pool", "4", "--lengths", "uniform:40:80", "--context", "512", "--page-size", "32"]
+SMALL += ["--num-pages", "48", "--streams", "2", "--rate", "2", "--seconds", "1", "--prefix-len", "100"]
 OF_SERVERS = ["--", "--max-num-batched-tokens", "16", "--export-cache", str(EXPORTED)]
 
 
