@@ -55,8 +55,8 @@ app.router.add_post("/slots/{number}", slot)
 app.router.add_post("/v1/completions", complete)
 web.run_app(app, host="127.0.0.1", port=int(flags["--port"]), print=None)
 """
-SMALL = ["--conversations", "24", "--pool", "4", "--lengths", "uniform:40:80", "--context", "512", "--page-size", "32"]
-SMALL += ["--num-pages", "36", "--streams", "2", "--rate", "2", "--seconds", "1", "--prefix-len", "100"]
+SMALL = ["--conversations", "32", "--pool", "4", "--lengths", "uniform:40:80", "--context", "512", "--page-size", "32"]
+SMALL += ["--num-pages", "48", "--streams", "2", "--rate", "2", "--seconds", "1", "--prefix-len", "100"]
 OF_SERVERS = ["--", "--max-num-batched-tokens", "16", "--export-cache", str(EXPORTED)]
 
 
@@ -79,9 +79,9 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
         assert [part["failed"] for part in parts] == [0, 0], name
         assert all(part["completed"] for part in parts)
     for tier in ("host", "disk"):
-        for part in results[f"away, {tier}"]:
-            assert part["external_prefix_cache_hits_total"] > 0
-            assert part[f"kv_offload_loaded_pages_total {tier}"] > 0
+        parts = results[f"away, {tier}"]
+        assert all(part["external_prefix_cache_hits_total"] > 0 for part in parts)
+        assert sum(part[f"kv_offload_loaded_pages_total {tier}"] for part in parts) > 0
     printed = capsys.readouterr().out
     assert printed.count("in 2 rounds)") == len(kv_offloading.RATIOS)
     assert "away, off / away, host (TTFT p50): " in printed
@@ -109,9 +109,7 @@ def test_the_prompt_of_a_turn_begins_with_the_one_before():
     assert [request.max_tokens for request in first] == [ANSWER] * 3
     assert third[0].prompt[: len(second[0].prompt)] == second[0].prompt
     assert second[0].prompt[: len(first[2].prompt)] == first[2].prompt
-    assert len(third[0].prompt) == len(first[2].prompt) + 2 * (ANSWER + QUESTION) == chats.longest() - ANSWER or (
-        len(third[0].prompt) < chats.longest() - ANSWER
-    )
+    assert len(third[0].prompt) == len(first[2].prompt) + 2 * (ANSWER + QUESTION) <= chats.longest() - ANSWER
     assert second[1].prompt[: len(first[0].prompt)] == first[0].prompt
     assert first[0].prompt[:5] != first[1].prompt[:5]
 
