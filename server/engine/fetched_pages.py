@@ -69,7 +69,10 @@ class FetchedPages:
             prompt, index = self._expected.pop(digest, (None, 0))
         if prompt is None:
             return False
-        fault = self._fetch(prompt, index, tokens, page)
+        try:
+            fault = self._fetch(prompt, index, tokens, page)
+        except zmq.ZMQError as error:  # of an address that is none
+            fault = error.strerror
         if fault is None:
             self.num_pages += 1
         else:
@@ -122,10 +125,15 @@ class FetchedPages:
         return None if crc32(page) == CHECKSUM.unpack(checksum.bytes)[0] else "a page was damaged on its way"
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._sockets[address] = self._context.socket(zmq.DEALER)
+        socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IPV6, "[" in address)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        self._sockets[address] = socket
         return socket
 
     def _give_up(self, address: str) -> None:

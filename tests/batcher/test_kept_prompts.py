@@ -210,6 +210,16 @@ def test_pages_of_former_weights_are_not_given() -> None:
     assert prefill.scheduler.pool.num_used == 0
 
 
+def test_other_weights_take_no_pages_of_the_former_ones() -> None:
+    prefill, decode, wire = pair()
+    computed(prefill)
+    decode.add(replace(make_request("first", PROMPT), source=SOURCE))
+    decode.engine.change(Change(work=lambda: None, on_done=lambda _error: None))
+    decode.finish()
+    assert wire.num_pages == 0
+    decode.check_outputs()
+
+
 def test_an_aborted_prompt_is_not_kept() -> None:
     prefill = prefill_engine()
     prefill.add(replace(make_request("first", PROMPT, max_tokens=1), keep_as=TOKEN))

@@ -141,6 +141,16 @@ def test_an_engine_that_is_silent_is_not_waited_for_twice(keeper) -> None:
                 assert loaded(pages, 0) is not None
 
 
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:99999", "tcp://:1", "nonsense", "", "tcp://[:1"]
+)
+def test_an_address_that_is_none_gives_nothing(address) -> None:
+    with closing(FetchedPages(PAGE_BYTES, silence_s=0.05)) as pages:
+        pages.expect([digest_of(0)], PageSource(address=address, token=TOKEN, keep_s=LONG_S))
+        assert loaded(pages, 0) is None
+        assert pages.num_failed == 1
+
+
 def test_two_prompts_of_one_engine_do_not_mix(keeper, server, fetched) -> None:
     other = bytes(reversed(TOKEN))
     keeper.kept_page = lambda token, index: KeptPage(  # type: ignore[method-assign]
