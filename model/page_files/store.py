@@ -99,13 +99,13 @@ class PageFiles:
 
     def has(self, digest: bytes) -> bool:
         """Whether the page was there when the folder was listed, or has been stored since."""
-        self._start_listing()
+        self.start_listing()
         return _name(self._identity, digest) in self._index
 
     def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
         """See `PageStore`. A page that another engine has just stored is found, too. After False, `page` may hold
         anything."""
-        self._start_listing()
+        self.start_listing()
         head = self._head(digest, tokens)
         name, start, content = _name(head.identity, digest), bytearray(head.size), self._bytes_of(page)
         try:
@@ -132,7 +132,7 @@ class PageFiles:
 
     def store(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
         """See `PageStore`."""
-        self._start_listing()
+        self.start_listing()
         head, content = self._head(digest, tokens), self._bytes_of(page)
         name = _name(head.identity, digest)
         if name in self._index and self._files.touch(name):
@@ -185,7 +185,8 @@ class PageFiles:
                 self._is_listed = True
         self._delete(unused)
 
-    def _start_listing(self) -> None:
+    def start_listing(self) -> None:
+        """Lists the folder on a thread of its own, now and from time to time. The first use of a page starts it, too."""
         if self._thread is not None:
             return
         with self._lock:

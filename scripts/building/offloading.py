@@ -42,7 +42,7 @@ def start_digests(settings: EngineSettings, weights: ChosenWeights, draft: Chose
 def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Digests | None) -> Offloading | None:
     """None: pages do not leave the device. Raises ValueError if the host's memory or the folder cannot be used."""
     from model.execution.device_memory import host_memory
-    from model.page_files.store import PageFiles
+    from model.page_files.store import PATH_FLAG, PageFiles
 
     if not settings.kv_offloading_size:
         return None
@@ -53,11 +53,9 @@ def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Dige
         )
     store = None
     if digests is not None and settings.kv_offloading_path is not None:
-        folder, most = (
-            place(settings.kv_offloading_path, "--kv-offloading-path"),
-            int(settings.kv_offloading_disk * GIB),
-        )
+        folder, most = place(settings.kv_offloading_path, PATH_FLAG), int(settings.kv_offloading_disk * GIB)
         store = PageFiles(folder, runner.page_identity(*digests()), max_bytes=most)
+        store.start_listing()  # the first request looks for its prefix there
     return Offloading(
         host_bytes=size,
         store=store,
