@@ -186,7 +186,7 @@ class PageFiles:
         self._delete(unused)
 
     def start_listing(self) -> None:
-        """Lists the folder on a thread of its own, now and from time to time. The first use of a page starts it, too."""
+        """Lists the folder on a thread of its own, now and again. The first use of a page starts it, too."""
         if self._thread is not None:
             return
         with self._lock:

@@ -86,8 +86,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.lab kv_offloading", description=__doc__.splitlines()[0])
     p.add_argument("--model", help="default: one of random weights, with 107 M parameters")
     p.add_argument("--device", default="cpu")
-    p.add_argument("--tiers", type=Tier, nargs="+", action=EachCounts, default=list(Tier), metavar="TIER",
-                   help=f"of {', '.join(Tier)} (default: all)")  # fmt: skip
+    p.add_argument("--tiers", type=Tier, choices=list(Tier), nargs="+", action=EachCounts, default=list(Tier),
+                   metavar="TIER", help=f"of {', '.join(Tier)} (default: all)")  # fmt: skip
     p.add_argument("--conversations", type=int, default=200, help="default: 200")
     p.add_argument("--pool", type=int, default=40, help="conversations that the device's pages hold (default: 40)")
     p.add_argument("--lengths", type=Lengths.parse, default=Lengths.parse("uniform:200:1200"), metavar="LENGTHS",
