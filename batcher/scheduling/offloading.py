@@ -95,9 +95,8 @@ class OffloadedPages:
         self._pool, self._clock = pool, clock
         self._places = list(range(self.num_pages - 1, -1, -1))  # of the host's memory, without a page
         self._index: OrderedDict[bytes, HostPage] = OrderedDict()  # least recently used first
-        self._unsaved: OrderedDict[int, tuple[bytes, bytes]] = (
-            OrderedDict()
-        )  # page -> digest, tokens; next to save first
+        # By page of the device its digest and tokens; the next to be saved first.
+        self._unsaved: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
         self._moves: list[PageSave | PageLoad] = []  # to begin before the step that is planned now
         self._saves: list[PageSave] = []  # begun or about to
         self._loads: dict[PageLoad, RequestState] = {}
