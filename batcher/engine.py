@@ -249,6 +249,8 @@ class Engine:
         )
         for thread in self._threads:
             thread.start()
+        if self._page_mover is not None:
+            self._page_mover.start()
         if self._deferred_programs:
             compiling = (self._deferred_programs, self._runner, self._inbox, self._report, self._clock)
             compiler = threading.Thread(
@@ -409,8 +411,6 @@ class Engine:
         step = self.core.dispatch() if self._can_dispatch() else None
         if self._page_mover is not None:
             self._page_mover.ask(self.core.take_moves())
-            if self._threads:
-                self._page_mover.start()
         return step
 
     def _can_dispatch(self) -> bool:

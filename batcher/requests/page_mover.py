@@ -46,8 +46,12 @@ class _Save(NamedTuple):
 
 
 class _Load(NamedTuple):
+    """A copy of a load: `load.away[start:start + pages_of_copy]`, or as many as there are."""
+
     load: PageLoad
-    from_store: dict[int, np.ndarray | None]  # index in `load.away` -> u8[page_bytes]; None: the store has lost it
+    start: int
+    read: np.ndarray | None = None  # u8[pages_of_copy, page_bytes], with the pages that are not in the host's memory
+    num_read: int = 0  # the first pages of the copy, after which one is lost
 
 
 class _Write(NamedTuple):
@@ -92,6 +96,7 @@ class PageMover:
         self._writing = threading.Lock()  # a page is written, or the store is cleared
         self._threads: list[threading.Thread] = []
         self._may_stage = threading.Semaphore(MAX_PAGE_COPIES)
+        self._buffers: SimpleQueue[np.ndarray | None] = SimpleQueue()  # of the thread that reads
         self._is_closed = False
         self._num_broken = self._num_unwritten = 0
 
@@ -106,7 +111,8 @@ class PageMover:
             elif move.from_store:
                 self._to_read.put(move)
             else:
-                self._moves.put(_Load(move, {}))
+                for start in range(0, len(move.away), self._pages_of_copy):
+                    self._moves.put(_Load(move, start))
 
     def took(self, moved: Moved) -> None:
         """What `on_moved` got has been used, or is not needed."""
@@ -162,6 +168,7 @@ class PageMover:
         """The threads are to end after the moves that they are at."""
         self._is_closed = True
         self._may_stage.release()
+        self._buffers.put(None)
         self._moves.put(None)
         self._to_read.put(None)
         with suppress(Full):  # the writer looks at `_is_closed` after each page
@@ -186,6 +193,11 @@ class PageMover:
 
     def _serve(self, queue: _Queue) -> None:
         try:
+            if queue is self._to_read:
+                for _ in range(2):
+                    buffer = self._new_buffer()
+                    buffer.fill(0)  # the first write to memory is slow, and the first request waits for its pages
+                    self._buffers.put(buffer)
             while (work := queue.get()) is not None and not self._is_closed:
                 self._do(work)
         except Exception as error:
@@ -226,27 +238,34 @@ class PageMover:
             self._to_write.put_nowait(_Write(host, place.copy()))
 
     def _stage(self, move: _Load) -> None:
-        """Stages the pages, copy by copy, up to the first one that is lost."""
-        load, num_staged = move.load, 0
-        while num_staged < len(load.away) and load.is_wanted:
+        """Stages the pages of a copy, up to the first one that is lost, which ends the load."""
+        load, stop = move.load, min(move.start + self._pages_of_copy, len(move.load.away))
+        if load.is_wanted and not load.is_cut:
             self._may_stage.acquire()  # `took` releases it
             if self._is_closed:
                 return
-            stop = min(num_staged + self._pages_of_copy, len(load.away))
-            found: list[np.ndarray] = []
-            for index in range(num_staged, stop):
-                page = self._found(load.away[index], move.from_store.get(index))
-                if page is None:
-                    break
-                found.append(page)
-            is_last = num_staged + len(found) < stop or stop == len(load.away)
+            found = self._found_pages(move, stop)
+            load.is_cut = move.start + len(found) < stop
             staged, error = self._staged(found)
             if staged is None:
+                load.is_cut = True
                 self._may_stage.release()
-            self._on_moved(Loaded(load, staged, 0 if staged is None else len(found), is_last or staged is None, error))
-            if is_last or staged is None:
-                return
-            num_staged = stop
+            is_last = load.is_cut or stop == len(load.away)
+            self._on_moved(Loaded(load, staged, 0 if staged is None else len(found), is_last, error))
+        if move.read is not None:
+            self._give_back(move.read)
+
+    def _found_pages(self, move: _Load, stop: int) -> list[np.ndarray]:
+        """The bytes of the pages before `stop` and before the first one that is lost, each u8[page_bytes]."""
+        found: list[np.ndarray] = []
+        for place, away in enumerate(move.load.away[move.start : stop]):
+            page = self._on_host(away.host) if away.host is not None else None
+            if away.host is None and move.read is not None and place < move.num_read:
+                page = move.read[place]
+            if page is None:
+                break
+            found.append(page)
+        return found
 
     def _staged(self, pages: list[np.ndarray]) -> tuple[StagedPages | None, Exception | None]:
         """The pages on the device, or the device's error."""
@@ -255,11 +274,8 @@ class PageMover:
         except Exception as error:
             return None, error
 
-    def _found(self, page: AwayPage, from_store: np.ndarray | None) -> np.ndarray | None:
-        """The bytes of a page, u8[page_bytes]; None: they are lost."""
-        host = page.host
-        if host is None:
-            return from_store
+    def _on_host(self, host: HostPage) -> np.ndarray | None:
+        """The bytes of a page in the host's memory, u8[page_bytes]; None: they are lost."""
         if self._in_place[host.place] is not host:
             return None
         place = self._place(host)
@@ -270,18 +286,28 @@ class PageMover:
         return None
 
     def _read(self, load: PageLoad) -> None:
-        """Reads the pages of the store and of other engines, up to the first one that is lost."""
-        read: dict[int, np.ndarray | None] = {}
-        for index, page in enumerate(load.away):
-            if page.host is not None:
-                continue
-            if not load.is_wanted:
+        """Reads the pages of the store and of other engines, copy by copy, up to the first one that is lost."""
+        for start in range(0, len(load.away), self._pages_of_copy):
+            # While one copy is read, the one before it is staged.
+            read = self._buffers.get() if self._threads else self._new_buffer()
+            if read is None:  # the end
                 return
-            into = np.empty(self._page_bytes, np.uint8)
-            read[index] = into if self._is_read(page, into) else None
-            if read[index] is None:
-                break
-        self._moves.put(_Load(load, read))
+            if not load.is_wanted:
+                self._give_back(read)
+                return
+            pages = load.away[start : start + self._pages_of_copy]
+            into = zip(pages, read, strict=False)
+            num_read = next((i for i, (p, to) in enumerate(into) if not (p.host or self._is_read(p, to))), len(pages))
+            self._moves.put(_Load(load, start, read, num_read))
+            if num_read < len(pages):
+                return
+
+    def _give_back(self, buffer: np.ndarray) -> None:
+        if self._threads:
+            self._buffers.put(buffer)
+
+    def _new_buffer(self) -> np.ndarray:
+        return np.empty((self._pages_of_copy, self._page_bytes), np.uint8)
 
     def _is_read(self, page: AwayPage, into: np.ndarray) -> bool:
         sources = (self._remote, self._store)

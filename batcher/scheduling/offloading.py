@@ -133,7 +133,7 @@ class OffloadedPages:
         self._unsaved.pop(page, None)
         if digest in self._index:
             self._index.move_to_end(digest)
-        elif not self._save(page, digest, tokens):
+        elif not self._save(page, digest, tokens) and not self._is_away(digest):
             self.counts.num_lost += 1
 
     def forgotten(self, page: int | None, digest: bytes) -> None:

@@ -48,6 +48,7 @@ class PageLoad:
     give_up_s: float  # by the clock: when computing them would be done
     asked_s: float
     num_written: int = 0
+    is_cut: bool = False  # a page is lost, and none after it comes. Only the mover reads and writes it
     is_wanted: bool = True  # False: its row waits for it no longer
     from_store: int = field(init=False)  # how many
 

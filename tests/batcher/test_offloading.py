@@ -17,6 +17,7 @@ from batcher.request import FinishReason
 from batcher.step import Capacity
 from tests.batcher.fake_runner import FakeRunner, fake_page_bytes
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
+from tests.batcher.test_engine_threads import Listener, check, running
 from tests.batcher.test_page_events import Follower
 from tests.batcher.test_properties import Scenario, play, scenarios
 from tests.examples import examples
@@ -239,6 +240,32 @@ def test_a_page_that_the_store_has_lost_is_computed() -> None:
     assert run(drive, "second", PROMPT) == 0
     assert store.num_loads == 1
     drive.check_outputs()
+
+
+def test_more_copies_than_there_are_buffers_come_from_a_store() -> None:
+    store = Memory()
+    run(small(store=store), "first", PROMPT)
+    capacity = moving(make_capacity(num_pages=16), pages_of_copy=1)
+    listener = Listener()
+    requests = [make_request(str(n), PROMPT[: 40 - n], max_tokens=3) for n in range(12)]
+    with running(FakeRunner(capacity), offloading=offloading(capacity, 16, store)) as engine:
+        for request in requests:
+            engine.add_request(request, listener)
+        engine.abort("5")
+        ends = [listener.end(request.request_id) for request in requests]
+        assert engine.stats().offloading.num_loaded_from_store > 0
+    assert ends[0].num_cached_tokens == 36
+    check([request for request in requests if request.request_id != "5"], listener)
+
+
+def test_the_end_does_not_wait_for_a_load() -> None:
+    store = Memory()
+    run(small(store=store), "first", PROMPT)
+    capacity = moving(make_capacity(num_pages=16), pages_of_copy=1)
+    listener = Listener()
+    with running(FakeRunner(capacity), offloading=offloading(capacity, 16, store)) as engine:
+        engine.add_request(make_request("a", PROMPT), listener)
+    assert listener.end("a").finish_reason is FinishReason.ABORT or listener.tokens("a")
 
 
 def test_other_weights_find_no_pages_of_the_former_ones() -> None:
