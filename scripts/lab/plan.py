@@ -54,6 +54,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="estimate means of the steady state in place of simulating the scheduler, at once",
     )
+    load.add_argument(
+        "--prefill-apart",
+        action="store_true",
+        help="compare the best settings with some of their replicas as --kv-role prefill, the others as decode",
+    )
     load.add_argument("--max-concurrency", type=int, metavar="N", help="clients that each send one request at a time")
     price = p.add_argument_group("cost")
     price.add_argument("--price-per-hour", type=float, help="of all chips of the target together")
@@ -97,6 +102,8 @@ def check(args: argparse.Namespace) -> None:
     for name, only in followed.items():
         if args.workload is not None and getattr(args, name) != only:
             raise ValueError(f"--{name.replace('_', '-')} is not simulated: leave it out of a plan with --workload")
+    if args.prefill_apart and (args.workload is None or args.no_simulate or args.max_concurrency is not None):
+        raise ValueError("--prefill-apart needs --workload, and neither --no-simulate nor --max-concurrency")
     if args.request_rate is not None and args.max_concurrency is not None:
         raise ValueError("--request-rate and --max-concurrency exclude each other")
     for name in ("api_price", "currency"):

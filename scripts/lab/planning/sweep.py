@@ -182,35 +182,21 @@ def _outcome(
 ) -> Outcome:
     """Figures of the time from the arrival of a third of the requests until the last arrival: the load is steady."""
     replicas = candidate.num_replicas
-    arrivals = np.sort([served.arrived_s for served in result.served])
-    begin, until = float(arrivals[len(arrivals) // 3]), float(arrivals[-1])
-    if until - begin < result.seconds / 10:  # all arrived nearly at once
-        begin, until = 0.0, result.seconds
+    begin, until = settled_from(result)
     first, last = np.searchsorted(result.token_times, [begin, until], side="right")
     tokens_per_s = replicas * float(last - first) / (until - begin)
     outputs_per_request = result.output_tokens / len(requests)
     inputs_per_request = sum(request.num_prompt for request in requests) / len(requests)
     requests_per_s = tokens_per_s / outputs_per_request
-    settled = [served for served in result.served if served.arrived_s >= begin]
-    values = {
-        "ttft_ms": [served.ttft for served in settled],
-        "tpot_ms": [served.tpot for served in settled if served.tpot is not None],
-        "itl_ms": result.itl,
-    }
-    points = sorted({*PERCENTILES, *([objectives.percentile] if objectives else ())})
-    latencies = {
-        name: {f"p{p:g}": float(np.percentile(values[name] or [0.0], p)) * 1e3 for p in points} for name in METRICS
-    }
-    met = objectives is None or objectives.met(
-        {name: latencies[name][f"p{objectives.percentile:g}"] for name in METRICS}
-    )
+    found = latencies(result, begin, [objectives.percentile] if objectives else [])
+    met = objectives is None or objectives.met({name: found[name][f"p{objectives.percentile:g}"] for name in METRICS})
     return Outcome(
         candidate=candidate,
         offered_per_s=rate,
         requests_per_s=requests_per_s,
         output_tokens_per_s=tokens_per_s,
         total_tokens_per_s=requests_per_s * (inputs_per_request + outputs_per_request),
-        latencies=latencies,
+        latencies=found,
         num_preemptions=result.num_preemptions,
         occupancy=result.row_seconds / result.device_s / candidate.memory.buckets.max_num_seqs,
         device_busy=min(result.device_s / result.seconds, 1.0),
@@ -218,6 +204,30 @@ def _outcome(
         judged=f"p{DEFAULT_PERCENTILE if objectives is None else objectives.percentile:g}",
         meets=met,
     )
+
+
+def settled_from(result: Result) -> tuple[float, float]:
+    """The arrival of a third of the requests, and the last one: the load is steady in between. Where all arrived nearly
+    at once, it is the whole run."""
+    arrivals = np.sort([served.arrived_s for served in result.served])
+    begin, until = float(arrivals[len(arrivals) // 3]), float(arrivals[-1])
+    return (begin, until) if until - begin >= result.seconds / 10 else (0.0, result.seconds)
+
+
+def latencies(result: Result, begin_s: float, more: Sequence[float]) -> dict[str, dict[str, float]]:
+    """metric -> percentile -> milliseconds, of the requests that arrived later; of pauses, all.
+
+    Args:
+        more: percentiles besides the usual ones.
+    """
+    settled = [served for served in result.served if served.arrived_s >= begin_s]
+    values = {
+        "ttft_ms": [served.ttft for served in settled],
+        "tpot_ms": [served.tpot for served in settled if served.tpot is not None],
+        "itl_ms": result.itl,
+    }
+    points = sorted({*PERCENTILES, *more})
+    return {name: {f"p{p:g}": float(np.percentile(values[name] or [0.0], p)) * 1e3 for p in points} for name in METRICS}
 
 
 def best_rate(

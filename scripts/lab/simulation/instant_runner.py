@@ -45,16 +45,24 @@ class InstantRunner:
         raise NotImplementedError("the simulated engine has no adapters")
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
-        raise RuntimeError("the simulated engine has no K/V that could leave")
+        return NO_PAGES
 
     def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
-        raise RuntimeError("the simulated engine has no K/V that could come back")
+        return NO_PAGES
 
-    def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> None:
-        raise RuntimeError("the simulated engine has no K/V that could come back")
+    def write_pages(self, staged: StagedPages, pages: Sequence[int]) -> None: ...
 
     def recover(self) -> None:
         raise RuntimeError("nothing ever fails here")
+
+
+class _NoPages:
+    """Of K/V that there are not."""
+
+    def copy_to(self, pages: Sequence[np.ndarray]) -> None: ...
+
+
+NO_PAGES = _NoPages()
 
 
 class _Handle:

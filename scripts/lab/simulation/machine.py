@@ -14,15 +14,20 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.core import EngineCore
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.page_store import Offloading, PageSource
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.requests.admission import make_request_state
+from batcher.requests.page_mover import Loaded, Saved
 from batcher.scheduling.forecast import Forecast
+from batcher.scheduling.page_moves import PageLoad
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState
 from batcher.step import Capacity, StepOutput
-from scripts.lab.simulation.instant_runner import TOKEN, InstantRunner
+from scripts.lab.simulation.instant_runner import NO_PAGES, TOKEN, InstantRunner
 
 EOS = 1
+# Of an engine that fetches pages: it waits for them, however long they take.
+_SOURCE = PageSource(address="", token=b"", keep_s=math.inf)
 VOCAB_SIZE = 1 << 20  # its last tokens are those of prefixes that requests share
 
 
@@ -124,7 +129,12 @@ class Result:
 
 
 class SimulatedEngine:
-    """The engine's core on a machine, with a time of its own. The arguments are as of `simulate`."""
+    """The engine's core on a machine, with a time of its own. The other arguments are as of `simulate`.
+
+    Args:
+        fetched_page_s: the full pages of all prompts come from another engine, one after the other, in so many seconds
+            each; None: this engine computes them.
+    """
 
     def __init__(
         self,
@@ -138,6 +148,7 @@ class SimulatedEngine:
         even_context: float = math.inf,
         max_concurrency: int | None = None,
         max_steps: int = 1_000_000,
+        fetched_page_s: float | None = None,
     ) -> None:
         self.result = Result()
         self._machine = machine
@@ -148,6 +159,8 @@ class SimulatedEngine:
             max_model_len=machine.max_model_len,
             max_num_batched_tokens=machine.max_num_batched_tokens,
             vocab_size=VOCAB_SIZE,
+            page_bytes=1,
+            pages_of_copy=machine.max_model_len // machine.page_size + 1,  # a load is one copy
         )
         limits = BucketConfig(
             max_num_batched_tokens=machine.max_num_batched_tokens, max_num_seqs=machine.max_num_seqs,
@@ -156,6 +169,7 @@ class SimulatedEngine:
         config = EngineConfig(
             eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts,
             even_context=even_context, seed=0,
+            offloading=None if fetched_page_s is None else Offloading(host_bytes=1, remote=_AllPages()),
         )  # fmt: skip
         self.core = EngineCore(InstantRunner(self._capacity), config, BucketLadder(limits), lambda: self.now)
         if forecast is not None:
@@ -168,6 +182,8 @@ class SimulatedEngine:
         self._wanted: dict[str, int] = {}  # output tokens of each request
         self._coming: deque[tuple[int, SimulatedRequest]] = deque()
         self._ends: deque[float] = deque()  # of the steps in flight
+        self._page_s = fetched_page_s
+        self._loads: deque[tuple[float, PageLoad]] = deque()  # and when their pages have come
         self._last_heard: dict[str, float] = {}
 
     def add(self, number: int, request: SimulatedRequest) -> None:
@@ -179,7 +195,11 @@ class SimulatedEngine:
         """Takes in what arrives until then, and all steps that end until then. `hear` gets their outputs."""
         while self._admit(time_s):
             self._dispatch()
-            if not self._ends or self._ends[0] > time_s:
+            end_s = self._ends[0] if self._ends else math.inf
+            if self._loads and self._loads[0][0] <= min(end_s, time_s):
+                self._take_load()
+                continue
+            if end_s > time_s or not self._ends:
                 return
             self.now = max(self.now, self._ends.popleft())
             delivery = self.core.complete(_drawn(self.core, self._wanted))
@@ -187,6 +207,21 @@ class SimulatedEngine:
                 _hear(self.result, self._last_heard, sequence, output, self.now)
                 if hear is not None:
                     hear(sequence, output)
+
+    def _take_load(self) -> None:
+        end_s, load = self._loads.popleft()
+        self.now = max(self.now, end_s)
+        self.core.take_moved(Loaded(load, NO_PAGES, len(load.away), is_last=True))
+
+    def _move_pages(self) -> None:
+        """Pages come one after the other. What leaves the device takes no time."""
+        for move in self.core.take_moves():
+            if isinstance(move, PageLoad):
+                assert self._page_s is not None
+                began_s = max(self.now, self._loads[-1][0] if self._loads else 0.0)
+                self._loads.append((began_s + self._page_s * len(move.away), move))
+            else:
+                self.core.take_moved(Saved(move[0], None))
 
     def _admit(self, time_s: float) -> bool:
         """Adds requests that have arrived. Returns whether there is anything to do."""
@@ -217,6 +252,7 @@ class SimulatedEngine:
             result.recomputed_tokens += sum(
                 chunk.count for chunk in step.plan.chunks if step.plan.rows[chunk.row].num_preemptions
             )
+        self._move_pages()
         if result.num_steps > self._max_steps:
             raise RuntimeError(f"the workload takes more than {self._max_steps} steps")
 
@@ -272,11 +308,31 @@ def prompt_of(number: int, request: SimulatedRequest) -> np.ndarray:
     return prompt
 
 
+class _AllPages:
+    """`batcher.page_store.RemotePages`, which takes no time: `SimulatedEngine` says when a page comes."""
+
+    num_failed = 0
+
+    def expect(self, digests: Sequence[bytes], source: PageSource) -> None: ...
+
+    def has(self, digest: bytes) -> bool:
+        return True
+
+    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
+        return True
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def _sequence(number: int, request: SimulatedRequest, capacity: Capacity, arrived_s: float) -> RequestState:
     room = capacity.max_model_len - request.num_prompt
     sampling = SamplingParams(max_tokens=min(request.max_tokens or room, room), temperature=0.0, seed=0)
     return make_request_state(
-        Request(request_id=str(number), prompt=tuple(prompt_of(number, request).tolist()), sampling=sampling),
+        Request(
+            request_id=str(number), prompt=tuple(prompt_of(number, request).tolist()), sampling=sampling, source=_SOURCE
+        ),
         lambda _output: None,
         capacity=capacity,
         eos_token_ids=(EOS,),
