@@ -65,13 +65,12 @@ _Queue = SimpleQueue[_Work | None] | Queue[_Work | None]
 
 
 class PageMover:
-    """See the module's docstring. The threads start at the first move.
+    """See the module's docstring.
 
     Args:
         num_pages: places of the host's memory.
         on_moved, on_failure: are called on a thread of this. For each call of the first, `took` is called later. A
             failure is an error that ends the engine.
-
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from model.execution.adapter_slots import bytes_of
 from model.execution.host_copy import HostCopy, Index, ranges
 from model.execution.step import DeviceState
 
-# On a device. A link of 32 GB/s takes a millisecond for it, beside which the fixed costs of a copy are small.
+# Most bytes of a copy on a device. A link of 32 GB/s takes a millisecond for them. The fixed costs of a copy are less.
 COPY_BYTES = 32 << 20
 MAX_PAGES_OF_COPY = 64
 NULL_PAGE = 0

@@ -3,8 +3,8 @@
 The cost of an engine is in tokens: those of the prompt that it has not computed yet, twice; those of its open requests
 that wait for their first token; and REQUEST_TOKENS for each open request, which takes its time of every step. A token
 that is computed counts twice because it also delays later requests, and its page evicts another. The cheapest engine
-gets the request. The bound: an engine with more than TIMES_LEAST times the open requests of the least loaded one, and
-MOST_AHEAD more, gets none, whatever it has computed.
+gets the request. There is a bound, whatever an engine has computed: it gets no request while it has more open requests
+than TIMES_LEAST times those of the least loaded engine, plus MOST_AHEAD.
 
 An engine evicts by itself. So what is known of it is a guess, which its answers correct: each tells how many tokens of
 the prompt came from the cache. If less was found than was expected, the rest had been evicted, and with it all that

@@ -118,7 +118,7 @@ def outcome_line(outcome: Outcome) -> str:
 
 
 def apart_line(apart: Apart, together: Outcome) -> str:
-    """Prefill apart from decode beside the same replicas that do both."""
+    """The latencies of a layout, and in brackets those of the same replicas where each one does both."""
     p = together.judged
     shown = ", ".join(
         f"{name.removesuffix('_ms').upper()} {apart.latencies[name][p]:.0f} ({together.latencies[name][p]:.0f})"
