@@ -75,12 +75,13 @@ class KeptPrompts:
         self.num_pages = 0  # of the host's memory that are kept
         self._most = most
         self._release = release
-        self._prompts: dict[bytes, KeptPrompt] = {}
+        self._prompts: dict[bytes, KeptPrompt] = {}  # by their deadlines, since all are kept equally long
+        self._unsaved: dict[bytes, KeptPrompt] = {}  # of these, those that hold pages on the device
 
     def add(self, token: bytes, until_s: float, pages: Sequence[DevicePage]) -> None:
         """A prompt whose pages are held on the device."""
         self.drop(token)
-        self._prompts[token] = KeptPrompt(until_s, pages)
+        self._prompts[token] = self._unsaved[token] = KeptPrompt(until_s, pages)
 
     def get(self, token: bytes) -> KeptPrompt | None:
         """Any thread may call it."""
@@ -88,12 +89,13 @@ class KeptPrompts:
 
     def unsaved(self) -> Iterator[KeptPrompt]:
         """The prompts with pages to come. Those without any let their pages on the device go."""
-        for prompt in self._prompts.values():
+        for token, prompt in list(self._unsaved.items()):
             if prompt.num_to_come:
                 yield prompt
-            if not prompt.num_to_come and prompt.on_device:
+            if not prompt.num_to_come:
                 self._release(prompt.on_device)
                 prompt.on_device = []
+                del self._unsaved[token]
 
     def has_room_for(self, host: HostPage | None) -> bool:
         """Whether one more page may be kept: this one, or, without `host`, one that is not in the host's memory."""
@@ -115,17 +117,18 @@ class KeptPrompts:
         prompt = self._prompts.pop(token, None)
         if prompt is None:
             return
+        self._unsaved.pop(token, None)
         for host in prompt.hosts:
             host.num_keepers -= 1
             self.num_pages -= not host.num_keepers
         self._release(prompt.on_device)
 
     def drop_overdue(self, now_s: float) -> None:
-        for token in [token for token, prompt in self._prompts.items() if prompt.until_s <= now_s]:
-            self.drop(token)
+        while (deadline_s := self.next_deadline()) is not None and deadline_s <= now_s:
+            self.drop(next(iter(self._prompts)))
 
     def next_deadline(self) -> float | None:
-        return min((prompt.until_s for prompt in self._prompts.values()), default=None)
+        return next((prompt.until_s for prompt in self._prompts.values()), None)
 
     def held(self) -> list[list[int]]:
         """The pages of the device that each prompt holds."""

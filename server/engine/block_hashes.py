@@ -26,7 +26,7 @@ class BlockHasher:
     """Hashes pages. The first page of a prefix follows from the root.
 
     Args:
-        seed: of the root; None: the root is random, and nobody else computes the same hashes.
+        seed: the hash of the root follows from it. None: the root is random, so no other process has the same hashes.
     """
 
     def __init__(self, algorithm: HashAlgorithm, seed: str | None) -> None:
