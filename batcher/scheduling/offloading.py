@@ -45,31 +45,29 @@ class Times:
     """Means of measured times, in seconds: of computing a token of a prompt, and of loading a page."""
 
     def __init__(self) -> None:
-        self.of_token: float | None = None
-        self.of_host_page: float | None = None
-        self.of_store_page: float | None = None
+        self._of_token: float | None = None
+        self._of_page: dict[bool, float] = {}  # by whether it is in the host's memory
 
     def computed(self, seconds: float, num_tokens: int) -> None:
         """A step with prompts has taken so long."""
-        self.of_token = _mean(self.of_token, seconds / num_tokens)
+        self._of_token = _mean(self._of_token, seconds / num_tokens)
 
     def loaded(self, seconds: float, load: PageLoad) -> None:
         """A load has taken so long, with the time in which it waited for others."""
-        of_page = seconds / len(load.away)
-        if load.from_store:
-            self.of_store_page = _mean(self.of_store_page, of_page)
-        else:
-            self.of_host_page = _mean(self.of_host_page, of_page)
+        source = load.from_store == 0
+        self._of_page[source] = _mean(self._of_page.get(source), seconds / len(load.away))
+
+    def of_tokens(self, count: int) -> float:
+        """Of computing so many; 0 if it is not known."""
+        return count * (self._of_token or 0.0)
 
     def pays(self, page: AwayPage, page_size: int) -> bool:
         """Whether loading the page is expected to be quicker than computing it. What is not known is tried."""
-        of_page = self.of_store_page if page.host is None else self.of_host_page
-        if self.of_token is None or of_page is None or of_page < self.of_token * page_size:
+        source = page.host is not None
+        of_page = self._of_page.get(source)
+        if self._of_token is None or of_page is None or of_page < self.of_tokens(page_size):
             return True
-        if page.host is None:
-            self.of_store_page = of_page * _RETRY
-        else:
-            self.of_host_page = of_page * _RETRY
+        self._of_page[source] = of_page * _RETRY
         return False
 
 
@@ -292,7 +290,7 @@ class OffloadedPages:
     def load(self, seq: RequestState, first: int, away: list[AwayPage]) -> None:
         """The request has pages, and these are to come to those from index `first` on."""
         now, source = self._clock(), seq.request.source
-        patience_s = len(away) * self._page_size * (self.times.of_token or 0.0) if source is None else source.keep_s
+        patience_s = self.times.of_tokens(len(away) * self._page_size) if source is None else source.keep_s
         load = PageLoad(
             first=first,
             away=away,
