@@ -111,9 +111,9 @@ def test_pages_are_taken_although_computing_them_would_be_quicker() -> None:
     prefill, decode, _ = pair()
     computed(prefill)
     times = decode.scheduler.offloaded.times
-    times.of_token, times.of_store_page = 1e-9, 1.0
+    times._of_token, times._of_page[False] = 1e-9, 1.0
     assert ask(decode, replace(make_request("first", PROMPT), source=SOURCE)) == 40
-    assert times.of_store_page == 1.0  # the other engine's pages say nothing about the store
+    assert times._of_page[False] == 1.0  # the other engine's pages say nothing about the store
 
 
 def test_pages_that_the_other_engine_has_lost_are_computed() -> None:
