@@ -82,6 +82,75 @@ class ChangeWeights(msgspec.Struct, tag=True):
     model: str | None = None  # the folder or file to load; None: the one of the start
 
 
+class PauseMode(enum.Enum):
+    """What becomes of the requests that run when an engine pauses."""
+
+    ABORT = "abort"  # they end with what they have
+    WAIT = "wait"  # they end first; later ones wait
+    KEEP = "keep"  # they stop where they are, and go on later
+
+
+class Pause(msgspec.Struct, tag=True):
+    """No request runs from now on until Resume. Changed answers it, when none does."""
+
+    mode: PauseMode
+    clear_cache: bool = True  # no later prompt finds the pages of the earlier ones
+
+
+class Resume(msgspec.Struct, tag=True):
+    """Requests run again. Changed answers it."""
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """An array that a trainer gives, by its Hugging Face name."""
+
+    name: str
+    dtype: str  # of NumPy or ml_dtypes, such as "bfloat16"
+    shape: tuple[int, ...]
+
+
+class InFolder(msgspec.Struct, tag=True, frozen=True):
+    """Weights in a folder or a bucket, whole."""
+
+    path: str
+
+
+class InSharedMemory(msgspec.Struct, tag=True, frozen=True):
+    """Arrays one after the other in a block of shared memory of this machine, each aligned to 64 bytes."""
+
+    block: str
+    arrays: tuple[Array, ...]
+
+
+class ByTransfer(msgspec.Struct, tag=True, frozen=True):
+    """Arrays that a `jax.experimental.transfer` server gives, in this order, for one pull."""
+
+    address: str
+    uuid: int
+    arrays: tuple[Array, ...]
+
+
+WeightsSource = InFolder | InSharedMemory | ByTransfer
+
+
+class UpdateStep(enum.Enum):
+    """The steps of an update of the weights, in their order. The old weights serve until COMMIT."""
+
+    BEGIN = "begin"
+    RECEIVE = "receive"  # of one source; may be repeated
+    CHECK = "check"  # that nothing is missing, and all is of the model's shapes and finite
+    COMMIT = "commit"  # between two steps
+    ABANDON = "abandon"  # what has been received is forgotten; there may be no update
+
+
+class UpdateWeights(msgspec.Struct, tag=True):
+    """A step of an update of the weights. Changed answers it."""
+
+    step: UpdateStep
+    source: WeightsSource | None = None  # of RECEIVE
+    version: str = ""  # of COMMIT: the name of the new weights
+
+
 class IfLoaded(enum.Enum):
     """What becomes of a name that is loaded already."""
 
@@ -240,8 +309,14 @@ class Outputs(msgspec.Struct, tag=True):
     tokens: Tokens | None = None
 
 
+class WeightVersion(msgspec.Struct, tag=True):
+    """Later tokens are of these weights, for all frontends."""
+
+    version: str
+
+
 class Changed(msgspec.Struct, tag=True):
-    """The answer to a ChangeWeights. `error` says why nothing has changed."""
+    """The answer to a ChangeWeights, Pause, Resume or UpdateWeights. `error` says why nothing has changed."""
 
     error: str | None = None
 
