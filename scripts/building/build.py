@@ -158,9 +158,10 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokeniz
 
 def build(
     settings: EngineSettings, report: Report, tokenizer: Callable[[int], ByteLevelTokenizer], *, tokenizer_folder: Path
-) -> tuple[Engine, EngineInfo, Adapters | None]:
-    """A warmed-up engine of this process, not started, with its LoRA adapters. Raises ValueError if a setting, the
-    model or the device cannot be used.
+) -> tuple[Engine, Built, Adapters | None]:
+    """A warmed-up engine of this process, not started, with what it was made of and its LoRA adapters.
+
+    Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
         tokenizer: as for `warm_engine`.
@@ -171,7 +172,7 @@ def build(
     built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True)
     publisher = make_publisher(settings, report)
     engine = warm_engine(built, report, tokenizer, publisher=publisher)
-    return engine, built.info, loaded_adapters(settings, built.adapter_store, engine, publisher)
+    return engine, built, loaded_adapters(settings, built.adapter_store, engine, publisher)
 
 
 def warm_engine(

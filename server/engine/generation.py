@@ -114,6 +114,11 @@ class Choice:
         self._texts, self._scored, self._token_ids = [], [], []
         return gain
 
+    def so_far(self) -> Gain:
+        """What the next `take` would give. It is left there. The choice has no `reader`."""
+        text = "".join(self._texts)
+        return Gain([Content(text, self._num_taken)] if text else [], [*self._scored], [*self._token_ids])
+
     @property
     def num_calls(self) -> int:
         """Tool calls that have begun, without one that a limit or a stop string has cut."""

@@ -139,7 +139,7 @@ class Generate:
             **{name: getattr(params, name) for name in GenerateParams.__struct_fields__},
         )
         generation, head, (prompt,) = await self._completions.start(
-            asked, request, id_prefix="generate-tokens", fills_context=True
+            asked, request, id_prefix="generate-tokens", fills_context=True, shows_text=False
         )
         writer = GenerateWriter(
             generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
