@@ -165,7 +165,7 @@ class LLM(EngineForTraining):
             own = Asked(answer_id=f"{prefix}-{id}", prompt=text, prompt_token_ids=body["prompt"], n=body.get("n") or 1)
             asked.append(own)
         sent = self._send(self._routed(bodies), use_tqdm=use_tqdm)
-        pending = Pending(sent, asked, self._thread, self._state.generations)
+        pending = Pending(sent, asked, self._thread, self._state.generations, self._client)
         self._pending = [*(earlier for earlier in self._pending if not earlier.is_done), pending]
         return pending
 
@@ -194,7 +194,7 @@ class LLM(EngineForTraining):
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        for_all = {name: value for name, value in fields.items() if value is not None} | _IDS
+        for_all = {name: value for name, value in fields.items() if value is not None} | _TOLD
         given = paired(conversations_of(messages), sampling_params, is_chat=True)
         bodies = [own | for_all | {"messages": conversation} for conversation, own in given]
         bodies = self._with_adapters(bodies, lora_request)
@@ -310,7 +310,7 @@ class LLM(EngineForTraining):
     ) -> list[dict[str, Any]]:
         """The bodies of completions. With `detokenize` false they are sent as token ids."""
         given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
-        return self._with_adapters([own | prompt | _IDS for prompt, own in given], lora_request)
+        return self._with_adapters([own | prompt | _TOLD for prompt, own in given], lora_request)
 
     def _routed(self, bodies: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         """The bodies with the paths of their routes. No text is made of the tokens on one of these."""
@@ -360,7 +360,7 @@ class LLM(EngineForTraining):
             raise RuntimeError("this LLM is closed: make another")
 
 
-_IDS = {"return_token_ids": True}
+_TOLD = {"return_token_ids": True, "return_weight_versions": True}
 
 
 def _route(body: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
-_OF_TEXTS = ("skip_special_tokens", "include_stop_str_in_output")
+_LEFT_OUT = ("skip_special_tokens", "include_stop_str_in_output", "return_weight_versions")  # where no text is made
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, An
 def tokens_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a completion of token ids, as the route takes it that makes no text of tokens."""
     own = {name: body[name] for name in GenerateRequest.__struct_fields__ if name in body}
-    params = {name: value for name, value in body.items() if name not in {"prompt", *own, *_OF_TEXTS}}
+    params = {name: value for name, value in body.items() if name not in {"prompt", *own, *_LEFT_OUT}}
     return own | {"token_ids": body["prompt"], "sampling_params": params}
 
 

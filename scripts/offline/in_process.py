@@ -115,6 +115,10 @@ class InProcessEngineClient:
         """Runs on the thread of the change."""
         self.adapters, self.num_adapter_loads = {own.name: own for own in news.adapters}, news.num_loads
 
+    def note_weight_version(self, version: str) -> None:
+        """Later tokens are of these weights. Runs on the engine's thread, between two steps."""
+        self._hear(WeightVersion(version))
+
     def _hear(self, news: RequestOutput | Tokens | WeightVersion) -> None:
         """Runs on the engine's thread. All that a step has wakes the event loop once."""
         with self._lock:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from scripts.offline.in_process import LoopThread
 from scripts.offline.results import CompletionOutput, RequestOutput, request_output
+from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Choice, Generation
 
@@ -104,12 +105,13 @@ class Asked:
     prompt_token_ids: Sequence[int]
     n: int  # choices
 
-    def so_far(self, generation: Generation | None, end: str | None) -> RequestOutput:
+    def so_far(self, generation: Generation | None, end: str | None, weight_version: str) -> RequestOutput:
         """What is there of it.
 
         Args:
             generation: None: it has not begun.
             end: the finish reason of the choices that end here; None: they go on.
+            weight_version: the present one.
         """
         choices: Sequence[Choice | None] = [None] * self.n if generation is None else generation.choices
         outputs = []
@@ -123,6 +125,7 @@ class Asked:
                 stop_reason=choice and choice.stop_reason,
                 logprobs=None,
                 tool_calls=(),
+                weight_versions=tuple(choice.weight_versions) if choice else ((weight_version, 0),),
             )
             outputs.append(output)
         return RequestOutput(
@@ -145,12 +148,18 @@ class Pending:
     """
 
     def __init__(
-        self, sent: Sent, asked: Sequence[Asked], thread: LoopThread, generations: Mapping[str, Generation | Embeddings]
+        self,
+        sent: Sent,
+        asked: Sequence[Asked],
+        thread: LoopThread,
+        generations: Mapping[str, Generation | Embeddings],
+        client: EngineClient,
     ) -> None:
         self._sent = sent
         self._asked = asked
         self._thread = thread
         self._generations = generations
+        self._client = client
         self._last: list[RequestOutput] | None = None  # at the end of those that were aborted
 
     @property
@@ -198,7 +207,7 @@ class Pending:
         return [
             request_output(answers[index], asked.prompt)
             if index in answers
-            else asked.so_far(self._running(asked), end)
+            else asked.so_far(self._running(asked), end, self._client.weight_version)
             for index, asked in enumerate(self._asked)
         ]
 

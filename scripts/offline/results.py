@@ -21,6 +21,12 @@ class CompletionOutput:
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None  # in the API's form
     tool_calls: tuple[dict[str, Any], ...]  # of a chat, in the API's form
+    weight_versions: tuple[tuple[str, int], ...]  # of the weights, each with its number of tokens, in their order
+
+    @property
+    def weight_version(self) -> str:
+        """Of the last token's weights; without tokens, of those at the end."""
+        return self.weight_versions[-1][0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,8 @@ def _completion_output(choice: Mapping[str, Any]) -> CompletionOutput:
         stop_reason=choice["stop_reason"],
         logprobs=choice["logprobs"],
         tool_calls=tuple(message.get("tool_calls", ())),
+        weight_versions=tuple((span["version"], span["end"] - span["start"]) for span in choice["weight_versions"])
+        or ((choice["weight_version"], 0),),
     )
 
 

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from batcher.change import Change
+from batcher.change import Change, OnDone, PauseMode
 from batcher.engine import Engine
 from batcher.errors import EngineDeadError
-from batcher.pause import PauseMode
 from scripts.building.build import Built
 from scripts.building.sleep import TAGS, WEIGHTS, RunnerSleep
 from scripts.offline.in_process import InProcessEngineClient
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 Names = Literal["hf", "own", "maxtext", "tunix"]
 Requests = Literal["abort", "wait", "keep"]
-OnDone = Callable[[Exception | None], None]
 LOOK_S = 1.0  # between looks whether the engine still lives
 
 
@@ -41,6 +39,7 @@ class EngineForTraining:
 
     def __init__(self, engine: Engine, built: Built, client: InProcessEngineClient) -> None:
         self.engine = engine
+        self.runner = built.runner
         self._built = built
         self._client = client
         self._sleep = RunnerSleep(built.runner)
@@ -87,7 +86,7 @@ class EngineForTraining:
                 raise ValueError("the weights are not on the device: wake_up() first, or update_weights()")
             from model.loading.plain_copy import plain_copy
 
-            return plain_copy(self._built.runner.model(), weights.config, dtype=dtype)
+            return plain_copy(self.runner.model(), weights.config, dtype=dtype)
 
     def update_weights(
         self,
@@ -127,7 +126,7 @@ class EngineForTraining:
             def update() -> None:
                 loader.update(given)
                 self._sleep.took_others()
-                self._client.note_version(name)
+                self._client.note_weight_version(name)
 
             with self._paused(requests):
                 self._change(update, serves_after=not missing)
@@ -143,9 +142,8 @@ class EngineForTraining:
         if mode not in get_args(Requests):
             raise ValueError(f"mode: {', '.join(get_args(Requests))}, not {mode!r}")
         with self._changing:
-            if mode == "wait" and (self._is_paused or self._sleep.missing) and self.engine.num_live:
-                stopped = "sleeping" if self._sleep.missing else "paused"
-                raise ValueError(f"wait: the requests of an engine that is {stopped} do not end: use keep or abort")
+            if mode == "wait" and self._sleep.missing and self.engine.num_live:
+                raise ValueError("wait: requests do not end while the engine sleeps: use keep or abort")
             self._done(partial(self.engine.pause, PauseMode(mode), clear_cache))
             self._is_paused = True
 
