@@ -119,9 +119,9 @@ class EngineForTraining:
             raise ValueError(f"requests: {', '.join(get_args(Requests))}, not {requests!r}")
         with self._changing:
             given = GivenWeights(arrays, self._built.weights.config, names=names, donate=donate)
-            given.check()
-            name = str(self._num_updates + 1) if version is None else version
             loader, missing = self._built.loader, self._sleep.missing - {WEIGHTS}
+            loader.check(given)
+            name = str(self._num_updates + 1) if version is None else version
 
             def update() -> None:
                 loader.update(given)

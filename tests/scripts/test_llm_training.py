@@ -111,7 +111,6 @@ def test_the_next_token_is_of_the_weights_that_were_given(llm):
     assert not is_greedy(model_of(0), PROMPT, result.token_ids)
     assert llm.weight_version == result.outputs[0].weight_version == "step-1"
     assert result.outputs[0].weight_versions == (("step-1", NUM_TOKENS),)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
     assert llm.runner.num_compiles == num_compiles
 
     model = model_of(2)
@@ -119,6 +118,10 @@ def test_the_next_token_is_of_the_weights_that_were_given(llm):
     llm.update_weights(hf_tensors(CONFIG, params, dtype=jnp.float32))
     assert is_greedy(model, PROMPT, tokens(llm))
     assert llm.weight_version.isdecimal()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given)), "the engine has taken the trainer's arrays"
+    llm.update_weights(given, names="own", donate=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert is_greedy(model_of(1), PROMPT, tokens(llm))
 
 
 def test_weights_that_cannot_be_used_leave_the_old_ones(llm):
