@@ -44,6 +44,8 @@ class RunnerUpdates:
         if self._folder is not None:
             self._weights.check(self._folder)
             return
+        if not self._arrays:
+            raise ValueError("nothing has been received")
         from model.loading.given_tensors import GivenWeights
 
         given = GivenWeights(self._arrays, self._weights.config, donate=True)
@@ -51,14 +53,13 @@ class RunnerUpdates:
         self._given = given
 
     def commit(self) -> None:
-        try:
-            if self._folder is not None:
-                reload_from(self._weights, self._folder)
-            else:
-                assert self._given is not None, "the arrays are not checked"
-                self._loader.update(self._given)
-        finally:
-            self.abandon()
+        folder, given = self._folder, self._given
+        self.abandon()  # the arrays are freed as they are used
+        if folder is not None:
+            reload_from(self._weights, folder)
+        else:
+            assert given is not None, "the arrays are not checked"
+            self._loader.update(given)
 
     def abandon(self) -> None:
         self._arrays, self._folder, self._given = {}, None, None
@@ -85,11 +86,9 @@ class FolderUpdates:
             raise ValueError("no folder has been received")
 
     def commit(self) -> None:
-        assert self._folder is not None
-        try:
-            reload_from(self._weights, self._folder)
-        finally:
-            self.abandon()
+        folder, self._folder = self._folder, None
+        assert folder is not None, "no folder has been received"
+        reload_from(self._weights, folder)
 
     def abandon(self) -> None:
         self._folder = None
