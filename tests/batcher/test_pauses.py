@@ -11,7 +11,7 @@ from batcher.change import Change, PauseMode
 from batcher.errors import EngineClosedError, EngineDeadError
 from batcher.request import FinishReason, Request
 from tests.batcher.fake_runner import FakeRunner
-from tests.batcher.harness import CAPACITY, Drive, make_capacity, make_request
+from tests.batcher.harness import CAPACITY, Drive, make_request
 from tests.batcher.test_engine_threads import PATIENCE_S, Listener, check, running
 
 PROMPT = range(3, 15)
@@ -23,7 +23,7 @@ def paused(drive: Drive, mode: PauseMode, *, clear_cache: bool = True) -> list[E
     done: list[Exception | None] = []
 
     def on_done(error: Exception | None) -> None:
-        assert not drive.engine.core.in_flight, "a step is in flight"
+        assert error is not None or not drive.engine.core.in_flight, "a step is in flight"
         done.append(error)
 
     drive.engine.pause(mode, clear_cache, on_done)
@@ -52,10 +52,10 @@ def step_until(drive: Drive, done: list[Exception | None]) -> None:
 
 def started(count: int = 2, **config: object) -> Drive:
     drive = Drive(**config)
-    for name in "abcdef"[:count]:
-        drive.add(make_request(name, PROMPT, max_tokens=20))
-    steps(drive, 4)
-    assert 0 < len(drive.heard["a"].tokens) < 20
+    for i, name in enumerate("abcdef"[:count]):
+        drive.add(make_request(name, range(3 + i, 15 + i), max_tokens=20, ignore_eos=True))
+    steps(drive, 6)
+    assert all(0 < len(drive.heard[name].tokens) < 20 for name in "abcd"[:count])
     return drive
 
 
@@ -109,17 +109,15 @@ def test_what_runs_ends_before_a_pause_that_waits_for_it():
     drive.check_outputs()
 
 
-def test_preempted_requests_end_before_the_pause_too():
-    """Few pages: some of the four lose theirs meanwhile, and come back although others wait."""
-    drive = Drive(make_capacity(num_pages=16))
-    for name in "abcdef":
-        drive.add(make_request(name, range(3, 7), max_tokens=40, ignore_eos=True))
-    steps(drive, 4)
-    running = {seq.request_id for seq in drive.scheduler.running}
-    assert running and len(running) < 6
-    step_until(drive, done := paused(drive, WAIT))
-    assert done == [None] and drive.engine.stats().num_preemptions > 0
-    assert {name for name, heard in drive.heard.items() if heard.finish_reason} == running
+def test_requests_that_are_computed_again_end_before_the_pause_too():
+    """A change preempts all four that run. They come back although others, which must not start, came before."""
+    drive = started(6)
+    done = paused(drive, WAIT)
+    drive.step()
+    drive.engine.change(Change(work=lambda: None, on_done=lambda _error: None))
+    step_until(drive, done)
+    assert done == [None] and drive.engine.stats().num_preemptions == 4
+    assert {name for name, heard in drive.heard.items() if heard.finish_reason} == set("abcd")
     resume(drive)
     drive.finish()
     drive.check_outputs()
