@@ -331,6 +331,20 @@ def test_an_update_that_one_of_several_engines_cannot_begin_is_begun_by_none():
     run(work())
 
 
+def test_engines_go_back_to_the_folder_that_they_had_and_not_to_weights_that_were_given():
+    async def work() -> None:
+        async with two_engines(unplaceable=(4,)) as pair:
+            await pair.change_weights(WeightsChange.RELOAD, "3")
+            assert "engine 1: there is no room for 4" in await refusal(pair.change_weights(WeightsChange.RELOAD, "4"))
+            assert pair.split is None and pair.weight_version == "3"
+            assert [await told(one, f"a{i}") for i, one in enumerate(pair.engines)] == [3, 3]
+            await update(pair, 5)
+            await refusal(pair.change_weights(WeightsChange.RELOAD, "4"))
+            assert pair.split is not None and pair.died.is_set()
+
+    run(work())
+
+
 def test_engines_of_which_only_some_have_committed_must_not_go_on():
     async def work() -> None:
         async with two_engines(unplaceable=(4,)) as pair:

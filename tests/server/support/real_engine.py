@@ -59,15 +59,18 @@ class _ChangeableEngine(EngineWrapper):
         super().__init__(engine)
         self.updates = Updates(runner, faults)
         self.pause, self.resume = engine.pause, engine.resume
-        self._engine, self._runner = engine, runner
+        self._engine, self._runner, self._faults = engine, runner, faults
 
     def commit_update(self, on_done: OnDone) -> None:
         self._engine.change(Change(work=self.updates.commit, on_done=on_done))
 
     def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
         def work() -> None:
+            number = int(command.model or 0)
+            if number in self._faults.unplaceable:
+                raise ValueError(f"there is no room for {number}")
             if command.change is WeightsChange.RELOAD:
-                self._runner.replace(int(command.model or 0))
+                self._runner.replace(number)
 
         serves_after = command.change is not WeightsChange.SLEEP
         self._engine.change(Change(work=work, on_done=on_done, serves_after=serves_after))
