@@ -28,7 +28,8 @@ from model.loading.received_arrays import DTYPES, places
 if TYPE_CHECKING:
     import jax
 
-Arrays = Mapping[str, "np.ndarray | jax.Array"]
+    Array = np.ndarray | jax.Array
+    Arrays = Mapping[str, Array]
 
 
 class SendError(RuntimeError):
@@ -209,7 +210,7 @@ class _Offers:
 
 def _pieces(arrays: Arrays, most: int) -> Iterator[Arrays]:
     """The arrays in their order, in pieces of at most `most` bytes or of one array."""
-    piece: dict[str, np.ndarray | jax.Array] = {}
+    piece: dict[str, Array] = {}
     size = 0
     for name, array in arrays.items():
         own = math.prod(array.shape) * array.dtype.itemsize
