@@ -165,6 +165,7 @@ def _version_fields(runs: Sequence[tuple[str, int]]) -> Fields:
     """The weights of the last token, and vLLM's spans of the output's tokens, each of one version."""
     spans, end = [], 0
     for version, num_tokens in runs:
-        spans.append({"version": version, "start": end, "end": end + num_tokens})
+        if num_tokens:
+            spans.append({"version": version, "start": end, "end": end + num_tokens})
         end += num_tokens
-    return {"weight_version": runs[-1][0] if runs else None, "weight_versions": spans}
+    return {"weight_version": spans[-1]["version"] if spans else runs[-1][0], "weight_versions": spans}
