@@ -39,6 +39,7 @@ from scripts.building.offloading import GIB, Digests, give_pages, identity_of_pa
 from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
+from scripts.building.updates import RunnerUpdates
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters, AdapterStore
 from server.engine.kv_events import KvEventPublisher
@@ -142,7 +143,8 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, publisher=publisher)
     adapters = loaded_adapters(settings, built.adapter_store, engine, publisher)
     info = give_pages(served, engine, built.info)
-    return ChangeableEngine(engine, built.changeable_weights(), adapters), info
+    weights = built.changeable_weights()
+    return ChangeableEngine(engine, weights, RunnerUpdates(built.loader, weights), adapters), info
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
