@@ -70,8 +70,8 @@ class Offered(Protocol):
 def received(source: InBlock | Offered) -> dict[str, np.ndarray]:
     """The arrays by their names. The memory of the giving process is not used any more.
 
-    Raises ValueError if an array is empty or has a type that is not read, or the block is missing or too small. Raises OSError if
-    the transfer server does not give them in time.
+    Raises ValueError if an array is empty or has a type that is not read, or the block is missing or too small. Raises
+    OSError if the transfer server does not give them in time.
     """
     wrong = [f"{array.name} has type {array.dtype[:40]}" for array in source.arrays if array.dtype not in DTYPES]
     wrong += [f"{array.name} has no numbers" for array in source.arrays if 0 in array.shape]
