@@ -117,15 +117,16 @@ class Asked:
         outputs = []
         for index, choice in enumerate(choices):
             gain = None if choice is None else choice.so_far()
+            runs = [(weight_version, 0)] if choice is None else choice.weight_versions
             output = CompletionOutput(
                 index=index,
                 text="" if gain is None else gain.text,
                 token_ids=() if gain is None else tuple(gain.token_ids),
-                finish_reason=(choice and choice.finish_reason) or end,
-                stop_reason=choice and choice.stop_reason,
+                finish_reason=(None if choice is None else choice.finish_reason) or end,
+                stop_reason=None if choice is None else choice.stop_reason,
                 logprobs=None,
                 tool_calls=(),
-                weight_versions=tuple(choice.weight_versions) if choice else ((weight_version, 0),),
+                weight_versions=tuple(run for run in runs if run[1]) or (runs[-1],),
             )
             outputs.append(output)
         return RequestOutput(
