@@ -1,8 +1,10 @@
 """What a training loop does with an LLM: it takes the model, gives new weights, and borrows the device's memory.
 
-model = llm.model()                                      # flax.nnx, float32, the engine's present weights
-...                                                      # steps of an optimizer on the model
-llm.update_weights(nnx.state(model), names="own")        # the next token is of these weights
+    model = llm.model()                                  # flax.nnx, float32, the engine's present weights
+    ...                                                  # steps of an optimizer on the model
+    llm.update_weights(nnx.state(model), names="own")    # the next token is of these weights
+
+These are methods of `LLM`.
 """
 
 from __future__ import annotations
