@@ -213,7 +213,7 @@ def test_an_answer_tells_whose_tokens_it_has(server, http, tensors, mode):
 
 @pytest.mark.hosts
 @pytest.mark.slow
-def test_all_engines_and_processes_have_the_new_weights(engine_flags, tensors, tmp_path):
+def test_all_engines_and_processes_have_the_new_weights(engine_flags, own, tensors):
     flags = ("--admin-api-key", ADMIN_KEY, "--data-parallel-size", "2", "--api-server-count", "2")
     with serve(*engine_flags, *flags) as both:
 
@@ -232,11 +232,14 @@ def test_all_engines_and_processes_have_the_new_weights(engine_flags, tensors, t
             assert other != told
             nan = tensors | {NORM: tensors[NORM].at[0].set(jnp.nan)}
             with pytest.raises(SendError, match=NORM):
-                trainer.send(nan, "step-2")
+                trainer.send(nan, "not a number")
             assert stories() == {other}
             trainer.pause("keep")
             trainer.resume()
+        with sender(both, "transfer") as trainer:  # each engine pulls all of it
+            trainer.send(own, "step-2")
+        assert stories() == {told}
         with both.http(headers=ADMIN) as admin:
-            assert {version(admin) for _ in range(4)} == {"step-1"}
+            assert {version(admin) for _ in range(4)} == {"step-2"}
             assert admin.get("/get_world_size").json() == {"world_size": 2}
             assert admin.get("/get_world_size", params={"include_dp": "false"}).json() == {"world_size": 1}
