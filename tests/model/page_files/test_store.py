@@ -62,7 +62,7 @@ def test_close_ends_the_thread(tmp_path, opened):
 def test_a_file_is_its_head_its_checksum_and_the_page(tmp_path, opened):
     assert put(opened(tmp_path), 7)
     content = file_of(tmp_path, 7).read_bytes()
-    assert content[:8] == b"kv-page\n" and content[8:12] == b"\1\0\0\0"
+    assert content[:8] == b"kv-page\n" and content[8:12] == b"\2\0\0\0"
     assert content[28:44] == digest_of(7) and content[56:72] == tokens_of(7)
     assert content[HEAD_BYTES:] == page_of(7).tobytes() and len(content) == FILE_BYTES
 
