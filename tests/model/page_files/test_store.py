@@ -134,7 +134,7 @@ def test_pages_of_another_identity_are_never_found(tmp_path, change, opened):
 
 def test_an_identity_is_a_digest_of_all_its_fields():
     expected = (
-        "1 PageIdentity(weights='w', draft_weights='', computation='float32', contents='K/V', layout='1 chip', "
+        "2 PageIdentity(weights='w', draft_weights='', computation='float32', contents='K/V', layout='1 chip', "
         "page_size=4, page_bytes=48)"
     )
     assert IDENTITY.digest() == blake2b(expected.encode(), digest_size=16).digest()
