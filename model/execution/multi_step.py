@@ -29,7 +29,6 @@ from model.execution.step import (
     apply_patches,
     draw,
     forward,
-    named,
     step_adapters,
     vocabulary_of,
 )
@@ -77,8 +76,7 @@ def make_multi_step(
                 drawn, is_finite = greedy_and_finite(logits)
             else:
                 is_finite = all_finite(logits)
-                drawn, logprobs, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
-                found = named("", logprobs)
+                drawn, found, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
             slots = advance(state.slots, rows, drawn, rows.kv_lens)
             written = {
                 name: lax.dynamic_update_index_in_dim(outputs[name], x, number, axis=1)

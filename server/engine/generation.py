@@ -42,6 +42,7 @@ class Gain:
     pieces: list[Piece] = field(default_factory=list)  # none is empty
     scored: list[ScoredToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # including those that are not shown as text
+    sampled_logprobs: list[float] = field(default_factory=list)  # of `token_ids`, if the request asks for them
 
     @property
     def text(self) -> str:
@@ -88,6 +89,7 @@ class Choice:
         self._num_taken = 0  # characters, if the whole text is content
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
+        self._sampled_logprobs: list[float] = []
         self.index = index
         self.request_id = f"{generation.request_id}-{index}"
         self.num_prompt_tokens = num_prompt_tokens
@@ -110,8 +112,8 @@ class Choice:
             text = "".join(self._texts)
             pieces = [Content(text, self._num_taken)] if text else []
             self._num_taken += len(text)
-        gain = Gain(pieces, self._scored, self._token_ids)
-        self._texts, self._scored, self._token_ids = [], [], []
+        gain = Gain(pieces, self._scored, self._token_ids, self._sampled_logprobs)
+        self._texts, self._scored, self._token_ids, self._sampled_logprobs = [], [], [], []
         return gain
 
     @property
@@ -165,7 +167,10 @@ class Choice:
         if self.first_token_s is None and output.token_ids:
             self.first_token_s, self.times = time.monotonic(), output.times
         hides_last = output.finish_reason == FinishReason.STOP and not self._include_stop
-        if self._push(output.token_ids, output.logprobs, hides_last=hides_last):
+        num_before = self.num_tokens
+        is_over = self._push(output.token_ids, output.logprobs, hides_last=hides_last)
+        self._sampled_logprobs += output.sampled_logprobs[: self.num_tokens - num_before]
+        if is_over:
             if output.finish_reason is None:
                 self._generation.stop_choice(self)
         elif output.finish_reason is not None:

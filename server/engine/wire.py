@@ -234,6 +234,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     times: tuple[float, float] | None = None
     number: int = -1
     drafts: tuple[int, int] | None = None
+    sampled_logprobs: tuple[float, ...] = ()
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -415,6 +416,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         times=output.times,
         number=output.number,
         drafts=output.drafts,
+        sampled_logprobs=output.sampled_logprobs,
     )
 
 
