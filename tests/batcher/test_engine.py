@@ -325,8 +325,8 @@ def test_logprobs_come_with_their_tokens() -> None:
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_sampled_logprobs_come_with_their_tokens(logprobs: int | None, buckets: dict[str, int]) -> None:
     drive = Drive(buckets=buckets)
-    drive.add(make_request("a", [10, 11], logprobs=logprobs, sampled_logprobs=True, max_tokens=9))
-    drive.add(make_request("b", [20, 21], max_tokens=9))
+    drive.add(make_request("a", [10, 11], logprobs=logprobs, sampled_logprobs=True, max_tokens=9, ignore_eos=True))
+    drive.add(make_request("b", [20, 21], max_tokens=9, ignore_eos=True))
     drive.finish()
     drive.check_outputs()
     assert len(drive.heard["a"].tokens) == len(drive.heard["b"].tokens) == 9

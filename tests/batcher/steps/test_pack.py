@@ -169,7 +169,7 @@ def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
     }
     packer.forget()
     step = packer.pack(make_plan([(second, 1, 1)], bucket, admitted=[second]))
-    assert len(patches(step)) == 18
+    assert len(patches(step)) == 19
 
 
 def test_a_new_page_of_a_running_row_is_one_patch() -> None:
