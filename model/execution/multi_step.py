@@ -71,7 +71,8 @@ def make_multi_step(
             adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
             hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters)
             logits = model.logits(hidden)  # f32[S, V]
-            history, found = state.history, {}
+            history = state.history
+            found: Outputs = {}
             if bucket.variant is Variant.GREEDY:
                 drawn, is_finite = greedy_and_finite(logits)
             else:
