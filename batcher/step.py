@@ -169,6 +169,7 @@ class StepOutput:
     logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY
     top_ids: np.ndarray | None = None  # i32[S, D, MAX_LOGPROBS], most likely first
     top_logprobs: np.ndarray | None = None  # f32[S, D, MAX_LOGPROBS]
+    sampled_logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY: under the distribution of the draw
     target_logprobs: np.ndarray | None = None  # f32[T], SCORE and EMBED: of targets[t]
     target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
     target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]

@@ -42,6 +42,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # the most likely tokens to be told with each token
     prompt_logprobs: int | None = None
+    sampled_logprobs: bool = False  # of each token, under the distribution that it was drawn from
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None

@@ -133,6 +133,7 @@ class Asked:
                 finish_reason=(None if choice is None else choice.finish_reason) or end,
                 stop_reason=None if choice is None else choice.stop_reason,
                 logprobs=None,
+                sampled_logprobs=tuple(gain.sampled_logprobs) if gain and gain.sampled_logprobs else None,
                 tool_calls=(),
                 weight_versions=tuple(run for run in runs if run[1]) or (runs[-1],),
             )

@@ -20,6 +20,7 @@ class CompletionOutput:
     finish_reason: str | None  # None: it goes on
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None  # in the API's form
+    sampled_logprobs: tuple[float, ...] | None  # of `token_ids`; None: not asked for
     tool_calls: tuple[dict[str, Any], ...]  # of a chat, in the API's form
     weight_versions: tuple[tuple[str, int], ...]  # of the weights, each with its number of tokens, in their order
 
@@ -97,7 +98,7 @@ def embedding(answer: Mapping[str, Any]) -> Embedding:
 
 
 def _completion_output(choice: Mapping[str, Any]) -> CompletionOutput:
-    message = choice.get("message", {})
+    message, sampled = choice.get("message", {}), choice.get("sampled_logprobs")
     return CompletionOutput(
         index=choice["index"],
         text=choice["text"] if "text" in choice else message.get("content") or "",
@@ -105,6 +106,7 @@ def _completion_output(choice: Mapping[str, Any]) -> CompletionOutput:
         finish_reason=choice["finish_reason"],
         stop_reason=choice["stop_reason"],
         logprobs=choice["logprobs"],
+        sampled_logprobs=None if sampled is None else tuple(sampled),
         tool_calls=tuple(message.get("tool_calls", ())),
         weight_versions=tuple((span["version"], span["end"] - span["start"]) for span in choice["weight_versions"])
         or ((choice["weight_version"], 0),),

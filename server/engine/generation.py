@@ -44,6 +44,7 @@ class Gain:
     pieces: list[Piece] = field(default_factory=list)  # none is empty
     scored: list[ScoredToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # including those that are not shown as text
+    sampled_logprobs: list[float] = field(default_factory=list)  # of `token_ids`, if the request asks for them
 
     @property
     def text(self) -> str:
@@ -91,6 +92,7 @@ class Choice:
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
         self._versions = [(wire.DEFAULT_VERSION, 0)]  # of the weights, with the number of tokens before them
+        self._sampled_logprobs: list[float] = []
         self.index = index
         self.request_id = f"{generation.request_id}-{index}"
         self.num_prompt_tokens = num_prompt_tokens
@@ -113,14 +115,15 @@ class Choice:
             text = "".join(self._texts)
             pieces = [Content(text, self._num_taken)] if text else []
             self._num_taken += len(text)
-        gain = Gain(pieces, self._scored, self._token_ids)
-        self._texts, self._scored, self._token_ids = [], [], []
+        gain = Gain(pieces, self._scored, self._token_ids, self._sampled_logprobs)
+        self._texts, self._scored, self._token_ids, self._sampled_logprobs = [], [], [], []
         return gain
 
     def so_far(self) -> Gain:
         """What the next `take` would give. It is left there. The choice has no `reader`."""
         text = "".join(self._texts)
-        return Gain([Content(text, self._num_taken)] if text else [], [*self._scored], [*self._token_ids])
+        pieces: list[Piece] = [Content(text, self._num_taken)] if text else []
+        return Gain(pieces, [*self._scored], [*self._token_ids], [*self._sampled_logprobs])
 
     @property
     def num_calls(self) -> int:
@@ -187,7 +190,10 @@ class Choice:
         if self.first_token_s is None and output.token_ids:
             self.first_token_s, self.times = time.monotonic(), output.times
         hides_last = output.finish_reason == FinishReason.STOP and not self._include_stop
-        if self._push(output.token_ids, output.logprobs, hides_last=hides_last):
+        num_before = self.num_tokens
+        is_over = self._push(output.token_ids, output.logprobs, hides_last=hides_last)
+        self._sampled_logprobs += output.sampled_logprobs[: self.num_tokens - num_before]
+        if is_over:
             if output.finish_reason is None:
                 self._generation.stop_choice(self)
         elif output.finish_reason is not None:

@@ -235,6 +235,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     number: int = -1
     drafts: tuple[int, int] | None = None
     by_pause: bool = False
+    sampled_logprobs: tuple[float, ...] = ()
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -422,6 +423,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         number=output.number,
         drafts=output.drafts,
         by_pause=output.by_pause,
+        sampled_logprobs=output.sampled_logprobs,
     )
 
 

@@ -116,6 +116,7 @@ class SamplingFields(CommonFields, kw_only=True):
     max_tokens: int | None = None
     # beyond OpenAI's
     prompt_logprobs: int | None = None
+    sampled_logprobs: bool | None = None
     request_id: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None

@@ -123,6 +123,7 @@ class Completions:
             limits,
             n=head.n,
             logprobs=body.logprobs,
+            sampled_logprobs=head.sampled_logprobs,
             num_prompt_scores=head.n * sum(value + 1 for value in wants_scores) * num_prompt_tokens,
             fixed=not fills_context or body.max_tokens is not None,
             most=state.settings.max_request_logprobs,

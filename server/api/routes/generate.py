@@ -50,6 +50,7 @@ class GenerateParams(SamplingParameters, kw_only=True):
     max_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    sampled_logprobs: bool | None = None  # beyond vLLM's
 
 
 class GenerateRequest(Declared, kw_only=True):

@@ -183,11 +183,13 @@ class EchoEngine:
         self._num_tokens += len(ids)
         first = running.num_tokens == len(ids)
         scored = sampling.logprobs is not None
+        sampled = sampling.sampled_logprobs
         output = RequestOutput(
             request_id=request.request_id,
             number=running.number,
             token_ids=tuple(ids),
             logprobs=tuple(_scores(id, sampling.logprobs) for id in ids) if scored else (),
+            sampled_logprobs=tuple(map(sampled_logprob, ids)) if sampled else (),
             prompt_logprobs=(
                 tuple(_scores(id, sampling.prompt_logprobs) for id in request.prompt[1:])
                 if first and sampling.prompt_logprobs is not None
@@ -199,7 +201,7 @@ class EchoEngine:
         if finish is None:
             with self._lock:  # nothing comes after an abort's output
                 if request.request_id in self._live:
-                    self._tell(running, output, is_plain=not (first or scored))
+                    self._tell(running, output, is_plain=not (first or scored or sampled))
             return
         with self._lock:
             still_live = self._live.pop(request.request_id, None)
@@ -285,6 +287,11 @@ def _scores(token_id: int, num_top: int) -> TokenLogprobs:
     ids = [(token_id + i) % VOCAB_SIZE for i in range(num_top)]
     values = [-0.5 - i if i < 19 else float("-inf") for i in range(num_top)]
     return TokenLogprobs(logprob=-0.5, top_ids=tuple(ids), top_logprobs=tuple(values))
+
+
+def sampled_logprob(token_id: int) -> float:
+    """Infinite for the byte 0, which no distribution gives."""
+    return -token_id / 1024 if token_id else float("-inf")
 
 
 def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine, EngineInfo]:
