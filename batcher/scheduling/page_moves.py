@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class HostPage:
@@ -21,8 +22,7 @@ class HostPage:
         self.checksum: int | None = None  # of its bytes; None: they are not there. Only the mover reads and writes it
 
 
-@dataclass(frozen=True, slots=True)
-class AwayPage:
+class AwayPage(NamedTuple):
     """A page to load: from the host's memory, or, without `host`, from another engine or the store."""
 
     digest: bytes

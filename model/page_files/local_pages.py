@@ -63,7 +63,7 @@ class LocalPages:
             FileNotFoundError: it is not there.
             OSError: it cannot be read.
         """
-        with (self._folder / name).open("rb") as file:
+        with open(self._folder / name, "rb", opener=_open_at_once) as file:
             return file.readinto(start) == len(start) and file.readinto(page) == len(page)
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
@@ -91,6 +91,11 @@ class LocalPages:
     def delete(self, name: str) -> None:
         """Deletes a file that may have gone already. Raises OSError."""
         (self._folder / name).unlink(missing_ok=True)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Does not wait for a writer if the file has become a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _folders(folder: Path, names: re.Pattern[str]) -> list[Path]:

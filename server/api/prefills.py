@@ -18,7 +18,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -27,13 +26,13 @@ import msgspec
 from batcher.page_store import PageSource
 from server.api.http_counts import Prefill
 from server.api.worker_threads import WorkerThreads
+from server.engine.routing import BLOCK_TOKENS, beginnings_of
 from server.engine.wire import EngineInfo
 from server.logs import ThrottledLog
 from server.settings import Settings
 
 PATH = "/kv/prefill"
 PAUSE_S = 5.0
-BLOCK_TOKENS = 64
 MOST_BLOCKS = 1 << 16  # that are remembered
 MOST_WORDS = 300  # characters of another server's error
 
@@ -163,13 +162,13 @@ class KnownBeginnings:
     """The beginnings of prompts that this server has had, block by block. The least recently used are forgotten."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[int, None] = OrderedDict()
 
-    def count(self, digests: Sequence[bytes]) -> int:
+    def count(self, digests: Sequence[int]) -> int:
         """How many of a prompt's are there, from the first one on."""
         return next((index for index, digest in enumerate(digests) if digest not in self._known), len(digests))
 
-    def add(self, digests: Sequence[bytes]) -> None:
+    def add(self, digests: Sequence[int]) -> None:
         """Adds those of a prompt."""
         for digest in digests:
             self._known[digest] = None
@@ -186,14 +185,10 @@ def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     return ", ".join(sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)))
 
 
-def _beginnings(asked: PrefillRequest) -> list[bytes]:
+def _beginnings(asked: PrefillRequest) -> list[int]:
     """A digest of each beginning of the prompt, one block longer each."""
-    digest = blake2b(f"{asked.cache_salt} {asked.adapter}".encode(), digest_size=16)
-    digests, size = [], 4 * BLOCK_TOKENS
-    for stop in range(size, len(asked.tokens) + 1, size):
-        digest.update(asked.tokens[stop - size : stop])
-        digests.append(digest.copy().digest())
-    return digests
+    num_tokens = len(asked.tokens) // 4
+    return [digest for _, digest in beginnings_of(asked.tokens, asked.cache_salt ^ asked.adapter, num_tokens)]
 
 
 def _address(url: str, port: int) -> str:

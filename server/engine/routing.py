@@ -74,7 +74,7 @@ class Router:
             loads: of the engines that can be chosen, by their numbers.
         """
         num_prompt = len(prompt) // 4
-        beginnings = list(_beginnings(prompt, salt)) if self.page_size else []
+        beginnings = list(beginnings_of(prompt, salt)) if self.page_size else []
         known = dict.fromkeys(loads, 0)
         used: dict[int, list[int]] = {engine: [] for engine in loads}
         holders = set(loads)
@@ -120,18 +120,18 @@ class Router:
         self._prefixes.clear()
 
 
-def _beginnings(prompt: bytes, salt: int) -> Iterator[tuple[int, int]]:
-    """(tokens, digest) of the beginnings of a prompt, one block longer each. A last block that is not full counts for a
-    short prompt only: the next turn of a chat would not find it.
+def beginnings_of(prompt: bytes, salt: int, fine_tokens: int = FINE_TOKENS) -> Iterator[tuple[int, int]]:
+    """(tokens, digest) of the beginnings of a prompt, i32[n], one block longer each. A last block that is not full
+    counts for a short prompt only: the next turn of a chat would not find it.
 
-    Behind FINE_TOKENS a block is a half of the power of two below its start, and BLOCK_TOKENS of its tokens, evenly
+    Behind `fine_tokens` a block is a half of the power of two below its start, and BLOCK_TOKENS of its tokens, evenly
     spaced, stand for it. So the work hardly grows with the prompt: 131,072 tokens have 44 blocks.
     """
     tokens = memoryview(prompt).cast("i")
     digest = blake2b(salt.to_bytes(16, "little", signed=True), digest_size=8)
     start = 0
     while start < len(tokens):
-        length = BLOCK_TOKENS if start < FINE_TOKENS else (1 << start.bit_length() - 1) // 2
+        length = BLOCK_TOKENS if start < fine_tokens else (1 << start.bit_length() - 1) // 2
         end = min(start + length, len(tokens))
         if start and end < start + length:
             return

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -20,7 +19,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from model.loading.source import DEMO_FOLDER
-from tests.e2e.conftest import ROOT, serve_exported
+from tests.conftest import EXPORTED
+from tests.e2e.conftest import ROOT, serve, serve_exported
 from tests.e2e.kv_crowd import (
     ADMIN,
     BODIES,
@@ -42,6 +42,9 @@ from tests.e2e.kv_crowd import (
     texts,
     wait_for,
 )
+from tests.e2e.kv_faults import COUNTED, DAMAGE, FAULTS, FaultyRun, disk
+
+NUM_REQUESTS = int(os.environ.get("KV_FAULTS_REQUESTS", "600"))
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -86,27 +89,6 @@ def test_a_server_that_was_killed_leaves_files_that_the_next_one_serves(flags, t
         assert healthy(server)[FROM_FILES] > 0
 
 
-def flip_a_bit(file: Path, random: Random) -> None:
-    content = bytearray(file.read_bytes())
-    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    file.write_bytes(content)
-
-
-def replace_by_link(file: Path, random: Random) -> None:
-    file.unlink()
-    file.symlink_to("/dev/zero")
-
-
-DAMAGE: dict[str, Callable[[Path, Random], object]] = {
-    "flipped": flip_a_bit,
-    "half": lambda file, random: os.truncate(file, file.stat().st_size // 2),
-    "empty": lambda file, random: os.truncate(file, 0),
-    "junk": lambda file, random: file.write_bytes(random.randbytes(file.stat().st_size)),
-    "longer": lambda file, random: file.write_bytes(file.read_bytes() * 2),
-    "link": replace_by_link,
-}
-
-
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_files_are_computed_again(flags, told, folder, kind):
     files, random = filled(folder, flags), Random(0)
@@ -147,6 +129,24 @@ def test_files_of_other_weights_are_not_read(flags, folder, tmp_path):
     with serve_exported(*own, *in_files(folder, host_pages=1000)) as server:
         assert crowd(server, bodies) == told
         assert healthy(server)[FROM_FILES] == 0
+
+
+def test_no_text_is_wrong_whatever_becomes_of_servers_files_and_disk(flags, told, folder, tmp_path):
+    """`KV_FAULTS_REQUESTS=10000` and `-s` make it longer, and say what has happened."""
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    own = [*flags, *in_files(folder, file_pages=300), "--export-cache", str(EXPORTED)]
+    with disk(folder, beside) as under:
+        run = FaultyRun(told, folder, under, NUM_REQUESTS, of_a_server=max(100, NUM_REQUESTS // 20))
+        while not run.is_done:
+            with serve(*own, env=under.env) as server:
+                run.load(server)
+            print(dict(sorted(run.counts.items())))
+    assert not run.wrong
+    assert run.counts["answers"] == NUM_REQUESTS
+    states = {f"disk {state}" for state in under.states}
+    assert {*FAULTS, *COUNTED, *states, "killed", "ended"} <= run.counts.keys()
+    assert run.counts[FROM_FILES] > 0 < run.counts[BROKEN]
 
 
 def test_a_folder_that_vanishes_is_missed_by_no_request(flags, told, folder):

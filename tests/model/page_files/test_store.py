@@ -93,6 +93,19 @@ def test_a_cut_file_is_a_miss_and_the_file_is_deleted(tmp_path, opened):
     assert store.num_broken == FILE_BYTES
 
 
+def test_a_pipe_in_place_of_a_file_is_a_miss_at_once(tmp_path, opened):
+    store = opened(tmp_path)
+    assert put(store, 1)
+    path, found = file_of(tmp_path, 1), []
+    path.unlink()
+    os.mkfifo(path)
+    reading = threading.Thread(target=lambda: found.append(get(store, 1)), daemon=True)
+    reading.start()
+    reading.join(60)
+    assert found == [None] and not path.exists() and store.num_broken == 1
+    assert put(store, 1) and is_right(store, 1)
+
+
 def test_a_file_at_the_place_of_another_is_a_miss(tmp_path, opened):
     store, other = opened(tmp_path), opened(tmp_path, identity=OTHER)
     assert put(store, 1) and put(other, 2) and put(store, 2)
