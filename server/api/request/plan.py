@@ -78,6 +78,7 @@ async def check_generation(
         every_token=bool(body.ignore_eos),
         token_ids=bool(body.return_token_ids),
         names_are_ids=bool(body.return_tokens_as_token_ids),
+        weight_versions=bool(body.return_weight_versions),
     )
     return GenerationPlan(
         head=head,
