@@ -359,6 +359,7 @@ def build_runner(
                 "enable_prefix_caching": str(settings.enable_prefix_caching),
                 "memory_utilization": str(settings.memory_utilization),
                 "attention_backend": str(attention.backend),
+                "tensor_parallel_size": str(num_chips),
             },
         ),
     )
