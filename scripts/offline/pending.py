@@ -179,7 +179,7 @@ class Pending:
 
     def outputs(self) -> list[RequestOutput]:
         """What is there so far, in the order of the prompts. Those that are not `finished` have the tokens up to now,
-        without log-probabilities. Errors are those of `wait`."""
+        without `logprobs`. Errors are those of `wait`."""
         self._sent.check()
         if self._last is not None:
             return self._last
