@@ -120,14 +120,19 @@ def _attached(name: str) -> SharedMemory:
 def _pulled(source: Offered) -> dict[str, np.ndarray]:
     from jax.experimental import transfer
 
-    device = jax.devices("cpu")[0]
-    sharding = SingleDeviceSharding(device)
-    shapes = [jax.ShapeDtypeStruct(array.shape, DTYPES[array.dtype], sharding=sharding) for array in source.arrays]
     try:
+        device = jax.devices("cpu")[0]
+        sharding = SingleDeviceSharding(device)
+        shapes = [jax.ShapeDtypeStruct(array.shape, DTYPES[array.dtype], sharding=sharding) for array in source.arrays]
         own = _address_towards(source.address)
         server = transfer.start_transfer_server(device.client, own, [own])
-        arrays = server.connect(source.address).pull(source.uuid, shapes)
-        _wait_for(arrays)
+        connection = server.connect(source.address)
+        arrays = connection.pull(source.uuid, shapes)
+        try:
+            _wait_for(arrays)
+        except TimeoutError:
+            connection._poison_connection()  # nothing else ends a pull, which holds the memory of its arrays
+            raise
         values = [np.asarray(array) for array in arrays]
     except (OSError, RuntimeError, ValueError) as error:  # it is not there, does not offer them, or has ended
         reason = one_line(str(error))[:200]
