@@ -37,6 +37,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: of the sampled token and the n most likely ones, n <= MAX_LOGPROBS
+    # Of each token under the distribution that it was drawn from, whatever `logprobs` are. A greedy token is not drawn
+    # from one: its own is the distribution before the temperature.
+    sampled_logprobs: bool = False
     prompt_logprobs: int | None = None  # likewise for each prompt token except the first; bypasses the prefix cache
     allowed_token_ids: tuple[int, ...] | None = None  # None: all; no other token can be drawn
     bad_words: tuple[tuple[int, ...], ...] = ()  # no output has these tokens one after the other
@@ -97,7 +100,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end-of-sequence or stop id, or a stop string that the caller found
     LENGTH = "length"  # max_tokens or the model's context
-    ABORT = "abort"  # the client left, or the engine shuts down
+    ABORT = "abort"  # the client left, or the engine pauses or shuts down
     ERROR = "error"  # see RequestOutput.error
 
 
@@ -133,6 +136,7 @@ class RequestOutput:
     number: int = -1  # of the request among those of the engine; -1: the engine has not accepted it
     token_ids: tuple[int, ...] = ()  # including the id that ended the request
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, if requested
+    sampled_logprobs: tuple[float, ...] = ()  # one per token id, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
     embedding: bytes | None = None  # of a request that embeds: f32[D], little-endian, of length 1
     times: tuple[float, float] | None = None  # with the first token: seconds in the queue, and of the prompt's prefill
@@ -142,3 +146,4 @@ class RequestOutput:
     stop_reason: int | None = None  # the stop id that ended the request; None for end-of-sequence
     error: str | None = None
     error_code: ErrorCode | None = None
+    by_pause: bool = False  # a pause has aborted the request: what it has is its answer

@@ -156,6 +156,12 @@ PARAMETERS: dict[str, Parameter] = {
         values=lambda request: (request.sampling.logprobs is not None,),
         variant=Variant.SAMPLE,
     ),
+    "sampled_logprobs": Parameter(
+        columns=(Column("wants_sampled_logprobs", "bool"),),
+        values=lambda request: (request.sampling.sampled_logprobs,),
+        off=False,
+        variant=Variant.SAMPLE,
+    ),
     "allowed_token_ids": _on_host(variant=Variant.SAMPLE),  # a mask like a grammar's, but constant
     "bad_words": _on_host(off=(), variant=Variant.SAMPLE),  # masks, of which some follow from the last tokens
     "grammar": Parameter(

@@ -116,7 +116,7 @@ class PackedLayout:
 MASK_BLOCK = 16  # rows of one dispatch of masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
 MAX_STAGED_ADAPTERS = 2
-MAX_PAGE_COPIES = 2  # on their way to the host at once, and as many that are staged
+MAX_PAGE_COPIES = 4  # on their way to the host at once, and as many that are staged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +169,7 @@ class StepOutput:
     logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY
     top_ids: np.ndarray | None = None  # i32[S, D, MAX_LOGPROBS], most likely first
     top_logprobs: np.ndarray | None = None  # f32[S, D, MAX_LOGPROBS]
+    sampled_logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY: under the distribution of the draw
     target_logprobs: np.ndarray | None = None  # f32[T], SCORE and EMBED: of targets[t]
     target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
     target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]

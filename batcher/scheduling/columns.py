@@ -60,7 +60,8 @@ class SlotColumns:
             seq.last_token_s = now
             return
         self.last_token_s[seq.slot] = now
-        wants_looks = seq.matcher is not None or seq.sampling.logprobs is not None
+        asked = seq.sampling
+        wants_looks = seq.matcher is not None or asked.logprobs is not None or asked.sampled_logprobs
         self.left[seq.slot] = _AT_ONCE if wants_looks else seq.limit - len(seq.output)
 
     def look_at_page(self, seq: RequestState) -> None:

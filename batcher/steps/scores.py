@@ -16,6 +16,12 @@ def token_logprobs(output: StepOutput, row: int, num_tokens: int, count: int) ->
     )
 
 
+def sampled_logprobs(output: StepOutput, row: int, num_tokens: int) -> tuple[float, ...]:
+    """Of the tokens that a row has drawn, under the distributions that they were drawn from."""
+    assert output.sampled_logprobs is not None
+    return tuple(output.sampled_logprobs[row, :num_tokens].tolist())
+
+
 def take_prompt_logprobs(plan: StepPlan, output: StepOutput) -> None:
     """Takes in those of the prompt tokens that the step has scored."""
     for chunk in plan.chunks:

@@ -22,7 +22,7 @@ from batcher.stats import EngineStats
 from batcher.step import StepOutput, Variant
 from batcher.steps.pooling import embedding, take_pooled
 from batcher.steps.reading import StepReading
-from batcher.steps.scores import take_prompt_logprobs, token_logprobs
+from batcher.steps.scores import sampled_logprobs, take_prompt_logprobs, token_logprobs
 
 
 class StepReader:
@@ -149,10 +149,13 @@ class StepReader:
             self._take_first(seq, output, now)
         if seq.sampling.logprobs is not None:
             output.logprobs = token_logprobs(reading.output, row, len(tokens), seq.sampling.logprobs)
+        if seq.sampling.sampled_logprobs:
+            output.sampled_logprobs = sampled_logprobs(reading.output, row, len(tokens))
         if seq.request.counts_drafts:
             output.drafts = (seq.num_accepted, seq.num_rejected)
         self._end_if_over(seq, output)
-        if is_first or output.logprobs or output.drafts or output.finish_reason is not None:
+        is_plain = not (is_first or output.logprobs or output.sampled_logprobs or output.drafts)
+        if not is_plain or output.finish_reason is not None:
             reading.outputs.append((seq, output))
         else:
             reading.add(seq, tokens)

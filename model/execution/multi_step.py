@@ -29,7 +29,6 @@ from model.execution.step import (
     apply_patches,
     draw,
     forward,
-    named,
     step_adapters,
     vocabulary_of,
 )
@@ -72,13 +71,13 @@ def make_multi_step(
             adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
             hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters)
             logits = model.logits(hidden)  # f32[S, V]
-            history, found = state.history, {}
+            history = state.history
+            found: Outputs = {}
             if bucket.variant is Variant.GREEDY:
                 drawn, is_finite = greedy_and_finite(logits)
             else:
                 is_finite = all_finite(logits)
-                drawn, logprobs, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
-                found = named("", logprobs)
+                drawn, found, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
             slots = advance(state.slots, rows, drawn, rows.kv_lens)
             written = {
                 name: lax.dynamic_update_index_in_dim(outputs[name], x, number, axis=1)

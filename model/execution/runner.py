@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -129,12 +129,32 @@ class ModelRunner:
             raise ValueError(f"K/V scales come with pages of 8 bits only: {self._attention.spec.kv_dtype=}")
         scales_of_layers: KvScales = self.described.kv_scales_like
         if kv_scales is not None:
-            scales_of_layers = [
-                jax.device_put(scales, like.sharding)
-                for scales, like in zip(kv_scales, self.described.kv_scales_like, strict=True)
-            ]
-        self._allocate()
+            scales_of_layers = self._placed_scales(kv_scales)
+        self.allocate()
         self.weights, self._kv_scales = weights, scales_of_layers
+
+    def model(self) -> Llama:
+        """The model with its weights in place. Its arrays are the runner's own: they end with an update."""
+        return self.described.model_of(self.weights)
+
+    def replace(self, values: Mapping[str, jax.Array]) -> None:
+        """Puts parameters of the model, by their paths, in the place of the old ones, which are deleted. No step is in
+        flight. The K/V in pages are then those of other weights."""
+        numbers, likes = self.described.numbers, self.described.weights_like
+        for path, value in values.items():
+            like = likes[numbers[path]]
+            assert (value.shape, value.dtype, value.sharding) == (like.shape, like.dtype, like.sharding), path
+        for path, value in values.items():
+            old, self.weights[numbers[path]] = self.weights[numbers[path]], value
+            old.delete()
+
+    def replace_kv_scales(self, kv_scales: np.ndarray) -> None:
+        """Those of `place`, for other weights. No step is in flight."""
+        self._kv_scales = self._placed_scales(kv_scales)
+
+    def _placed_scales(self, kv_scales: np.ndarray) -> KvScales:
+        likes = self.described.kv_scales_like
+        return [jax.device_put(scales, like.sharding) for scales, like in zip(kv_scales, likes, strict=True)]
 
     def copied(self) -> list[HostCopy]:
         """The weights in the host's memory. Those on the devices stay. No step is in flight."""
@@ -147,7 +167,7 @@ class ModelRunner:
             array.delete()
         self._free_state()
 
-    def restore(self, weights: Sequence[HostCopy]) -> None:
+    def restore(self, weights: Sequence[HostCopy], *, with_state: bool = True) -> None:
         """Brings weights that were `copied` back to the device, and allocates an empty state.
 
         Raises RuntimeError if the device has no room; nothing is on it then.
@@ -157,12 +177,17 @@ class ModelRunner:
             for copy in weights:
                 restored.append(copy.on_devices())
             jax.block_until_ready(restored)
-            self._allocate()
+            if with_state:
+                self.allocate()
         except BaseException:
             for array in restored:
                 array.delete()
             raise
         self.weights = restored
+
+    def allocate(self) -> None:
+        """An empty state, and empty adapter slots. Raises RuntimeError if the device has no room."""
+        self.state, self.adapters = self._make_state(), self._make_adapters()
 
     def capacity(self) -> Capacity:
         """The limits of the scheduler."""
@@ -399,11 +424,7 @@ class ModelRunner:
 
     def _reallocate(self) -> None:
         self._free_state()
-        self._allocate()
-
-    def _allocate(self) -> None:
-        """An empty state, and empty adapter slots."""
-        self.state, self.adapters = self._make_state(), self._make_adapters()
+        self.allocate()
 
     def _free_state(self) -> None:
         with self._staging:

@@ -44,7 +44,7 @@ from model.network.llama import Llama
 from model.network.lora import AdapterSlots
 from model.sampling import sampling
 from model.sampling.greedy import all_finite, greedy, greedy_and_finite
-from model.sampling.logprobs import Logprobs, logprobs
+from model.sampling.logprobs import logprobs
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
 
@@ -93,7 +93,7 @@ def make_speculative_step(
             drawn, is_finite = (x.reshape(-1, 1 + bucket.num_drafts) for x in greedy_and_finite(logits))
         else:
             is_finite = all_finite(logits).reshape(-1, 1 + bucket.num_drafts)
-            drawn, found, history = vocabulary.run(
+            drawn, outputs, history = vocabulary.run(
                 partial(draw_after_drafts, mode=logprobs_mode),
                 logits,
                 history,
@@ -103,7 +103,6 @@ def make_speculative_step(
                 in_specs=(BY_VOCAB, BY_VOCAB, *[REPLICATED] * 3),
                 out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
             )
-            outputs = named("", found)
         num_accepted = _num_accepted(drawn, drafts)
         is_kept = jnp.arange(drawn.shape[1]) <= num_accepted[:, None]
         outputs |= {
@@ -187,8 +186,9 @@ def _sample_draft(
 
     of_masks = partial(masks.at[rows.slots].get, mode="clip")
     has_drafts = jnp.diff(rows.starts) > 1
-    asked = sampling.sampling_rows(rows.state)
-    return sampling.sample(shard, logits, asked, positions, has_drafts, with_drafts, of_masks)
+    asked = replace(sampling.sampling_rows(rows.state), wants_sampled_logprobs=jnp.zeros_like(has_drafts))
+    drawn, _ = sampling.sample(shard, logits, asked, positions, has_drafts, with_drafts, of_masks)
+    return drawn
 
 
 def _count_drafts(shard: VocabShard, counts: jax.Array, drafts: jax.Array) -> jax.Array:
@@ -245,9 +245,9 @@ def draw_after_drafts(
     drafts: jax.Array,
     *,
     mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
-) -> tuple[jax.Array, Logprobs, jax.Array]:
-    """The tokens after every place i32[S, D], their log-probabilities [S * D], and the history with the tokens that
-    rows with penalties keep.
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """The tokens after every place i32[S, D], their log-probabilities [S * D] by the names of `OutputLayout`, and the
+    history with the tokens that rows with penalties keep.
 
     Args:
         logits: f32[S * D, V].
@@ -270,7 +270,7 @@ def draw_after_drafts(
 
     of_masks = partial(masks.at[places.slots].get, mode="clip")
     of_place = (shard, logits, asked, places.kv_lens, places.emits, with_drafts, of_masks)
-    drawn = sampling.sample(*of_place)
+    drawn, sampled = sampling.sample(*of_place)
     scored = partial(sampling.processed, *of_place) if mode.is_processed else lambda: logits
     found = logprobs(shard, scored, drawn, places.emits & asked.wants_logprobs, mode)
 
@@ -278,7 +278,8 @@ def draw_after_drafts(
     is_kept = jnp.arange(num_places) <= _num_accepted(by_row, drafts)[:, None]
     is_counted = is_kept.ravel() & places.emits & asked.has_penalty
     counted = jnp.where(is_counted, places.slots, history.shape[0])
-    return by_row, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+    history = history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+    return by_row, named("", found) | {"sampled_logprobs": sampled}, history
 
 
 def _num_accepted(drawn: jax.Array, drafts: jax.Array) -> jax.Array:

@@ -115,7 +115,7 @@ class OutputLayout:
             shapes["would_accept"] = ((s,), np.int32)
         if self.bucket.variant is Variant.GREEDY:
             return shapes
-        shapes |= _logprob_shapes("", (s, d))
+        shapes |= _logprob_shapes("", (s, d)) | {"sampled_logprobs": ((s, d), np.float32)}
         if self.bucket.variant.scores:
             shapes |= _logprob_shapes("target_", (t,))
             shapes["target_ranks"] = ((t,), np.int32)
@@ -197,8 +197,7 @@ def make_step(
             drawn, is_finite = greedy_and_finite(logits)
         else:
             is_finite = all_finite(logits)
-            drawn, found, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
-            outputs = named("", found)
+            drawn, outputs, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
         outputs["finite"] = is_finite.astype(jnp.int32)
         if bucket.variant.scores:
             found, outputs["target_ranks"] = _score(model, vocabulary, hidden, sent["targets"])
@@ -298,8 +297,9 @@ def vocabulary_of(history: jax.Array, attention: PagedAttention) -> VocabSplit:
 
 def draw(
     vocabulary: VocabSplit, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows, mode: LogprobsMode
-) -> tuple[jax.Array, Logprobs, jax.Array]:
-    """The rows' next tokens i32[S], their log-probabilities, and the history with them."""
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """The rows' next tokens i32[S], their log-probabilities by the names of `OutputLayout`, and the history with
+    them."""
     return vocabulary.run(
         partial(_draw, mode=mode),
         logits,
@@ -313,16 +313,17 @@ def draw(
 
 def _draw(
     shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows, *, mode: LogprobsMode
-) -> tuple[jax.Array, Logprobs, jax.Array]:
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
     asked = sampling.sampling_rows(rows.state)
     of_history, of_masks = (partial(array.at[rows.slots].get, mode="clip") for array in (history, masks))
     of_row = (shard, logits, asked, rows.kv_lens, rows.emits, of_history, of_masks)
-    drawn = sampling.sample(*of_row)
+    drawn, sampled = sampling.sample(*of_row)
     scored = partial(sampling.processed, *of_row) if mode.is_processed else lambda: logits
     found = logprobs(shard, scored, drawn, rows.emits & asked.wants_logprobs, mode)
     counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
-    return drawn, found, history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+    history = history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+    return drawn, named("", found) | {"sampled_logprobs": sampled}, history
 
 
 def _would_accept(text: jax.Array, rows: StepRows, drawn: jax.Array, lookup: PromptLookup) -> jax.Array:

@@ -23,6 +23,8 @@ from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS
 from batcher.sampling_table import PARAMETERS, Column
 from batcher.slots import SlotLayout, sampling_columns
 from model.sampling.categorical import categorical
+from model.sampling.exact_sum import as_float, exact_sum
+from model.sampling.logprobs import if_asked
 from model.sampling.threshold import kept_threshold
 from model.sampling.vocab_split import VocabShard, first_of_greatest
 from pallas_kernels.cpu import per_token
@@ -50,6 +52,7 @@ class SamplingRows:
     bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS]
     bias_values: jax.Array  # f32[S, MAX_LOGIT_BIAS]
     wants_logprobs: jax.Array  # bool[S]
+    wants_sampled_logprobs: jax.Array  # bool[S]
     has_mask: jax.Array  # bool[S]
 
     @property
@@ -79,19 +82,33 @@ def sample(
     asking: jax.Array,  # bool[S]: the row's token will be used; other rows cause no work
     history: Callable[[], jax.Array],  # i32[S, V], the rows' token histories; read only if some row has a penalty
     masks: Callable[[], jax.Array],  # i32[S, num_mask_words], the rows' masks; read only if some row has one
-) -> jax.Array:
-    """The rows' next tokens, i32[S]."""
+) -> tuple[jax.Array, jax.Array]:
+    """The rows' next tokens, i32[S], and their log-probabilities under the distributions of `processed`, f32[S]: only
+    of rows that want them."""
     adjusted = adjust(shard, logits, rows, positions, asking, history, masks)
     greatest, best = most_likely(shard, adjusted)
     draws = asking & (rows.temperature > 0)
+    scored = asking & rows.wants_sampled_logprobs
 
-    def draw() -> jax.Array:
-        weights = tempered_weights(shard, adjusted, greatest, jnp.where(draws, rows.temperature, 1))
-        threshold = kept_threshold(shard, weights, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p, asking=draws)
+    def draw() -> tuple[jax.Array, jax.Array]:
+        weights, threshold = _weights_to_keep(shard, adjusted, greatest, rows, draws)
         kept = jnp.where(weights >= threshold[:, None], weights, 0)
-        return jnp.where(draws, categorical(shard, kept, rows.seed, positions), best)
+        tokens = jnp.where(draws, categorical(shard, kept, rows.seed, positions), best)
+        # It takes the weights and not what is kept of them, which would have to be stored in every step.
+        return tokens, if_asked(scored, lambda: _log_shares(shard, weights, threshold, tokens))
 
-    return lax.cond(draws.any(), draw, lambda: best)
+    return lax.cond((draws | scored).any(), draw, lambda: (best, jnp.zeros_like(greatest)))
+
+
+def _log_shares(shard: VocabShard, weights: jax.Array, threshold: jax.Array, tokens: jax.Array) -> jax.Array:
+    """f32[S]: the logarithm of the share that each row's token i32[S] has in the `weights` f32[S, V] that are at least
+    `threshold` f32[S]. One exchange."""
+    index = shard.locate(tokens)[:, None]
+    own = jnp.take_along_axis(weights, jnp.minimum(index, shard.size - 1), axis=1)
+    kept = exact_sum(jnp.where(weights >= threshold[:, None], weights, 0))  # u32[3, S]
+    own, *parts = shard.gather(jnp.where(index < shard.size, own, 0), *kept[:, :, None])
+    whole = as_float(jnp.sum(jnp.stack(parts), axis=-1, dtype=jnp.uint32))
+    return jnp.log(jnp.sum(own, axis=-1)) - jnp.log(whole)
 
 
 def processed(
@@ -108,11 +125,19 @@ def processed(
     adjusted = adjust(shard, logits, rows, positions, asking, history, masks)
     greatest, _ = most_likely(shard, adjusted)
     draws = asking & (rows.temperature > 0)
-    temperature = jnp.where(draws, rows.temperature, 1)
-    weights = tempered_weights(shard, adjusted, greatest, temperature)
+    weights, threshold = _weights_to_keep(shard, adjusted, greatest, rows, draws)
+    temperature = jnp.where(draws, rows.temperature, 1)[:, None]
+    return jnp.where(weights >= threshold[:, None], adjusted / temperature, -jnp.inf)
+
+
+def _weights_to_keep(
+    shard: VocabShard, adjusted: jax.Array, greatest: jax.Array, rows: SamplingRows, draws: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The weights f32[S, V] of `adjusted` f32[S, V], whose `greatest` are f32[S], and the least f32[S] that each row
+    keeps. Rows that do not draw, bool[S], have the temperature 1 and keep all."""
+    weights = tempered_weights(shard, adjusted, greatest, jnp.where(draws, rows.temperature, 1))
     threshold = kept_threshold(shard, weights, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p, asking=draws)
-    is_kept = ~draws[:, None] | (weights >= threshold[:, None])
-    return jnp.where(is_kept, adjusted / temperature[:, None], -jnp.inf)
+    return weights, jnp.where(draws, threshold, 0)
 
 
 def most_likely(shard: VocabShard, logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig
+from model.inputs.words import one_line
 from scripts.building.choices import choose_kv_dtype
 from scripts.building.chosen_weights import ChosenWeights
 from scripts.building.draft import ChosenDraft
@@ -17,9 +18,11 @@ from scripts.building.model_on_chips import ModelOnChips
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
+    import jax
     import numpy as np
 
     from model.execution.runner import ModelRunner
+    from model.loading.given_tensors import GivenWeights
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
@@ -101,6 +104,45 @@ class Loader:
                 say(f"up to {buckets.num_steps} steps a program of up to {buckets.max_multi_step_rows} rows")
             if buckets.num_drafts:
                 say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
+
+    def check(self, given: GivenWeights) -> None:
+        """Finds what would hinder an `update`. It waits for the arrays, and makes the modules of one layer, so that the
+        update compiles nothing. Steps may run meanwhile.
+
+        Raises:
+            ValueError: these are not weights of the model, or the device has no room to make one module of them.
+        """
+        packed = self._packed()
+        try:
+            for module, values in given.modules(self.chips.form, rehearses=True):
+                packed(module, values)
+        except RuntimeError as error:
+            raise ValueError(f"the new weights cannot be made on the device: {one_line(str(error))}") from error
+
+    def update(self, given: GivenWeights) -> None:
+        """Gives other weights to the runner's model, with no step in flight. Each module's old arrays are deleted once
+        its new ones are made, so the chips need room for one module more than they hold. Programs, pages and drafts
+        stay as they are; the pages then hold K/V of other weights.
+
+        Raises:
+            ValueError: as `check`, and nothing has changed.
+            RuntimeError: some modules have new weights, and others have old ones.
+        """
+        given.check(self.chips.form)
+        packed = self._packed()
+        try:
+            for module, values in given.modules(self.chips.form):
+                before = f"{module}." if module else ""
+                self.runner.replace({f"{before}{name}": value for name, value in packed(module, values).items()})
+            if self.attention.spec.has_kv_scales:
+                self.runner.replace_kv_scales(find_kv_scales(self.runner.model(), None, self.attention.spec)[0])
+        except (ValueError, OSError) as error:
+            raise RuntimeError("an update of the weights has failed half way") from error
+
+    def _packed(self) -> Callable[[str, Mapping[str, jax.Array]], dict[str, jax.Array]]:
+        from model.network.packed import packer
+
+        return packer(self.chips.planned)
 
     def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
         """Those of 8-bit pages that the checkpoint has. None: the pages have none, or they are to be measured."""

@@ -25,6 +25,8 @@ from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 logger = logging.getLogger("pallas_serve")
 
+CUT = (FinishReason.LENGTH.value, FinishReason.ABORT.value)  # reasons of ends that the model has not chosen
+
 
 @dataclass(slots=True)
 class ScoredToken:
@@ -42,6 +44,7 @@ class Gain:
     pieces: list[Piece] = field(default_factory=list)  # none is empty
     scored: list[ScoredToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # including those that are not shown as text
+    sampled_logprobs: list[float] = field(default_factory=list)  # of `token_ids`, if the request asks for them
 
     @property
     def text(self) -> str:
@@ -88,6 +91,8 @@ class Choice:
         self._num_taken = 0  # characters, if the whole text is content
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
+        self._versions = [(wire.DEFAULT_VERSION, 0)]  # of the weights, with the number of tokens before them
+        self._sampled_logprobs: list[float] = []
         self.index = index
         self.request_id = f"{generation.request_id}-{index}"
         self.num_prompt_tokens = num_prompt_tokens
@@ -110,9 +115,15 @@ class Choice:
             text = "".join(self._texts)
             pieces = [Content(text, self._num_taken)] if text else []
             self._num_taken += len(text)
-        gain = Gain(pieces, self._scored, self._token_ids)
-        self._texts, self._scored, self._token_ids = [], [], []
+        gain = Gain(pieces, self._scored, self._token_ids, self._sampled_logprobs)
+        self._texts, self._scored, self._token_ids, self._sampled_logprobs = [], [], [], []
         return gain
+
+    def so_far(self) -> Gain:
+        """What the next `take` would give. It is left there. The choice has no `reader`."""
+        text = "".join(self._texts)
+        pieces: list[Piece] = [Content(text, self._num_taken)] if text else []
+        return Gain(pieces, [*self._scored], [*self._token_ids], [*self._sampled_logprobs])
 
     @property
     def num_calls(self) -> int:
@@ -122,13 +133,27 @@ class Choice:
     def on_output(self, output: wire.Output) -> None:
         if output.expired:
             self._generation.on_limit("deadline_waiting")
-        if output.error is not None or output.finish_reason == FinishReason.ABORT:
+        if output.error is not None or (output.finish_reason == FinishReason.ABORT and not output.by_pause):
             self._generation.fail(error_of(output, self._generation.grammar_field))
             return
         self._take_in(self._read, output)
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         self._take_in(self._read_tokens, token_ids)
+
+    def on_weight_version(self, version: str) -> None:
+        if self._versions[-1][1] == self.num_tokens:
+            self._versions.pop()
+        if not self._versions or self._versions[-1][0] != version:
+            self._versions.append((version, self.num_tokens))
+
+    @property
+    def weight_versions(self) -> list[tuple[str, int]]:
+        """(version of the weights, number of tokens), in the order of the tokens. A choice without tokens has the
+        version of the weights at its end, with 0."""
+        starts = [start for _, start in self._versions]
+        ends = [*starts[1:], self.num_tokens]
+        return [(version, end - start) for (version, start), end in zip(self._versions, ends, strict=True)]
 
     def _take_in[T](self, read: Callable[[T], None], news: T) -> None:
         try:
@@ -165,7 +190,10 @@ class Choice:
         if self.first_token_s is None and output.token_ids:
             self.first_token_s, self.times = time.monotonic(), output.times
         hides_last = output.finish_reason == FinishReason.STOP and not self._include_stop
-        if self._push(output.token_ids, output.logprobs, hides_last=hides_last):
+        num_before = self.num_tokens
+        is_over = self._push(output.token_ids, output.logprobs, hides_last=hides_last)
+        self._sampled_logprobs += output.sampled_logprobs[: self.num_tokens - num_before]
+        if is_over:
             if output.finish_reason is None:
                 self._generation.stop_choice(self)
         elif output.finish_reason is not None:
@@ -213,7 +241,7 @@ class Choice:
 
     def _finish(self, finish_reason: str, stop_reason: str | int | None) -> None:
         if self._reader is not None:
-            self._reader.finish(cut=finish_reason == FinishReason.LENGTH.value or isinstance(stop_reason, str))
+            self._reader.finish(cut=finish_reason in CUT or isinstance(stop_reason, str))
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 
@@ -311,6 +339,8 @@ class Generation:
 
 def error_of(output: wire.Output, grammar_field: str | None = None) -> RequestError:
     """Why a request has ended without all of its output. `grammar_field` is as of `Generation`."""
+    if output.by_pause:
+        return unavailable("The engine was paused, and the request has ended.", retry_after_s=1)
     if output.error is None:
         return unavailable("The server is shutting down.")
     message = output.error

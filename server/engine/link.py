@@ -22,6 +22,7 @@ from server.engine import wire
 
 logger = logging.getLogger("pallas_serve")
 
+RECONNECT_MS = 20  # until the engine has bound its socket
 READ_S = 0.005  # longest reading at a time: an engine that is faster than this process must not block the event loop
 
 
@@ -48,6 +49,9 @@ class Receiver(Protocol):
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         """Tokens after which the request goes on."""
+
+    def on_weight_version(self, version: str) -> None:
+        """The weights of the tokens that come from now on: once before all others, and after each change."""
 
 
 class Receivers:
@@ -92,6 +96,11 @@ class Receivers:
         if receiver is not None:
             receiver.on_output(output)
 
+    def tell(self, version: str) -> None:
+        """Later tokens are of these weights."""
+        for receiver in self._receivers.values():
+            receiver.on_weight_version(version)
+
     def fail_all(self, error: str) -> None:
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
@@ -99,10 +108,10 @@ class Receivers:
 
 
 class EngineLink:
-    """Exchanges messages with an engine's process over two sockets, of which it binds the one for the events.
+    """Exchanges messages with an engine's process over two sockets. It binds the one for the events, and the engine the
+    one for the commands: until it has done so, commands wait here.
 
     Args:
-        bind_commands: whether this end binds the socket for the commands, too.
         frontend: the number of this process at the engine.
         on_load: called with the number of open requests whenever it may have changed.
     """
@@ -112,12 +121,12 @@ class EngineLink:
         commands: str,
         events: str,
         *,
-        bind_commands: bool,
         frontend: int = 0,
         on_load: Callable[[int], None] = lambda num_open: None,
     ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
+        self.weight_version = wire.DEFAULT_VERSION  # of the tokens that come from now on
         self.adapters: Mapping[str, wire.Adapter] = {}  # by name
         self.adapter_changes = self.num_adapter_loads = 0  # since the engine's start
         self._adapters_told = asyncio.Event()
@@ -135,7 +144,8 @@ class EngineLink:
         self._decode = msgspec.msgpack.Decoder(wire.Event).decode
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, zmq.SNDHWM)
-        (self._commands.bind if bind_commands else self._commands.connect)(commands)
+        self._commands.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._commands.connect(commands)
         self.events = self._socket(zmq.PULL, zmq.RCVHWM)
         self.events.bind(events)
 
@@ -166,6 +176,7 @@ class EngineLink:
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         for request, receiver in requests:
+            receiver.on_weight_version(self.weight_version)
             self._receivers.add(request.request_id, receiver)
         self._send(wire.Submit([request for request, _ in requests], self._frontend))
         self._on_load(self.num_open)
@@ -186,10 +197,7 @@ class EngineLink:
             self._send(wire.Abort(self._receivers.request_ids))
 
     def _send(self, command: wire.Command) -> None:
-        try:
-            self._commands.send(self._encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # no process is connected; if the engine has died, this will be reported
-            logger.warning("the engine process did not take a command: %s", type(command).__name__)
+        self._commands.send(self._encode(command), zmq.NOBLOCK)
 
     def on_readable(self) -> None:
         if self._read_on is None:
@@ -215,6 +223,9 @@ class EngineLink:
                 for output in outputs:
                     self.on_output(output)
                 self._receivers.take(event)
+            case wire.WeightVersion(version=version):
+                self.weight_version = version
+                self._receivers.tell(version)
             case wire.Stats(stats=stats):
                 self.stats = stats
                 self.last_heartbeat = time.monotonic()

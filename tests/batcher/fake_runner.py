@@ -150,6 +150,10 @@ def fake_logprob(prefix: np.ndarray, token: int) -> float:
     return float(np.float32(-int.from_bytes(digest, "little") / 1000))
 
 
+def fake_sampled_logprob(prefix: np.ndarray, token: int) -> float:
+    return float(np.float32(fake_logprob(prefix, token) / 2))
+
+
 def fake_hidden(prefix: np.ndarray, adapter: int) -> np.ndarray:
     """f32[FAKE_HIDDEN], of the last token of a prefix."""
     digest = blake2b(seen(prefix, adapter), digest_size=FAKE_HIDDEN).digest()
@@ -500,15 +504,19 @@ class FakeRunner:
     def _emit(self, out: _Output, row: int, slot: int, prefix: np.ndarray, place: int = 0) -> None:
         draw = self._draw(slot)
         wants_logprobs = bool(self.state[slot, SlotLayout.at("wants_logprobs")])
+        wants_sampled = bool(self.state[slot, SlotLayout.at("wants_sampled_logprobs")])
         plain = draw.floats[0] == 0 and not draw.has_penalties and not draw.bias and draw.allowed is None
         banned = bool(draw.stop_ids) and len(prefix) < draw.min_kv_len
-        if out.bucket.variant is Variant.GREEDY and not (plain and not banned and not wants_logprobs):
+        if out.bucket.variant is Variant.GREEDY and not (
+            plain and not banned and not wants_logprobs and not wants_sampled
+        ):
             self._fail(f"slot {slot} cannot be drawn by a GREEDY program: {draw}")
         token = draw.token(prefix, self.history[slot], self._capacity.vocab_size)
         self.state[slot, SlotLayout.LAST_TOKEN] = token
         self.history[slot][token] += 1
         out.tokens[row, place] = token
         out.logprobs[row, place] = fake_logprob(prefix, token)
+        out.sampled_logprobs[row, place] = fake_sampled_logprob(prefix, token) if wants_sampled else 0
         out.top_ids[row, place] = np.arange(MAX_LOGPROBS)
         out.top_logprobs[row, place] = [fake_logprob(prefix, i) for i in range(MAX_LOGPROBS)] if wants_logprobs else 0
 
@@ -672,6 +680,7 @@ class _Output:
         self.logprobs = np.full((s, d), np.nan, np.float32)
         self.top_ids = np.full((s, d, MAX_LOGPROBS), POISON, np.int32)
         self.top_logprobs = np.full((s, d, MAX_LOGPROBS), np.nan, np.float32)
+        self.sampled_logprobs = np.full((s, d), np.nan, np.float32)
         self.target_logprobs = np.full(t, np.nan, np.float32)
         self.target_top_ids = np.full((t, MAX_LOGPROBS), POISON, np.int32)
         self.target_top_logprobs = np.full((t, MAX_LOGPROBS), np.nan, np.float32)
@@ -687,6 +696,7 @@ class _Output:
         if self.bucket.variant is Variant.GREEDY:
             return StepOutput(**common)
         rows = {"logprobs": self.logprobs, "top_ids": self.top_ids, "top_logprobs": self.top_logprobs}
+        rows["sampled_logprobs"] = self.sampled_logprobs
         if self.bucket.variant is Variant.EMBED:
             rows["pooled"] = self.pooled
         if self.bucket.variant.scores:

@@ -15,7 +15,7 @@ from batcher.request import FinishReason, Request, RequestOutput, SamplingParams
 from batcher.scheduling.request_state import OnOutput
 from batcher.step import Capacity
 from batcher.step_times import StepTimes
-from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens
+from tests.batcher.fake_runner import FakeRunner, expected_embedding, expected_tokens, fake_sampled_logprob
 from tests.batcher.toy_grammar import ToyGrammars
 
 EOS = (1, 2)
@@ -150,6 +150,13 @@ class Drive:
     def expected(self, request_id: str) -> list[int]:
         return expected_tokens(self.requests[request_id], self.capacity, EOS)
 
+    def _sampled_logprobs(self, request_id: str, tokens: list[int]) -> list[float]:
+        request = self.requests[request_id]
+        if not request.sampling.sampled_logprobs:
+            return []
+        text = np.array([*request.prompt, *tokens])
+        return [fake_sampled_logprob(text[:at], int(text[at])) for at in range(len(request.prompt), len(text))]
+
     def check_outputs(self) -> None:
         """Everybody heard exactly one end, and the tokens that the request alone determines."""
         for request_id, heard in self.heard.items():
@@ -165,6 +172,8 @@ class Drive:
                 assert heard.tokens == []
                 continue
             expected = self.expected(request_id)
+            sampled = [value for output in heard.outputs for value in output.sampled_logprobs]
+            assert sampled == self._sampled_logprobs(request_id, heard.tokens)
             if reasons[-1] in (FinishReason.STOP, FinishReason.LENGTH):
                 assert heard.tokens == expected, request_id
             else:

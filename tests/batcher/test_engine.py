@@ -319,6 +319,20 @@ def test_logprobs_come_with_their_tokens() -> None:
     drive.check_outputs()
 
 
+@pytest.mark.parametrize(
+    "buckets", [{}, {"num_steps": 4, "max_multi_step_rows": 4}], ids=["single steps", "several steps"]
+)
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_sampled_logprobs_come_with_their_tokens(logprobs: int | None, buckets: dict[str, int]) -> None:
+    drive = Drive(buckets=buckets)
+    drive.add(make_request("a", [10, 11], logprobs=logprobs, sampled_logprobs=True, max_tokens=9, ignore_eos=True))
+    drive.add(make_request("b", [20, 21], max_tokens=9, ignore_eos=True))
+    drive.finish()
+    drive.check_outputs()
+    assert len(drive.heard["a"].tokens) == len(drive.heard["b"].tokens) == 9
+    assert all(bool(output.logprobs) == (logprobs is not None) for output in drive.heard["a"].outputs)
+
+
 @pytest.mark.parametrize("preempt_after", [None, 1, 2])
 def test_prompt_logprobs_are_whole_whatever_the_cache_holds_and_however_the_prompt_is_cut(
     preempt_after: int | None,
@@ -567,7 +581,7 @@ def test_every_sampling_parameter_reaches_the_draw() -> None:
     ]
     fields = {name for change in changes for name in change}
     assert fields | {
-        "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs"
+        "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs", "sampled_logprobs", "prompt_logprobs"
     } == set(SamplingParams.__dataclass_fields__)  # fmt: skip
     drive = Drive()
     drive.add(make_request("base", [10, 11], **base))

@@ -72,6 +72,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=draw(st.sampled_from([(), (5, 6, 7)])),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 3])),
+        sampled_logprobs=draw(st.sampled_from([False, False, True])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 2])),
         grammar=draw(st.sampled_from([None, None, "1 0 5", "3 2 6", "2 50 50"])),
     )

@@ -73,6 +73,7 @@ def test_numbers_in_range_are_finite_in_float32() -> None:
         ({"temperature": 0.0, "min_tokens": 1}, {"min_tokens"}),
         ({"temperature": 0.0, "logit_bias": ((3, 0.0),)}, {"logit_bias"}),
         ({"temperature": 0.0, "logprobs": 0}, {"logprobs"}),
+        ({"temperature": 0.0, "sampled_logprobs": True}, {"sampled_logprobs"}),
         ({"temperature": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.0}, {"repetition_penalty"}),
     ],
 )

@@ -153,6 +153,7 @@ def admission(row: Row, width: int) -> np.ndarray:
         state[at("bias_ids") + i], state[at("bias_values") + i] = token, bits(value)[0]
     state[at("has_mask")] = row.mask is not None
     state[at("wants_logprobs")] = s.logprobs is not None
+    state[at("wants_sampled_logprobs")] = s.sampled_logprobs
     state[SlotLayout.PAGE_TABLE : SlotLayout.PAGE_TABLE + len(row.pages)] = row.pages
     return np.stack([row.slot * width + np.arange(width, dtype=np.int32), state])
 

@@ -102,6 +102,10 @@ def test_sampling_params_have_vllms_names_and_defaults(make_llm):
         assert [told.outputs] == [r.outputs for r in llm.chat([chat], same | {"logprobs": True, "top_logprobs": 2})]
         assert [len(entry["top_logprobs"]) for entry in told.outputs[0].logprobs["content"]] == [2] * 4
         assert [output.index for output in told.outputs] == [0, 1]
+        assert told.outputs[0].sampled_logprobs is None
+        scored = SamplingParams(seed=1, max_tokens=4, n=2, sampled_logprobs=True)
+        for (each,) in (llm.generate("abc", scored), llm.chat(chat, scored)):
+            assert [len(output.sampled_logprobs) for output in each.outputs] == [4, 4]
         stops = SamplingParams(temperature=0, max_tokens=50, stop_token_ids=[told.token_ids[2]])
         assert llm.chat(chat, stops)[0].token_ids == told.token_ids[:3]
         with pytest.raises(RefusedError, match="top_p"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
+from server.api.answers.logprobs import finite
 from server.api.answers.usage import usage
 from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
@@ -44,7 +45,7 @@ class ChoicesWriter(ABC):
         self._hidden_tokens = hidden_tokens
         self._templates: dict[int, ChunkTemplate] = {}
         # if only the text of chunks changes, they are encoded from a template
-        self._plain = not (scores or head.usage.in_every_chunk or head.token_ids)
+        self._plain = not (scores or head.usage.in_every_chunk or head.token_ids or head.sampled_logprobs)
 
     # the fields of a choice
 
@@ -68,11 +69,22 @@ class ChoicesWriter(ABC):
         """`logprobs` of tokens that were drawn."""
 
     def _ending(self, choice: Choice) -> Fields:
-        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return ending | _version_fields(choice.weight_versions) if self._head.weight_versions else ending
 
     def _ids_fields(self, gain: Gain) -> Fields:
-        """`token_ids` of a whole choice: null unless the request asks for them."""
-        return {"token_ids": list_of(gain.token_ids, len(gain.token_ids)) if self._head.token_ids else None}
+        """`token_ids` of a whole choice: null unless the request asks for them. Only then are there
+        `sampled_logprobs`."""
+        return {"token_ids": None, **self._asked_fields(gain)}
+
+    def _asked_fields(self, gain: Gain) -> Fields:
+        """The lists of a gain that the request asks for, with an entry for each token."""
+        fields: Fields = {}
+        if self._head.token_ids:
+            fields["token_ids"] = list_of(gain.token_ids, len(gain.token_ids))
+        if self._head.sampled_logprobs:
+            fields["sampled_logprobs"] = list_of(map(finite, gain.sampled_logprobs), len(gain.sampled_logprobs))
+        return fields
 
     def _whole_fields(self) -> Fields:
         """Further fields of the whole answer."""
@@ -98,8 +110,7 @@ class ChoicesWriter(ABC):
         first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]
         if self._scores_shown:
             first["logprobs"] = self._scores(choice, gain.scored)
-        if self._head.token_ids:
-            first["token_ids"] = list_of(gain.token_ids, len(gain.token_ids))
+        first |= self._asked_fields(gain)
         if ends:
             last |= self._ending(choice)
         return chain.from_iterable(map(event_pieces, chunks))
@@ -123,7 +134,8 @@ class ChoicesWriter(ABC):
     @property
     def _moves_without_text(self) -> bool:
         """Whether a token without text, or with text that is held back, gets a chunk."""
-        return self._head.every_token or self._head.token_ids or self._head.usage.in_every_chunk
+        head = self._head
+        return head.every_token or head.token_ids or head.sampled_logprobs or head.usage.in_every_chunk
 
     def _ends_in_gain(self, choice: Choice) -> bool:
         """Whether the chunk of a choice's last gain also has the finish reason. It has if every chunk shows more than
@@ -158,3 +170,13 @@ class ChoicesWriter(ABC):
             hidden_tokens=self._hidden_tokens,
             no_output=no_output,
         )
+
+
+def _version_fields(runs: Sequence[tuple[str, int]]) -> Fields:
+    """The weights of the last token, and vLLM's spans of the output's tokens, each of one version."""
+    spans, end = [], 0
+    for version, num_tokens in runs:
+        if num_tokens:
+            spans.append({"version": version, "start": end, "end": end + num_tokens})
+        end += num_tokens
+    return {"weight_version": spans[-1]["version"] if spans else runs[-1][0], "weight_versions": spans}

@@ -23,7 +23,9 @@ class AnswerHead:
     deadline: float | None = None  # of the monotonic clock; a waiting request is then refused, a running one ends
     every_token: bool = False  # a token without text also has a chunk
     token_ids: bool = False  # the ids of the prompt and of the output are shown
+    sampled_logprobs: bool = False  # those of the output are shown
     names_are_ids: bool = False  # log-probabilities call a token `token_id:97`
+    weight_versions: bool = False  # the names of the weights of each choice's tokens are shown
 
 
 class Writer(Protocol):

@@ -179,6 +179,7 @@ def fit(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
         [limit],
         n=generation.head.n,
         logprobs=generation.logprobs,
+        sampled_logprobs=generation.head.sampled_logprobs,
         num_prompt_scores=0 if generation.prompt_logprobs is None else num_prompt * (generation.prompt_logprobs + 1),
         fixed=plan.max_tokens is not None,
         most=state.settings.max_request_logprobs // share,

@@ -116,11 +116,13 @@ class SamplingFields(CommonFields, kw_only=True):
     max_tokens: int | None = None
     # beyond OpenAI's
     prompt_logprobs: int | None = None
+    sampled_logprobs: bool | None = None
     request_id: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_draft_counts: bool | None = None
+    return_weight_versions: bool | None = None
     # `server.api.request.grammars` reads these
     response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     guided_json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

@@ -139,13 +139,20 @@ def test_tokens_after_a_stop_id_within_an_accepted_run_are_dropped() -> None:
             continue
         drive = speculative(perfect)
         request = make_request(
-            "a", [5, 6, 7], max_tokens=12, ignore_eos=True, stop_token_ids=(text[place],), logprobs=2
+            "a",
+            [5, 6, 7],
+            max_tokens=12,
+            ignore_eos=True,
+            stop_token_ids=(text[place],),
+            logprobs=2,
+            sampled_logprobs=True,
         )
         heard = drive.add(request)
         drive.finish()
         assert heard.tokens == text[: place + 1]
         assert (heard.finish_reason, heard.last.stop_reason) == (FinishReason.STOP, text[place])
         assert all(len(output.logprobs) == len(output.token_ids) for output in heard.outputs)
+        drive.check_outputs()
         assert drive.engine.stats().generation_tokens == place + 1
 
 

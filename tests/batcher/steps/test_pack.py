@@ -108,6 +108,7 @@ def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
         min_tokens=3,
         stop_token_ids=(17,),
         logprobs=2,
+        sampled_logprobs=True,
         seed=(7 << 32) + 0xFFFFFFFE,
     )
     seq.num_hit_pages, seq.adapter_slot = 1, 2
@@ -131,6 +132,7 @@ def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
             col("num_stop_ids"): 3,
             col("num_bias"): 2,
             col("wants_logprobs"): 1,
+            col("wants_sampled_logprobs"): 1,
             col("has_mask"): 0,
             col("stop_ids"): 1,
             col("stop_ids") + 1: 2,
@@ -167,7 +169,7 @@ def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
     }
     packer.forget()
     step = packer.pack(make_plan([(second, 1, 1)], bucket, admitted=[second]))
-    assert len(patches(step)) == 18
+    assert len(patches(step)) == 19
 
 
 def test_a_new_page_of_a_running_row_is_one_patch() -> None:

@@ -132,7 +132,8 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def scores_of(outputs: list[RequestOutput]) -> list[float]:
-    return [x for output in outputs for entry in output.logprobs for x in (entry.logprob, *entry.top_logprobs)]
+    raw = [x for output in outputs for entry in output.logprobs for x in (entry.logprob, *entry.top_logprobs)]
+    return raw + [x for output in outputs for x in output.sampled_logprobs]
 
 
 def requests(sampling: list[dict], *, prompt_len: int = 20, max_tokens: int = 40) -> list[Request]:
@@ -150,10 +151,12 @@ KINDS = {
     "greedy": [{}] * 4,
     "sampled": [{"temperature": 1.0, "allowed_token_ids": FEW[: 2 + i]} for i in range(3)],
     "top-p and min-p": [
-        {"temperature": 3.0, "allowed_token_ids": FEW} | cut for cut in ({"top_p": 0.7}, {"min_p": 0.1, "top_k": 3})
+        {"temperature": 3.0, "allowed_token_ids": FEW, "sampled_logprobs": True} | cut
+        for cut in ({"top_p": 0.7}, {"min_p": 0.1, "top_k": 3})
     ],
     "penalties": [
         {"temperature": t, "allowed_token_ids": FEW, "presence_penalty": 0.5, "frequency_penalty": f, "logprobs": 2}
+        | {"sampled_logprobs": True}
         for t in (0.0, 1.0)
         for f in (-0.5, 0.3)
     ],

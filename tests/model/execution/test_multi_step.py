@@ -22,7 +22,13 @@ from tests.model.driver import TINY, Row, pack, paged_attention, run, tiny_runne
 PROMPT = Bucket(24, 4, Variant.SAMPLE)
 MOST = 5
 SAMPLED = SamplingParams(
-    max_tokens=64, temperature=1.2, top_p=0.9, frequency_penalty=0.5, repetition_penalty=1.1, logprobs=3
+    max_tokens=64,
+    temperature=1.2,
+    top_p=0.9,
+    frequency_penalty=0.5,
+    repetition_penalty=1.1,
+    logprobs=3,
+    sampled_logprobs=True,
 )
 
 
@@ -72,13 +78,13 @@ def test_the_tokens_are_those_of_single_steps(runner, variant) -> None:
         if each is plain:
             outputs = [run(runner, single, [(row, 1) for row in each]) for _ in range(3 * MOST + 1)]
             if variant is Variant.SAMPLE:
-                logprobs.append([x.logprobs[1] for x in outputs[:MOST]])
+                logprobs.append([[x.logprobs[1], x.sampled_logprobs[1]] for x in outputs[:MOST]])
             continue
         first = draw_several(runner, several(single), [(row, MOST) for row in each])
         assert first.finite.shape == first.tokens.shape == (4, MOST)
         assert first.finite[: len(each)].all()
         if variant is Variant.SAMPLE:
-            logprobs.append(list(first.logprobs[1][:, None]))
+            logprobs.append(list(np.stack([first.logprobs[1], first.sampled_logprobs[1]], axis=1)[:, :, None]))
         # Some rows stop before others; then all go on, one by one and together.
         draw_several(runner, several(single), [(row, count) for row, count in zip(each, (2, 1, MOST), strict=False)])
         run(runner, single, [(row, 1) for row in each])
@@ -88,6 +94,7 @@ def test_the_tokens_are_those_of_single_steps(runner, variant) -> None:
         assert b.output == a.output[: len(b.output)]
     if variant is Variant.SAMPLE:
         np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-5)
+        assert (np.array(logprobs[0])[:, 1] < 0).all()
 
 
 def test_the_state_is_updated_in_place(runner) -> None:

@@ -229,6 +229,19 @@ def test_logprobs_of_the_drawn_tokens(runner):
         assert output.target_logprobs is None
 
 
+def test_sampled_logprobs_of_the_drawn_tokens_beside_the_raw_ones(runner):
+    params = SamplingParams(max_tokens=64, temperature=0.7, top_k=20, logprobs=0, sampled_logprobs=True)
+    row = Row(0, [4, 5, 6], [6, 7], params, seed=3)
+    outputs = [run(runner, MIXED[1], [(row, 3)], admit=[row])]
+    outputs += [run(runner, DECODE[1], [(row, 1)]) for _ in range(9)]
+    logits = dense_logits(row.tokens)[len(row.prompt) - 1 : -1].astype(np.float64)
+    for output, token, own in zip(outputs, row.output, logits, strict=True):
+        raw = np.exp(own - own.max())
+        kept = np.exp((own - own.max()) / 0.7) * (own >= np.sort(own)[-20])
+        np.testing.assert_allclose(output.sampled_logprobs[0, 0], np.log(kept[token] / kept.sum()), atol=1e-4)
+        np.testing.assert_allclose(output.logprobs[0, 0], np.log(raw[token] / raw.sum()), atol=1e-4)
+
+
 def test_score_gives_the_logprob_of_every_prompt_token(runner):
     score = MIXED[2]
     rng = np.random.default_rng(6)

@@ -44,7 +44,7 @@ def make_rows(n: int, **columns) -> sampling.SamplingRows:
         "temperature": (f32, 0), "top_k": (i32, 0), "top_p": (f32, 1), "min_p": (f32, 0),
         "presence_penalty": (f32, 0), "frequency_penalty": (f32, 0), "repetition_penalty": (f32, 1),
         "min_kv_len": (i32, 0), "num_stop_ids": (i32, 0), "num_bias": (i32, 0), "wants_logprobs": (bool, False),
-        "has_mask": (bool, False),
+        "wants_sampled_logprobs": (bool, False), "has_mask": (bool, False),
     }  # fmt: skip
     made = {
         name: np.broadcast_to(np.asarray(columns.pop(name, value), dtype), (n,)).copy()
@@ -97,18 +97,22 @@ def no_masks(logits):
 
 
 def sample(logits, rows, positions=0, asking=True, history=None, masks=None):
+    return sample_scored(logits, rows, positions, asking, history, masks)[0]
+
+
+def sample_scored(logits, rows, positions=0, asking=True, history=None, masks=None):
+    """(tokens, their log-probabilities)"""
     logits = np.asarray(logits, np.float32)
     n, vocab = logits.shape
-    return np.asarray(
-        jitted("sample")(
-            logits,
-            rows,
-            np.broadcast_to(np.asarray(positions, np.int32), (n,)).copy(),
-            np.broadcast_to(np.asarray(asking), (n,)).copy(),
-            np.zeros((n, vocab), np.int32) if history is None else history,
-            no_masks(logits) if masks is None else masks,
-        )
+    drawn = jitted("sample")(
+        logits,
+        rows,
+        np.broadcast_to(np.asarray(positions, np.int32), (n,)).copy(),
+        np.broadcast_to(np.asarray(asking), (n,)).copy(),
+        np.zeros((n, vocab), np.int32) if history is None else history,
+        no_masks(logits) if masks is None else masks,
     )
+    return tuple(map(np.asarray, drawn))
 
 
 def adjust(logits, rows, positions=0, history=None):
@@ -467,6 +471,88 @@ def test_logprobs_are_of_the_distribution_that_the_mode_names(case, mode, in_c):
     np.testing.assert_allclose(found(logits, rows).top, greatest, atol=2e-5)
 
 
+def adjusted_by_hand(logits, *, bias, counts, in_prompt, repetition, frequency, presence, closed):
+    """f64[V], in the documented order."""
+    x = np.asarray(logits, np.float64).copy()
+    for token, value in bias.items():
+        x[token] += value
+    seen = in_prompt | (counts > 0)
+    x[seen] = np.where(x[seen] > 0, x[seen] / repetition, x[seen] * repetition)
+    x -= frequency * counts + presence * (counts > 0)
+    x[closed] = -np.inf
+    return x
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("case", DISTRIBUTIONS)
+def test_sampled_logprobs_are_of_the_distribution_that_the_token_was_drawn_from(case, num_shards, in_c):
+    """Of all stages before the draw together. The last rows are greedy: theirs is the distribution before the
+    temperature."""
+    if in_c:
+        compiler()
+    n, num_greedy = 24, 4
+    rng = np.random.default_rng(8)
+    logits = np.tile(LOGITS, (n, 1))
+    counts, in_prompt = rng.integers(0, 3, VOCAB), rng.random(VOCAB) < 0.2
+    history = np.tile((counts + in_prompt * sampling.IN_PROMPT).astype(np.int32), (n, 1))
+    open_tokens = np.sort(rng.choice(VOCAB, 200, replace=False))
+    banned = [int(open_tokens[0]), int(np.argmax(LOGITS))]
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.7}
+    steered = {"num_bias": 2, "bias_ids": open_tokens[5:7], "bias_values": [2.5, 1.5], "has_mask": True}
+    stops = {"min_kv_len": 1000, "num_stop_ids": 2, "stop_ids": banned}
+    temperature = np.full(n, DISTRIBUTIONS[case]["temperature"])
+    temperature[-num_greedy:] = 0
+    rows = make_rows(
+        n, **DISTRIBUTIONS[case] | penalties | steered | stops | {"temperature": temperature},
+        seed=rng.integers(0, 2**32, (n, 2), dtype=np.uint32), wants_sampled_logprobs=True,
+    )  # fmt: skip
+    closed = np.setdiff1d(np.arange(VOCAB), np.setdiff1d(open_tokens, banned))
+    exact = adjusted_by_hand(
+        LOGITS, bias=dict(zip(open_tokens[5:7], [2.5, 1.5], strict=True)), counts=counts, in_prompt=in_prompt,
+        repetition=1.3, frequency=0.4, presence=-0.7, closed=closed,
+    )  # fmt: skip
+    drawn_from = expected_distribution(exact, **DISTRIBUTIONS[case])
+
+    def draw(shard, logits, history, masks, rows):
+        positions, asking = jnp.arange(n, dtype=jnp.int32), jnp.ones(n, bool)
+        return sampling.sample(shard, logits, rows, positions, asking, lambda: history, lambda: masks)
+
+    split = VocabSplit(VOCAB, make_mesh(num_shards) if num_shards > 1 else None, in_c=in_c)
+    specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED), "out_specs": REPLICATED}
+    masks = np.tile(mask_of(open_tokens), (n, 1))
+    tokens, scores = jax.jit(partial(split.run, draw, **specs))(logits, history, masks, rows)
+    tokens = np.asarray(tokens)
+    assert len(set(tokens[:-num_greedy].tolist())) > 3
+    np.testing.assert_allclose(scores[:-num_greedy], np.log(drawn_from[tokens[:-num_greedy]]), atol=5e-6)
+    assert set(tokens[-num_greedy:].tolist()) == {int(np.argmax(exact))}
+    greedy = np.log(expected_distribution(exact, temperature=1.0)[tokens[-1]])
+    np.testing.assert_allclose(scores[-num_greedy:], greedy, atol=5e-6)
+
+
+def test_a_token_that_is_certain_has_the_logprob_zero():
+    rows = make_rows(2, temperature=[0.7, 1.3], top_k=[1, 0], top_p=[1, 1e-6], wants_sampled_logprobs=True)
+    tokens, scores = sample_scored(np.stack([LOGITS, LOGITS]), rows)
+    assert tokens.tolist() == [int(np.argmax(LOGITS))] * 2
+    assert scores.tolist() == [0.0, 0.0]
+
+
+def test_tokens_are_the_same_whoever_asks_for_their_logprobs():
+    n = 16
+    logits = np.random.default_rng(2).normal(size=(n, VOCAB)).astype(np.float32) * 3
+    columns, history = mixed_rows(n), np.ones((n, VOCAB), np.int32)
+    tokens, none = sample_scored(logits, make_rows(n, **columns), history=history)
+    assert not none.any()
+    wants = np.arange(n) % 2 == 0
+    asked, scores = sample_scored(logits, make_rows(n, **columns, wants_sampled_logprobs=wants), history=history)
+    np.testing.assert_array_equal(asked, tokens)
+    greedy = columns["temperature"] == 0
+    assert (scores[wants] <= 0).all() and (scores[wants & ~greedy] < 0).any() and (scores[wants & greedy] < 0).any()
+    # Rows that do not emit ask for nothing.
+    _, silent = sample_scored(logits, make_rows(n, **columns, wants_sampled_logprobs=wants), asking=~wants)
+    assert not silent.any()
+
+
 def test_no_logprobs_are_computed_where_none_are_asked_for():
     found = jitted("logprobs")(np.zeros((3, VOCAB), np.float32), np.zeros(3, np.int32), np.zeros(3, bool))
     assert not np.asarray(found.chosen).any()
@@ -488,6 +574,7 @@ def test_rows_are_read_from_the_columns_of_the_slot_layout():
     state[1, SlotLayout.at("bias_ids") + MAX_LOGIT_BIAS - 1] = 11
     state[1, SlotLayout.at("bias_values")] = np.float32(-2.5).view(np.int32)
     state[1, SlotLayout.at("wants_logprobs")] = 1
+    state[0, SlotLayout.at("wants_sampled_logprobs")] = 1
     rows = jax.jit(sampling.sampling_rows)(state)
     assert rows.temperature[1] == 0.5
     assert rows.top_k[1] == 7
@@ -496,6 +583,7 @@ def test_rows_are_read_from_the_columns_of_the_slot_layout():
     assert rows.bias_ids[1, -1] == 11
     assert rows.bias_values[1, 0] == -2.5
     assert rows.wants_logprobs.tolist() == [False, True]
+    assert rows.wants_sampled_logprobs.tolist() == [True, False]
 
 
 def test_what_the_packer_writes_is_what_the_device_reads():
@@ -512,6 +600,7 @@ def test_what_the_packer_writes_is_what_the_device_reads():
         repetition_penalty=1.25,
         logit_bias=((5, -2.0), (7, 3.5)),
         logprobs=0,
+        sampled_logprobs=True,
     )
     request = Request(request_id="a", prompt=(1, 2, 3, 4), sampling=asked)
     sequence = RequestState(
@@ -526,7 +615,7 @@ def test_what_the_packer_writes_is_what_the_device_reads():
     expected = make_rows(
         1, temperature=0.7, top_k=11, top_p=0.6, min_p=0.25, presence_penalty=0.5, frequency_penalty=-1.5,
         repetition_penalty=1.25, seed=[0xFFFFFFFE, 5], min_kv_len=7, num_stop_ids=2, stop_ids=stop_ids, num_bias=2,
-        bias_ids=bias_ids, bias_values=bias_values, wants_logprobs=True,
+        bias_ids=bias_ids, bias_values=bias_values, wants_logprobs=True, wants_sampled_logprobs=True,
     )  # fmt: skip
     for field in dataclasses.fields(rows):
         np.testing.assert_array_equal(getattr(rows, field.name), getattr(expected, field.name), field.name)

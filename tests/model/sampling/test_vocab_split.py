@@ -29,12 +29,12 @@ GOLDEN = {
 
 @cache
 def program(vocab: int, num_shards: int):
-    """(tokens, log-probabilities) of (logits, history, rows, positions)."""
+    """(tokens, their log-probabilities in the draw, and those of the logits) of (logits, history, rows, positions)."""
 
     def draw(shard, logits, history, masks, rows, positions):
         asking = jnp.ones(logits.shape[0], bool)
-        tokens = sampling.sample(shard, logits, rows, positions, asking, lambda: history, lambda: masks)
-        return tokens, logprobs(shard, lambda: logits, tokens, asking)
+        tokens, scores = sampling.sample(shard, logits, rows, positions, asking, lambda: history, lambda: masks)
+        return tokens, scores, logprobs(shard, lambda: logits, tokens, asking)
 
     split = VocabSplit(vocab, make_mesh(num_shards) if num_shards > 1 else None)
     specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED, REPLICATED), "out_specs": REPLICATED}
@@ -47,7 +47,7 @@ def drawn(vocab: int, num_shards: int, kind: str):
     arrays = inputs(vocab, kind)
     bans = {"min_kv_len": 80, "num_stop_ids": 2, "stop_ids": [1, 95]} if "flat" in kind else {}
     bans |= {"has_mask": np.arange(ROWS) % 3 > 0} if "masked" in kind else {}
-    rows = make_rows(ROWS, **mixed_rows(ROWS, vocab), **bans)
+    rows = make_rows(ROWS, **mixed_rows(ROWS, vocab), **bans, wants_sampled_logprobs=True)
     logits, history, positions, rows, masked = jax.tree.map(
         lambda x: x[:ROWS_OF_MANY] if vocab > 100_000 else x, (*arrays, rows, masks(vocab))
     )
@@ -72,7 +72,7 @@ def inputs(vocab: int, kind: str):
 
 @pytest.mark.parametrize("vocab", GOLDEN)
 def test_one_device_draws_what_it_always_drew(vocab):
-    tokens, _ = drawn(vocab, 1, "normal")
+    tokens, _, _ = drawn(vocab, 1, "normal")
     assert tokens.tolist() == GOLDEN[vocab]
 
 
@@ -86,9 +86,11 @@ def test_one_device_draws_what_it_always_drew(vocab):
 def test_any_number_of_chips_draws_the_same_tokens(vocab, num_shards, kind):
     """A part has 12 tokens, so many parts share a block of 128; 250 tokens, a block and shares of one or two; with
     Llama 3's vocabulary 125 blocks and a quarter, and one part that begins with a whole block."""
-    tokens, found = drawn(vocab, num_shards, kind)
-    expected_tokens, expected = drawn(vocab, 1, kind)
+    tokens, scores, found = drawn(vocab, num_shards, kind)
+    expected_tokens, expected_scores, expected = drawn(vocab, 1, kind)
     np.testing.assert_array_equal(tokens, expected_tokens)
+    assert (scores <= 0).all() and (scores < 0).any()
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-6)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     np.testing.assert_allclose(found.top, expected.top, atol=1e-5)
     np.testing.assert_allclose(found.chosen, expected.chosen, atol=1e-5)
@@ -118,7 +120,7 @@ def test_ranks_count_the_more_likely_tokens_of_all_chips(kind, num_shards):
 def test_a_row_of_nans_yields_a_legal_token_on_any_number_of_chips(num_shards):
     rows = make_rows(ROWS, temperature=np.arange(ROWS) % 2, top_p=0.9)
     _, history, positions = inputs(1000, "normal")
-    tokens, _ = program(1000, num_shards)(
+    tokens, _, _ = program(1000, num_shards)(
         np.full((ROWS, 1000), np.nan, np.float32), history, masks(1000), rows, positions
     )
     assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 1000)).all()

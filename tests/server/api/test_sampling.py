@@ -39,6 +39,7 @@ def test_everything_said_arrives():
         stop_token_ids=[5, 6, 5],
         ignore_eos=True,
         allowed_token_ids=[9, 8],
+        sampled_logprobs=True,
     )
     assert params(body, logprobs=3, prompt_logprobs=4) == SamplingParams(
         max_tokens=10,
@@ -56,6 +57,7 @@ def test_everything_said_arrives():
         ignore_eos=True,
         allowed_token_ids=(9, 8),
         logprobs=3,
+        sampled_logprobs=True,
         prompt_logprobs=4,
     )
 

@@ -66,6 +66,14 @@ def test_more_than_the_limit_is_refused_with_the_fields_and_the_flag():
     assert submitted(CHAT, body | {"logprobs": False, "top_logprobs": None}, max_request_logprobs=200)
 
 
+def test_sampled_logprobs_count_one_for_each_token():
+    body = HELLO | {"sampled_logprobs": True, "n": 2}
+    assert [sampling.max_tokens for sampling in submitted(CHAT, body, max_request_logprobs=60)] == [30, 30]
+    assert refusal(CHAT, body | {"max_tokens": 31}, max_request_logprobs=60)["param"] == "sampled_logprobs"
+    body |= {"logprobs": True, "top_logprobs": 4}
+    assert [sampling.max_tokens for sampling in submitted(CHAT, body, max_request_logprobs=240)] == [20, 20]
+
+
 def test_scores_of_prompts_count_as_often_as_they_are_shown():
     body = {"prompt": [65] * 10, "prompt_logprobs": 4, "max_tokens": 1}
     submitted(COMPLETIONS, body | {"n": 2}, num_prompt=10, max_request_logprobs=100)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from server.api.answers.logprobs import FLOOR
 from tests.server.conftest import REPLY
+from tests.server.support.echo_engine import sampled_logprob
 from tests.server.support.tokenizers import BOS, END_HEADER, EOT, START_HEADER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -64,6 +66,70 @@ def test_the_chunk_with_the_finish_reason_has_what_all_chunks_have(scripted, pat
     *_, last = (choice for chunk in events(scripted, path, **asked) for choice in chunk["choices"])
     assert last["finish_reason"] == "stop"
     assert last["logprobs" if "logprobs" in asked else "token_ids"]
+
+
+GENERATE = "/inference/v1/generate"
+REPLY_SCORES = [sampled_logprob(id) for id in REPLY_IDS]
+
+
+@BOTH
+def test_sampled_logprobs_of_the_whole_and_of_a_stream(scripted, path):
+    asked = {"sampled_logprobs": True, "n": 2}
+    answer = post(scripted, path, **asked)
+    assert [choice["sampled_logprobs"] for choice in answer["choices"]] == [REPLY_SCORES] * 2
+    assert {(choice["logprobs"], choice["token_ids"]) for choice in answer["choices"]} == {(None, None)}
+    streamed = [choice for chunk in events(scripted, path, **asked) for choice in chunk["choices"]]
+    for index in (0, 1):
+        own = [choice for choice in streamed if choice["index"] == index]
+        assert [score for choice in own for score in choice.get("sampled_logprobs", ())] == REPLY_SCORES
+        assert own[-1]["finish_reason"] == "stop" and own[-1]["sampled_logprobs"]
+    for plain in (post(scripted, path), post(scripted, path, sampled_logprobs=False)):
+        assert "sampled_logprobs" not in plain["choices"][0]
+
+
+@BOTH
+def test_sampled_logprobs_end_with_the_text(scripted, path):
+    """As token ids do, where a stop string ends the text before the engine does."""
+    asked = {"sampled_logprobs": True, "return_token_ids": True, "stop": "wörld"}
+    (whole,) = post(scripted, path, **asked)["choices"]
+    assert whole["sampled_logprobs"] == list(map(sampled_logprob, whole["token_ids"]))
+    assert len(whole["token_ids"]) < len(REPLY_IDS)
+    for chunk in events(scripted, path, **asked):
+        for choice in chunk["choices"]:
+            assert choice.get("sampled_logprobs", []) == list(map(sampled_logprob, choice.get("token_ids", ())))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sampled_logprobs_from_ids_to_ids(scripted, stream):
+    body = {"token_ids": [BOS, *b"hello"], "sampling_params": {"sampled_logprobs": True}, "stream": stream}
+    answers = scripted.events(GENERATE, body) if stream else [scripted.post(GENERATE, body).json()]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    assert [id for choice in choices for id in choice.get("token_ids", ())] == REPLY_IDS
+    assert [score for choice in choices for score in choice.get("sampled_logprobs", ())] == REPLY_SCORES
+
+
+def test_a_sampled_logprob_is_finite(echo):
+    answer = post(echo, COMPLETIONS, prompt=[0, 1], max_tokens=2, sampled_logprobs=True)
+    assert answer["choices"][0]["sampled_logprobs"] == [FLOOR, sampled_logprob(1)]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_sampled_logprobs_cannot_be(scripted, path):
+    assert post(scripted, path, status=400, sampled_logprobs=2)["error"]["param"] == "sampled_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 4}),
+        (GENERATE, {"token_ids": [BOS]}),  # beside the sampling parameters
+    ],
+)
+def test_routes_that_do_not_tell_sampled_logprobs_refuse_them(scripted, path, body):
+    answer = scripted.post(path, {"model": "test-model", **body, "sampled_logprobs": True})
+    assert answer.status_code == 400
+    assert "sampled_logprobs" in answer.json()["error"]["message"]
 
 
 def test_every_chunk_of_a_completion_has_what_is_asked_for(scripted):

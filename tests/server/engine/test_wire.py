@@ -72,12 +72,14 @@ def test_a_grammar_or_an_adapter_that_the_engine_refuses_is_the_clients_fault(co
                 token_ids=(5,),
                 logprobs=(TokenLogprobs(logprob=-1.0, top_ids=(5, 6), top_logprobs=(-1.0, float("-inf"))),),
                 prompt_logprobs=(TokenLogprobs(logprob=-2.0),),
+                sampled_logprobs=(-0.25,),
             ),
             wire.Output(
                 "a",
                 [5],
                 logprobs=[wire.Logprobs.packed(-1.0, [5, 6], [-1.0, float("-inf")])],
                 prompt_logprobs=[wire.Logprobs.packed(-2.0, [], [])],
+                sampled_logprobs=(-0.25,),
             ),
         ),
         (

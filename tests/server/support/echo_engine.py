@@ -15,12 +15,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from batcher.change import OnDone, PauseMode
 from batcher.delivery import Tokens
 from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
-from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
+from server.engine.wire import (
+    ByTransfer,
+    ChangeWeights,
+    EngineInfo,
+    InFolder,
+    InSharedMemory,
+    WeightsChange,
+    WeightsSource,
+)
 from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
@@ -174,11 +183,13 @@ class EchoEngine:
         self._num_tokens += len(ids)
         first = running.num_tokens == len(ids)
         scored = sampling.logprobs is not None
+        sampled = sampling.sampled_logprobs
         output = RequestOutput(
             request_id=request.request_id,
             number=running.number,
             token_ids=tuple(ids),
             logprobs=tuple(_scores(id, sampling.logprobs) for id in ids) if scored else (),
+            sampled_logprobs=tuple(map(sampled_logprob, ids)) if sampled else (),
             prompt_logprobs=(
                 tuple(_scores(id, sampling.prompt_logprobs) for id in request.prompt[1:])
                 if first and sampling.prompt_logprobs is not None
@@ -190,7 +201,7 @@ class EchoEngine:
         if finish is None:
             with self._lock:  # nothing comes after an abort's output
                 if request.request_id in self._live:
-                    self._tell(running, output, is_plain=not (first or scored))
+                    self._tell(running, output, is_plain=not (first or scored or sampled))
             return
         with self._lock:
             still_live = self._live.pop(request.request_id, None)
@@ -212,7 +223,29 @@ class EchoEngine:
 
 
 class ChangingEchoEngine(EchoEngine):
-    def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
+    """Its updates are `EchoUpdates`, and a pause ends all requests."""
+
+    def __init__(self, config: EchoConfig) -> None:
+        super().__init__(config)
+        self.updates = EchoUpdates(config.refused)
+
+    def commit_update(self, on_done: OnDone) -> None:
+        try:
+            self._config = replace(self._config, reply=self.updates.commit())
+        except ValueError as error:
+            on_done(error)
+        else:
+            on_done(None)
+
+    def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
+        for request_id in list(self._live):
+            self.abort(request_id)
+        on_done(None)
+
+    def resume(self, on_done: OnDone) -> None:
+        on_done(None)
+
+    def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
         if command.change is WeightsChange.RELOAD:
             if command.model in self._config.refused:
                 on_done(ValueError(f"no model {command.model}"))
@@ -222,11 +255,43 @@ class ChangingEchoEngine(EchoEngine):
         on_done(None)
 
 
+class EchoUpdates:
+    """`server.engine.weight_changes.Updates`: the new reply is the name of the source."""
+
+    def __init__(self, refused: tuple[str | None, ...]) -> None:
+        self._refused = refused
+        self._name: str | None = None
+
+    def begin(self) -> None: ...
+
+    def receive(self, source: WeightsSource) -> None:
+        match source:
+            case InFolder(path=name) | InSharedMemory(block=name) | ByTransfer(address=name):
+                self._name = name
+
+    def check(self) -> None:
+        if self._name is None or self._name in self._refused:
+            raise ValueError(f"no model {self._name}")
+
+    def commit(self) -> tuple[int, ...]:
+        assert self._name is not None
+        name, self._name = self._name, None
+        return tuple(name.encode())
+
+    def abandon(self) -> None:
+        self._name = None
+
+
 def _scores(token_id: int, num_top: int) -> TokenLogprobs:
     """The token itself first, with -0.5, then its neighbours; the last of twenty is impossible."""
     ids = [(token_id + i) % VOCAB_SIZE for i in range(num_top)]
     values = [-0.5 - i if i < 19 else float("-inf") for i in range(num_top)]
     return TokenLogprobs(logprob=-0.5, top_ids=tuple(ids), top_logprobs=tuple(values))
+
+
+def sampled_logprob(token_id: int) -> float:
+    """Infinite for the byte 0, which no distribution gives."""
+    return -token_id / 1024 if token_id else float("-inf")
 
 
 def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine, EngineInfo]:
