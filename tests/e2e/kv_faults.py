@@ -54,8 +54,8 @@ def replace_by_pipe(file: Path, random: Random) -> None:
 
 
 def exchange(file: Path, random: Random) -> None:
-    """With another one of its folder, which may be itself."""
-    other, aside = random.choice([file, *file.parent.iterdir()]), file.with_name("aside")
+    """With another one."""
+    other, aside = random.choice([file, *file.parent.parent.rglob("*.page")]), file.with_name("aside")
     file.rename(aside)
     other.rename(file)
     aside.rename(other)
