@@ -168,6 +168,7 @@ class FaultyRun:
         self._lock = Lock()  # of all here
         self._left = self._random.choices(range(len(BODIES)), k=num_requests)
         self._num_answered = 0  # by this server
+        self._num_servers = 0
         self._ends_killed = self._is_killed = False
 
     @property
@@ -175,9 +176,10 @@ class FaultyRun:
         return not self._left
 
     def load(self, server: DemoServer) -> None:
-        """The requests of a server. Every other one is killed under them, and others have to answer again."""
+        """The requests of a server. Two of three are killed under them, and later ones have to answer these."""
         self._num_answered, self._is_killed = 0, False
-        self._ends_killed = not self._ends_killed
+        self._num_servers += 1
+        self._ends_killed = self._num_servers % 3 > 0
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             for client in [pool.submit(self._ask, server) for _ in range(NUM_CLIENTS)]:
                 client.result()
