@@ -235,7 +235,20 @@ def test_the_weights_of_both_hosts_change_or_none(kept, tmp_path):
         shutil.rmtree(places[1])
         places[1].symlink_to(others)
         assert reload(model="others").status_code == 200
-        assert told() != first
+        assert (changed := told()) != first
+        assert reload().status_code == 200
+        assert told() == first
+
+        def update(route: str, **info: object) -> httpx.Response:
+            return http.post(route, json={"update_info": info} if info else {})
+
+        assert update("/start_weight_update").status_code == 200
+        array = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "shared_memory": "block"}
+        assert "several hosts take weights from a folder only" in update("/update_weights", **array).text
+        assert update("/update_weights", path="others").status_code == 200
+        assert told() == first
+        assert update("/finish_weight_update").status_code == 200
+        assert told() == changed and http.get("/get_weight_version").json() == {"weight_version": "1"}
         assert reload().status_code == 200
     assert told() == first
     assert compiled_since(kept.url) == 0
