@@ -1,0 +1,306 @@
+"""GRPO in one process: the engine answers, a program rewards, optax trains, and the engine has the new weights.
+
+    python -m scripts.lab grpo --output FOLDER
+    scripts/serve --model FOLDER
+
+Group relative policy optimisation (arXiv 2402.03300) teaches the demo what its training text does not have. A group is
+several answers to one question. An answer's advantage is its reward less the group's mean, in standard deviations of
+the group; there is no network that estimates values. The weights go to the engine in memory after each step, and no
+program is compiled again. Answers are drawn at temperature 1, and the old policy's log-probabilities are the engine's.
+
+The checkpoint is in float32: bfloat16 would round the last changes away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from model.inputs.paths import local_path
+from model.loading.export import save_hf
+from model.loading.source import resolve
+from model.network.llama import Llama
+from scripts.flags.errors import add_debug_flag, run_command
+from scripts.lab.demo.arithmetic import held_out_pairs
+from scripts.lab.planning.plot import check_installed
+from scripts.lab.rollouts import Rollouts, dense_logprobs, rollouts
+from scripts.lab.tables import Table, say, say_head
+from scripts.llm import LLM, SamplingParams
+from scripts.offline.results import RequestOutput
+
+MAX_TOKENS = 32  # of an answer
+NUM_HELD_OUT = 200  # questions that training never asks
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+# ---- the task ----
+
+
+class Question(NamedTuple):
+    """A question with its expected answer."""
+
+    text: str
+    answer: str
+
+
+def question(rng: random.Random) -> Question:
+    """A sum of three numbers. The demo's training text has sums of two."""
+    a, b, c = (rng.randrange(1, 33) for _ in range(3))
+    return Question(f"What is {a} + {b} + {c}?", f"{a + b + c}")
+
+
+def new_questions(rng: random.Random, never: Container[Question]) -> Iterator[Question]:
+    """Questions without end, none of them one of `never`."""
+    while True:
+        drawn = question(rng)
+        if drawn not in never:
+            yield drawn
+
+
+def reward(asked: Question, output: Any) -> float:
+    """1 if the answer has ended and its last number is the expected one, and 0 otherwise."""
+    return float(output.finish_reason == "stop" and re.findall(r"\d+", output.text)[-1:] == [asked.answer])
+
+
+# ---- the method ----
+
+
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """f32[groups, size] of rewards f32[groups, size]. A group whose answers are all as good has none."""
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return np.asarray(centred / (rewards.std(axis=1, keepdims=True) + 1e-6), np.float32)
+
+
+def objective(
+    policy: jax.Array,  # f32[B, R], log-probabilities of the drawn tokens; 0 elsewhere
+    old: jax.Array,  # f32[B, R], by the policy that drew them
+    reference: jax.Array,  # f32[B, R], by the policy before training
+    drawn: jax.Array,  # f32[B, R], 1 for drawn tokens
+    advantage: jax.Array,  # f32[B]
+    *,
+    clip: float,
+    kl_weight: float,
+) -> tuple[jax.Array, jax.Array]:
+    """What training maximises (equation 3), and the mean KL divergence to the reference (equation 4), in nats a token.
+    Every answer counts the same, however long it is."""
+    ratio = jnp.exp(policy - old)
+    gain = jnp.minimum(ratio * advantage[:, None], jnp.clip(ratio, 1 - clip, 1 + clip) * advantage[:, None])
+    kl = divergence(policy, reference)
+    lengths = drawn.sum(axis=1)
+    return jnp.mean(jnp.sum((gain - kl_weight * kl) * drawn, axis=1) / lengths), jnp.sum(kl * drawn) / lengths.sum()
+
+
+def divergence(policy: jax.Array, reference: jax.Array) -> jax.Array:
+    """An estimate of KL(policy || reference) in nats, of tokens that the policy has drawn, from their log-probabilities
+    under both (equation 4). It has no bias, and is never negative."""
+    return jnp.expm1(reference - policy) - (reference - policy)
+
+
+class Trainer:
+    """A policy in training, and the reference that it begins as."""
+
+    def __init__(self, model: Llama, optimizer: optax.GradientTransformation, *, clip: float, kl_weight: float) -> None:
+        self._graph, self.params = nnx.split(model)
+        self._reference = jax.tree.map(jnp.copy, self.params)  # each step overwrites `params`
+        self._optimizer = optimizer
+        self._state = optimizer.init(self.params)
+        self._clip, self._kl_weight = clip, kl_weight
+        self._logprobs = jax.jit(self._logprobs_of)
+        self._step = jax.jit(self._step_of, donate_argnums=(0, 1))
+
+    @property
+    def model(self) -> Llama:
+        """The policy as it is now."""
+        return nnx.merge(self._graph, self.params)
+
+    def step(self, batch: Rollouts, advantage: np.ndarray) -> tuple[float, float]:
+        """One gradient step. Returns the KL divergence to the reference before it, and the greatest difference between
+        the policy's log-probabilities and those at which the tokens were drawn."""
+        arrays = asdict(batch)
+        reference = self._logprobs(self._reference, arrays)
+        self.params, self._state, kl, off = self._step(self.params, self._state, arrays, reference, advantage)
+        return float(kl), float(off)
+
+    def _logprobs_of(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        model = nnx.merge(self._graph, params)
+        return dense_logprobs(model, batch["tokens"], batch["targets"], batch["samples"]) * batch["drawn"]
+
+    def _step_of(
+        self, params: Any, state: Any, batch: dict[str, jax.Array], reference: jax.Array, advantage: jax.Array
+    ) -> tuple[Any, Any, jax.Array, jax.Array]:
+        old, drawn = batch["logprobs"], batch["drawn"]
+
+        def loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            policy = self._logprobs_of(params, batch)
+            value, kl = objective(policy, old, reference, drawn, advantage, clip=self._clip, kl_weight=self._kl_weight)
+            return -value, (kl, jnp.abs(policy - old).max())
+
+        gradients, (kl, off) = jax.grad(loss, has_aux=True)(params)
+        updates, state = self._optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, kl, off
+
+
+# ---- the loop ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is told of a step."""
+
+    step: int
+    reward: float  # mean of all answers
+    kl: float  # to the reference, in nats a token
+    off: float  # greatest |engine's - trainer's| log-probability of a token
+    tokens_per_s: float  # of rollouts
+    seconds: dict[str, float]  # by phase
+
+
+def train(llm: LLM, trainer: Trainer, args: argparse.Namespace, held_out: Iterable[Question]) -> Iterator[Step]:
+    """Trains step by step. The engine has the trainer's weights after each."""
+    questions = new_questions(random.Random(args.seed), set(held_out))
+    drawing = SamplingParams(n=args.group_size, temperature=1.0, max_tokens=MAX_TOKENS, logprobs=0)
+    for number in range(1, args.steps + 1):
+        seconds: dict[str, float] = defaultdict(float)
+        asked = [next(questions) for _ in range(args.num_questions)]
+        with timed(seconds, "rollout"):
+            results = ask(llm, asked, drawing)
+            rewards = np.array([[reward(q, o) for o in r.outputs] for q, r in zip(asked, results, strict=True)])
+        with timed(seconds, "train"):
+            batch = rollouts(results)
+            kl, off = trainer.step(batch, advantages(rewards).reshape(-1))
+            jax.block_until_ready(trainer.params)
+        with timed(seconds, "update"):
+            llm.update_weights(trainer.params, names="own")
+        rate = batch.num_drawn / seconds["rollout"]
+        yield Step(step=number, reward=float(rewards.mean()), kl=kl, off=off, tokens_per_s=rate, seconds=dict(seconds))
+
+
+def ask(llm: LLM, asked: Sequence[Question], sampling: SamplingParams) -> list[RequestOutput]:
+    """The answers to each question, as to the only message of a chat."""
+    return llm.chat([[{"role": "user", "content": one.text}] for one in asked], sampling)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the body's seconds to those of the phase."""
+    since = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - since
+
+
+def accuracy(llm: LLM, asked: Sequence[Question]) -> float:
+    """The share of the questions that greedy answers get right."""
+    results = ask(llm, asked, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+    return sum(reward(q, r.outputs[0]) for q, r in zip(asked, results, strict=True)) / len(asked)
+
+
+# ---- the command ----
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m scripts.lab grpo", description=__doc__.splitlines()[0])
+    p.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the checkpoint is written there")
+    p.add_argument("--model", default="demo", help="a chat model to start from (default: demo)")
+    p.add_argument("--steps", type=int, default=150)
+    p.add_argument("--num-questions", type=int, default=16, metavar="N", help="groups of a step")
+    p.add_argument("--group-size", type=int, default=16, metavar="N", help="answers to each question")
+    p.add_argument("--learning-rate", type=float, default=1e-4)
+    p.add_argument("--kl-weight", type=float, default=0.02, help="beta of the paper")
+    p.add_argument("--clip", type=float, default=0.2, help="epsilon of the paper")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--plot", type=local_path, metavar="FILE.png", help="reward and KL by step (matplotlib)")
+    add_debug_flag(p)
+    return p
+
+
+def learn(args: argparse.Namespace) -> int:
+    """Trains, with a line for each step, and writes the checkpoint. Returns the exit code."""
+    wrong = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} is not {least} or more"
+        for name, least in (("steps", 1), ("num_questions", 1), ("group_size", 2))
+        if getattr(args, name) < least
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    if args.plot is not None:
+        check_installed()
+    jax.config.update("jax_platforms", "cpu")
+    source = resolve(args.model)
+    rng = random.Random(f"{args.seed}/held out")
+    held_out = [question(rng) for _ in range(NUM_HELD_OUT)]
+    taught = [Question(f"What is {a} + {b}?", str(a + b)) for a, b in held_out_pairs()]  # what must not be forgotten
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate))
+    say_head()
+    began = time.perf_counter()
+    with LLM(args.model, device="cpu", dtype="float32", max_model_len=256, seed=args.seed) as llm:
+        trainer = Trainer(llm.model(), optimizer, clip=args.clip, kl_weight=args.kl_weight)
+        before = accuracy(llm, held_out), accuracy(llm, taught)
+        columns = {"step": "4d", "reward": "6.3f", "KL": "7.4f", "off": "8.1e", "tokens/s": "8.0f", "s": "5.1f"}
+        phases = ("rollout", "train", "update")
+        table = Table(columns | dict.fromkeys(phases, "7.0%"), say)
+        steps = []
+        for told in train(llm, trainer, args, held_out):
+            whole = sum(told.seconds.values())
+            shares = [told.seconds[phase] / whole for phase in phases]
+            table.row(told.step, told.reward, told.kl, told.off, told.tokens_per_s, whole, *shares)
+            steps.append(told)
+        after = accuracy(llm, held_out), accuracy(llm, taught)
+    save_hf(trainer.model, args.output, dtype=jnp.float32)
+    for name in TOKENIZER_FILES:
+        if source.path is not None and (source.path / name).exists():
+            shutil.copy(source.path / name, args.output)
+    result = {
+        "held_out_questions": {"before": before[0], "after": after[0]},
+        "held_out_sums_of_two": {"before": before[1], "after": after[1]},
+        "seconds": round(time.perf_counter() - began),
+        "steps": [asdict(told) for told in steps],
+    }
+    (args.output / "grpo.json").write_text(json.dumps(result, indent=1) + "\n")
+    say(f"\nright of {len(held_out)} held-out questions, greedily: {before[0]:.3f}, then {after[0]:.3f}")
+    say(f"right of {len(taught)} held-out sums of two numbers: {before[1]:.3f}, then {after[1]:.3f}")
+    say(f"{time.perf_counter() - began:.0f} s; scripts/serve --model {args.output} serves the checkpoint")
+    if args.plot is not None:
+        plot(steps, args.plot)
+    return 0
+
+
+def plot(steps: Sequence[Step], path: Path) -> None:
+    """Draws the mean reward and the divergence of each step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    numbers = [told.step for told in steps]
+    rewards = axes.plot(numbers, [told.reward for told in steps], label="mean reward of the answers drawn")
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    right = axes.twinx()
+    kl = right.plot(numbers, [told.kl for told in steps], color="tab:orange", label="KL to the demo, nats a token")
+    right.set(ylim=(0, None))
+    axes.legend(handles=[*rewards, *kl], loc="center right", fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = parser().parse_args(argv)
+    return run_command("grpo", lambda: learn(args), debug=args.debug)
