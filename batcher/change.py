@@ -1,9 +1,12 @@
-"""A change of what the device holds, such as other weights, which the engine makes between two steps."""
+"""What the engine does between two steps when it is asked to: a change of what the device holds, or a pause."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+
+OnDone = Callable[[Exception | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,5 +21,35 @@ class Change:
     """
 
     work: Callable[[], None]
-    on_done: Callable[[Exception | None], None]
+    on_done: OnDone
     serves_after: bool = True
+
+
+class PauseMode(Enum):
+    """What becomes of the requests that run when an engine pauses."""
+
+    ABORT = "abort"  # they end with what they have, and so do those that wait
+    WAIT = "wait"  # they end first; later ones wait
+    KEEP = "keep"  # they stop where they are, and go on later
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """No request runs from now on until a `Resume`.
+
+    Args:
+        clear_cache: no later prompt finds the pages of the earlier ones.
+        on_done: is called on the engine's thread when no request runs any more, or with a ValueError if a `Resume`
+            came before.
+    """
+
+    mode: PauseMode
+    clear_cache: bool
+    on_done: OnDone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Requests run again. `on_done` is as of `Pause`."""
+
+    on_done: OnDone

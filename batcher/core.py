@@ -137,7 +137,7 @@ class EngineCore:
         """A copy of all counts, with the gauges of this moment."""
         scheduler, counts = self.scheduler, self._counts
         counts.num_requests_running = len(scheduler.running)
-        counts.num_requests_waiting = len(scheduler.waiting) + self.requests.num_compiling
+        counts.num_requests_waiting = scheduler.num_waiting + self.requests.num_compiling
         counts.num_pages_used = scheduler.pool.num_used
         counts.num_pages_reusable = scheduler.pool.num_reusable
         counts.num_preemptions = scheduler.num_preemptions

@@ -8,6 +8,8 @@
     engine.add_request(request, on_output)   # thread-safe; on_output(RequestOutput) runs on the engine's thread
     engine.abort(request.request_id)         # thread-safe, at any time, repeatable
     engine.change(Change(...))               # thread-safe; other weights, between two steps
+    engine.pause(mode, clear_cache, on_done) # thread-safe; no request runs until `resume`
+    engine.resume(on_done)                   # thread-safe; requests run again
     engine.pin_adapter(identity)             # thread-safe; a LoRA adapter that keeps its slot
     engine.adapters_in_use()                 # thread-safe; the LoRA adapters of all requests
     engine.stats()                           # EngineStats: totals since start, gauges of now
@@ -45,7 +47,7 @@ from queue import SimpleQueue
 from random import Random
 
 from batcher.buckets import BucketLadder
-from batcher.change import Change
+from batcher.change import Change, OnDone, Pause, PauseMode, Resume
 from batcher.config import EngineConfig
 from batcher.core import EngineCore, InFlight
 from batcher.deferred_programs import DeferredPrograms, compile_while_serving
@@ -64,6 +66,7 @@ from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
 from batcher.requests.masks import Ask, MaskThreads, answer
 from batcher.requests.page_mover import Moved, PageMover
+from batcher.requests.pauses import Pauses
 from batcher.requests.staging import StagingThread, stage
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
@@ -115,7 +118,8 @@ class Engine:
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _say_nothing
-        self._is_paused = False  # a change has left the device unable to run steps
+        self._is_unable = False  # a change has left the device unable to run steps
+        self._pauses = Pauses(self.core.requests, self.core.scheduler)
         self._is_unchecked = False  # steps have run since the last check of integrity
         self._to_read: SimpleQueue[InFlight | None] = SimpleQueue()
         self._threads: tuple[threading.Thread, ...] = ()
@@ -187,6 +191,23 @@ class Engine:
     def change(self, change: Change) -> None:
         """Makes the change soon, between two steps. Raises EngineClosedError or EngineDeadError."""
         self._inbox.change(change)
+
+    def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
+        """No request runs from now on until `resume`, and those that arrive wait. Raises EngineClosedError or
+        EngineDeadError.
+
+        Args:
+            mode: what becomes of the requests that run. Those that wait go on waiting, or are aborted, too.
+            clear_cache: empties the prefix cache.
+            on_done: is called on the engine's thread when no request runs any more, or with a ValueError if `resume`
+                was called before. Changes are made during a pause.
+        """
+        self._inbox.pause(Pause(mode=mode, clear_cache=clear_cache, on_done=on_done))
+
+    def resume(self, on_done: OnDone) -> None:
+        """Requests run again. `on_done` is called on the engine's thread, also if there was no pause. Raises
+        EngineClosedError or EngineDeadError."""
+        self._inbox.pause(Resume(on_done=on_done))
 
     def pin_adapter(self, adapter: int) -> None:
         """Once the LoRA adapter is in an adapter slot, it stays there. Raises ValueError if it would take the last one
@@ -311,6 +332,7 @@ class Engine:
         try:
             self._take_inbox()
             self._make_changes()
+            self._make_pauses()
             self._ask_for_masks(self._answer_here)
             self._stage_here()
             dispatched = self._dispatch() is not None
@@ -337,6 +359,7 @@ class Engine:
                 if self._inbox.is_stopping:
                     break
                 self._make_changes()
+                self._make_pauses()
                 self._ask_for_masks(self._mask_threads.ask)
                 for adapter in self._next_to_stage():
                     self._staging_thread.ask(adapter)
@@ -389,8 +412,7 @@ class Engine:
         """Takes in arrivals before aborts, so an abort never comes before its request."""
         news = self._inbox.take()
         if news.forgets_prefixes:
-            self.core.scheduler.pool.clear_cache()
-            self._clear_store()
+            self._forget_prefixes()
         for sequence in news.arrived:
             self.core.requests.add(sequence)
         for sequence, reason in news.aborted:
@@ -403,6 +425,8 @@ class Engine:
             self._take_moved(moved)
         for token in news.taken:
             self.core.drop_kept(token)
+        for pause in news.pauses:
+            self._deliver(self._pauses.take(pause))
         self.core.give_up()
         self._deliver(self.core.requests.expire())
 
@@ -417,7 +441,7 @@ class Engine:
         return self.core.can_dispatch() and self._serves()
 
     def _serves(self) -> bool:
-        return not self._inbox.has_changes and not self._is_paused
+        return not (self._inbox.has_changes or self._is_unable or self._pauses.is_paused)
 
     def _make_changes(self) -> None:
         """Makes the changes that wait, if no step is in flight."""
@@ -430,8 +454,20 @@ class Engine:
                     raise
             else:
                 self._clear_store()
-                self._is_paused = not change.serves_after
+                self._is_unable = not change.serves_after
                 change.on_done(None)
+
+    def _make_pauses(self) -> None:
+        """Answers those who wait for a pause, if no request runs any more."""
+        made = self._pauses.take_made(is_idle=not self.core.in_flight)
+        if any(pause.clear_cache for pause in made):
+            self._forget_prefixes()
+        for pause in made:
+            pause.on_done(None)
+
+    def _forget_prefixes(self) -> None:
+        self.core.scheduler.pool.clear_cache()
+        self._clear_store()
 
     def _deliver_step(self, step: StepDelivery) -> None:
         self._deliver(step.outputs)
@@ -514,9 +550,16 @@ class Engine:
 
     def _stop(self) -> None:
         self._take_inbox()
-        while (change := self._inbox.take_change()) is not None:
-            change.on_done(EngineClosedError("the engine is shutting down"))
+        self._refuse_rest(EngineClosedError("the engine is shutting down"))
         self._deliver(self.core.requests.end_all(FinishReason.ABORT))
+
+    def _refuse_rest(self, error: Exception) -> None:
+        """Answers those who wait for a change or a pause that will not be made."""
+        for asked in self._inbox.take().pauses:
+            asked.on_done(error)
+        while (change := self._inbox.take_change()) is not None:
+            change.on_done(error)
+        self._pauses.fail(error)
 
     def _check_not_stuck(self) -> None:
         core = self.core
@@ -543,6 +586,7 @@ class Engine:
                 for sequence in orphans
             ]
         )
+        self._refuse_rest(EngineDeadError(message))
         self._inbox.ended(())  # wakes those who wait, even if there was no request
         if self._on_death is not None:
             self._on_death(error)

@@ -1,4 +1,4 @@
-"""What other threads tell the engine's thread: arrivals, aborts, results, masks, adapters, changes, and its end.
+"""What other threads tell the engine's thread: arrivals, aborts, results, masks, adapters, changes, pauses, its end.
 
 One lock guards all of it. The engine's thread waits here until there is something to do, and takes the news in batches.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from batcher.change import Change
+from batcher.change import Change, Pause, Resume
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason
 from batcher.requests.masks import Answer
@@ -31,11 +31,12 @@ class News(NamedTuple):
     staged: list[Staged]
     moved: list[Moved]
     taken: list[bytes]  # tokens of prompts whose pages were kept
+    pauses: list[Pause | Resume]
     forgets_prefixes: bool
 
 
 def _no_news() -> News:
-    return News([], [], [], [], [], [], forgets_prefixes=False)
+    return News([], [], [], [], [], [], [], forgets_prefixes=False)
 
 
 class Inbox:
@@ -131,6 +132,13 @@ class Inbox:
         with self._lock:
             self._check_open()
             self._changes.append(change)
+            self._wake.notify()
+
+    def pause(self, asked: Pause | Resume) -> None:
+        """No request is to run, or requests are to run again. Raises EngineClosedError or EngineDeadError."""
+        with self._lock:
+            self._check_open()
+            self._news.pauses.append(asked)
             self._wake.notify()
 
     def returned(self, result: Result) -> None:

@@ -97,7 +97,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end-of-sequence or stop id, or a stop string that the caller found
     LENGTH = "length"  # max_tokens or the model's context
-    ABORT = "abort"  # the client left, or the engine shuts down
+    ABORT = "abort"  # the client left, or the engine pauses or shuts down
     ERROR = "error"  # see RequestOutput.error
 
 
@@ -142,3 +142,4 @@ class RequestOutput:
     stop_reason: int | None = None  # the stop id that ended the request; None for end-of-sequence
     error: str | None = None
     error_code: ErrorCode | None = None
+    by_pause: bool = False  # a pause has aborted the request: what it has is its answer

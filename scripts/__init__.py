@@ -1,4 +1,5 @@
-"""Wires the packages together. Each module here is a command, `python -m scripts.NAME`, except `llm`: import it.
+"""Wires the packages together. Each module here is a command, `python -m scripts.NAME`, except `llm` and
+`weight_sender`: import them.
 
 `flags` reads the command line, `building` makes a running engine of its settings, `offline` answers without HTTP,
 `estimates` says how long steps take, and `lab` measures.

@@ -11,17 +11,19 @@ Methods, arguments and results have vLLM's names. Parameters are `SamplingParams
 OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so on): one for all prompts, or
 one for each. Prompts are batched continuously. Results are in the order of the prompts. With `enable_embeddings=True`,
 `llm.embed(["a text"])[0].vector` is the embedding of a text.
+
+For reinforcement learning, `llm.model()` is the model to train and `llm.update_weights(...)` gives its weights back
+(`scripts/offline/training.py`). `llm.enqueue(prompts, params)` returns at once: rollouts go on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
 from batcher.stats import EngineStats
@@ -42,9 +44,12 @@ from scripts.offline.arguments import (
     conversations_of,
     paired,
     prompts_of,
+    tokens_body,
 )
 from scripts.offline.in_process import InProcessEngineClient, LoopThread
+from scripts.offline.pending import Asked, OnAnswer, Pending, RefusedError, Sent
 from scripts.offline.results import Embedding, RequestOutput, embedding, request_output
+from scripts.offline.training import EngineForTraining
 from server.app import create_app, create_state
 from server.batches.in_process import post
 from server.engine.adapters import AdapterError
@@ -56,22 +61,15 @@ from server.text.tokenizer import ByteLevelTokenizer
 if TYPE_CHECKING:
     from server.text.transformers_parts import FastTokenizer
 
-__all__ = ["LLM", "Embedding", "LoRARequest", "RefusedError", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Embedding", "LoRARequest", "Pending", "RefusedError", "RequestOutput", "SamplingParams"]
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-TOKENIZE = "/tokenize"
+TOKENIZE, TOKENS = "/tokenize", "/inference/v1/generate"
+ID_PREFIXES = {COMPLETIONS: "cmpl", TOKENS: "generate-tokens"}  # of answers
 NO_LIMIT = 1 << 30
 
 
-class RefusedError(ValueError):
-    """A request was refused or failed; `status` is the HTTP status of its answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class LLM:
+class LLM(EngineForTraining):
     """Loads, compiles and warms up at construction. Close it, or use it as a context manager.
 
     Args:
@@ -104,14 +102,15 @@ class LLM:
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
-            self.engine, info, self._adapters = build(
+            engine, built, self._adapters = build(
                 self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder
             )
-        self.max_in_flight = (
-            2 * self.engine.ladder.config.max_num_seqs
-        )  # twice the rows: the next request is waiting when one finishes
         self._thread = LoopThread()
-        self._client = InProcessEngineClient(self.engine, info, self._thread.loop, self._adapters)
+        client = InProcessEngineClient(engine, built.info, self._thread.loop, self._adapters)
+        super().__init__(engine, built, client)
+        # Twice the rows: the next request is waiting when one finishes.
+        self.max_in_flight = 2 * engine.ladder.config.max_num_seqs
+        self._pending: list[Pending] = []  # those that may not have ended
         defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
         server = Settings(
             tokenizer_folder=folder,
@@ -141,15 +140,34 @@ class LLM:
             RefusedError: the server refuses a prompt; the first one is named. Or an adapter cannot be loaded.
             ValueError: an argument has another type.
         """
-        given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
-        bodies = self._with_adapters([own | prompt | _IDS for prompt, own in given], lora_request)
-        self._set_open_limits(bodies)
-        answers = self._answers(COMPLETIONS, bodies, use_tqdm)
-        texts = [prompt["prompt"] for prompt, _ in given]
-        return [
-            request_output(answer, text if isinstance(text, str) else None)
-            for answer, text in zip(answers, texts, strict=True)
-        ]
+        bodies = self._bodies(prompts, sampling_params, lora_request)
+        texts = [_text_of(body) for body in bodies]
+        answers = self._answers(self._routed(bodies), use_tqdm)
+        return [request_output(answer, text) for answer, text in zip(answers, texts, strict=True)]
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params | None] | None = None,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoraRequests = None,
+    ) -> Pending:
+        """As `generate`, but the results are fetched from what it returns, also those of outputs that have only begun.
+        The engine may be paused or asleep, and its weights may change, in between."""
+        bodies = self._bodies(prompts, sampling_params, lora_request)
+        texts = [_text_of(body) for body in bodies]
+        self._tokenize(bodies)
+        asked = []
+        for body, text in zip(bodies, texts, strict=True):
+            id = body.setdefault("request_id", uuid.uuid4().hex)
+            prefix = ID_PREFIXES[_route(body)]
+            own = Asked(answer_id=f"{prefix}-{id}", prompt=text, prompt_token_ids=body["prompt"], n=body.get("n") or 1)
+            asked.append(own)
+        sent = self._send(self._routed(bodies), use_tqdm=use_tqdm)
+        pending = Pending(sent, asked, self._thread, self._state.generations, self._client)
+        self._pending = [*(earlier for earlier in self._pending if not earlier.is_done), pending]
+        return pending
 
     def chat(
         self,
@@ -176,11 +194,12 @@ class LLM:
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        for_all = {name: value for name, value in fields.items() if value is not None} | _IDS
+        for_all = {name: value for name, value in fields.items() if value is not None} | _TOLD
         given = paired(conversations_of(messages), sampling_params, is_chat=True)
         bodies = [own | for_all | {"messages": conversation} for conversation, own in given]
         bodies = self._with_adapters(bodies, lora_request)
-        return [request_output(answer) for answer in self._answers(CHAT, bodies, use_tqdm)]
+        requests = [(CHAT, body) for body in bodies]
+        return [request_output(answer) for answer in self._answers(requests, use_tqdm)]
 
     def embed(
         self,
@@ -203,15 +222,14 @@ class LLM:
             for prompt, own in paired(prompts_of(prompts, "input"), pooling_params, is_chat=False)
         ]
         bodies = self._with_adapters(bodies, lora_request)
-        return [embedding(answer) for answer in self._answers(EMBEDDINGS, bodies, use_tqdm)]
+        requests = [(EMBEDDINGS, body) for body in bodies]
+        return [embedding(answer) for answer in self._answers(requests, use_tqdm)]
 
     def get_tokenizer(self) -> FastTokenizer:
         """The tokenizer with its chat template, as a new object of transformers."""
         return self._tokens.to_transformers()
 
-    def post_all(
-        self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
-    ) -> None:
+    def post_all(self, requests: Iterable[tuple[str, Any]], on_answer: OnAnswer) -> None:
         """Sends (path, JSON body) pairs through the server's application, as many at once as the engine can use.
 
         `on_answer(index, status, answer)` is called for each finished request, in no particular order. All calls come
@@ -221,17 +239,17 @@ class LLM:
             EngineDeadError: the engine has died. The remaining requests have no answer.
             RuntimeError: `close` was called.
         """
-        if self._thread.is_closed:
-            raise RuntimeError("this LLM is closed: make another")
-        if not self._thread.run(self._post_all(requests, on_answer)):
-            raise EngineDeadError(f"the engine has died: {self._client.death}")
+        self._check_open()
+        self._thread.run(self._post_all(requests, on_answer))
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges, as on the server's `/metrics`."""
         return self.engine.stats()
 
     def close(self) -> None:
-        """Ends the engine and its threads. May be called again."""
+        """Ends the engine and its threads, and what is pending, as by `Pending.abort`. May be called again."""
+        for pending in self._pending:
+            pending.end()
         self.engine.shutdown()
         if self._adapters is not None:
             self._adapters.close()
@@ -244,10 +262,8 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    async def _post_all(
-        self, requests: Iterable[tuple[str, Any]], on_answer: Callable[[int, int, dict[str, Any]], None]
-    ) -> bool:
-        """Returns whether all requests were answered. Answers from before the engine's death are delivered."""
+    async def _post_all(self, requests: Iterable[tuple[str, Any]], on_answer: OnAnswer) -> None:
+        """As `post_all`. Answers from before the engine's death are delivered."""
         remaining = enumerate(requests)
         all_answered = True
 
@@ -266,7 +282,8 @@ class LLM:
                     group.create_task(work())
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None  # an error of the caller's `requests` or `on_answer`
-        return all_answered
+        if not all_answered:
+            raise EngineDeadError(f"the engine has died: {self._client.death}")
 
     def _with_adapters(self, bodies: list[dict[str, Any]], requests: LoraRequests) -> list[dict[str, Any]]:
         """The bodies with their adapters as models, which are loaded if need be."""
@@ -285,35 +302,71 @@ class LLM:
         models = [{} if adapter is None else {"model": adapter.lora_name} for adapter in adapters]
         return [body | model for body, model in zip(bodies, models, strict=True)]
 
+    def _bodies(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params | None] | None,
+        lora_request: LoraRequests,
+    ) -> list[dict[str, Any]]:
+        """The bodies of completions. With `detokenize` false they are sent as token ids."""
+        given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
+        return self._with_adapters([own | prompt | _TOLD for prompt, own in given], lora_request)
+
+    def _routed(self, bodies: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        """The bodies with the paths of their routes. No text is made of the tokens on one of these."""
+        self._tokenize([body for body in bodies if _route(body) == TOKENS])
+        self._set_open_limits(bodies)
+        routed = []
+        for body in bodies:
+            path = _route(body)
+            body.pop("detokenize", None)
+            routed.append((path, tokens_body(body) if path == TOKENS else body))
+        return routed
+
+    def _tokenize(self, bodies: list[dict[str, Any]]) -> None:
+        """Puts token ids in the place of texts."""
+        bodies = [body for body in bodies if isinstance(body["prompt"], str)]
+        for body, answer in zip(bodies, self._tokenized(bodies), strict=True):
+            body["prompt"] = answer["tokens"]
+
+    def _tokenized(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        names = ("prompt", "add_special_tokens")
+        asked = [(TOKENIZE, {name: body[name] for name in names if name in body}) for body in bodies]
+        return self._send(asked, use_tqdm=False).wait_for_all()
+
     def _set_open_limits(self, bodies: list[dict[str, Any]]) -> None:
         """Where `max_tokens` is None, as many as fit. In the API it would be 16."""
         bodies = [body for body in bodies if body.get("max_tokens", 0) is None]
         texts = [body for body in bodies if isinstance(body["prompt"], str)]
-        names = ("prompt", "add_special_tokens")
-        asked = [{name: body[name] for name in names if name in body} for body in texts]
-        counts = iter(answer["count"] for answer in self._answers(TOKENIZE, asked))
+        counts = iter(answer["count"] for answer in self._tokenized(texts))
         for body in bodies:
             num_prompt = next(counts) if isinstance(body["prompt"], str) else len(body["prompt"])
             kept = body.get("truncate_prompt_tokens") or -1
             num_prompt = num_prompt if kept < 0 else min(num_prompt, kept)
             body["max_tokens"] = max(1, self._client.info.max_model_len - num_prompt)
 
-    def _answers(self, path: str, bodies: list[dict[str, Any]], use_tqdm: bool = False) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = [{}] * len(bodies)
-        refused: list[tuple[int, RefusedError]] = []
+    def _answers(self, requests: list[tuple[str, dict[str, Any]]], use_tqdm: bool = False) -> list[dict[str, Any]]:
+        if self.is_sleeping:
+            raise RuntimeError("this LLM sleeps: wake_up() first, or enqueue() what is to wait")
+        return self._send(requests, use_tqdm=use_tqdm).wait_for_all()
 
-        def on_answer(index: int, status: int, answer: dict[str, Any]) -> None:
-            bar.update()
-            if status == 200:
-                answers[index] = answer
-            else:
-                refused.append((index, RefusedError(status, f"request {index}: {answer['error']['message']}")))
+    def _send(self, requests: list[tuple[str, dict[str, Any]]], *, use_tqdm: bool) -> Sent:
+        self._check_open()
+        named = [(path, {"model": self.model_name, **body}) for path, body in requests]
+        return Sent(self._thread, lambda take: self._post_all(named, take), len(named), use_tqdm=use_tqdm)
 
-        with tqdm(total=len(bodies), unit="prompt", disable=not use_tqdm) as bar:
-            self.post_all([(path, {"model": self.model_name, **body}) for body in bodies], on_answer)
-        if refused:
-            raise min(refused, key=lambda pair: pair[0])[1]
-        return answers
+    def _check_open(self) -> None:
+        if self._thread.is_closed:
+            raise RuntimeError("this LLM is closed: make another")
 
 
-_IDS = {"return_token_ids": True}
+_TOLD = {"return_token_ids": True, "return_weight_versions": True}
+
+
+def _route(body: Mapping[str, Any]) -> str:
+    """For a prompt that is text or ids."""
+    return TOKENS if body.get("detokenize") is False else COMPLETIONS
+
+
+def _text_of(body: Mapping[str, Any]) -> str | None:
+    return body["prompt"] if isinstance(body["prompt"], str) else None

@@ -32,6 +32,7 @@ from server.api.routes.openapi import docs_routes
 from server.api.routes.prefill import prefill_routes
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
+from server.api.routes.weights import weights_routes
 from server.api.state import ServerState
 from server.api.stats_history import StatsHistory
 from server.batches.batch_file import URLS
@@ -124,6 +125,7 @@ def create_app(state: ServerState) -> Starlette:
         *prefill_routes(state),
         *info_routes(state),
         *admin_routes(state),
+        *weights_routes(state),
     ]
     routes += docs_routes(routes, state.settings)
     routes += ui_routes(state)

@@ -110,12 +110,18 @@ class LiveRequests:
         waiting = adapters.waiting_for(staged.adapter)
         return [self.end(seq, FinishReason.ERROR, message, ErrorCode.ADAPTER) for seq in waiting]
 
-    def end_all(self, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None) -> list[Delivery]:
+    def end_all(self, reason: FinishReason, *, by_pause: bool = False) -> list[Delivery]:
         """Ends all requests."""
-        return [self.end(seq, reason, error, code) for seq in list(self.sequences.values())]
+        return [self.end(seq, reason, by_pause=by_pause) for seq in list(self.sequences.values())]
 
     def end(
-        self, seq: RequestState, reason: FinishReason, error: str | None = None, code: ErrorCode | None = None
+        self,
+        seq: RequestState,
+        reason: FinishReason,
+        error: str | None = None,
+        code: ErrorCode | None = None,
+        *,
+        by_pause: bool = False,
     ) -> Delivery:
         """Ends the request, with an output that has no tokens."""
         self.forget(seq, reason)
@@ -126,6 +132,7 @@ class LiveRequests:
             finish_reason=reason,
             error=error,
             error_code=code,
+            by_pause=by_pause,
         )
 
     def forget(self, seq: RequestState, reason: FinishReason) -> None:

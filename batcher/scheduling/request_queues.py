@@ -56,6 +56,7 @@ class RequestQueues:
         self.adapters = AdapterSlots(capacity.max_loras)
         self.offloaded: OffloadedPages | None = None
         self.page_events: PageEventRecorder | None = None
+        self._held_back: dict[int, RequestState] | None = None  # by arrival; None: requests may start
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens, at first admissions only
         self.prefix_hits = 0
@@ -85,8 +86,47 @@ class RequestQueues:
         """A new request joins the queue."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
+        if self._held_back is None:
+            self._wait(sequence)
+        else:
+            self._held_back[sequence.arrival] = sequence
+
+    def _wait(self, sequence: RequestState) -> None:
         self.waiting.add(sequence)
         self.adapters.add(sequence)
+
+    def _wait_no_longer(self, sequence: RequestState) -> None:
+        self.waiting.remove(sequence)
+        self.adapters.remove(sequence)
+
+    def hold(self) -> None:
+        """From now on, until `let_go`, no request starts. Those that have started go on, also after a preemption."""
+        if self._held_back is not None:
+            return
+        self._held_back = {seq.arrival: seq for seq in self.waiting if not seq.num_preemptions}
+        for seq in self._held_back.values():
+            self._wait_no_longer(seq)
+
+    def let_go(self) -> None:
+        """Requests may start."""
+        held, self._held_back = self._held_back or {}, None
+        for seq in held.values():
+            self._wait(seq)
+
+    @property
+    def may_start(self) -> bool:
+        """Whether requests may start."""
+        return self._held_back is None
+
+    @property
+    def has_no_started(self) -> bool:
+        """Whether no request has started and not ended, while none may start."""
+        return not self.running and not len(self.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and those that are held back from it."""
+        return len(self.waiting) + len(self._held_back or ())
 
     def finish(self, sequence: RequestState) -> None:
         """Ends a request in any state. Its slot and pages are released when no step in flight has a row of it."""
@@ -96,8 +136,8 @@ class RequestQueues:
                 self.offloaded.keep(sequence)
             self._leave(sequence)
         elif sequence.state is State.WAITING:
-            self.waiting.remove(sequence)
-            self.adapters.remove(sequence)
+            if self._held_back is None or self._held_back.pop(sequence.arrival, None) is None:
+                self._wait_no_longer(sequence)
             self.pool.let_go(sequence.prefix)
         sequence.state = State.FINISHED
 
@@ -157,8 +197,7 @@ class RequestQueues:
         sequence.state = State.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.add(sequence)
-        self.adapters.add(sequence)
+        self._wait(sequence)
 
     # --- slots and pages ---
 

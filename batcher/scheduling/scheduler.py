@@ -117,7 +117,7 @@ class Scheduler(RequestQueues):
     def _exchange_rows(self) -> None:
         """Rule 8, for the first request that found no room in the last step."""
         seq, self._without_room = self._without_room, None
-        if seq is None or seq.state is not State.WAITING:
+        if seq is None or seq.state is not State.WAITING or not self.may_start:
             return
         if self._free_slots:
             is_coming = bool(self._held) or not self._lacks_pages

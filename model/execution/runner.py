@@ -133,7 +133,7 @@ class ModelRunner:
                 jax.device_put(scales, like.sharding)
                 for scales, like in zip(kv_scales, self.described.kv_scales_like, strict=True)
             ]
-        self._allocate()
+        self.allocate()
         self.weights, self._kv_scales = weights, scales_of_layers
 
     def copied(self) -> list[HostCopy]:
@@ -147,7 +147,7 @@ class ModelRunner:
             array.delete()
         self._free_state()
 
-    def restore(self, weights: Sequence[HostCopy]) -> None:
+    def restore(self, weights: Sequence[HostCopy], *, with_state: bool = True) -> None:
         """Brings weights that were `copied` back to the device, and allocates an empty state.
 
         Raises RuntimeError if the device has no room; nothing is on it then.
@@ -157,12 +157,17 @@ class ModelRunner:
             for copy in weights:
                 restored.append(copy.on_devices())
             jax.block_until_ready(restored)
-            self._allocate()
+            if with_state:
+                self.allocate()
         except BaseException:
             for array in restored:
                 array.delete()
             raise
         self.weights = restored
+
+    def allocate(self) -> None:
+        """An empty state, and empty adapter slots. Raises RuntimeError if the device has no room."""
+        self.state, self.adapters = self._make_state(), self._make_adapters()
 
     def capacity(self) -> Capacity:
         """The limits of the scheduler."""
@@ -399,11 +404,7 @@ class ModelRunner:
 
     def _reallocate(self) -> None:
         self._free_state()
-        self._allocate()
-
-    def _allocate(self) -> None:
-        """An empty state, and empty adapter slots."""
-        self.state, self.adapters = self._make_state(), self._make_adapters()
+        self.allocate()
 
     def _free_state(self) -> None:
         with self._staging:

@@ -39,6 +39,7 @@ from scripts.building.offloading import GIB, Digests, give_pages, identity_of_pa
 from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
+from scripts.building.updates import RunnerUpdates
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters, AdapterStore
 from server.engine.kv_events import KvEventPublisher
@@ -142,7 +143,8 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, publisher=publisher)
     adapters = loaded_adapters(settings, built.adapter_store, engine, publisher)
     info = give_pages(served, engine, built.info)
-    return ChangeableEngine(engine, built.changeable_weights(), adapters), info
+    weights = built.changeable_weights()
+    return ChangeableEngine(engine, weights, RunnerUpdates(built.loader, weights), adapters), info
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
@@ -158,9 +160,10 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokeniz
 
 def build(
     settings: EngineSettings, report: Report, tokenizer: Callable[[int], ByteLevelTokenizer], *, tokenizer_folder: Path
-) -> tuple[Engine, EngineInfo, Adapters | None]:
-    """A warmed-up engine of this process, not started, with its LoRA adapters. Raises ValueError if a setting, the
-    model or the device cannot be used.
+) -> tuple[Engine, Built, Adapters | None]:
+    """A warmed-up engine of this process, not started, with what it was made of and its LoRA adapters.
+
+    Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
         tokenizer: as for `warm_engine`.
@@ -171,7 +174,7 @@ def build(
     built = build_runner(settings, report, tokenizer=tokenizer_folder, compile_meanwhile=True)
     publisher = make_publisher(settings, report)
     engine = warm_engine(built, report, tokenizer, publisher=publisher)
-    return engine, built.info, loaded_adapters(settings, built.adapter_store, engine, publisher)
+    return engine, built, loaded_adapters(settings, built.adapter_store, engine, publisher)
 
 
 def warm_engine(
@@ -357,6 +360,7 @@ def build_runner(
                 "enable_prefix_caching": str(settings.enable_prefix_caching),
                 "memory_utilization": str(settings.memory_utilization),
                 "attention_backend": str(attention.backend),
+                "tensor_parallel_size": str(num_chips),
             },
         ),
     )

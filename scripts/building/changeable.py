@@ -1,13 +1,13 @@
-"""An engine whose weights can be changed while it serves: to the host and back, or for others of the same shapes."""
+"""An engine that pauses, and whose weights change while it serves: to the host and back, or for others."""
 
 from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from batcher.change import Change
+from batcher.change import Change, OnDone
 from batcher.engine import Engine
 from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
@@ -16,26 +16,34 @@ from scripts.building.load import Loaded, Loader
 from scripts.flags.settings import EngineSettings
 from server.engine.adapters import Adapters
 from server.engine.process import EngineWrapper, Weights
+from server.engine.weight_changes import Updates
 from server.engine.wire import ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from model.config import LlamaConfig
     from model.execution.host_copy import HostCopy
 
 
 class ChangeableEngine(EngineWrapper):
-    """`server.engine.process.ChangeableEngine`, and its `AdaptedEngine`."""
+    """`server.engine.weight_changes.ChangeableEngine`, and `server.engine.process.AdaptedEngine`."""
 
-    def __init__(self, engine: Engine, weights: Weights, adapters: Adapters | None = None) -> None:
+    def __init__(self, engine: Engine, weights: Weights, updates: Updates, adapters: Adapters | None = None) -> None:
         super().__init__(engine)
+        self.updates = updates
+        self.pause, self.resume = engine.pause, engine.resume
         self.adapters = adapters
         if adapters is not None:
             self.add_request = adapters.add_request
         self._engine = engine
         self._weights = weights
 
-    def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
+    def commit_update(self, on_done: OnDone) -> None:
+        """As of `server.engine.weight_changes.ChangeableEngine`. The prefix cache is emptied."""
+        self._engine.change(Change(work=self.updates.commit, on_done=on_done))
+
+    def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
         """Changes the weights between two steps. Running requests are recomputed, and the prefix cache is emptied."""
 
         def work() -> None:
@@ -75,13 +83,27 @@ class RunnerWeights:
         self._loaded: Loaded | None = None  # of a reload that is prepared
         self._held: Sequence[HostCopy] = ()  # the weights, while they may be missing on the chips
 
+    @property
+    def config(self) -> LlamaConfig:
+        """Of the model that serves."""
+        return self._weights.config
+
+    def check_updatable(self) -> None:
+        """Raises ValueError if the weights cannot be replaced now."""
+        self._check_role()
+        if self._held:
+            raise ValueError("the engine sleeps: wake it up before its weights are updated")
+
+    def _check_role(self) -> None:
+        if self._settings.kv_role != "both":
+            raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
+
     def check(self, command: ChangeWeights) -> Mapping[str, str]:
         """Finds the weights of a reload. ValueError if the engine was not made for them."""
         self._change = command.change
         if command.change is not WeightsChange.RELOAD:
             return {}
-        if self._settings.kv_role != "both":
-            raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
+        self._check_role()
         self._found = self._find(command.model)
         are_stored = self._loader.kv_ranges(self._found) is not None
         return {"the scales of K/V": "stored" if are_stored else "not stored"}

@@ -13,6 +13,7 @@ from scripts.building.adapters import loaded_adapters
 from scripts.building.build import OtherHosts, build_runner, served_tokenizer, warm_engine
 from scripts.building.changeable import ChangeableEngine
 from scripts.building.kv_events import make_publisher
+from scripts.building.updates import FolderUpdates
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
@@ -47,7 +48,8 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
             built, report, served_tokenizer(served), read_tokens=True, runner=runner, publisher=publisher
         )
         adapters = loaded_adapters(served.engine, store, engine, publisher)
-    changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader), adapters)
+    weights = AllWeights(built.changeable_weights(), leader)
+    changeable = ChangeableEngine(engine, weights, FolderUpdates(weights), adapters)
     return LeadingEngine(changeable, leader, _leave), built.info
 
 

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.api.routes.generate import GenerateRequest
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+_LEFT_OUT = ("skip_special_tokens", "include_stop_str_in_output", "return_weight_versions")  # where no text is made
 
 
 @dataclass(kw_only=True)
@@ -44,12 +47,17 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     structured_outputs: dict[str, Any] | None = None
+    detokenize: bool = True  # False: the results have no texts, and none are made
 
     def body(self, *, is_chat: bool) -> dict[str, Any]:
-        """The fields of a request body."""
+        """The fields of a request body. Raises ValueError if a chat is to have no texts."""
+        if is_chat and not self.detokenize:
+            raise ValueError("detokenize=False: a chat is answered with texts: give generate() token ids")
         # Not `asdict`, which would copy long lists.
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         fields = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        if self.detokenize:
+            del fields["detokenize"]
         if is_chat and self.logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
         return fields
@@ -82,6 +90,13 @@ def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, An
     if not _is_list(several):
         raise ValueError(f"{_type(asked)} is no prompt: give a text, token ids, a dict of them, or a list of prompts")
     return [_prompt(prompt, index, name) for index, prompt in enumerate(several)]
+
+
+def tokens_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a completion of token ids, as the route takes it that makes no text of tokens."""
+    own = {name: body[name] for name in GenerateRequest.__struct_fields__ if name in body}
+    params = {name: value for name, value in body.items() if name not in {"prompt", *own, *_LEFT_OUT}}
+    return own | {"token_ids": body["prompt"], "sampling_params": params}
 
 
 def conversations_of(asked: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:

@@ -21,11 +21,13 @@ from server.engine.adapters import AdapterError, Adapters
 from server.engine.link import Receiver
 from server.engine.process import status_of
 from server.engine.wire import (
+    DEFAULT_VERSION,
     Adapter,
     AdapterAnswer,
     AdapterChange,
     EngineInfo,
     Output,
+    WeightVersion,
     WireRequest,
     failure,
     output_to_wire,
@@ -47,6 +49,7 @@ class InProcessEngineClient:
         self.info = info
         self.adapters: Mapping[str, Adapter] = {}
         self.num_adapter_loads = 0
+        self.weight_version = DEFAULT_VERSION
         self._engine = engine
         self._adapters = adapters
         self._add_request = engine.add_request if adapters is None else adapters.add_request
@@ -54,7 +57,7 @@ class InProcessEngineClient:
         self._receivers: dict[str, Receiver] = {}
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}  # number -> id of the requests that the engine has
-        self._arrived: list[RequestOutput | Tokens] = []
+        self._arrived: list[RequestOutput | Tokens | WeightVersion] = []
         engine.listen(self._hear)
         if adapters is not None:
             adapters.listen(self._note_adapters)
@@ -75,6 +78,7 @@ class InProcessEngineClient:
     def submit(self, requests: Sequence[tuple[WireRequest, Receiver]]) -> None:
         items, receivers = zip(*requests, strict=True)
         for request, receiver in zip(requests_from_wire(items), receivers, strict=True):
+            receiver.on_weight_version(self.weight_version)
             self._receivers[request.request_id] = receiver
             try:
                 self._add_request(request, self._hear)
@@ -111,7 +115,11 @@ class InProcessEngineClient:
         """Runs on the thread of the change."""
         self.adapters, self.num_adapter_loads = {own.name: own for own in news.adapters}, news.num_loads
 
-    def _hear(self, news: RequestOutput | Tokens) -> None:
+    def note_weight_version(self, version: str) -> None:
+        """Later tokens are of these weights. Runs on the engine's thread, between two steps."""
+        self._hear(WeightVersion(version))
+
+    def _hear(self, news: RequestOutput | Tokens | WeightVersion) -> None:
         """Runs on the engine's thread. All that a step has wakes the event loop once."""
         with self._lock:
             self._arrived.append(news)
@@ -125,6 +133,10 @@ class InProcessEngineClient:
         for news in arrived:
             if isinstance(news, RequestOutput):
                 self._deliver(output_to_wire(news))
+            elif isinstance(news, WeightVersion):
+                self.weight_version = news.version
+                for receiver in self._receivers.values():
+                    receiver.on_weight_version(news.version)
             else:
                 for number, token_ids in tokens_to_wire(news).rows():
                     if (receiver := self._receivers.get(self._names[number])) is not None:

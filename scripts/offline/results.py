@@ -17,10 +17,16 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]  # including the token that ended it
-    finish_reason: str
+    finish_reason: str | None  # None: it goes on
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None  # in the API's form
     tool_calls: tuple[dict[str, Any], ...]  # of a chat, in the API's form
+    weight_versions: tuple[tuple[str, int], ...]  # of the weights, each with its number of tokens, in their order
+
+    @property
+    def weight_version(self) -> str:
+        """Of the last token's weights; without tokens, of those at the end."""
+        return self.weight_versions[-1][0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +72,11 @@ class Embedding:
 
 
 def request_output(answer: Mapping[str, Any], prompt: str | None = None) -> RequestOutput:
-    """From the answer of a chat or a completion that had one prompt and `return_token_ids`."""
+    """From the answer of a chat, a completion or token ids that had one prompt and `return_token_ids`."""
     first = answer["choices"][0]
     told = first if "prompt_token_ids" in first else answer  # of a completion, each choice has its prompt
     return RequestOutput(
-        request_id=answer["id"],
+        request_id=answer["id"] if "id" in answer else answer["request_id"],
         prompt=prompt,
         prompt_token_ids=tuple(told["prompt_token_ids"]),
         prompt_logprobs=told["prompt_logprobs"],
@@ -94,12 +100,14 @@ def _completion_output(choice: Mapping[str, Any]) -> CompletionOutput:
     message = choice.get("message", {})
     return CompletionOutput(
         index=choice["index"],
-        text=choice["text"] if "text" in choice else message["content"] or "",
+        text=choice["text"] if "text" in choice else message.get("content") or "",
         token_ids=tuple(choice["token_ids"]),
         finish_reason=choice["finish_reason"],
         stop_reason=choice["stop_reason"],
         logprobs=choice["logprobs"],
         tool_calls=tuple(message.get("tool_calls", ())),
+        weight_versions=tuple((span["version"], span["end"] - span["start"]) for span in choice["weight_versions"])
+        or ((choice["weight_version"], 0),),
     )
 
 

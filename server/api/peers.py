@@ -12,7 +12,20 @@ import msgspec
 from server.api.http_counts import HttpCounts
 from server.engine.adapters import AdapterError
 from server.engine.client import WeightsError
-from server.engine.wire import Adapter, AdapterAnswer, AdapterChange, WeightsChange
+from server.engine.wire import (
+    Adapter,
+    AdapterAnswer,
+    AdapterChange,
+    ChangeWeights,
+    Pause,
+    PauseMode,
+    Resume,
+    UpdateStep,
+    UpdateWeights,
+    WeightsChange,
+    WeightsCommand,
+    WeightsSource,
+)
 from server.http.private import PrivateCallError, call
 from server.http.request_error import unavailable
 from server.shared_counts import Row
@@ -68,16 +81,17 @@ class Level(msgspec.Struct):
 
 
 class Changing(msgspec.Struct):
-    """A change of the engine's weights; None: none, only the answer is wanted."""
+    """A command about the engine's weights, or a pause; None: none, only the answer is wanted."""
 
-    change: WeightsChange | None = None
-    model: str | None = None
+    command: WeightsCommand | None = None
 
 
 class ChangeAnswer(msgspec.Struct):
-    """`error` says why the weights have not changed."""
+    """How the engines are now. `error` says why nothing has changed."""
 
     is_sleeping: bool
+    is_paused: bool
+    weight_version: str
     error: str | None = None
 
 
@@ -129,7 +143,22 @@ class Peers:
 
     async def change_weights(self, change: WeightsChange, model: str | None = None) -> None:
         """As of `ProcessEngineClient`. Raises WeightsError."""
-        answer = msgspec.msgpack.decode(await self._ask("/weights", Changing(change, model), None), type=ChangeAnswer)
+        await self._change(ChangeWeights(change, model))
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
+        """As of `ProcessEngineClient`. Raises WeightsError."""
+        await self._change(Pause(mode, clear_cache))
+
+    async def resume(self) -> None:
+        """As of `ProcessEngineClient`. Raises WeightsError."""
+        await self._change(Resume())
+
+    async def update_weights(self, step: UpdateStep, source: WeightsSource | None = None, version: str = "") -> None:
+        """As of `ProcessEngineClient`. Raises WeightsError."""
+        await self._change(UpdateWeights(step, source, version))
+
+    async def _change(self, command: WeightsCommand) -> None:
+        answer = msgspec.msgpack.decode(await self._ask("/weights", Changing(command), None), type=ChangeAnswer)
         if answer.error is not None:
             raise WeightsError(answer.error)
 
@@ -143,7 +172,18 @@ class Peers:
 
     async def is_sleeping(self) -> bool:
         """Asks the parent whether the engines sleep."""
-        return msgspec.msgpack.decode(await self._ask("/weights", Changing()), type=ChangeAnswer).is_sleeping
+        return (await self._state()).is_sleeping
+
+    async def is_paused(self) -> bool:
+        """Asks the parent whether the engines are paused."""
+        return (await self._state()).is_paused
+
+    async def weight_version(self) -> str:
+        """Asks the parent for the name of the weights that serve. This process may hear of a change a moment later."""
+        return (await self._state()).weight_version
+
+    async def _state(self) -> ChangeAnswer:
+        return msgspec.msgpack.decode(await self._ask("/weights", Changing()), type=ChangeAnswer)
 
     async def _ask(self, target: str, message: object, timeout_s: float | None = TIMEOUT_S) -> bytes:
         try:

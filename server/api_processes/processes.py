@@ -37,7 +37,7 @@ from server.engine.child_process import start_without_main
 from server.engine.client import ProcessEngineClient, WeightsError
 from server.engine.group import Engines, OwnEngines
 from server.engine.link import EngineFailedError
-from server.engine.wire import AdapterAnswer
+from server.engine.wire import AdapterAnswer, ChangeWeights, Pause, Resume, UpdateWeights
 from server.http.private import PrivateCallError, call
 from server.http.server import FLUSH_S
 from server.http.signals import Signals
@@ -242,13 +242,20 @@ class ApiProcesses:
         await self._ask("/log_level", message)
 
     async def _change_weights(self, message: Changing) -> ChangeAnswer:
-        error = None
-        if message.change is not None:
-            try:
-                await self._client.change_weights(message.change, message.model)
-            except WeightsError as reason:
-                error = str(reason)
-        return ChangeAnswer(self._client.is_sleeping, error)
+        client, error = self._client, None
+        try:
+            match message.command:
+                case ChangeWeights(change=change, model=model):
+                    await client.change_weights(change, model)
+                case Pause(mode=mode, clear_cache=clear_cache):
+                    await client.pause(mode, clear_cache)
+                case Resume():
+                    await client.resume()
+                case UpdateWeights(step=step, source=source, version=version):
+                    await client.update_weights(step, source, version)
+        except WeightsError as reason:
+            error = str(reason)
+        return ChangeAnswer(client.is_sleeping, client.is_paused, client.weight_version, error)
 
     async def _change_adapters(self, message: ChangingAdapters) -> AdapterAnswer:
         try:

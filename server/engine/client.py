@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class WeightsError(Exception):
-    """The weights cannot be changed, and the engine goes on with those it has."""
+    """The weights cannot be changed or the engine cannot pause, and it goes on as it was."""
 
 
 class EngineClient(Protocol):
@@ -45,6 +46,10 @@ class EngineClient(Protocol):
     @property
     def num_adapter_loads(self) -> int:
         """How often one has been loaded."""
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that serve. Receivers are told of each change, in order with the tokens."""
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None: ...
 
@@ -70,9 +75,10 @@ class ProcessEngineClient(EngineLink):
     """
 
     def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
-        self.is_sleeping = False
+        self.is_sleeping = self.is_paused = False
         self._changes = asyncio.Lock()
-        self._changed: asyncio.Future[str | None] | None = None
+        self._asked: dict[int, asyncio.Future[str | None]] = {}  # by the number of the command
+        self._numbers = count(1)
         self._adapter_changes = asyncio.Lock()
         self._adapter_answer: asyncio.Future[wire.AdapterAnswer] | None = None
         self._report = report
@@ -114,15 +120,51 @@ class ProcessEngineClient(EngineLink):
                 raise WeightsError("the engine sleeps: wake it up before other weights are loaded")
             if change is (wire.WeightsChange.SLEEP if self.is_sleeping else wire.WeightsChange.WAKE_UP):
                 return
-            if self.death is not None:
-                raise WeightsError(f"the engine has failed: {self.death}")
-            self._changed = asyncio.get_running_loop().create_future()
-            self._send(wire.ChangeWeights(change, model))
-            error = await self._changed
-            if error is not None:
-                raise WeightsError(error)
+            await self._ask(wire.ChangeWeights(change, model))
             if change is not wire.WeightsChange.RELOAD:
                 self.is_sleeping = change is wire.WeightsChange.SLEEP
+
+    async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
+        """Returns when no request runs. Later requests wait until `resume`, also those of an engine that sleeps.
+
+        Raises WeightsError if `resume` is called before that.
+        """
+        await asyncio.shield(self._pause(wire.Pause(mode, clear_cache)))
+
+    async def resume(self) -> None:
+        """Requests run again. An engine that is not paused stays so."""
+        await asyncio.shield(self._pause(wire.Resume()))
+
+    async def _pause(self, command: wire.Pause | wire.Resume) -> None:
+        await self._ask(command)
+        self.is_paused = isinstance(command, wire.Pause)
+
+    async def update_weights(
+        self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
+    ) -> None:
+        """A step of an update of the weights (`wire.UpdateStep`). The old weights serve until COMMIT, and
+        `weight_version` is `version` from then on.
+
+        Args:
+            source: of RECEIVE.
+            version: of COMMIT; "": the number of updates since the start.
+
+        Raises:
+            WeightsError: the step cannot be done, and the old weights serve. After BEGIN and COMMIT no update is under
+                way; after the other steps it goes on.
+        """
+        await asyncio.shield(self._ask(wire.UpdateWeights(step, source, version)))
+
+    async def _ask(self, command: wire.WeightsCommand) -> None:
+        """Sends the command and waits for its answer. Raises WeightsError if it has changed nothing."""
+        if self.death is not None:
+            raise WeightsError(f"the engine has failed: {self.death}")
+        command.number = next(self._numbers)
+        answered = self._asked[command.number] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        error = await answered
+        if error is not None:
+            raise WeightsError(error)
 
     async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
         """Loads or unloads a LoRA adapter, one after the other. `adapters` shows it from then on.
@@ -164,8 +206,8 @@ class ProcessEngineClient(EngineLink):
         match event:
             case wire.Report(line=line):
                 self._report(line)
-            case wire.Changed(error=error):
-                self._answer_change(error)
+            case wire.Changed(error=error, number=number):
+                self._answer(number, error)
             case wire.AdapterAnswer():
                 self._answer_adapters(event)
             case wire.Ended():
@@ -174,9 +216,10 @@ class ProcessEngineClient(EngineLink):
             case _:
                 super()._on_event(event)
 
-    def _answer_change(self, error: str | None) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(error)
+    def _answer(self, number: int, error: str | None) -> None:
+        asked = self._asked.pop(number, None)
+        if asked is not None and not asked.done():
+            asked.set_result(error)
 
     def _answer_adapters(self, answer: wire.AdapterAnswer) -> None:
         if self._adapter_answer is not None and not self._adapter_answer.done():
@@ -196,7 +239,8 @@ class ProcessEngineClient(EngineLink):
 
     def die(self, reason: str, *, is_refusal: bool = False) -> None:
         super().die(reason, is_refusal=is_refusal)
-        self._answer_change(f"the engine has failed: {reason}")
+        for number in list(self._asked):
+            self._answer(number, f"the engine has failed: {reason}")
         self._answer_adapters(wire.AdapterAnswer(error=f"The engine has failed: {reason}", status=503))
 
 

@@ -65,6 +65,9 @@ class Embeddings:
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         raise RuntimeError("a request that embeds has no tokens")
 
+    def on_weight_version(self, version: str) -> None:
+        """An embedding has no tokens whose weights could be told."""
+
     def fail(self, error: Exception) -> None:
         """Ends everything; `wait` raises the error."""
         self.error = self.error or error

@@ -25,6 +25,8 @@ from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 logger = logging.getLogger("pallas_serve")
 
+CUT = (FinishReason.LENGTH.value, FinishReason.ABORT.value)  # reasons of ends that the model has not chosen
+
 
 @dataclass(slots=True)
 class ScoredToken:
@@ -88,6 +90,7 @@ class Choice:
         self._num_taken = 0  # characters, if the whole text is content
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
+        self._versions = [(wire.DEFAULT_VERSION, 0)]  # of the weights, with the number of tokens before them
         self.index = index
         self.request_id = f"{generation.request_id}-{index}"
         self.num_prompt_tokens = num_prompt_tokens
@@ -114,6 +117,11 @@ class Choice:
         self._texts, self._scored, self._token_ids = [], [], []
         return gain
 
+    def so_far(self) -> Gain:
+        """What the next `take` would give. It is left there. The choice has no `reader`."""
+        text = "".join(self._texts)
+        return Gain([Content(text, self._num_taken)] if text else [], [*self._scored], [*self._token_ids])
+
     @property
     def num_calls(self) -> int:
         """Tool calls that have begun, without one that a limit or a stop string has cut."""
@@ -122,13 +130,27 @@ class Choice:
     def on_output(self, output: wire.Output) -> None:
         if output.expired:
             self._generation.on_limit("deadline_waiting")
-        if output.error is not None or output.finish_reason == FinishReason.ABORT:
+        if output.error is not None or (output.finish_reason == FinishReason.ABORT and not output.by_pause):
             self._generation.fail(error_of(output, self._generation.grammar_field))
             return
         self._take_in(self._read, output)
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         self._take_in(self._read_tokens, token_ids)
+
+    def on_weight_version(self, version: str) -> None:
+        if self._versions[-1][1] == self.num_tokens:
+            self._versions.pop()
+        if not self._versions or self._versions[-1][0] != version:
+            self._versions.append((version, self.num_tokens))
+
+    @property
+    def weight_versions(self) -> list[tuple[str, int]]:
+        """(version of the weights, number of tokens), in the order of the tokens. A choice without tokens has the
+        version of the weights at its end, with 0."""
+        starts = [start for _, start in self._versions]
+        ends = [*starts[1:], self.num_tokens]
+        return [(version, end - start) for (version, start), end in zip(self._versions, ends, strict=True)]
 
     def _take_in[T](self, read: Callable[[T], None], news: T) -> None:
         try:
@@ -213,7 +235,7 @@ class Choice:
 
     def _finish(self, finish_reason: str, stop_reason: str | int | None) -> None:
         if self._reader is not None:
-            self._reader.finish(cut=finish_reason == FinishReason.LENGTH.value or isinstance(stop_reason, str))
+            self._reader.finish(cut=finish_reason in CUT or isinstance(stop_reason, str))
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 
@@ -311,6 +333,8 @@ class Generation:
 
 def error_of(output: wire.Output, grammar_field: str | None = None) -> RequestError:
     """Why a request has ended without all of its output. `grammar_field` is as of `Generation`."""
+    if output.by_pause:
+        return unavailable("The engine was paused, and the request has ended.", retry_after_s=1)
     if output.error is None:
         return unavailable("The server is shutting down.")
     message = output.error

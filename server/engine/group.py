@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
+
+import msgspec
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
@@ -14,6 +17,7 @@ from server.engine.adapters import AdapterError
 from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
 from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Route, Router
+from server.engine.weight_changes import UNCHECKED
 from server.shared_counts import Load, Row
 
 _UNDONE_BY = {
@@ -97,6 +101,11 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         return sum(engine.num_adapter_loads for engine in self.engines)
 
     @property
+    def weight_version(self) -> str:
+        """While the engines change their weights, one may have told of it and another not yet."""
+        return self.engines[0].weight_version
+
+    @property
     def death(self) -> str | None:
         deaths = [f"engine {i}: {engine.death}" for i, engine in enumerate(self.engines) if engine.death is not None]
         return "; ".join(deaths) or None
@@ -166,7 +175,8 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
 
 class OwnEngines(EngineGroup[ProcessEngineClient]):
-    """The engines that this process has started. Their weights can be changed: those of all engines, or of none.
+    """The engines that this process has started. Their weights can be changed: those of all engines, or of none. They
+    pause together.
 
     `split` is set if engines are left with different weights. They must not go on then, although they live: an answer
     would depend on the engine that gives it.
@@ -178,6 +188,9 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
         self._changes = asyncio.Lock()
         self._adapter_changes = asyncio.Lock()
         self._model: str | None = None  # whose weights all engines have; None: those of the start
+        self._updates = asyncio.Lock()
+        self._is_checked = False  # an update, on all engines
+        self._are_given = False  # an update has replaced the weights of `_model`
 
     @property
     def death(self) -> str | None:
@@ -187,6 +200,50 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
     def is_sleeping(self) -> bool:
         return all(engine.is_sleeping for engine in self.engines)
 
+    @property
+    def is_paused(self) -> bool:
+        return all(engine.is_paused for engine in self.engines)
+
+    async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
+        """As `ProcessEngineClient.pause`, of all engines."""
+        await asyncio.shield(self._all(engine.pause(mode, clear_cache) for engine in self.engines))
+        if clear_cache:
+            self._router.forget()
+
+    async def resume(self) -> None:
+        """As `ProcessEngineClient.resume`, of all engines."""
+        await asyncio.shield(self._all(engine.resume() for engine in self.engines))
+
+    async def update_weights(
+        self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
+    ) -> None:
+        """As `ProcessEngineClient.update_weights`, of all engines: none commits before all have checked. Each engine
+        receives all of the weights, by transfer under an id of its own: the engine `i` under `source.uuid + i`."""
+        await asyncio.shield(self._update_weights(step, source, version))
+
+    async def _update_weights(self, step: wire.UpdateStep, source: wire.WeightsSource | None, version: str) -> None:
+        async with self._updates:
+            if step is wire.UpdateStep.COMMIT and not self._is_checked:
+                raise WeightsError(UNCHECKED)
+            if step is not wire.UpdateStep.BEGIN:
+                self._is_checked = False
+            numbers = range(len(self.engines))
+            errors = await self._errors(
+                {i: self.engines[i].update_weights(step, _source_of(source, i), version) for i in numbers}
+            )
+            done = [number for number in numbers if number not in errors]
+            if not errors:
+                self._is_checked = step is wire.UpdateStep.CHECK
+                if step is wire.UpdateStep.COMMIT:
+                    self._are_given = True
+                    self._router.forget()
+                return
+            if step is wire.UpdateStep.BEGIN:
+                await self._errors({i: self.engines[i].update_weights(wire.UpdateStep.ABANDON) for i in done})
+            elif step is wire.UpdateStep.COMMIT and done:
+                self._split(errors)
+            raise WeightsError(self._worded(errors))
+
     async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
         """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
         changed go back, and the WeightsError names it."""
@@ -195,17 +252,24 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     async def _change(self, change: wire.WeightsChange, model: str | None) -> None:
         async with self._changes:
-            errors = await self._ask(range(len(self.engines)), change, model)
+            errors = await self._errors({i: e.change_weights(change, model) for i, e in enumerate(self.engines)})
             if not errors:
                 if change is wire.WeightsChange.RELOAD:
-                    self._model = model
+                    self._model, self._are_given = model, False
                 return
             changed = [number for number in range(len(self.engines)) if number not in errors]
-            stuck = await self._ask(changed, _UNDONE_BY[change], self._model)
-            if stuck:
-                self.split = f"the engines have different weights: {_listed(stuck)}"
-                self.died.set()
+            if changed and change is wire.WeightsChange.RELOAD and self._are_given:
+                self._split(errors)
+            else:
+                undo = _UNDONE_BY[change]
+                stuck = await self._errors({i: self.engines[i].change_weights(undo, self._model) for i in changed})
+                if stuck:
+                    self._split(stuck)
             raise WeightsError(_listed(errors))
+
+    def _split(self, errors: Mapping[int, WeightsError]) -> None:
+        self.split = f"the engines have different weights: {_listed(errors)}"
+        self.died.set()
 
     async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
         """As `ProcessEngineClient.change_adapters`, of all engines. If one cannot load an adapter, or finds other
@@ -237,23 +301,34 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
                     if not isinstance(result, AdapterError)
                 ]
                 await asyncio.gather(*loaded, return_exceptions=True)  # one that dies meanwhile ends the server
-            first, *others = errors.values()
-            is_of_all = len(errors) == len(self.engines) and all(str(other) == str(first) for other in others)
-            raise AdapterError(str(first) if is_of_all else _listed(errors), first.status)
+            raise AdapterError(self._worded(errors), next(iter(errors.values())).status)
 
-    async def _ask(
-        self, numbers: Sequence[int], change: wire.WeightsChange, model: str | None
-    ) -> dict[int, WeightsError]:
-        """The errors of the engines that could not change, by their numbers."""
-        asked = (self.engines[number].change_weights(change, model) for number in numbers)
-        results = await asyncio.gather(*asked, return_exceptions=True)
+    async def _all(self, asked: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Raises WeightsError if one of the engines could not do it."""
+        errors = await self._errors(dict(enumerate(asked)))
+        if errors:
+            raise WeightsError(self._worded(errors))
+
+    async def _errors(self, asked: Mapping[int, Coroutine[Any, Any, None]]) -> dict[int, WeightsError]:
+        """The errors of the engines that could not do what they were asked for, by their numbers."""
+        results = await asyncio.gather(*asked.values(), return_exceptions=True)
         errors: dict[int, WeightsError] = {}
-        for number, result in zip(numbers, results, strict=True):
+        for number, result in zip(asked, results, strict=True):
             if isinstance(result, WeightsError):
                 errors[number] = result
             elif result is not None:
                 raise result
         return errors
+
+    def _worded(self, errors: Mapping[int, Exception]) -> str:
+        """What all engines say once, or else each engine's error."""
+        told = {str(error) for error in errors.values()}
+        return told.pop() if len(errors) == len(self.engines) and len(told) == 1 else _listed(errors)
+
+
+def _source_of(source: wire.WeightsSource | None, engine: int) -> wire.WeightsSource | None:
+    """Arrays by transfer are there for one pull."""
+    return msgspec.structs.replace(source, uuid=source.uuid + engine) if isinstance(source, wire.ByTransfer) else source
 
 
 def _listed(errors: Mapping[int, Exception]) -> str:

@@ -49,6 +49,9 @@ class Receiver(Protocol):
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         """Tokens after which the request goes on."""
 
+    def on_weight_version(self, version: str) -> None:
+        """The weights of the tokens that come from now on: once before all others, and after each change."""
+
 
 class Receivers:
     """The receivers of open requests. Outputs of a request that was removed are dropped."""
@@ -92,6 +95,11 @@ class Receivers:
         if receiver is not None:
             receiver.on_output(output)
 
+    def tell(self, version: str) -> None:
+        """Later tokens are of these weights."""
+        for receiver in self._receivers.values():
+            receiver.on_weight_version(version)
+
     def fail_all(self, error: str) -> None:
         receivers, self._receivers = self._receivers, {}
         for request_id, receiver in receivers.items():
@@ -118,6 +126,7 @@ class EngineLink:
     ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
+        self.weight_version = wire.DEFAULT_VERSION  # of the tokens that come from now on
         self.adapters: Mapping[str, wire.Adapter] = {}  # by name
         self.adapter_changes = self.num_adapter_loads = 0  # since the engine's start
         self._adapters_told = asyncio.Event()
@@ -166,6 +175,7 @@ class EngineLink:
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         for request, receiver in requests:
+            receiver.on_weight_version(self.weight_version)
             self._receivers.add(request.request_id, receiver)
         self._send(wire.Submit([request for request, _ in requests], self._frontend))
         self._on_load(self.num_open)
@@ -215,6 +225,9 @@ class EngineLink:
                 for output in outputs:
                     self.on_output(output)
                 self._receivers.take(event)
+            case wire.WeightVersion(version=version):
+                self.weight_version = version
+                self._receivers.tell(version)
             case wire.Stats(stats=stats):
                 self.stats = stats
                 self.last_heartbeat = time.monotonic()

@@ -174,7 +174,7 @@ class Sorter:
                 yield frontend, own
             case Tokens():
                 yield from self._split(item)
-            case wire.Stats() | wire.Adapters() | wire.Failed() | wire.Ended():
+            case wire.WeightVersion() | wire.Stats() | wire.Adapters() | wire.Failed() | wire.Ended():
                 yield from ((frontend, item) for frontend in self.frontends)
             case wire.AddFrontend() | wire.RemoveFrontend():
                 raise ValueError("frontends are added and removed between two sortings")

@@ -32,6 +32,7 @@ from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
 from server.engine.child_process import end_with_parent
 from server.engine.outbox import Frontend, Sender, ZmqContext
+from server.engine.weight_changes import ChangeableEngine, WeightChanges
 
 STATS_INTERVAL_S = 1.0
 EXIT_FAILED = 1
@@ -56,14 +57,6 @@ class ServedEngine(Protocol):
     def death(self) -> BaseException | None: ...
 
     def shutdown(self) -> None: ...
-
-
-@runtime_checkable
-class ChangeableEngine(Protocol):
-    """A `ServedEngine` whose weights can be changed while it serves."""
-
-    def change_weights(self, command: wire.ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
-        """Changes the weights soon, between two steps. `on_done` gets the reason if they cannot be changed."""
 
 
 @runtime_checkable
@@ -187,10 +180,11 @@ def main(addresses: Addresses, target: str, engine_args: object, debug: bool) ->
     adapters = engine.adapters if isinstance(engine, AdaptedEngine) else None
     if adapters is not None:
         adapters.listen(sender.put)
+    weights = WeightChanges(engine, sender.put) if isinstance(engine, ChangeableEngine) else None
     sender.put(wire.Ready(info))
     context = zmq.Context()
     try:
-        _serve(context, addresses, info, engine, adapters, sender)
+        _serve(context, addresses, info, engine, adapters, weights, sender)
         engine.shutdown()
     finally:
         if engine.death is not None:
@@ -213,6 +207,7 @@ def _serve(
     info: wire.EngineInfo,
     engine: ServedEngine,
     adapters: Adapters | None,
+    weights: WeightChanges | None,
     sender: Sender,
 ) -> None:
     """Handles commands until Stop or the engine's death, and sends the statistics at their interval."""
@@ -252,8 +247,12 @@ def _serve(
                         engine.abort(request_id, reason)
                 case wire.ResetPrefixCache():
                     engine.reset_prefix_cache()
-                case wire.ChangeWeights() as command:
-                    _change_weights(engine, command, sender)
+                case wire.ChangeWeights() | wire.Pause() | wire.Resume() | wire.UpdateWeights() as command:
+                    if weights is None:
+                        reason = "this engine cannot pause or change its weights while it serves"
+                        sender.put(wire.Changed(reason, number=command.number))
+                    else:
+                        weights.ask(command)
                 case wire.LoadAdapter() | wire.UnloadAdapter() | wire.UndoLoad() as change:
                     if adapters is None:
                         sender.put(wire.AdapterAnswer(error="This engine has no LoRA adapters: --enable-lora."))
@@ -265,6 +264,8 @@ def _serve(
                         sender.put(added)
                         if adapters is not None:
                             adapters.tell(frontend.put)
+                        if weights is not None:
+                            weights.tell(frontend.put)
                         frontend.put(wire.Ready(info))
                 case wire.RemoveFrontend(frontend=number) as removed:
                     frontend, frontends[number] = frontends.get(number), None
@@ -294,19 +295,6 @@ def _submit(
                 engine.abort(added.request_id)
             return False
     return True
-
-
-def _change_weights(engine: ServedEngine, command: wire.ChangeWeights, sender: Sender) -> None:
-    def answer(error: Exception | None) -> None:
-        sender.put(wire.Changed(None if error is None else described(error)))
-
-    if not isinstance(engine, ChangeableEngine):
-        answer(ValueError("this engine cannot change its weights while it serves"))
-        return
-    try:
-        engine.change_weights(command, answer)
-    except (EngineClosedError, EngineDeadError) as error:
-        answer(ValueError(str(error)))
 
 
 def status_of(error: Exception) -> tuple[int, str | None]:

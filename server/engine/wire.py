@@ -1,8 +1,9 @@
 """The messages between the HTTP process and the engine process: msgpack over two ZeroMQ ipc sockets.
 
-To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, LoadAdapter, UnloadAdapter, Stop. From the engine:
-Report, Ready or Failed while it starts, then Outputs (one per step, for all requests in it), Changed, AdapterAnswer,
-Adapters after each change of them, and Stats at intervals, which are also the heartbeat.
+To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Pause, Resume, UpdateWeights, LoadAdapter, UnloadAdapter,
+Stop. From the engine: Report, Ready or Failed while it starts, then Outputs (one per step, for all requests in it),
+Changed, WeightVersion before the first tokens of other weights, AdapterAnswer, Adapters after each change of them, and
+Stats at intervals, which are also the heartbeat.
 
 With several HTTP processes, each of them is a *frontend*: it has a number that no other process ever has, and a socket
 for the outputs of its own requests. AddFrontend names both, and Ready answers it on that socket. The process that
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from batcher.change import PauseMode as PauseMode
 from batcher.page_store import PageSource
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.stats import EngineStats
@@ -67,6 +69,12 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     """No later prompt finds the pages of the earlier ones."""
 
 
+class Asked(msgspec.Struct, kw_only=True):
+    """A command that a Changed answers, which has its number."""
+
+    number: int = 0
+
+
 class WeightsChange(enum.Enum):
     """What can be done with the weights of an engine that serves."""
 
@@ -75,29 +83,21 @@ class WeightsChange(enum.Enum):
     RELOAD = "reload"  # others of the same shapes
 
 
-class ChangeWeights(msgspec.Struct, tag=True):
+class ChangeWeights(Asked, tag=True):
     """A change of the weights, between two steps. Changed answers it."""
 
     change: WeightsChange
     model: str | None = None  # the folder or file to load; None: the one of the start
 
 
-class PauseMode(enum.Enum):
-    """What becomes of the requests that run when an engine pauses."""
-
-    ABORT = "abort"  # they end with what they have
-    WAIT = "wait"  # they end first; later ones wait
-    KEEP = "keep"  # they stop where they are, and go on later
-
-
-class Pause(msgspec.Struct, tag=True):
+class Pause(Asked, tag=True):
     """No request runs from now on until Resume. Changed answers it, when none does."""
 
-    mode: PauseMode
+    mode: PauseMode = PauseMode.ABORT
     clear_cache: bool = True  # no later prompt finds the pages of the earlier ones
 
 
-class Resume(msgspec.Struct, tag=True):
+class Resume(Asked, tag=True):
     """Requests run again. Changed answers it."""
 
 
@@ -143,12 +143,12 @@ class UpdateStep(enum.Enum):
     ABANDON = "abandon"  # what has been received is forgotten; there may be no update
 
 
-class UpdateWeights(msgspec.Struct, tag=True):
+class UpdateWeights(Asked, tag=True):
     """A step of an update of the weights. Changed answers it."""
 
     step: UpdateStep
     source: WeightsSource | None = None  # of RECEIVE
-    version: str = ""  # of COMMIT: the name of the new weights
+    version: str = ""  # of COMMIT: the name of the new weights; "": the number of updates since the start
 
 
 class IfLoaded(enum.Enum):
@@ -234,6 +234,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     times: tuple[float, float] | None = None
     number: int = -1
     drafts: tuple[int, int] | None = None
+    by_pause: bool = False
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -309,6 +310,9 @@ class Outputs(msgspec.Struct, tag=True):
     tokens: Tokens | None = None
 
 
+DEFAULT_VERSION = "default"  # of the weights of the start
+
+
 class WeightVersion(msgspec.Struct, tag=True):
     """Later tokens are of these weights, for all frontends."""
 
@@ -319,6 +323,7 @@ class Changed(msgspec.Struct, tag=True):
     """The answer to a ChangeWeights, Pause, Resume or UpdateWeights. `error` says why nothing has changed."""
 
     error: str | None = None
+    number: int = 0  # of the command
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -353,8 +358,9 @@ class Stats(msgspec.Struct, tag=True):
 
 
 AdapterChange = LoadAdapter | UnloadAdapter | UndoLoad
-Command = Submit | Abort | ResetPrefixCache | ChangeWeights | AdapterChange | AddFrontend | RemoveFrontend | Stop
-Event = Report | Ready | Failed | Ended | Outputs | Changed | Adapters | AdapterAnswer | Stats
+WeightsCommand = ChangeWeights | Pause | Resume | UpdateWeights
+Command = Submit | Abort | ResetPrefixCache | WeightsCommand | AdapterChange | AddFrontend | RemoveFrontend | Stop
+Event = Report | Ready | Failed | Ended | Outputs | WeightVersion | Changed | Adapters | AdapterAnswer | Stats
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
@@ -415,6 +421,7 @@ def output_to_wire(output: RequestOutput) -> Output:
         times=output.times,
         number=output.number,
         drafts=output.drafts,
+        by_pause=output.by_pause,
     )
 
 

@@ -92,6 +92,18 @@ class TextStream:
         return self._stops.push(rest) + self._stops.flush() if self.matched_stop is None else ""
 
 
+class NoText(TextStream):
+    """In the place of a text that nobody reads, and in which no stop string is looked for."""
+
+    __slots__ = ()
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 def decode_text(tokenizer: ByteLevelTokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """The text of a complete sequence of ids."""
     stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)

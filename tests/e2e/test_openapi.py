@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.clients]
 BEYOND_SCHEMAS = "positive_data_acceptance,negative_data_rejection"
 
 
-ADMIN = r"^/(log_level|abort_requests|reset_prefix_cache|admin/reload|sleep|wake_up|is_sleeping)"
+ADMIN = (
+    r"^/(log_level|abort_requests|reset_prefix_cache|admin/reload|sleep|wake_up|is_sleeping|pause|resume|is_paused|"
+    r"init_weight|start_weight|update_weights|finish_weight|get_weight|weight_info|get_world)"
+)
 WITHOUT_A_MODEL = rf"^/(v1/models|v1/messages/count|load|tokenizer_info)|{ADMIN}"
 
 

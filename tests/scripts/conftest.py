@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,7 @@ def make_llm(monkeypatch, model_folder):
             engine = EchoEngine(EchoConfig(reply=(1, 2), adapters=store))
             engine.ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
             info = EngineInfo(max_model_len=256, vocab_size=CAPACITY.vocab_size, max_loras=4)
-            return engine, info, Adapters(store, engine)
+            return engine, SimpleNamespace(info=info, runner=None), Adapters(store, engine)
 
         monkeypatch.setattr(llm_module, "build", build)
         return LLM(str(model_folder), load_format="dummy", served_model_name="m")

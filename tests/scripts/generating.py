@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from batcher.buckets import BucketConfig, BucketLadder
@@ -31,17 +32,19 @@ CAPACITY = Capacity(
 
 def build_fake(
     max_waiting: int, report, *, pooling: Pooling | None = None, **runner_options: object
-) -> tuple[Engine, EngineInfo]:
+) -> tuple[Engine, SimpleNamespace]:
     """As `scripts.building.build.build`, without adapters; the other options are the fake runner's."""
     ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, embeds=pooling is not None))
     config = EngineConfig(eos_token_ids=(777,), max_waiting=max_waiting, seed=0)
-    engine = Engine(FakeRunner(replace(CAPACITY, pooling=pooling), **runner_options), config, ladder)
+    runner = FakeRunner(replace(CAPACITY, pooling=pooling), **runner_options)
+    engine = Engine(runner, config, ladder)
     engine.warm_up(report)
-    return engine, EngineInfo(
+    info = EngineInfo(
         max_model_len=CAPACITY.max_model_len,
         vocab_size=CAPACITY.vocab_size,
         embedding_size=None if pooling is None else FAKE_HIDDEN,
     )
+    return engine, SimpleNamespace(info=info, runner=runner)
 
 
 def foretold(prompt: Sequence[int], pooling: Pooling) -> list[float]:

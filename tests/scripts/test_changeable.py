@@ -9,6 +9,7 @@ from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
 from scripts.building.changeable import ChangeableEngine, RunnerWeights
 from scripts.building.chosen_weights import ChosenWeights, choose_weights
+from scripts.building.updates import RunnerUpdates
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import ChangeWeights, WeightsChange
 from tests.batcher.harness import Drive
@@ -77,7 +78,7 @@ class Changed:
 @pytest.mark.parametrize("fault", ["read", "place"])
 def test_weights_that_cannot_be_loaded_to_their_end_leave_the_old_ones(fault):
     changed, drive = Changed(fault), Drive()
-    engine = ChangeableEngine(drive.engine, changed.weights)
+    engine = ChangeableEngine(drive.engine, changed.weights, RunnerUpdates(changed.loader, changed.weights))
     done: list[Exception | None] = []
     engine.change_weights(RELOAD, done.append)
     drive.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -68,7 +68,8 @@ class ChoicesWriter(ABC):
         """`logprobs` of tokens that were drawn."""
 
     def _ending(self, choice: Choice) -> Fields:
-        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return ending | _version_fields(choice.weight_versions) if self._head.weight_versions else ending
 
     def _ids_fields(self, gain: Gain) -> Fields:
         """`token_ids` of a whole choice: null unless the request asks for them."""
@@ -158,3 +159,13 @@ class ChoicesWriter(ABC):
             hidden_tokens=self._hidden_tokens,
             no_output=no_output,
         )
+
+
+def _version_fields(runs: Sequence[tuple[str, int]]) -> Fields:
+    """The weights of the last token, and vLLM's spans of the output's tokens, each of one version."""
+    spans, end = [], 0
+    for version, num_tokens in runs:
+        if num_tokens:
+            spans.append({"version": version, "start": end, "end": end + num_tokens})
+        end += num_tokens
+    return {"weight_version": spans[-1]["version"] if spans else runs[-1][0], "weight_versions": spans}

@@ -87,9 +87,8 @@ class CompletionWriter(ChoicesWriter):
         return {"text": text}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
-        if self._options.discard_output:
-            return {"finish_reason": "length", "stop_reason": None}
-        return super()._ending(choice)
+        hidden = {"finish_reason": "length", "stop_reason": None} if self._options.discard_output else {}
+        return super()._ending(choice) | hidden
 
     def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
         ids = self._prompt(choice).ids

@@ -24,6 +24,7 @@ class AnswerHead:
     every_token: bool = False  # a token without text also has a chunk
     token_ids: bool = False  # the ids of the prompt and of the output are shown
     names_are_ids: bool = False  # log-probabilities call a token `token_id:97`
+    weight_versions: bool = False  # the names of the weights of each choice's tokens are shown
 
 
 class Writer(Protocol):

@@ -114,7 +114,6 @@ _GENERATION = {
     "return_prompt_text": Refused("the prompt's text is not shown yet: there are `return_token_ids` and /detokenize"),
     "return_token_offsets": Refused("places of the prompt's tokens are not shown yet"),
     "return_tokens": Refused("this name of `return_token_ids` is not supported yet"),
-    "return_weight_versions": Refused("versions of weights are not kept"),
     "routed_experts_prompt_start": Refused("the model has no experts"),
     "structural_tag": _STRUCTURED,
     "t_max_predict_ms": Refused("this name of `timeout_s` is not supported yet"),

@@ -25,7 +25,7 @@ from server.http.request_error import invalid
 from server.logs import ThrottledLog
 from server.text.reasoning import ReasoningReader
 from server.text.stop_strings import StopStrings
-from server.text.stream import TextStream
+from server.text.stream import NoText, TextStream
 from server.text.tool_calls.parser import CallParser
 
 _log = ThrottledLog(logging.getLogger("pallas_serve"))
@@ -51,6 +51,7 @@ class GenerationPlan:
     priority: int
     cache_salt: int
     counts_drafts: bool
+    shows_text: bool = True
     # of the prompt
     prompts: Sequence[list[int]] = ()
     limits: Sequence[int] = ()  # the prompts' output limits
@@ -78,6 +79,7 @@ async def check_generation(
         every_token=bool(body.ignore_eos),
         token_ids=bool(body.return_token_ids),
         names_are_ids=bool(body.return_tokens_as_token_ids),
+        weight_versions=bool(body.return_weight_versions),
     )
     return GenerationPlan(
         head=head,
@@ -124,7 +126,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     earlier: str | None = None  # the last request's grammar
     for (own, prompt, max_tokens), packed_prompt, source in zip(prompts, packed, sources, strict=True):
         for i in range(head.n):
-            stream = TextStream(
+            stream = (TextStream if plan.shows_text or stops is not None else NoText)(
                 state.tokenizer,
                 stops=stops,
                 include_stop=sampling.include_stop,

@@ -121,6 +121,7 @@ class SamplingFields(CommonFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_draft_counts: bool | None = None
+    return_weight_versions: bool | None = None
     # `server.api.request.grammars` reads these
     response_format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     guided_json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

@@ -10,17 +10,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from server.api.answers.answer import json_response
-from server.api.peers import Peers
 from server.api.request.body import BodyReader
 from server.api.request.fields import FieldTable
 from server.api.request.schemas import ITEMS
 from server.api.route import Access, ApiRoute
 from server.api.state import ServerState
 from server.engine.adapters import AdapterError
-from server.engine.client import ProcessEngineClient, WeightsError
-from server.engine.group import OwnEngines
-from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter, WeightsChange
-from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, invalid, unavailable, unsupported
+from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter
+from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, invalid, unavailable
 
 logger = logging.getLogger("pallas_serve")
 
@@ -35,12 +32,6 @@ class LogLevelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to change the log level."""
 
     level: Literal["debug", "info", "warning", "error"]
-
-
-class ReloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to load other weights."""
-
-    model: str | None = None  # a folder or file on the server's machine, or on each host; None: the start's
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,31 +86,6 @@ def admin_routes(state: ServerState) -> list[ApiRoute]:
             body=AbortRequest,
             summary="Ends running requests with an error.",
         ),
-        ApiRoute(
-            path="/admin/reload",
-            endpoint=admin.reload,
-            method="POST",
-            access=Access.ADMIN,
-            body=ReloadRequest,
-            summary="Loads other weights of the same shapes.",
-        ),
-        ApiRoute(
-            path="/sleep",
-            endpoint=admin.sleep,
-            method="POST",
-            access=Access.ADMIN,
-            summary="Moves the weights to the host's memory and frees the K/V; requests wait.",
-        ),
-        ApiRoute(
-            path="/wake_up",
-            endpoint=admin.wake_up,
-            method="POST",
-            access=Access.ADMIN,
-            summary="Moves the weights back to the device.",
-        ),
-        ApiRoute(
-            path="/is_sleeping", endpoint=admin.is_sleeping, access=Access.ADMIN, summary="Whether the engine sleeps."
-        ),
         ApiRoute(path="/log_level", endpoint=admin.log_level, access=Access.ADMIN, summary="The level of the log."),
         ApiRoute(
             path="/log_level",
@@ -144,7 +110,6 @@ class Admin:
         self._state = state
         strict = state.settings.strict_fields
         self._abort = BodyReader(AbortRequest, FieldTable(kind=AbortRequest), strict=strict)
-        self._reload = BodyReader(ReloadRequest, FieldTable(kind=ReloadRequest), strict=strict)
         self._load = BodyReader(LoadAdapterRequest, FieldTable(kind=LoadAdapterRequest), strict=strict)
         self._unload = BodyReader(UnloadAdapterRequest, FieldTable(kind=UnloadAdapterRequest), strict=strict)
         self._level = BodyReader(LogLevelRequest, FieldTable(kind=LogLevelRequest), strict=strict)
@@ -165,48 +130,6 @@ class Admin:
             ended += await state.peers.abort(body.request_ids)
         logger.info("%d requests were aborted by the administrator", len(ended))
         return json_response({"aborted": ended})
-
-    async def reload(self, request: Request) -> Response:
-        """Running requests go on with the new weights."""
-        state = self._state
-        body = await self._reload.read(request, state.body_limits, state.threads)
-        return await self._change(WeightsChange.RELOAD, body.model)
-
-    async def sleep(self, request: Request) -> Response:
-        """vLLM's level 1."""
-        level = request.query_params.get("level", "1")
-        if level != "1":
-            raise invalid("level", f"it can be 1 only, not {level[:20]!r}")
-        return await self._change(WeightsChange.SLEEP)
-
-    async def wake_up(self, request: Request) -> Response:
-        """Moves the weights back to the device."""
-        if "tags" in request.query_params:
-            raise unsupported("tags", "waking up in parts is")
-        return await self._change(WeightsChange.WAKE_UP)
-
-    async def is_sleeping(self, request: Request) -> Response:
-        """Whether the engine sleeps."""
-        weights = self._weights()
-        is_sleeping = await weights.is_sleeping() if isinstance(weights, Peers) else weights.is_sleeping
-        return json_response({"is_sleeping": is_sleeping})
-
-    async def _change(self, change: WeightsChange, model: str | None = None) -> Response:
-        try:
-            await self._weights().change_weights(change, model)
-        except WeightsError as error:
-            raise RequestError(400, f"The weights were not changed: {error}") from error
-        logger.info("weights: %s%s", change.value, "" if model is None else f" from {model}")
-        return json_response({"status": "ok"})
-
-    def _weights(self) -> ProcessEngineClient | OwnEngines | Peers:
-        """Who can change the weights: this process's engines, or with several HTTP processes the parent's."""
-        client, peers = self._state.client, self._state.peers
-        if peers is not None:
-            return peers
-        if not isinstance(client, ProcessEngineClient | OwnEngines):
-            raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
-        return client
 
     async def load_adapter(self, request: Request) -> Response:
         """Later requests may name the adapter. With `load_inplace`, those of the name have its new weights."""

@@ -80,11 +80,18 @@ class Completions:
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
     async def start(
-        self, body: CompletionRequest, request: Request, *, id_prefix: str, fills_context: bool = False
+        self,
+        body: CompletionRequest,
+        request: Request,
+        *,
+        id_prefix: str,
+        fills_context: bool = False,
+        shows_text: bool = True,
     ) -> tuple[Generation, AnswerHead, list[Prompt]]:
         """Makes the checks, encodes the prompts and submits them. Raises RequestError.
 
         `fills_context`: a body without `max_tokens` generates up to the end of the context.
+        `shows_text`: otherwise tokens are not decoded, unless there are stop strings to look for.
         """
         state = self._state
         header = request.headers.get(TIMEOUT_HEADER)
@@ -122,6 +129,7 @@ class Completions:
         )
         for limit in limits:
             check_min_tokens(body.min_tokens, limit)
+        plan.shows_text = shows_text
         plan.prompts, plan.limits = [prompt.ids for prompt in prompts], limits
         plan.logprobs, plan.prompt_logprobs = body.logprobs, max(wants_scores, default=None)
         return await submit(state, plan), head, prompts

@@ -2,7 +2,7 @@
 decode by themselves.
 
 As in vLLM, a sampling parameter that is left out has vLLM's default and not the model's; without `max_tokens` the
-output may fill the context.
+output may fill the context. Each choice has `weight_versions`, asked for or not.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _OF_TEXTS = frozenset(
 )
 GENERATE_FIELDS = FieldTable(
     kind=GenerateRequest,
-    refused=of_other_routes(GenerateRequest, but={"store", "user", "metadata"})
+    refused=of_other_routes(GenerateRequest, but={"store", "user", "metadata", "return_weight_versions"})
     | {
         name: Refused(f"`sampling_params` has `{name}`")
         for name in GenerateParams.__struct_fields__
@@ -86,7 +86,7 @@ GENERATE_FIELDS = FieldTable(
         "output_mode": Refused("texts are in /v1/completions, with token ids by `return_token_ids`", ("tokens",)),
         "reasoning_ended": Refused("a grammar begins with the first token", (True,)),
     },
-    without_effect=frozenset({"token_offsets", "store", "user", "metadata", "session_id"}),
+    without_effect=frozenset({"token_offsets", "store", "user", "metadata", "session_id", "return_weight_versions"}),
     inner={
         "sampling_params": FieldTable(
             kind=GenerateParams,
@@ -135,11 +135,12 @@ class Generate:
         names = (name for name in GenerateRequest.__struct_fields__ if name in CompletionRequest.__struct_fields__)
         asked = CompletionRequest(
             prompt=list[str | int | list[int]](ids),
-            **{name: getattr(body, name) for name in names} | {"return_token_ids": True},
+            **{name: getattr(body, name) for name in names}
+            | {"return_token_ids": True, "return_weight_versions": True},
             **{name: getattr(params, name) for name in GenerateParams.__struct_fields__},
         )
         generation, head, (prompt,) = await self._completions.start(
-            asked, request, id_prefix="generate-tokens", fills_context=True
+            asked, request, id_prefix="generate-tokens", fills_context=True, shows_text=False
         )
         writer = GenerateWriter(
             generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)

@@ -104,6 +104,9 @@ class _Prefill:
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         raise RuntimeError("a prompt that is computed for another server has one token")
 
+    def on_weight_version(self, version: str) -> None:
+        """The weights of a server that computes prompts for others do not change."""
+
     def fail(self, error: Exception) -> None:
         self.error = self.error or error
         if not self._done.done():

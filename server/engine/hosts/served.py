@@ -21,7 +21,8 @@ from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.weights import FollowersWeights
-from server.engine.process import AdaptedEngine, ChangeableEngine, EngineWrapper, Reporter, ServedEngine
+from server.engine.process import AdaptedEngine, EngineWrapper, Reporter, ServedEngine
+from server.engine.weight_changes import ChangeableEngine
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +41,9 @@ class LeadingEngine(EngineWrapper):
 
     def __init__(self, engine: ServedChangeableEngine, leader: Leader, leave: Callable[[], None]) -> None:
         super().__init__(engine)
-        self.change_weights = engine.change_weights
+        self.change_weights, self.commit_update = engine.change_weights, engine.commit_update
+        self.pause, self.resume = engine.pause, engine.resume
+        self.updates = engine.updates
         self.adapters = engine.adapters
         self._leader = leader
         self._leave = leave

@@ -36,6 +36,8 @@ def test_the_whole_answer(scripted):
         "finish_reason": "stop",
         "stop_reason": None,
         "token_ids": REPLY_IDS,
+        "weight_version": "default",
+        "weight_versions": [{"version": "default", "start": 0, "end": len(REPLY_IDS)}],
     }
     assert answer["request_id"] == "generate-tokens-mine"
     assert (answer["output_mode"], answer["model"], answer["prompt_token_ids"]) == ("tokens", "test-model", IDS)

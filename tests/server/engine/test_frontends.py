@@ -108,7 +108,9 @@ def test_all_hear_how_the_engine_is_and_the_first_what_it_asked() -> None:
     sorter = Sorter()
     sorter.frontends = {FIRST, 1}
     stats, failed, changed = wire.Stats(EngineStats()), wire.Failed("gone"), wire.Changed()
-    assert sorter.sort([stats, changed, failed]) == {FIRST: [stats, changed, failed], 1: [stats, failed]}
+    version = wire.WeightVersion("new")
+    found = sorter.sort([stats, version, changed, failed])
+    assert found == {FIRST: [stats, version, changed, failed], 1: [stats, version, failed]}
 
 
 def test_a_frontend_forgets_what_has_ended() -> None:

@@ -15,12 +15,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from batcher.change import OnDone, PauseMode
 from batcher.delivery import Tokens
 from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
-from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
+from server.engine.wire import (
+    ByTransfer,
+    ChangeWeights,
+    EngineInfo,
+    InFolder,
+    InSharedMemory,
+    WeightsChange,
+    WeightsSource,
+)
 from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 
@@ -212,7 +221,29 @@ class EchoEngine:
 
 
 class ChangingEchoEngine(EchoEngine):
-    def change_weights(self, command: ChangeWeights, on_done: Callable[[Exception | None], None]) -> None:
+    """Its updates are `EchoUpdates`, and a pause ends all requests."""
+
+    def __init__(self, config: EchoConfig) -> None:
+        super().__init__(config)
+        self.updates = EchoUpdates(config.refused)
+
+    def commit_update(self, on_done: OnDone) -> None:
+        try:
+            self._config = replace(self._config, reply=self.updates.commit())
+        except ValueError as error:
+            on_done(error)
+        else:
+            on_done(None)
+
+    def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
+        for request_id in list(self._live):
+            self.abort(request_id)
+        on_done(None)
+
+    def resume(self, on_done: OnDone) -> None:
+        on_done(None)
+
+    def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
         if command.change is WeightsChange.RELOAD:
             if command.model in self._config.refused:
                 on_done(ValueError(f"no model {command.model}"))
@@ -220,6 +251,33 @@ class ChangingEchoEngine(EchoEngine):
             reply = None if command.model is None else tuple(command.model.encode())
             self._config = replace(self._config, reply=reply)
         on_done(None)
+
+
+class EchoUpdates:
+    """`server.engine.weight_changes.Updates`: the new reply is the name of the source."""
+
+    def __init__(self, refused: tuple[str | None, ...]) -> None:
+        self._refused = refused
+        self._name: str | None = None
+
+    def begin(self) -> None: ...
+
+    def receive(self, source: WeightsSource) -> None:
+        match source:
+            case InFolder(path=name) | InSharedMemory(block=name) | ByTransfer(address=name):
+                self._name = name
+
+    def check(self) -> None:
+        if self._name is None or self._name in self._refused:
+            raise ValueError(f"no model {self._name}")
+
+    def commit(self) -> tuple[int, ...]:
+        assert self._name is not None
+        name, self._name = self._name, None
+        return tuple(name.encode())
+
+    def abandon(self) -> None:
+        self._name = None
 
 
 def _scores(token_id: int, num_top: int) -> TokenLogprobs:

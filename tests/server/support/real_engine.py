@@ -7,15 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from batcher.buckets import BucketConfig, BucketLadder
+from batcher.change import Change, OnDone
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Pooling
 from batcher.step import Capacity
-from server.engine.process import ServedEngine
-from server.engine.wire import EngineInfo
+from server.engine.process import EngineWrapper, ServedEngine
+from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
 from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner
 from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
+from tests.server.support.weights import FakeWeights, Updates, WeightedRunner
 
 CAPACITY = Capacity(
     num_slots=8,
@@ -37,6 +39,7 @@ class RealConfig:
     held_at: int | None = None  # the step whose result waits until a request is aborted
     step_timeout_s: float | None = None
     adapters: FakeStore | None = None  # of LoRA adapters, of which two run at once
+    weights: FakeWeights | None = None  # they can be changed
 
 
 class _Engine(Engine):
@@ -51,6 +54,28 @@ class _Engine(Engine):
         self._first_abort.set()
 
 
+class _ChangeableEngine(EngineWrapper):
+    def __init__(self, engine: Engine, runner: WeightedRunner, faults: FakeWeights) -> None:
+        super().__init__(engine)
+        self.updates = Updates(runner, faults)
+        self.pause, self.resume = engine.pause, engine.resume
+        self._engine, self._runner, self._faults = engine, runner, faults
+
+    def commit_update(self, on_done: OnDone) -> None:
+        self._engine.change(Change(work=self.updates.commit, on_done=on_done))
+
+    def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
+        def work() -> None:
+            number = int(command.model or 0)
+            if number in self._faults.unplaceable:
+                raise ValueError(f"there is no room for {number}")
+            if command.change is WeightsChange.RELOAD:
+                self._runner.replace(number)
+
+        serves_after = command.change is not WeightsChange.SLEEP
+        self._engine.change(Change(work=work, on_done=on_done, serves_after=serves_after))
+
+
 def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngine, EngineInfo]:
     aborted = threading.Event()
 
@@ -62,7 +87,8 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngi
 
     max_loras = 0 if config.adapters is None else 2
     capacity = replace(CAPACITY, pooling=config.pooling, max_loras=max_loras)
-    runner = FakeRunner(capacity, nan_token=config.nan_token, on_result=on_result, healthy=config.healthy)
+    make = FakeRunner if config.weights is None else WeightedRunner
+    runner = make(capacity, nan_token=config.nan_token, on_result=on_result, healthy=config.healthy)
     embeds = config.pooling is not None
     ladder = BucketLadder(
         BucketConfig(max_num_batched_tokens=64, max_num_seqs=8, embeds=embeds, adapters=max_loras > 0)
@@ -72,7 +98,11 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngi
     )
     engine = _Engine(aborted, runner, engine_config, ladder)
     engine.warm_up(report)
-    served = engine if config.adapters is None else AdaptedEngine(engine, config.adapters)
+    served: ServedEngine = engine
+    if config.adapters is not None:
+        served = AdaptedEngine(engine, config.adapters)
+    elif config.weights is not None:
+        served = _ChangeableEngine(engine, runner, config.weights)
     return served, EngineInfo(
         max_model_len=CAPACITY.max_model_len,
         vocab_size=VOCAB_SIZE,

@@ -12,6 +12,9 @@ from tests.server.support.running import RunningServer
 ADMIN_ROUTES = [
     *(("POST", "/reset_prefix_cache"), ("POST", "/abort_requests"), ("GET", "/log_level"), ("POST", "/log_level")),
     *(("POST", "/admin/reload"), ("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")),
+    *(("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/init_weight_transfer_engine")),
+    *(("POST", "/start_weight_update"), ("POST", "/update_weights"), ("POST", "/finish_weight_update")),
+    *(("GET", "/get_weight_version"), ("GET", "/weight_info"), ("GET", "/get_world_size")),
     *(("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")),
 ]
 CHAT = "/v1/chat/completions"

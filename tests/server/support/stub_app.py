@@ -35,6 +35,7 @@ class StubClient:
         self.stats = EngineStats()
         self.adapters: dict[str, wire.Adapter] = {}
         self.num_adapter_loads = 0
+        self.weight_version = wire.DEFAULT_VERSION
         self.death: str | None = None
         self.last_heartbeat = time.monotonic()
         self.aborted: list[str] = []
@@ -45,6 +46,7 @@ class StubClient:
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         for request, receiver in requests:
             self.submitted.append(request)
+            receiver.on_weight_version(self.weight_version)
             for output in self._outputs:
                 receiver.on_output(output)
 

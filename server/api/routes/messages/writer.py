@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from batcher.request import FinishReason
 from server.api.answers.writer import AnswerHead
 from server.api.route import ErrorForm
-from server.engine.generation import Choice, Gain, Generation
+from server.engine.generation import CUT, Choice, Gain, Generation
 from server.http.encoding import LongText, NestedList, encode_json, json_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
@@ -144,7 +143,7 @@ def _input(arguments: str) -> Any:
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
-    if choice.finish_reason == FinishReason.LENGTH.value:
+    if choice.finish_reason in CUT:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(choice.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from batcher.request import FinishReason
 from server.api.request.schemas import Message
 from server.api.routes.responses.event_log import EventLog
 from server.api.routes.responses.items import (
@@ -27,7 +26,7 @@ from server.api.routes.responses.items import (
 )
 from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import CUSTOM_INPUT, SeenTool, call_message
-from server.engine.generation import Choice, ScoredToken
+from server.engine.generation import CUT, Choice, ScoredToken
 from server.http.encoding import LongText, NestedList
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
@@ -278,7 +277,7 @@ class ResponseRecord:
         """Call it when the choice has ended and all of it is added."""
         self._usage = _usage(choice)
         self._ends_in_half_call = sum(isinstance(item, CallItem) for item in self.items) > choice.num_calls
-        self.status = INCOMPLETE if choice.finish_reason == FinishReason.LENGTH.value else COMPLETED
+        self.status = INCOMPLETE if choice.finish_reason in CUT else COMPLETED
 
     def fail(self, error: RequestError) -> None:
         self._unclaimed.clear()

@@ -43,11 +43,10 @@ class Inner:
 
     def __init__(self, death: BaseException | None = None) -> None:
         self.death = death
-        self.adapters = None
+        self.adapters = self.updates = None
 
-    start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = change_weights = staticmethod(
-        lambda *_: None
-    )
+    start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
+    change_weights = commit_update = pause = resume = staticmethod(lambda *_: None)
 
 
 def test_a_follower_replays_what_the_leader_does(hosts):

@@ -1,0 +1,141 @@
+"""Arrays that another process of a trainer gives: copied out of shared memory, or pulled over the network.
+
+Both ways end in this host's memory, never on a device: the chips hold the weights that serve, and the new ones go there
+layer by layer. The giving side is `scripts.weight_sender`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from typing import Protocol, runtime_checkable
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from model.inputs.words import one_line
+
+ALIGNMENT = 64  # bytes, of each array in a block
+CONNECT_TIMEOUT_S = 10.0
+PULL_TIMEOUT_S = 120.0
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
+
+
+class Named(Protocol):
+    """An array's name, the name of its dtype, and its shape."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class InBlock(Protocol):
+    """A block of shared memory of this machine, with arrays in this order."""
+
+    @property
+    def block(self) -> str: ...
+
+    @property
+    def arrays(self) -> Sequence[Named]: ...
+
+
+@runtime_checkable
+class Offered(Protocol):
+    """Arrays that a transfer server gives, in this order, for one pull."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def uuid(self) -> int: ...
+
+    @property
+    def arrays(self) -> Sequence[Named]: ...
+
+
+def received(source: InBlock | Offered) -> dict[str, np.ndarray]:
+    """The arrays by their names. The memory of the giving process is not used any more.
+
+    Raises ValueError if an array has a type that is not read, or the block is missing or too small. Raises OSError if
+    the transfer server does not give them in time.
+    """
+    wrong = [f"{array.name} has type {array.dtype[:40]}" for array in source.arrays if array.dtype not in DTYPES]
+    if wrong:
+        raise ValueError(f"arrays must be of one of {', '.join(DTYPES)}: {', '.join(wrong[:5])}")
+    return _copied(source) if isinstance(source, InBlock) else _pulled(source)
+
+
+def places(arrays: Sequence[Named]) -> tuple[list[int], int]:
+    """Where each array begins in a block, and the bytes of the block."""
+    starts, end = [], 0
+    for array in arrays:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        starts.append(start)
+        end = start + math.prod(array.shape) * DTYPES[array.dtype].itemsize
+    return starts, end
+
+
+def _copied(source: InBlock) -> dict[str, np.ndarray]:
+    starts, size = places(source.arrays)
+    try:
+        block = _attached(source.block)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"there is no block {source.block[:80]!r} of shared memory on this machine") from error
+    try:
+        if block.size < size:
+            raise ValueError(f"the block {source.block!r} has {block.size} bytes, and the arrays take {size}")
+        copy = np.array(np.frombuffer(block.buf, np.uint8, size))
+    finally:
+        block.close()
+    return {
+        array.name: np.ndarray(array.shape, DTYPES[array.dtype], copy.data, start)
+        for array, start in zip(source.arrays, starts, strict=True)
+    }
+
+
+def _attached(name: str) -> SharedMemory:
+    """The block stays when this process ends: it is its maker's."""
+    if sys.version_info >= (3, 13):
+        return SharedMemory(name, track=False)
+    block = SharedMemory(name)
+    resource_tracker.unregister(f"/{name.lstrip('/')}", "shared_memory")
+    return block
+
+
+def _pulled(source: Offered) -> dict[str, np.ndarray]:
+    from jax.experimental import transfer
+
+    device = jax.devices("cpu")[0]
+    sharding = SingleDeviceSharding(device)
+    shapes = [jax.ShapeDtypeStruct(array.shape, DTYPES[array.dtype], sharding=sharding) for array in source.arrays]
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=PULL_TIMEOUT_S)
+    try:
+        own = _address_towards(source.address)
+        server = transfer.start_transfer_server(device.client, own, [own])
+        arrays = server.connect(source.address).pull(source.uuid, shapes, timeout=deadline)
+        values = [np.asarray(array) for array in arrays]
+    except (OSError, RuntimeError, ValueError) as error:  # it is not there, does not offer them, or has ended
+        reason = one_line(str(error))[:200]
+        raise OSError(f"no arrays came from {source.address[:80]!r}, uuid {source.uuid}: {reason}") from error
+    return {array.name: value for array, value in zip(source.arrays, values, strict=True)}
+
+
+def _address_towards(peer: str) -> str:
+    """The address at which this machine is reached from there, with any free port. OSError if nothing listens there."""
+    host, _, port = peer.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
+        own = connection.getsockname()[0]
+    return f"[{own}]:0" if ":" in own else f"{own}:0"

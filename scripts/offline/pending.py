@@ -1,0 +1,229 @@
+"""Requests that are being answered, while the caller does something else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from scripts.offline.in_process import LoopThread
+from scripts.offline.results import CompletionOutput, RequestOutput, request_output
+from server.engine.client import EngineClient
+from server.engine.embedding import Embeddings
+from server.engine.generation import Choice, Generation
+
+OnAnswer = Callable[[int, int, dict[str, Any]], None]  # of the index, the status and the answer of a request
+ABORT = "abort"  # the finish reason of what was given up
+
+
+class RefusedError(ValueError):
+    """A request was refused or failed; `status` is the HTTP status of its answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Sent:
+    """Requests that are being answered.
+
+    Args:
+        send: answers all of them, each by a call of its argument, on the thread's loop.
+        count: of the requests.
+    """
+
+    def __init__(
+        self, thread: LoopThread, send: Callable[[OnAnswer], Coroutine[Any, Any, None]], count: int, *, use_tqdm: bool
+    ) -> None:
+        self.answers: dict[int, dict[str, Any]] = {}  # by index
+        self._count = count
+        self._refused: dict[int, RefusedError] = {}
+        self._thread = thread
+        self._bar = tqdm(total=count, unit="prompt", disable=not use_tqdm)
+        self._task = thread.run(_begun(self._answered(send)))
+
+    async def _answered(self, send: Callable[[OnAnswer], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await send(self._take)
+        finally:
+            self._bar.close()
+
+    def _take(self, index: int, status: int, answer: dict[str, Any]) -> None:
+        self._bar.update()
+        if status == 200:
+            self.answers[index] = answer
+        else:
+            self._refused[index] = RefusedError(status, f"request {index}: {answer['error']['message']}")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more answers come."""
+        return self._task.done()
+
+    def wait(self) -> None:
+        """Waits until all are answered.
+
+        Raises:
+            RefusedError: of the first request that was refused.
+            EngineDeadError: the engine has died.
+        """
+        if not self.is_done:
+            self._thread.run(_ended(self._task))
+        self.check()
+
+    def wait_for_all(self) -> list[dict[str, Any]]:
+        """As `wait`. Returns the answers, in the order of the requests. An interrupt ends the requests, too."""
+        try:
+            self.wait()
+        finally:
+            if not self.is_done:
+                self._thread.run(self.cancel())
+        return [self.answers[index] for index in range(self._count)]
+
+    def check(self) -> None:
+        """Raises what `wait` raises, if it is known already."""
+        if self.is_done and not self._task.cancelled():
+            self._task.result()
+        if self._refused:
+            raise self._refused[min(self._refused)]
+
+    async def cancel(self) -> None:
+        """Ends those that are not answered, on the loop's thread. Their pages are free a step later."""
+        self._task.cancel()
+        await _ended(self._task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A prompt that was enqueued."""
+
+    answer_id: str
+    prompt: str | None  # None: it was given as ids
+    prompt_token_ids: Sequence[int]
+    n: int  # choices
+
+    def so_far(self, generation: Generation | None, end: str | None, weight_version: str) -> RequestOutput:
+        """What is there of it.
+
+        Args:
+            generation: None: it has not begun.
+            end: the finish reason of the choices that end here; None: they go on.
+            weight_version: the present one.
+        """
+        choices: Sequence[Choice | None] = [None] * self.n if generation is None else generation.choices
+        outputs = []
+        for index, choice in enumerate(choices):
+            gain = None if choice is None else choice.so_far()
+            output = CompletionOutput(
+                index=index,
+                text="" if gain is None else gain.text,
+                token_ids=() if gain is None else tuple(gain.token_ids),
+                finish_reason=(choice and choice.finish_reason) or end,
+                stop_reason=choice and choice.stop_reason,
+                logprobs=None,
+                tool_calls=(),
+                weight_versions=tuple(choice.weight_versions) if choice else ((weight_version, 0),),
+            )
+            outputs.append(output)
+        return RequestOutput(
+            request_id=self.answer_id,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.prompt_token_ids),
+            prompt_logprobs=None,
+            outputs=tuple(outputs),
+            num_cached_tokens=max((choice.num_cached_tokens for choice in choices if choice), default=0),
+            finished=end is not None,
+        )
+
+
+class Pending:
+    """Prompts that were enqueued (`LLM.enqueue`). The engine works at them, whether they are waited for or not.
+
+    Args:
+        asked: of each of the requests that were sent.
+        generations: those that run, by the ids of their answers.
+    """
+
+    def __init__(
+        self,
+        sent: Sent,
+        asked: Sequence[Asked],
+        thread: LoopThread,
+        generations: Mapping[str, Generation | Embeddings],
+        client: EngineClient,
+    ) -> None:
+        self._sent = sent
+        self._asked = asked
+        self._thread = thread
+        self._generations = generations
+        self._client = client
+        self._last: list[RequestOutput] | None = None  # at the end of those that were aborted
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all have ended."""
+        return self._last is not None or self._sent.is_done
+
+    def outputs(self) -> list[RequestOutput]:
+        """What is there so far, in the order of the prompts. Those that are not `finished` have the tokens up to now,
+        without log-probabilities. Errors are those of `wait`."""
+        self._sent.check()
+        if self._last is not None:
+            return self._last
+        return self._so_far() if self._sent.is_done else self._thread.run(_on_loop(self._so_far))
+
+    def wait(self) -> list[RequestOutput]:
+        """The results, in the order of the prompts, once all are there. An interrupt leaves the requests as they are.
+
+        Raises:
+            RefusedError: the server refuses a prompt; the first one is named.
+            EngineDeadError: the engine has died.
+        """
+        if self._last is None:
+            self._sent.wait()
+        return self.outputs()
+
+    def abort(self) -> list[RequestOutput]:
+        """Ends those that go on. Their results have what is there, with the `finish_reason` "abort", and `outputs` and
+        `wait` give the same from now on. May be called again. Errors are those of `wait`."""
+        self.end()
+        return self.outputs()
+
+    def end(self) -> None:
+        """`abort`, without results and their errors."""
+        if not self.is_done:
+            self._thread.run(self._end())
+
+    async def _end(self) -> None:
+        self._last = self._so_far(ABORT)
+        await self._sent.cancel()
+
+    def _so_far(self, end: str | None = None) -> list[RequestOutput]:
+        """On the loop's thread, on which tokens arrive, or after the end."""
+        answers = self._sent.answers
+        return [
+            request_output(answers[index], asked.prompt)
+            if index in answers
+            else asked.so_far(self._running(asked), end, self._client.weight_version)
+            for index, asked in enumerate(self._asked)
+        ]
+
+    def _running(self, asked: Asked) -> Generation | None:
+        found = self._generations.get(asked.answer_id)
+        return found if isinstance(found, Generation) else None
+
+
+async def _begun[T](coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    return asyncio.create_task(coroutine)
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Waits for the task, which goes on if this is interrupted."""
+    await asyncio.wait([task])
+
+
+async def _on_loop[T](call: Callable[[], T]) -> T:
+    return call()

@@ -1,0 +1,232 @@
+"""The trainer's side of an update of weights: gives arrays to a server that runs elsewhere.
+
+    from scripts.weight_sender import WeightSender
+
+    with WeightSender("http://127.0.0.1:8000", "ADMIN KEY") as sender:
+        sender.send(arrays, version="step-40")  # by their Hugging Face names
+
+The old weights serve until all new ones have come and are found to be right. If the trainer is killed, they go on
+serving, and the next `send` begins anew. One trainer at a time may send to a server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+
+from model.loading.received_arrays import DTYPES, places
+
+if TYPE_CHECKING:
+    import jax
+
+    Array = np.ndarray | jax.Array
+    Arrays = Mapping[str, Array]
+
+
+class SendError(RuntimeError):
+    """The server has not taken the weights, and serves those it had. The message has its words."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightSender:
+    """Sends weights to a server, and pauses it.
+
+    Args:
+        base_url: of the server, such as "http://127.0.0.1:8000".
+        admin_api_key: one of its `--admin-api-key`.
+        by: "shared_memory", if the server is on this machine, or "transfer", over the network by
+            `jax.experimental.transfer`.
+        host: the address of this machine at which the server reaches it; for "transfer".
+        piece_bytes: weights are sent in pieces of this many bytes, or of one array if it is larger. This is what they
+            take in the memory of this host besides themselves.
+        timeout_s: seconds to wait for an answer of the server.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        admin_api_key: str,
+        *,
+        by: Literal["shared_memory", "transfer"] = "shared_memory",
+        host: str = "127.0.0.1",
+        piece_bytes: int = 2**28,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if by not in ("shared_memory", "transfer"):
+            raise ValueError(f'weights are sent by "shared_memory" or "transfer": {by=}')
+        self._base_url = base_url.rstrip("/")
+        self._key = admin_api_key
+        self._piece_bytes = piece_bytes
+        self._timeout_s = timeout_s
+        self._place: _Block | _Offers = _Block() if by == "shared_memory" else _Offers(host)
+
+    def send(self, arrays: Arrays, version: str | None = None) -> None:
+        """Updates the server's weights. It serves them when this returns.
+
+        Args:
+            arrays: all weights by their Hugging Face names, in NumPy's or JAX's arrays of float32, bfloat16 or float16.
+            version: the name of these weights, which answers may have; None: the number of updates since
+                its start.
+
+        Raises ValueError for an array of another type, and SendError if the server does not take them.
+        """
+        wrong = [f"{name} has {array.dtype}" for name, array in arrays.items() if str(array.dtype) not in DTYPES]
+        if wrong:
+            raise ValueError(f"arrays must be of one of {', '.join(DTYPES)}: {', '.join(wrong[:5])}")
+        self._ask("/start_weight_update")
+        num_engines = self._num_engines()
+        try:
+            for piece in _pieces(arrays, self._piece_bytes):
+                named = [_Named(name, str(array.dtype), tuple(array.shape)) for name, array in piece.items()]
+                where = self._place.put(list(piece.values()), named, num_engines)
+                columns = {
+                    "names": [one.name for one in named],
+                    "dtype_names": [one.dtype for one in named],
+                    "shapes": [one.shape for one in named],
+                }
+                self._ask("/update_weights", {"update_info": columns | where})
+        except SendError:
+            self._place.close()  # the server may still read what is there
+            raise
+        self._ask("/finish_weight_update", {} if version is None else {"weight_version": version})
+
+    def send_folder(self, path: str, version: str | None = None) -> None:
+        """Updates the server's weights from a folder that it can read, or a bucket. Raises SendError."""
+        self._ask("/start_weight_update")
+        self._ask("/update_weights", {"update_info": {"path": path}})
+        self._ask("/finish_weight_update", {} if version is None else {"weight_version": version})
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", *, clear_cache: bool = True) -> None:
+        """No request runs until `resume`. Requests that run end with what they have, end first, or stop where they
+        are. With `clear_cache` no later prompt finds the pages of the earlier ones. Raises SendError."""
+        self._ask(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+
+    def resume(self) -> None:
+        """Requests run again. Raises SendError."""
+        self._ask("/resume")
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that serve. Raises SendError."""
+        return str(self._ask("/get_weight_version", method="GET")["weight_version"])
+
+    def close(self) -> None:
+        """Gives the shared memory back, or ends the transfer server."""
+        self._place.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _num_engines(self) -> int:
+        """Each of them takes all of the weights."""
+        chips, chips_of_one = (
+            self._ask(f"/get_world_size?include_dp={of_all}", method="GET")["world_size"]
+            for of_all in ("true", "false")
+        )
+        return int(chips // chips_of_one)
+
+    def _ask(self, target: str, body: Mapping[str, Any] | None = None, method: str = "POST") -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        data = None if method == "GET" else b"" if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base_url + target, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                read: dict[str, Any] = json.load(answer)
+                return read
+        except urllib.error.HTTPError as error:
+            raise SendError(f"{target}: {_words(error)}") from error
+        except OSError as error:
+            raise SendError(f"{target}: the server at {self._base_url} does not answer: {error}") from error
+
+
+class _Block:
+    """A block of shared memory, as large as the largest piece so far. All engines read it."""
+
+    def __init__(self) -> None:
+        self._block: SharedMemory | None = None
+
+    def put(
+        self, arrays: Sequence[np.ndarray | jax.Array], named: Sequence[_Named], num_engines: int
+    ) -> dict[str, Any]:
+        starts, size = places(named)
+        if self._block is None or self._block.size < size:
+            self.close()
+            self._block = SharedMemory(create=True, size=max(1, size))
+        for array, one, start in zip(arrays, named, starts, strict=True):
+            np.ndarray(one.shape, DTYPES[one.dtype], self._block.buf, start)[...] = np.asarray(array)
+        return {"shared_memory": self._block.name}
+
+    def close(self) -> None:
+        if self._block is not None:
+            self._block.close()
+            self._block.unlink()
+            self._block = None
+
+
+class _Offers:
+    """A transfer server over arrays in this host's memory. Each engine pulls a piece once, under an id of its own."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._server: Any = None
+        self._uuid = random.getrandbits(48) << 14
+
+    def put(
+        self, arrays: Sequence[np.ndarray | jax.Array], named: Sequence[_Named], num_engines: int
+    ) -> dict[str, Any]:
+        import jax
+        from jax.experimental import transfer
+
+        device = jax.devices("cpu")[0]  # where the server pulls to: the chips' layouts are their own
+        if self._server is None:
+            self._server = transfer.start_transfer_server(device.client, f"{self._host}:0", [f"{self._host}:0"])
+        first, self._uuid = self._uuid, self._uuid + num_engines
+        offered = [jax.device_put(array, device) for array in arrays]
+        for uuid in range(first, self._uuid):
+            self._server.await_pull(uuid, offered)
+        return {"transfer": {"address": self._server.address(), "uuid": first}}
+
+    def close(self) -> None:
+        self._server = None
+
+
+def _pieces(arrays: Arrays, most: int) -> Iterator[Arrays]:
+    """The arrays in their order, in pieces of at most `most` bytes or of one array."""
+    piece: dict[str, Array] = {}
+    size = 0
+    for name, array in arrays.items():
+        own = math.prod(array.shape) * array.dtype.itemsize
+        if piece and size + own > most:
+            yield piece
+            piece, size = {}, 0
+        piece[name] = array
+        size += own
+    if piece:
+        yield piece
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    """What the server has said."""
+    body = error.read()
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {error.code}: {body[:200]!r}"

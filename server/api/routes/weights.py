@@ -1,0 +1,332 @@
+"""The routes by which administrators and trainers change the weights of a running server. Each needs an admin key.
+
+A trainer's routes have vLLM's names. `/start_weight_update`, `/update_weights` (once or more often) and
+`/finish_weight_update` are one update. The old weights serve until it is finished.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Annotated, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answers.answer import json_response
+from server.api.peers import Peers
+from server.api.request.body import BodyReader
+from server.api.request.fields import FieldTable, Refused
+from server.api.request.schemas import ITEMS
+from server.api.route import Access, ApiRoute, Endpoint
+from server.api.state import ServerState
+from server.engine.client import ProcessEngineClient, WeightsError
+from server.engine.group import OwnEngines
+from server.engine.wire import (
+    Array,
+    ByTransfer,
+    InFolder,
+    InSharedMemory,
+    PauseMode,
+    UpdateStep,
+    WeightsChange,
+    WeightsSource,
+)
+from server.http.request_error import RequestError, invalid, unsupported
+
+logger = logging.getLogger("pallas_serve")
+
+MOST_DIMENSIONS = msgspec.Meta(max_length=8)
+MAX_VERSION_CHARS = 256  # answers may have it
+Backend = Literal["shared_memory", "transfer", "path"]
+BACKENDS: tuple[Backend, ...] = ("shared_memory", "transfer", "path")
+
+
+class ReloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to load other weights."""
+
+    model: str | None = None  # a folder or file on the server's machine, or on each host; None: the start's
+
+
+class InitInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How weights will come. They may come in any way, whatever it says."""
+
+    backend: Backend | None = None
+
+
+class InitRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request before the first update."""
+
+    init_info: InitInfo
+
+
+class TransferInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Arrays that wait for one pull from a `jax.experimental.transfer` server."""
+
+    address: str
+    uuid: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+
+
+class UpdateInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Arrays by their Hugging Face names, and where they are."""
+
+    names: Annotated[list[str], ITEMS] = []
+    dtype_names: Annotated[list[str], ITEMS] = []
+    shapes: Annotated[list[Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], MOST_DIMENSIONS]], ITEMS] = []
+    shared_memory: str | None = None  # a block of this machine, with the arrays in their order
+    transfer: TransferInfo | None = None
+    path: str | None = None  # a folder or a bucket with all weights, without names
+
+
+class UpdateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request that brings weights."""
+
+    update_info: UpdateInfo
+
+
+class FinishRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request to serve the weights that have come."""
+
+    weight_version: str | None = None  # their name; None: the number of updates since the start
+
+
+_NO_GROUP = Refused('collectives of NCCL are not supported: weights come by "shared_memory", "transfer" or "path"')
+_INIT = FieldTable(
+    kind=InitRequest,
+    inner={
+        "init_info": FieldTable(
+            kind=InitInfo,
+            refused=dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), _NO_GROUP),
+        )
+    },
+)
+_NO_HANDLES = Refused("handles of CUDA's memory are not supported: there are `shared_memory` and `transfer`")
+_NOT_PACKED = Refused("the arrays lie one after the other, each aligned to 64 bytes: there is no other form")
+_UPDATE = FieldTable(
+    kind=UpdateRequest,
+    inner={
+        "update_info": FieldTable(
+            kind=UpdateInfo,
+            refused={"ipc_handles": _NO_HANDLES, "ipc_handles_pickled": _NO_HANDLES, "packed": _NOT_PACKED},
+            without_effect=frozenset({"is_checkpoint_format"}),
+        )
+    },
+)
+
+
+def weights_routes(state: ServerState) -> list[ApiRoute]:
+    """The routes that change weights, and those that tell about them."""
+    weights = Weights(state)
+
+    def route(
+        path: str, endpoint: Endpoint, summary: str, method: str = "POST", body: type[msgspec.Struct] | None = None
+    ) -> ApiRoute:
+        return ApiRoute(path=path, endpoint=endpoint, method=method, access=Access.ADMIN, body=body, summary=summary)
+
+    return [
+        route("/admin/reload", weights.reload, "Loads other weights of the same shapes.", body=ReloadRequest),
+        route("/sleep", weights.sleep, "Moves the weights to the host's memory and frees the K/V; requests wait."),
+        route("/wake_up", weights.wake_up, "Moves the weights back to the device."),
+        route("/is_sleeping", weights.is_sleeping, "Whether the engine sleeps.", "GET"),
+        route("/pause", weights.pause, "No request runs any more until /resume."),
+        route("/resume", weights.resume, "Requests run again."),
+        route("/is_paused", weights.is_paused, "Whether the engine is paused.", "GET"),
+        route(
+            "/init_weight_transfer_engine",
+            weights.init,
+            "Checks that weights can come as the trainer will send them.",
+            body=InitRequest,
+        ),
+        route(
+            "/start_weight_update", weights.start, "Begins an update of the weights. One that had begun is forgotten."
+        ),
+        route("/update_weights", weights.update, "Brings weights, all of them or some.", body=UpdateRequest),
+        route(
+            "/finish_weight_update",
+            weights.finish,
+            "Checks the weights that have come, and serves them.",
+            body=FinishRequest,
+        ),
+        route("/get_weight_version", weights.version, "The name of the weights that serve.", "GET"),
+        route("/weight_info", weights.version, "As /get_weight_version.", "GET"),
+        route("/get_world_size", weights.world_size, "The number of chips that compute.", "GET"),
+    ]
+
+
+class Weights:
+    """Answers the routes of `weights_routes`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        strict = state.settings.strict_fields
+        self._reload = BodyReader(ReloadRequest, FieldTable(kind=ReloadRequest), strict=strict)
+        self._init = BodyReader(InitRequest, _INIT, strict=strict)
+        self._update = BodyReader(UpdateRequest, _UPDATE, strict=strict)
+        self._finish = BodyReader(FinishRequest, FieldTable(kind=FinishRequest), strict=strict)
+
+    async def reload(self, request: Request) -> Response:
+        """Running requests go on with the new weights."""
+        state = self._state
+        body = await self._reload.read(request, state.body_limits, state.threads)
+        return await self._change(WeightsChange.RELOAD, body.model)
+
+    async def sleep(self, request: Request) -> Response:
+        """vLLM's level 1."""
+        level = request.query_params.get("level", "1")
+        if level != "1":
+            raise invalid("level", f"it can be 1 only, not {level[:20]!r}")
+        return await self._change(WeightsChange.SLEEP)
+
+    async def wake_up(self, request: Request) -> Response:
+        """Moves the weights back to the device."""
+        if "tags" in request.query_params:
+            raise unsupported("tags", "waking up in parts is")
+        return await self._change(WeightsChange.WAKE_UP)
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether the engine sleeps."""
+        weights = self._weights()
+        is_sleeping = await weights.is_sleeping() if isinstance(weights, Peers) else weights.is_sleeping
+        return json_response({"is_sleeping": is_sleeping})
+
+    async def _change(self, change: WeightsChange, model: str | None = None) -> Response:
+        try:
+            await self._weights().change_weights(change, model)
+        except WeightsError as error:
+            raise RequestError(400, f"The weights were not changed: {error}") from error
+        logger.info("weights: %s%s", change.value, "" if model is None else f" from {model}")
+        return json_response({"status": "ok"})
+
+    async def pause(self, request: Request) -> Response:
+        """Answered when no request runs any more."""
+        query = request.query_params
+        if "wait_for_inflight_requests" in query:
+            raise invalid("wait_for_inflight_requests", "this older name is not supported: there is mode=wait")
+        mode, modes = query.get("mode", PauseMode.ABORT.value), [mode.value for mode in PauseMode]
+        if mode not in modes:
+            raise invalid("mode", f"it must be one of {', '.join(modes)}, not {mode[:20]!r}")
+        clears_cache = _truth("clear_cache", query.get("clear_cache", "true"))
+        try:
+            await self._weights().pause(PauseMode(mode), clears_cache)
+        except WeightsError as error:
+            raise RequestError(400, f"The engine was not paused: {error}") from error
+        logger.info("the engine is paused (mode %s)", mode)
+        return json_response({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        """Requests run again, also those that have come meanwhile."""
+        try:
+            await self._weights().resume()
+        except WeightsError as error:
+            raise RequestError(400, f"The engine goes on pausing: {error}") from error
+        logger.info("the engine goes on")
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """Whether the engine is paused."""
+        weights = self._weights()
+        is_paused = await weights.is_paused() if isinstance(weights, Peers) else weights.is_paused
+        return json_response({"is_paused": is_paused})
+
+    async def init(self, request: Request) -> Response:
+        """vLLM's trainers call it before the first update. Nothing needs to be set up here."""
+        state = self._state
+        await self._init.read(request, state.body_limits, state.threads)
+        self._weights()
+        return json_response({"message": "Weights can be sent.", "backends": BACKENDS})
+
+    async def start(self, request: Request) -> Response:
+        """A trainer that was killed during an update begins another one in this way."""
+        await self._take(UpdateStep.ABANDON)
+        await self._take(UpdateStep.BEGIN)
+        return json_response({"message": "An update of the weights has begun."})
+
+    async def update(self, request: Request) -> Response:
+        """Answered when the arrays have been copied: the sender may then use their memory again."""
+        state = self._state
+        info = (await self._update.read(request, state.body_limits, state.threads)).update_info
+        size = sum(map(len, (info.names, info.dtype_names, info.shapes)))
+        source = await state.threads.in_thread(size, source_of, info)
+        await self._take(UpdateStep.RECEIVE, source)
+        return json_response({"message": "The weights have come.", "num_arrays": len(info.names)})
+
+    async def finish(self, request: Request) -> Response:
+        """If the weights cannot be served, the update is over, and the old ones stay."""
+        state = self._state
+        body = FinishRequest()
+        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+            body = await self._finish.read(request, state.body_limits, state.threads)
+        version = body.weight_version
+        if version is not None and not (0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()):
+            bounds = f"must have 1 to {MAX_VERSION_CHARS} characters, all of them printable"
+            raise invalid("weight_version", bounds)
+        try:
+            await self._take(UpdateStep.CHECK)
+            await self._take(UpdateStep.COMMIT, version=version or "")
+        except RequestError:
+            await self._take(UpdateStep.ABANDON)
+            raise
+        logger.info("weights: updated%s", "" if version is None else f" to version {version}")
+        return json_response({"message": "The weights are served."})
+
+    async def _take(self, step: UpdateStep, source: WeightsSource | None = None, version: str = "") -> None:
+        try:
+            await self._weights().update_weights(step, source, version)
+        except WeightsError as error:
+            raise RequestError(400, f"The weights were not updated: {error}") from error
+
+    async def version(self, request: Request) -> Response:
+        """The name of the weights that serve."""
+        peers = self._state.peers
+        version = self._state.client.weight_version if peers is None else await peers.weight_version()
+        return json_response({"weight_version": version})
+
+    async def world_size(self, request: Request) -> Response:
+        """With `include_dp=false` those of one engine."""
+        state = self._state
+        includes_all = _truth("include_dp", request.query_params.get("include_dp", "true"))
+        chips = int(state.client.info.cache_config.get("tensor_parallel_size", "1"))
+        return json_response({"world_size": chips * len(state.engines) if includes_all else chips})
+
+    def _weights(self) -> ProcessEngineClient | OwnEngines | Peers:
+        """Who can change the weights: this process's engines, or with several HTTP processes the parent's."""
+        client, peers = self._state.client, self._state.peers
+        if peers is not None:
+            return peers
+        if not isinstance(client, ProcessEngineClient | OwnEngines):
+            raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
+        return client
+
+
+def source_of(info: UpdateInfo) -> WeightsSource:
+    """Where weights are. Raises RequestError 400 with all that is wrong."""
+    ways = [name for name in BACKENDS if getattr(info, name) is not None]
+    counts = {name: len(getattr(info, name)) for name in ("names", "dtype_names", "shapes")}
+    problems = []
+    if len(ways) != 1:
+        problems.append(f"one of {', '.join(BACKENDS)} must be given, not {' and '.join(ways) or 'none'}")
+    if ways == ["path"] and any(counts.values()):
+        problems.append("a folder names its own weights: leave out names, dtype_names and shapes")
+    elif ways != ["path"] and (not info.names or len(set(counts.values())) > 1):
+        given = ", ".join(f"{count} {name}" for name, count in counts.items())
+        problems.append(f"there must be as many dtype_names and shapes as names, at least one, not {given}")
+    if repeated := [name for name, count in Counter(info.names).items() if count > 1]:
+        problems.append(f"names are given twice: {', '.join(repeated[:3])}")
+    if problems:
+        raise invalid("update_info", "; ".join(problems))
+    if info.path is not None:
+        return InFolder(info.path)
+    columns = zip(info.names, info.dtype_names, info.shapes, strict=True)
+    arrays = tuple(Array(name, dtype, tuple(shape)) for name, dtype, shape in columns)
+    if info.shared_memory is not None:
+        return InSharedMemory(info.shared_memory, arrays)
+    assert info.transfer is not None
+    return ByTransfer(info.transfer.address, info.transfer.uuid, arrays)
+
+
+def _truth(param: str, value: str) -> bool:
+    """A parameter of a query that is true or false. Raises RequestError 400."""
+    if value.lower() not in ("true", "false", "1", "0"):
+        raise invalid(param, f"it must be true or false, not {value[:20]!r}")
+    return value.lower() in ("true", "1")

@@ -1,0 +1,202 @@
+"""What becomes of the weights of an engine that serves, and the name of those that do.
+
+Weights change in two ways. A *change* moves them to the host, brings them back, or loads others from a folder. An
+*update* takes steps: arrays come from a trainer while the old weights serve, are checked, and replace them between two
+steps of the engine. There is one of the two at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from batcher.change import OnDone, PauseMode
+from batcher.errors import EngineClosedError, EngineDeadError
+from model.inputs.words import described, is_worded
+from server.engine import wire
+
+NONE_BEGUN = "no update of the weights has begun: it begins, receives, is checked, and is then committed"
+UNCHECKED = "the update of the weights is not checked: it can be committed after a check that has passed"
+
+
+class Updates(Protocol):
+    """Updates of the weights of an engine, one at a time. A ValueError or OSError is a refusal, and changes nothing.
+
+    `begin`, `receive`, `check` and `abandon` run on one thread beside the engine's, so they delay no step.
+    """
+
+    def begin(self) -> None: ...
+
+    def receive(self, source: wire.WeightsSource) -> None:
+        """Takes what a trainer gives. May be called again, for further arrays or for others of the same names."""
+
+    def check(self) -> None:
+        """Raises ValueError with all that is wrong with what has been received."""
+
+    def commit(self) -> None:
+        """Replaces the weights. Runs on the engine's thread with no step in flight, after a check that has passed.
+        Nothing is kept of the update, also after an error. Of an error that is no refusal the engine dies."""
+
+    def abandon(self) -> None:
+        """Forgets what has been received."""
+
+
+@runtime_checkable
+class ChangeableEngine(Protocol):
+    """A `process.ServedEngine` that can pause, and whose weights can be changed while it serves. `on_done` is called
+    on the engine's thread, with the reason if nothing has changed. The methods raise EngineClosedError or
+    EngineDeadError."""
+
+    updates: Updates
+
+    def change_weights(self, command: wire.ChangeWeights, on_done: OnDone) -> None:
+        """Changes the weights soon, between two steps."""
+
+    def commit_update(self, on_done: OnDone) -> None:
+        """Calls `updates.commit` soon, between two steps. Running requests are computed again."""
+
+    def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
+        """As of `batcher.engine.Engine`."""
+
+    def resume(self, on_done: OnDone) -> None:
+        """As of `batcher.engine.Engine`."""
+
+
+class _Stage(Enum):
+    """How far an update has come."""
+
+    NONE = "there is none"
+    OPEN = "it receives"
+    CHECKED = "it may be committed"
+    COMMITTING = "the engine's thread commits it soon"
+
+
+class WeightChanges:
+    """Does what commands about the weights say, and tells everyone of other weights. `ask` is for one thread.
+
+    Args:
+        put: sends an event. Called from any thread; events of one thread keep their order.
+    """
+
+    def __init__(self, engine: ChangeableEngine, put: Callable[[wire.Event], None]) -> None:
+        self._engine = engine
+        self._put = put
+        self._work = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._lock = threading.Lock()  # of what follows, and of the order in which versions are told
+        self._version = wire.DEFAULT_VERSION
+        self._num_updates = 0
+        self._stage = _Stage.NONE
+        self._num_changing = 0  # changes that the engine has not made yet
+
+    def tell(self, put: Callable[[wire.Event], None]) -> None:
+        """Tells the name of the weights of now, before any later one."""
+        with self._lock:
+            put(wire.WeightVersion(self._version))
+
+    def ask(self, command: wire.WeightsCommand) -> None:
+        """Does what the command says soon, and answers it with Changed."""
+
+        def answer(error: Exception | None) -> None:
+            self._put(wire.Changed(None if error is None else described(error), number=command.number))
+
+        try:
+            match command:
+                case wire.Pause(mode=mode, clear_cache=clear_cache):
+                    self._engine.pause(mode, clear_cache, answer)
+                case wire.Resume():
+                    self._engine.resume(answer)
+                case wire.ChangeWeights():
+                    self._change(command, answer)
+                case wire.UpdateWeights():
+                    self._work.submit(self._update, command, answer)
+        except (ValueError, EngineClosedError, EngineDeadError) as error:
+            answer(ValueError(str(error)))
+
+    def close(self) -> None:
+        """Makes no more steps of updates."""
+        self._work.shutdown(wait=False, cancel_futures=True)
+
+    def _change(self, command: wire.ChangeWeights, answer: OnDone) -> None:
+        with self._lock:
+            if self._stage is not _Stage.NONE and command.change is not wire.WeightsChange.WAKE_UP:
+                raise ValueError("an update of the weights is under way: commit or abandon it first")
+            self._num_changing += 1
+
+        def on_done(error: Exception | None) -> None:
+            with self._lock:
+                self._num_changing -= 1
+                if error is None and command.change is wire.WeightsChange.RELOAD:
+                    self._set_version(command.model or wire.DEFAULT_VERSION)
+            answer(error)
+
+        self._engine.change_weights(command, on_done)
+
+    def _update(self, command: wire.UpdateWeights, answer: OnDone) -> None:
+        try:
+            if command.step is wire.UpdateStep.COMMIT:
+                self._commit(command.version, answer)
+                return
+            self._take_step(command)
+        except (EngineClosedError, EngineDeadError) as error:
+            answer(ValueError(str(error)))
+        except Exception as error:
+            if not is_worded(error):
+                traceback.print_exc()
+            answer(error)
+        else:
+            answer(None)
+
+    def _take_step(self, command: wire.UpdateWeights) -> None:
+        updates = self._engine.updates
+        match command.step:
+            case wire.UpdateStep.BEGIN:
+                with self._lock:
+                    if self._stage is not _Stage.NONE:
+                        raise ValueError("an update of the weights has begun already: commit or abandon it first")
+                    if self._num_changing:
+                        raise ValueError("the weights are being changed: begin the update after that")
+                    self._stage = _Stage.OPEN
+                try:
+                    updates.begin()
+                except BaseException:
+                    self._stage = _Stage.NONE
+                    raise
+            case wire.UpdateStep.ABANDON:
+                if self._stage is not _Stage.COMMITTING:
+                    updates.abandon()
+                    self._stage = _Stage.NONE
+            case _ if self._stage not in (_Stage.OPEN, _Stage.CHECKED):
+                raise ValueError(NONE_BEGUN)
+            case wire.UpdateStep.RECEIVE:
+                if command.source is None:
+                    raise ValueError("source: it is missing; it says where the new weights are")
+                self._stage = _Stage.OPEN
+                updates.receive(command.source)
+            case wire.UpdateStep.CHECK:
+                self._stage = _Stage.OPEN
+                updates.check()
+                self._stage = _Stage.CHECKED
+
+    def _commit(self, version: str, answer: OnDone) -> None:
+        if self._stage is not _Stage.CHECKED:
+            raise ValueError(UNCHECKED if self._stage is _Stage.OPEN else NONE_BEGUN)
+        self._stage = _Stage.COMMITTING
+
+        def on_done(error: Exception | None) -> None:
+            with self._lock:
+                if error is None:
+                    self._num_updates += 1
+                    self._set_version(version or str(self._num_updates))
+                self._stage = _Stage.NONE
+            answer(error)
+
+        self._engine.commit_update(on_done)
+
+    def _set_version(self, version: str) -> None:
+        """Called on the engine's thread between two steps: the tokens before are sent, and those after are not."""
+        self._version = version
+        self._put(wire.WeightVersion(version))

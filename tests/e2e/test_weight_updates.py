@@ -1,0 +1,222 @@
+"""Weights from a trainer while the demo serves: by shared memory, over the network, and from folders."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import jax.numpy as jnp
+import pytest
+from safetensors.flax import load_file
+
+from model.loading.source import DEMO_FOLDER
+from scripts.weight_sender import SendError, WeightSender
+from tests.e2e.conftest import ADMIN_KEY, ROOT, DemoServer, serve
+from tests.e2e.test_weights import copied, story
+from tests.server.support.sse_events import parse_events
+
+pytestmark = pytest.mark.e2e
+
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+NORM = "model.norm.weight"
+PIECES = 2**20  # bytes; the demo takes several
+LONG = {"prompt": "Once upon a time", "max_tokens": 480, "temperature": 0, "ignore_eos": True, "stream": True}
+BOTH = pytest.mark.parametrize("by", ["shared_memory", "transfer"])
+# A trainer that gives the first arrays of a folder, says so, and does not go on.
+STUCK = """
+import sys
+from safetensors.flax import load_file
+from scripts.weight_sender import WeightSender
+
+class Stuck(dict):
+    num_reads = 0
+    def items(self):
+        self.num_reads += 1
+        for i, item in enumerate(super().items()):
+            if self.num_reads == 2 and i == 4:
+                print("stuck", flush=True)
+                sys.stdin.read()
+            yield item
+
+url, key, by, file = sys.argv[1:]
+WeightSender(url, key, by=by, piece_bytes=1).send(Stuck(load_file(file)), "killed")
+"""
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, jax.Array]:
+    """The demo's weights with another last norm."""
+    own = load_file(DEMO_FOLDER / "model.safetensors")
+    return own | {NORM: -own[NORM]}
+
+
+@pytest.fixture
+def http(server: DemoServer) -> Iterator[httpx.Client]:
+    """An administrator's client. The server has its own weights, and serves, before and after."""
+    with server.http(headers=ADMIN) as http:
+        yield http
+        http.post("/finish_weight_update")  # of none, or of one that a test has left
+        assert http.post("/resume").status_code == 200
+        assert http.post("/admin/reload", json={}).status_code == 200
+    assert server.metrics()["num_compiles_after_warm_up_total"] == 0
+
+
+@pytest.fixture
+def told(http: httpx.Client) -> str:
+    return story(http)
+
+
+@pytest.fixture
+def other(http: httpx.Client, told: str, tmp_path: Path) -> str:
+    """What the server says with the weights of `tensors`, read from a folder."""
+    assert http.post("/admin/reload", json={"model": str(copied(tmp_path / "other"))}).status_code == 200
+    other = story(http)
+    assert http.post("/admin/reload", json={}).status_code == 200
+    assert other != story(http) == told
+    return other
+
+
+def sender(server: DemoServer, by: str = "shared_memory") -> WeightSender:
+    return WeightSender(server.url, ADMIN_KEY, by=by, piece_bytes=PIECES)
+
+
+def version(http: httpx.Client) -> str:
+    return http.get("/get_weight_version").json()["weight_version"]
+
+
+@BOTH
+def test_the_tokens_are_those_of_the_weights_that_came_last(server, http, told, other, tensors, by):
+    own = load_file(DEMO_FOLDER / "model.safetensors")
+    with sender(server, by) as trainer:
+        for weights, text, name in ((tensors, other, "step-1"), (own, told, "step-2"), (tensors, other, "step-3")):
+            trainer.send(weights, name)
+            assert story(http) == text
+            assert trainer.weight_version == version(http) == name
+    assert http.get("/weight_info").json() == {"weight_version": "step-3"}
+
+
+def test_weights_come_from_a_folder(server, http, other, tmp_path):
+    with sender(server) as trainer:
+        trainer.send_folder(str(copied(tmp_path / "given")), "from a folder")
+        assert story(http) == other and version(http) == "from a folder"
+        with pytest.raises(SendError, match="no such folder"):
+            trainer.send_folder(str(tmp_path / "none"))
+    assert story(http) == other and version(http) == "from a folder"
+
+
+@BOTH
+def test_a_trainer_that_is_killed_changes_nothing_and_another_begins_anew(server, http, told, other, tensors, by):
+    before = version(http)
+    arguments = [server.url, ADMIN_KEY, by, str(DEMO_FOLDER / "model.safetensors")]
+    killed = subprocess.Popen(
+        [sys.executable, "-c", STUCK, *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with killed:
+        assert killed.stdout.readline() == "stuck\n"
+        killed.kill()
+    assert story(http) == told and version(http) == before
+    with sender(server, by) as trainer:
+        trainer.send(tensors, "after")
+    assert story(http) == other and version(http) == "after"
+
+
+def test_wrong_weights_change_nothing_and_all_that_is_wrong_is_named(server, http, told, tensors):
+    before = version(http)
+    names = list(tensors)
+    nan = tensors | {NORM: tensors[NORM].at[0].set(jnp.nan)}
+    wrong = tensors | {NORM: tensors[NORM][:-1], "extra": jnp.zeros(1)}
+    del wrong[names[0]]
+    with sender(server) as trainer:
+        for given, words in ((nan, [NORM]), (wrong, [NORM, "extra", names[0]])):
+            with pytest.raises(SendError) as refused:
+                trainer.send(given, "wrong")
+            assert all(word in str(refused.value) for word in words), refused.value
+            assert story(http) == told and version(http) == before
+
+
+def test_steps_out_of_turn_are_refused_in_words(server, http, told, tensors):
+    def refused(path: str, body: dict[str, Any] | None = None) -> str:
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+
+    missing = {"names": [NORM], "dtype_names": ["float32"], "shapes": [[4]], "shared_memory": "nowhere"}
+    assert "weights were not updated" in refused("/finish_weight_update")
+    assert "weights were not updated" in refused("/update_weights", {"update_info": missing})
+    assert http.post("/start_weight_update").status_code == 200
+    assert "'nowhere'" in refused("/update_weights", {"update_info": missing})
+    assert "update" in refused("/admin/reload", {})
+    assert "update" in refused("/sleep")
+    with sender(server) as trainer:  # it begins anew
+        trainer.send(tensors, "new")
+    assert story(http) != told and version(http) == "new"
+
+
+def test_an_offer_that_nobody_made_is_refused(server, http, told):
+    assert http.post("/start_weight_update").status_code == 200
+    info = {"names": [NORM], "dtype_names": ["float32"], "shapes": [[4]]}
+    for address in ("127.0.0.1:9", "nonsense"):
+        offer = {"update_info": info | {"transfer": {"address": address, "uuid": 7}}}
+        answer = http.post("/update_weights", json=offer)
+        assert answer.status_code == 400 and address in answer.json()["error"]["message"]
+    assert story(http) == told
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_an_answer_tells_whose_tokens_it_has(server, http, tensors, mode):
+    before = version(http)
+    body = LONG | {"return_weight_versions": True, "return_token_ids": True}
+    with sender(server) as trainer, http.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = answer.iter_text()
+        begun = next(pieces)
+        trainer.pause(mode)
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        trainer.send(tensors, "next")
+        trainer.resume()
+        text = begun + "".join(pieces)
+    choices = [choice for event in parse_events(text) for choice in event["choices"]]
+    num_tokens = sum(len(choice["token_ids"]) for choice in choices)
+    *_, last = choices
+    spans = last["weight_versions"]
+    assert [span["version"] for span in spans] == ([before, "next"] if mode == "keep" else [before])
+    assert (spans[0]["start"], spans[-1]["end"]) == (0, num_tokens)
+    assert last["finish_reason"] == ("length" if mode == "keep" else "abort")
+    assert last["weight_version"] == spans[-1]["version"]
+    assert num_tokens == 480 if mode == "keep" else 0 < num_tokens < 480
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+def test_all_engines_and_processes_have_the_new_weights(engine_flags, tensors, tmp_path):
+    flags = ("--admin-api-key", ADMIN_KEY, "--data-parallel-size", "2", "--api-server-count", "2")
+    with serve(*engine_flags, *flags) as both:
+
+        def stories() -> set[str]:
+            """Of connections that reach both processes and both engines."""
+            texts = set()
+            for _ in range(8):
+                with both.http() as one:
+                    texts.add(story(one))
+            return texts
+
+        (told,) = stories()
+        with sender(both) as trainer:
+            trainer.send(tensors, "step-1")
+            (other,) = stories()
+            assert other != told
+            nan = tensors | {NORM: tensors[NORM].at[0].set(jnp.nan)}
+            with pytest.raises(SendError, match=NORM):
+                trainer.send(nan, "step-2")
+            assert stories() == {other}
+            trainer.pause("keep")
+            trainer.resume()
+        with both.http(headers=ADMIN) as admin:
+            assert {version(admin) for _ in range(4)} == {"step-1"}
+            assert admin.get("/get_world_size").json() == {"world_size": 2}
+            assert admin.get("/get_world_size", params={"include_dp": "false"}).json() == {"world_size": 1}
+            assert both.metrics()["num_compiles_after_warm_up_total"] == 0

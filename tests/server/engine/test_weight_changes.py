@@ -1,0 +1,354 @@
+"""Pauses, and updates of the weights, of real engine processes. The tokens tell which weights have made them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from batcher.request import Request, SamplingParams
+from server.engine import wire
+from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
+from server.engine.group import OwnEngines
+from server.engine.wire import InFolder, PauseMode, UpdateStep, WeightsChange
+from tests.batcher.fake_runner import expected_tokens
+from tests.server.support.real_engine import CAPACITY, RealConfig
+from tests.server.support.tokenizers import EOT
+from tests.server.support.weights import FakeWeights
+
+TARGET = "tests.server.support.real_engine:build"
+BEGIN, RECEIVE, CHECK, COMMIT, ABANDON = UpdateStep
+PROMPT = (10, 11, 12)
+SAMPLING = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True, seed=0)
+
+
+class Listener:
+    """A request's receiver: its tokens, each with the version of its weights."""
+
+    def __init__(self) -> None:
+        self.version: str | None = None
+        self.tokens: list[int] = []
+        self.versions: list[str | None] = []
+        self.last: wire.Output | None = None
+        self._news = asyncio.Event()
+
+    def on_weight_version(self, version: str) -> None:
+        assert self.last is None
+        self.version = version
+
+    def on_output(self, output: wire.Output) -> None:
+        self.last = None if output.finish_reason is None else output
+        self.on_tokens(output.token_ids)
+
+    def on_tokens(self, token_ids: Sequence[int]) -> None:
+        self.tokens += token_ids
+        self.versions += [self.version] * len(token_ids)
+        self._news.set()
+
+    async def until(self, num_tokens: int) -> None:
+        while len(self.tokens) < num_tokens and self.last is None:
+            self._news.clear()
+            await self._news.wait()
+
+    async def end(self) -> wire.Output:
+        await self.until(10**6)
+        assert self.last is not None
+        return self.last
+
+
+def foretold(weights: int, num_tokens: int, after: Sequence[int] = ()) -> list[int]:
+    """What the weights make of the prompt and the tokens after it."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
+    request = Request(request_id="", prompt=(*PROMPT, *after), sampling=sampling, adapter=weights)
+    return expected_tokens(request, CAPACITY, (EOT,))
+
+
+def ask(client: ProcessEngineClient | OwnEngines | FrontendClient, name: str, num_tokens: int = 300) -> Listener:
+    listener = Listener()
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
+    client.submit([(wire.WireRequest(name, wire.packed(PROMPT), sampling), listener)])
+    return listener
+
+
+async def told(client: ProcessEngineClient | OwnEngines | FrontendClient, name: str) -> int:
+    """The number of the weights that serve."""
+    listener = ask(client, name, 5)
+    assert (await listener.end()).finish_reason == "length"
+    return next(number for number in range(100) if foretold(number, 5) == listener.tokens)
+
+
+async def update(client: ProcessEngineClient | OwnEngines, number: int, version: str = "") -> None:
+    await client.update_weights(BEGIN)
+    await client.update_weights(RECEIVE, InFolder(str(number)))
+    await client.update_weights(CHECK)
+    await client.update_weights(COMMIT, version=version)
+
+
+async def refusal(asked: Coroutine[None, None, None]) -> str:
+    with pytest.raises(WeightsError) as refused:
+        await asked
+    return str(refused.value)
+
+
+async def pause_there(client: ProcessEngineClient, mode: PauseMode) -> None:
+    """Pauses an engine that is `held_at` a step: the pause comes while it is in flight."""
+
+    async def let_go() -> None:
+        client.abort(["held"])
+
+    async def let_go_after() -> None:  # as deep as `pause`: it sends after it
+        await asyncio.shield(let_go())
+
+    await asyncio.gather(client.pause(mode), let_go_after())
+
+
+@asynccontextmanager
+async def engine(held_at: int | None = None, **faults: object) -> AsyncIterator[ProcessEngineClient]:
+    config = RealConfig(weights=FakeWeights(**faults), held_at=held_at)
+    client = ProcessEngineClient(TARGET, config, report=lambda line: None)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.stop()
+
+
+@asynccontextmanager
+async def two_engines(**faults: object) -> AsyncIterator[OwnEngines]:
+    """The second one has the faults."""
+    configs = RealConfig(weights=FakeWeights()), RealConfig(weights=FakeWeights(**faults))
+    pair = OwnEngines([ProcessEngineClient(TARGET, config, report=lambda line: None) for config in configs])
+    try:
+        await pair.start()
+        yield pair
+    finally:
+        await pair.stop()
+
+
+def run(work: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 120))
+
+
+def test_a_request_goes_on_with_the_new_weights_and_knows_which_token_is_whose():
+    async def work() -> None:
+        async with engine(held_at=8) as client:
+            ask(client, "held")
+            listener = ask(client, "a")
+            await listener.until(3)
+            await pause_there(client, PauseMode.KEEP)
+            assert client.is_paused and client.weight_version == "default"
+            num_old = len(listener.tokens)
+            await update(client, 7, "step-7")
+            assert client.weight_version == "step-7" and len(listener.tokens) == num_old < 300
+            await client.resume()
+            assert not client.is_paused
+            await listener.end()
+            old = foretold(0, num_old)
+            assert listener.tokens == old + foretold(7, 300 - num_old, after=old)
+            assert listener.versions == ["default"] * num_old + ["step-7"] * (300 - num_old)
+            await update(client, 8)
+            assert client.weight_version == "2" and await told(client, "b") == 8
+            await client.change_weights(WeightsChange.RELOAD, "9")
+            assert client.weight_version == "9" and await told(client, "c") == 9
+            await client.change_weights(WeightsChange.RELOAD)
+            assert client.weight_version == "default" and await told(client, "d") == 0
+
+    run(work())
+
+
+def test_steps_in_another_order_are_refused_and_the_old_weights_serve():
+    async def work() -> None:
+        async with engine(wrong=(3,), unplaceable=(4,)) as client:
+            step = client.update_weights
+            for early in (RECEIVE, CHECK, COMMIT):
+                assert "no update of the weights has begun" in await refusal(step(early, InFolder("5")))
+            await step(ABANDON)
+            await step(BEGIN)
+            assert "has begun already" in await refusal(step(BEGIN))
+            assert "not checked" in await refusal(step(COMMIT))
+            assert "nothing has been received" in await refusal(step(CHECK))
+            assert "source: it is missing" in await refusal(step(RECEIVE))
+            for change in (WeightsChange.RELOAD, WeightsChange.SLEEP):
+                assert "an update of the weights is under way" in await refusal(client.change_weights(change))
+            await step(RECEIVE, InFolder("3"))
+            assert await refusal(step(CHECK)) == "3 is not finite"
+            assert "not checked" in await refusal(step(COMMIT))
+            await step(RECEIVE, InFolder("4"))
+            await step(CHECK)
+            await step(RECEIVE, InFolder("4"))
+            assert "not checked" in await refusal(step(COMMIT))
+            await step(CHECK)
+            assert await refusal(step(COMMIT)) == "there is no room for 4"
+            assert "no update of the weights has begun" in await refusal(step(COMMIT))
+            assert client.weight_version == "default" and await told(client, "a") == 0
+            await step(BEGIN)
+            await step(RECEIVE, InFolder("6"))
+            await step(ABANDON)
+            await update(client, 5)
+            assert await told(client, "b") == 5
+
+    run(work())
+
+
+def test_an_engine_serves_pauses_and_hears_while_it_receives(tmp_path: Path):
+    async def work() -> None:
+        fifo = tmp_path / "weights"
+        os.mkfifo(fifo)
+        async with engine() as client:
+            await client.update_weights(BEGIN)
+            receiving = asyncio.create_task(client.update_weights(RECEIVE, InFolder(str(fifo))))
+            assert await told(client, "a") == 0
+            await client.pause(PauseMode.WAIT)
+            await client.resume()
+            assert not receiving.done()
+            checking = asyncio.create_task(client.update_weights(CHECK))  # waits for its turn
+            await asyncio.to_thread(fifo.write_text, "7")
+            await receiving
+            await checking
+            await client.update_weights(COMMIT)
+            assert await told(client, "b") == 7
+
+    run(work())
+
+
+def test_each_mode_of_a_pause_does_its_own_with_what_runs():
+    async def work() -> None:
+        for mode in (PauseMode.WAIT, PauseMode.ABORT):
+            async with engine(held_at=8) as client:
+                ask(client, "held")
+                running = ask(client, "a")
+                await running.until(3)
+                await pause_there(client, mode)
+                last = running.last
+                assert last is not None and last.error is None and running.tokens == foretold(0, len(running.tokens))
+                assert last.finish_reason == ("abort" if last.by_pause else "length")
+                assert last.by_pause == (len(running.tokens) < 300) == (mode is PauseMode.ABORT)
+                late = ask(client, "b", 5)
+                await client.resume()
+                await late.end()
+                assert late.tokens == foretold(0, 5)
+
+    run(work())
+
+
+def test_a_pause_that_waits_is_ended_by_a_resume():
+    async def work() -> None:
+        async with engine(held_at=8) as client:
+            ask(client, "held")
+            running = ask(client, "a")
+            await running.until(3)
+            await pause_there(client, PauseMode.KEEP)
+            await client.change_weights(WeightsChange.SLEEP)  # now it cannot end
+            error, _ = await asyncio.gather(refusal(client.pause(PauseMode.WAIT)), client.resume())
+            assert "resumed" in error and not client.is_paused
+            await client.change_weights(WeightsChange.WAKE_UP)
+            await running.end()
+            assert running.tokens == foretold(0, 300)
+
+    run(work())
+
+
+def test_a_process_that_comes_later_knows_the_weights(tmp_path: Path):
+    async def work() -> None:
+        async with engine(held_at=8) as client:
+            await update(client, 5, "five")
+            other = FrontendClient(client.frontends, tmp_path / "events", 1, lambda num_open: None)
+            await other.start()
+            assert other.weight_version == "five"
+            ask(client, "held")
+            listener = ask(other, "a")
+            await listener.until(3)
+            await pause_there(client, PauseMode.KEEP)
+            await update(client, 6, "six")
+            await client.resume()
+            await listener.end()
+            assert other.weight_version == "six"
+            num_old = listener.versions.count("five")
+            old = foretold(5, num_old)
+            assert listener.versions == ["five"] * num_old + ["six"] * (300 - num_old)
+            assert listener.tokens == old + foretold(6, 300 - num_old, after=old)
+            await other.stop()
+
+    run(work())
+
+
+def test_an_engine_that_dies_answers_the_update():
+    async def work() -> None:
+        async with engine(deadly=(5,)) as client:
+            assert "the engine has failed" in await refusal(update(client, 5))
+            for asked in (client.update_weights(BEGIN), client.pause(PauseMode.ABORT), client.resume()):
+                assert "the engine has failed" in await refusal(asked)
+
+    run(work())
+
+
+def test_an_engine_that_cannot_change_its_weights_says_so():
+    async def work() -> None:
+        client = ProcessEngineClient(TARGET, RealConfig(), report=lambda line: None)
+        await client.start()
+        for asked in (client.update_weights(BEGIN), client.pause(PauseMode.ABORT)):
+            assert "cannot pause or change its weights" in await refusal(asked)
+        await client.stop()
+
+    run(work())
+
+
+def test_several_engines_commit_together_or_not_at_all():
+    async def work() -> None:
+        async with two_engines(wrong=(3,)) as pair:
+            await pair.pause(PauseMode.KEEP)
+            assert pair.is_paused and all(one.is_paused for one in pair.engines)
+            await pair.resume()
+            assert not pair.is_paused
+            await update(pair, 5, "five")
+            assert pair.weight_version == "five"
+            assert [await told(one, f"a{i}") for i, one in enumerate(pair.engines)] == [5, 5]
+            await pair.update_weights(BEGIN)
+            assert "has begun already" in await refusal(pair.update_weights(BEGIN))
+            await pair.update_weights(RECEIVE, InFolder("3"))
+            assert await refusal(pair.update_weights(CHECK)) == "engine 1: 3 is not finite"
+            assert "not checked" in await refusal(pair.update_weights(COMMIT))
+            await pair.update_weights(RECEIVE, InFolder("4"))
+            await pair.update_weights(CHECK)
+            assert "has begun already" in await refusal(pair.update_weights(BEGIN))  # does not undo the check
+            await pair.update_weights(COMMIT)
+            assert [await told(one, f"b{i}") for i, one in enumerate(pair.engines)] == [4, 4]
+            assert pair.split is None
+
+    run(work())
+
+
+def test_an_update_that_one_of_several_engines_cannot_begin_is_begun_by_none():
+    async def work() -> None:
+        async with two_engines(none_begin=True) as pair:
+            for _ in range(2):
+                assert await refusal(pair.update_weights(BEGIN)) == "engine 1: this one never begins"
+
+    run(work())
+
+
+def test_engines_go_back_to_the_folder_that_they_had_and_not_to_weights_that_were_given():
+    async def work() -> None:
+        async with two_engines(unplaceable=(4,)) as pair:
+            await pair.change_weights(WeightsChange.RELOAD, "3")
+            assert "engine 1: there is no room for 4" in await refusal(pair.change_weights(WeightsChange.RELOAD, "4"))
+            assert pair.split is None and pair.weight_version == "3"
+            assert [await told(one, f"a{i}") for i, one in enumerate(pair.engines)] == [3, 3]
+            await update(pair, 5)
+            await refusal(pair.change_weights(WeightsChange.RELOAD, "4"))
+            assert pair.split is not None and pair.died.is_set()
+
+    run(work())
+
+
+def test_engines_of_which_only_some_have_committed_must_not_go_on():
+    async def work() -> None:
+        async with two_engines(unplaceable=(4,)) as pair:
+            await refusal(update(pair, 4))
+            assert pair.split is not None and "engine 1: there is no room for 4" in pair.split and pair.died.is_set()
+
+    run(work())
