@@ -36,6 +36,7 @@ def output(ids: tuple[int, ...], text: str = "", reason: str = "stop", logprob: 
         stop_reason=None,
         logprobs={"content": [{"logprob": logprob} for _ in ids]},
         tool_calls=(),
+        weight_versions=(("default", len(ids)),),
     )
 
 
