@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -129,12 +129,32 @@ class ModelRunner:
             raise ValueError(f"K/V scales come with pages of 8 bits only: {self._attention.spec.kv_dtype=}")
         scales_of_layers: KvScales = self.described.kv_scales_like
         if kv_scales is not None:
-            scales_of_layers = [
-                jax.device_put(scales, like.sharding)
-                for scales, like in zip(kv_scales, self.described.kv_scales_like, strict=True)
-            ]
+            scales_of_layers = self._placed_scales(kv_scales)
         self.allocate()
         self.weights, self._kv_scales = weights, scales_of_layers
+
+    def model(self) -> Llama:
+        """The model with its weights in place. Its arrays are the runner's own: they end with an update."""
+        return self.described.model_of(self.weights)
+
+    def replace(self, values: Mapping[str, jax.Array]) -> None:
+        """Puts parameters of the model, by their paths, in the place of the old ones, which are deleted. No step is in
+        flight. The K/V in pages are then those of other weights."""
+        numbers, likes = self.described.numbers, self.described.weights_like
+        for path, value in values.items():
+            like = likes[numbers[path]]
+            assert (value.shape, value.dtype, value.sharding) == (like.shape, like.dtype, like.sharding), path
+        for path, value in values.items():
+            old, self.weights[numbers[path]] = self.weights[numbers[path]], value
+            old.delete()
+
+    def replace_kv_scales(self, kv_scales: np.ndarray) -> None:
+        """Those of `place`, for other weights. No step is in flight."""
+        self._kv_scales = self._placed_scales(kv_scales)
+
+    def _placed_scales(self, kv_scales: np.ndarray) -> KvScales:
+        likes = self.described.kv_scales_like
+        return [jax.device_put(scales, like.sharding) for scales, like in zip(kv_scales, likes, strict=True)]
 
     def copied(self) -> list[HostCopy]:
         """The weights in the host's memory. Those on the devices stay. No step is in flight."""

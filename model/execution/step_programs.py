@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -108,6 +108,17 @@ class StepPrograms:
         if self._tree != tree or _described(weights) != self.weights_like:
             raise ValueError("these are not the weights that the runner was made for: shapes or placement differ")
         return weights
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Where each of the model's own parameters is in `weights_of`, by its path."""
+        numbered = jax.tree.unflatten(self._tree, range(len(self.weights_like)))[0]
+        return {".".join(map(str, path)): number.get_value() for path, number in nnx.to_flat_state(numbered)}
+
+    def model_of(self, weights: list[jax.Array]) -> Llama:
+        """The model over the weights that a program takes."""
+        model: Llama = self._rebuild(weights)
+        return model
 
     def step(self, bucket: Bucket) -> Program:
         """A `Step`, with the state in place."""

@@ -377,14 +377,14 @@ def by_message(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 def grouped(keys: Iterable[str]) -> str:
     """Names all keys; layers that lack the same tensor share one name: model.layers.{0,1,2}.mlp.up_proj.weight."""
-    layers: dict[str, list[int]] = defaultdict(list)
+    layers: dict[tuple[str, str], list[int]] = defaultdict(list)  # (name, what is before the layer's number)
     for key in keys:
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
+        match = re.fullmatch(r"((?:.+\.)?layers[._])(\d+)\.(.+)", key)
         if match:
-            layers[match[2]].append(int(match[1]))
+            layers[match[3], match[1]].append(int(match[2]))
         else:
-            layers[key] = []
+            layers[key, ""] = []
     return ", ".join(
-        f"model.layers.{{{','.join(map(str, sorted(numbers)))}}}.{name}" if numbers else name
-        for name, numbers in sorted(layers.items())
+        f"{before}{{{','.join(map(str, sorted(numbers)))}}}.{name}" if numbers else name
+        for (name, before), numbers in sorted(layers.items())
     )

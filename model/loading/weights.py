@@ -55,8 +55,7 @@ def load_hf(
         config = files.with_own_head()
         form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
         model = abstract_model(config, **form)
-        methods, (kept, _) = methods_of(model), files.in_four_bits()
-        filled = fill(model, partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, kept=kept))
+        filled = fill(model, module_reader(model, files, config, mesh, partial(read_source, files)))
         files.check_unchanged()
         return filled
 
@@ -86,32 +85,36 @@ def random_weights(
 
 
 Described = Mapping[str, jax.ShapeDtypeStruct]  # a module's own parameters, by name, each with its sharding
+MakeModule = Callable[[str, Described], Mapping[str, jax.Array]]
+# (tensor, the checkpoint's config, chips, sharding) -> the tensor
+ReadSource = Callable[[Source, LlamaConfig, int, Sharding], jax.Array]
 
 
-def fill[M: nnx.Module](
-    model: M,
-    make: Callable[[str, Described], Mapping[str, jax.Array]],
-    threads: int = MAX_PARAMETERS_IN_FLIGHT,
-) -> M:
+def described(model: nnx.Module) -> dict[str, Described]:
+    """The parameters of each module of an abstract model, by its path."""
+    modules: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        *module, name = map(str, path)
+        modules.setdefault(".".join(module), {})[name] = variable.get_value()
+    return dict(modules)
+
+
+def fill[M: nnx.Module](model: M, make: MakeModule, threads: int = MAX_PARAMETERS_IN_FLIGHT) -> M:
     """Replaces every abstract parameter, several modules at a time.
 
     Args:
         make: (path of a module, its abstract parameters) -> their values. A quantised projection has two or more.
     """
     graphdef, state = nnx.split(model)
-    flat = dict(nnx.to_flat_state(state))
-    modules: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for path in flat:
-        *module, name = map(str, path)
-        modules.setdefault(".".join(module), {})[name] = path
-
-    def one(module: str) -> list[tuple[tuple[Any, ...], nnx.Variable[Any]]]:
-        paths = modules[module]
-        values = make(module, {name: flat[path].get_value() for name, path in paths.items()})
-        return [(path, flat[path].replace(values[name])) for name, path in paths.items()]
-
+    modules = described(model)
     with ThreadPoolExecutor(threads) as pool:
-        filled = [item for items in pool.map(one, modules) for item in items]
+        made = dict(zip(modules, pool.map(make, modules, modules.values()), strict=True))
+
+    def value(path: tuple[Any, ...]) -> jax.Array:
+        *module, name = map(str, path)
+        return made[".".join(module)][name]
+
+    filled = [(path, variable.replace(value(path))) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
@@ -128,6 +131,25 @@ def fill_each[M: nnx.Module](
     return fill(model, module, threads)
 
 
+def module_reader(
+    model: Llama, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None, read: ReadSource
+) -> MakeModule:
+    """Makes the parameters of an abstract model's modules out of an open checkpoint.
+
+    Args:
+        config: the checkpoint's own.
+        read: as `read_source`, of these files.
+    """
+    methods, (kept, _) = methods_of(model), files.in_four_bits()
+    return partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, kept=kept, read=read)
+
+
+def sources_of(module: str, likes: Described) -> tuple[Source, ...]:
+    """The tensors of a module's weights. The other parameters are what the weights are quantised with."""
+    name = next(name for name in likes if name != "input_scale")
+    return sources(f"{module}.{name}" if module else name)
+
+
 def _read_module(
     module: str,
     likes: Described,
@@ -137,6 +159,7 @@ def _read_module(
     mesh: Mesh | None,
     methods: Mapping[str, LinearMethod],
     kept: FourBit | None,
+    read: ReadSource,
 ) -> Mapping[str, jax.Array]:
     """A module's parameters.
 
@@ -144,10 +167,9 @@ def _read_module(
         methods: of the modules that are a `Linear`.
         kept: the form in which the files hold 4-bit kernels; None: they hold none that is read as it is.
     """
-    likes = dict(likes)
+    parts, likes = sources_of(module, likes), dict(likes)
     of_inputs = likes.pop("input_scale", None)
-    name, like = next(iter(likes.items()))  # the weights; the other parameters are what they are quantised with
-    parts = sources(f"{module}.{name}" if module else name)
+    name, like = next(iter(likes.items()))
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
     method = methods.get(module, Unquantized())
     if method.form is not None and method.form == kept:
@@ -158,7 +180,7 @@ def _read_module(
                 for name, raw in stored.items()
             }
         )
-    raw = [read_source(files, part, config, num_shards_of(mesh), like.sharding) for part in parts]
+    raw = [read(part, config, num_shards_of(mesh), like.sharding) for part in parts]
     if method.form is not None:
         scales = [_read_scales(files, part, config, num_shards_of(mesh)) for part in parts if files.has_scale(part.key)]
         values = _join_quantized(
@@ -212,7 +234,7 @@ def _read_rows(
 ) -> jax.Array:
     """`reader` is asked once, for the stored rows that the chips of this host hold."""
     rows, *rest = shape
-    copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
+    copies = copies_of(source, config, num_shards)
     shape = (rows * copies, *rest)
 
     def heads_of(index: tuple[slice, ...]) -> np.ndarray:
@@ -242,10 +264,15 @@ def _read_rows(
     return jax.make_array_from_callback(shape, sharding, part_of)  # type: ignore[arg-type]  # jax never passes None
 
 
+def copies_of(source: Source, config: LlamaConfig, num_shards: int) -> int:
+    """How often the chips hold each head of a tensor."""
+    return max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
+
+
 def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
     """f32[out, n] of a quantised checkpoint, rows repeated as `read_source` repeats the kernel's."""
     scales = files.row_scales(source.key)
-    copies = max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
+    copies = copies_of(source, config, num_shards)
     heads = scales.reshape(-1, config.head_dim if source.is_kv else 1, scales.shape[1])
     return np.repeat(heads, copies, axis=0).reshape(-1, scales.shape[1])
 

@@ -37,14 +37,13 @@ class FourBitMethod(LinearMethod):
     form: FourBit
 
     def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:
-        """As `LinearMethod.quantize`. There are no zeros: only a checkpoint has some."""
-        return dict(zip(("kernel", "scale"), quantize_groups(kernel, self.form.group), strict=True))
+        """As `LinearMethod.quantize`. Zeros are 0: only a checkpoint has others."""
+        kernel, scale = quantize_groups(kernel, self.form.group)
+        zero = {"zero": jnp.zeros_like(scale)} if self.form.has_zeros else {}
+        return {"kernel": kernel, "scale": scale} | zero
 
     def create(self, kernel: jax.Array, axes: Axes) -> dict[str, tuple[jax.Array, Axes]]:
-        values = self.quantize(kernel)
-        if self.form.has_zeros:
-            values["zero"] = jnp.zeros_like(values["scale"])
-        return {name: (value, axes) for name, value in values.items()}
+        return {name: (value, axes) for name, value in self.quantize(kernel).items()}
 
     def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
         return multiply_groups(inputs, weights["kernel"], weights["scale"], weights.get("zero")).astype(out_dtype)
@@ -76,6 +75,7 @@ class FourBitTpuMethod(FourBitMethod):
     out_axis: str | None
     in_axis: str | None
     interpret: bool = False
+    is_turned = True
 
     def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
         """As `LinearMethod.apply`. Chips' products are summed in `out_dtype`."""

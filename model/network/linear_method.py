@@ -23,6 +23,7 @@ class LinearMethod(ABC):
     """A value: modules with equal methods trace the same program, and its `repr` is part of a program's identity."""
 
     form: WeightForm | None  # None: the kernel is not quantised
+    is_turned = False  # all parameters are transposed
 
     @abstractmethod
     def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:

@@ -6,6 +6,7 @@ A model is packed once, after it is loaded: checkpoints and the code that loads 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,22 @@ def pack_for_tpu[M: nnx.Module](model: M, mesh: Mesh | AbstractMesh | None, *, i
             setattr(module, name, nnx.Param(_turned(param.get_value(), axes[::-1], mesh), axes=axes[::-1]))
         module.method = method
     return model
+
+
+def packer(planned: nnx.Module) -> Callable[[str, Mapping[str, jax.Array]], dict[str, jax.Array]]:
+    """A function of a module's path and its parameters: it gives the form that they have in `planned`, a model that
+    has been packed. Modules can then be replaced one by one."""
+    modules = {".".join(map(str, path)): module for path, module in nnx.iter_graph(planned)}
+    return lambda path, values: {name: _as_in(modules[path], name, value) for name, value in values.items()}
+
+
+def _as_in(module: Any, name: str, value: jax.Array) -> jax.Array:
+    like, method = getattr(module, name).get_value(), module.method if isinstance(module, Linear) else None
+    if like.ndim == 3:
+        return jax.block_until_ready(_packed(value, method and method.rows_together()))
+    if method is not None and method.is_turned:
+        return jax.block_until_ready(_transpose(value, sharding=like.sharding))
+    return value
 
 
 def _packed(value: jax.Array | jax.ShapeDtypeStruct, together: int | None) -> jax.Array | jax.ShapeDtypeStruct:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from model.execution.runner import ModelRunner
+    from model.loading.given_tensors import GivenWeights
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
@@ -101,6 +102,33 @@ class Loader:
                 say(f"up to {buckets.num_steps} steps a program of up to {buckets.max_multi_step_rows} rows")
             if buckets.num_drafts:
                 say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
+
+    def check(self, given: GivenWeights) -> None:
+        """Raises ValueError if these are not weights that `update` can take. It waits for their arrays, and changes
+        nothing."""
+        given.check(self.chips.form)
+
+    def update(self, given: GivenWeights) -> None:
+        """Gives other weights to the runner's model, with no step in flight. Each module's old arrays are deleted once
+        its new ones are made, so the chips need room for one module more than they hold. Programs, pages and drafts
+        stay as they are; the pages then hold K/V of other weights.
+
+        Raises:
+            ValueError: as `check`, and nothing has changed.
+            RuntimeError: some modules have new weights, and others have old ones.
+        """
+        from model.network.packed import packer
+
+        self.check(given)
+        packed = packer(self.chips.planned)
+        try:
+            for module, values in given.modules(self.chips.form):
+                before = f"{module}." if module else ""
+                self.runner.replace({f"{before}{name}": value for name, value in packed(module, values).items()})
+            if self.attention.spec.has_kv_scales:
+                self.runner.replace_kv_scales(find_kv_scales(self.runner.model(), None, self.attention.spec)[0])
+        except (ValueError, OSError) as error:
+            raise RuntimeError("an update of the weights has failed half way") from error
 
     def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
         """Those of 8-bit pages that the checkpoint has. None: the pages have none, or they are to be measured."""

@@ -1,0 +1,393 @@
+"""Weights that a trainer gives as arrays, in place of files.
+
+Arrays of JAX go from their devices to the chips, and the host sees none of their values. Arrays of NumPy are read as
+files are. All that can be wrong with them is found before the first of them is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from flax.core.meta import Partitioned
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from model.config import LlamaConfig
+from model.loading import trainer_layouts
+from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, Source, expected_shapes
+from model.loading.tensor_files import DTYPES, Reader, by_message, grouped
+from model.loading.trainer_layouts import Array, Cut, Layout
+from model.loading.weights import Described, copies_of, described, fill, module_reader, read_source, sources_of
+from model.network.llama import Llama
+from model.network.sharding import abstract_model
+from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm
+
+Names = Literal["hf", "own", "tunix", "maxtext"]
+_LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
+    "hf": lambda config, _: trainer_layouts.hugging_face(config),
+    "own": lambda config, _: trainer_layouts.own(config),
+    "tunix": lambda config, _: trainer_layouts.tunix(config),
+    "maxtext": trainer_layouts.maxtext,
+}
+_OUTER = ("params", "base", "model")  # collections and wrappers around the arrays of MaxText and Tunix
+_LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite on a chip
+_BYTES_AT_ONCE = 64 << 20  # of a NumPy array that is checked; bounds the memory of the device
+
+
+class GivenTensors:
+    """A `Checkpoint` of arrays.
+
+    Args:
+        arrays: by their names in `layout`.
+        config: of the model. What it says of quantised files does not count.
+        layout: None: they have Hugging Face's names and shapes.
+
+    Raises:
+        ValueError, on entering: arrays are missing, unexpected, mis-shaped, of a type that cannot be cast, deleted, not
+        of this host alone, not finite, or too large for bfloat16. One message lists all of them.
+    """
+
+    columns_of_a_scale = None  # nothing is quantised
+
+    def __init__(self, arrays: Mapping[str, Array], config: LlamaConfig, layout: Layout | None = None) -> None:
+        self._arrays = dict(arrays)
+        self._config = replace(config, quantized=None)
+        layout = layout or trainer_layouts.hugging_face(self._config)
+        self._shapes, self._pieces = dict(layout.shapes), dict(layout.pieces)
+        self._tensor_shapes = expected_shapes(replace(config, tie_word_embeddings=False))
+        self._have_good_values = False
+        if config.tie_word_embeddings:
+            self._tie()
+
+    def __enter__(self) -> Self:
+        self.check()
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def check(self) -> None:
+        """As on entering. Values are checked once."""
+        missing, extra = self._shapes.keys() - self._arrays.keys(), self._arrays.keys() - self._shapes.keys()
+        extra = {path for path in extra if not IGNORED.fullmatch(path)}
+        problems = [f"missing: {grouped(missing)}"] if missing else []
+        problems += [f"unexpected: {grouped(extra)}"] if extra else []
+        found = [(fault, path) for path in self._shapes.keys() - missing if (fault := self._fault(path))]
+        problems += by_message(found)
+        if not problems and not self._have_good_values and self._has_another_head():
+            problems.append(f"{self.path(HEAD.key)} differs from the embedding, and the model ties them")
+        if problems:
+            raise ValueError("the arrays are not this model's weights: " + "; ".join(problems))
+        self._have_good_values = True
+
+    def path(self, key: str) -> str:
+        """Of the array that has a tensor."""
+        return self._pieces[key].path
+
+    def used(self, path: str) -> None:
+        """Frees an array, which no later tensor needs."""
+        array = self._arrays.pop(path)
+        if isinstance(array, jax.Array):
+            array.delete()
+
+    def identities(self) -> dict[str, int]:
+        """Equal for names of the same array."""
+        return {path: id(array) for path, array in self._arrays.items()}
+
+    def read(self, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
+        """As `read_source`."""
+        tensor = self._tensor(source.key)
+        if not isinstance(tensor, jax.Array):
+            return read_source(self, source, config, num_shards, sharding)
+        if (copies := copies_of(source, config, num_shards)) == 1:
+            return moved(tensor, sharding)
+        assert isinstance(sharding, NamedSharding)
+        everywhere = moved(tensor, NamedSharding(sharding.mesh, P()))
+        return _repeated(everywhere, copies=copies, head_dim=config.head_dim, sharding=sharding)
+
+    def with_own_head(self) -> LlamaConfig:
+        """The config: a head that is tied to the embedding stays tied."""
+        return self._config
+
+    @property
+    def form(self) -> EightBit | None:
+        """None: the arrays are not quantised."""
+        return None
+
+    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
+        """Neither: the arrays are not packed."""
+        return None, None
+
+    @property
+    def activations(self) -> Activations | None:
+        """None: the arrays are not quantised."""
+        return None
+
+    @property
+    def packing(self) -> str | None:
+        """None: the arrays are not packed."""
+        return None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types of the arrays, each type once."""
+        return tuple(sorted({self._arrays[path].dtype.name for path in self._shapes}))
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._tensor_shapes[key]
+
+    def reader(self, key: str, rows: slice) -> Reader:
+        """Reads parts of a tensor that NumPy has."""
+        reader: Reader = self._tensor(key).__getitem__
+        return reader
+
+    def check_unchanged(self) -> None:
+        """Arrays do not change."""
+
+    def has_scale(self, key: str) -> bool:
+        """False: see `columns_of_a_scale`."""
+        return False
+
+    def row_scales(self, key: str) -> np.ndarray:
+        """Raises ValueError: see `columns_of_a_scale`."""
+        raise ValueError(f"{key} has no separate scales")
+
+    def input_scale(self, key: str) -> np.float32:
+        """Raises ValueError: activations are not rounded."""
+        raise ValueError(f"{key} has no scale of its inputs")
+
+    def four_bit_reader(self, name: str, key: str) -> Reader:
+        """Raises ValueError: see `in_four_bits`."""
+        raise ValueError(f"{key} is not packed")
+
+    def _tie(self) -> None:
+        """A head that is tied to the embedding need not be given, nor the embedding if the head is."""
+        embedding = self._pieces[EMBEDDING.key]
+        head = self._pieces.setdefault(HEAD.key, embedding)
+        if head.path != embedding.path and head.path not in self._arrays:
+            del self._shapes[head.path]
+            self._pieces[HEAD.key] = embedding
+        elif head.path != embedding.path and embedding.path not in self._arrays:
+            del self._shapes[embedding.path]
+            self._pieces[EMBEDDING.key] = head
+
+    def _fault(self, path: str) -> str | None:
+        """What is wrong with an array, in words that follow its name."""
+        array: Any = self._arrays[path]
+        shape = self._shapes[path]
+        if not isinstance(array, jax.Array | np.ndarray):
+            return f"is a {type(array).__name__} and no array"
+        if array.shape != shape:
+            vocab = self._config.vocab_size
+            is_of_vocab = path in (self.path(EMBEDDING.key), self.path(HEAD.key))
+            words = f": the vocabulary has {vocab} tokens" if is_of_vocab and vocab not in array.shape else ""
+            return f"has shape {array.shape}, not {shape}{words}"
+        if array.dtype.name not in DTYPES.values():
+            return f"has type {array.dtype}, not one of {', '.join(DTYPES.values())}"
+        if isinstance(array, jax.Array) and array.is_deleted():
+            return "has been deleted, as by a step to which it was donated"
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            return "has parts that other hosts hold"
+        if not self._have_good_values and not all(_is_finite(part) for part in _parts(array)):
+            return "is not finite, or too large for bfloat16"
+        return None
+
+    def _has_another_head(self) -> bool:
+        """Whether a head was given that is tied to the embedding and differs from it."""
+        if not self._config.tie_word_embeddings or self.path(HEAD.key) == self.path(EMBEDDING.key):
+            return False
+        head, embedding = (self._tensor(source.key) for source in (HEAD, EMBEDDING))
+        if isinstance(head, jax.Array) and isinstance(embedding, jax.Array):
+            return not _are_equal(moved(head, embedding.sharding), embedding)
+        both = map(_parts, (np.asarray(head), np.asarray(embedding)))
+        return not all(_are_equal(*parts) for parts in zip(*both, strict=True))
+
+    def _tensor(self, key: str) -> Array:
+        """In Hugging Face's form."""
+        piece = self._pieces[key]
+        array = self._arrays[piece.path]
+        if piece.cut == Cut() or isinstance(array, np.ndarray):
+            tensor: Array = piece.cut.of(array, piece.layer)
+            return tensor
+        return _cut_on_devices(array, piece.layer, cut=piece.cut)
+
+
+class GivenWeights:
+    """The weights of a trainer, for a model that serves or for one to be loaded, as `StoredWeights` are.
+
+    Args:
+        arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. Of a state, its
+            `nnx.Param` are the weights. Arrays may be on any devices of this process.
+        config: of the model.
+        names: whose names and shapes they have. "hf": Hugging Face's. "own": those of `Llama` on one chip. "tunix",
+            "maxtext": those of these trainers, also below "params", "base" or "model".
+        donate: deletes each array once it is no longer needed. Without it the arrays stay as they are.
+
+    Raises:
+        ValueError: `names` is none of these.
+    """
+
+    remark = None
+
+    def __init__(self, arrays: Any, config: LlamaConfig, *, names: Names = "hf", donate: bool = False) -> None:
+        if names not in _LAYOUTS:
+            raise ValueError(f"names={names!r} is not one of {', '.join(_LAYOUTS)}")
+        self.config = replace(config, quantized=None)
+        self._donate = donate
+        given = flattened(arrays) if names in ("hf", "own") else {_inner(p): x for p, x in flattened(arrays).items()}
+        self._tensors = GivenTensors(given, self.config, _LAYOUTS[names](self.config, given))
+
+    def check(self, form: Mapping[str, Any]) -> None:
+        """Raises ValueError if these are not weights of the model, with all problems, or if they cannot have this form.
+        It waits for the arrays, and changes nothing.
+
+        Args:
+            form: the arguments of `load`.
+        """
+        self._tensors.check()
+        if form["rounding"] is not None and form["rounding"].is_static:
+            raise ValueError(
+                "the inputs of the projections are rounded with scales that the checkpoint stores, and the arrays have "
+                "none: start the engine with a checkpoint that is not quantised"
+            )
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types of the arrays, each type once."""
+        return self._tensors.dtypes
+
+    def kv_ranges(self) -> None:
+        """There are none: those of 8-bit pages are measured."""
+
+    def load(
+        self,
+        *,
+        dtype: Any,
+        mesh: Mesh | None = None,
+        quantization: WeightForm | None = None,
+        rounding: Rounding | None = None,
+        for_cpu: bool = False,
+    ) -> Llama:
+        """As `StoredWeights.load`. Raises ValueError as `modules`."""
+        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
+        made = dict(self.modules(form))
+        return fill(abstract_model(self.config, **form), lambda module, _: made[module])
+
+    def modules(self, form: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
+        """The parameters of each module of the model, with its path, in the form that `load` asks for. They are in new
+        arrays, made when the module is asked for.
+
+        Raises:
+            ValueError, before the first one: as `check`.
+        """
+        self.check(form)
+        model = abstract_model(self.config, **form)
+        modules = described(model)
+        make = module_reader(model, self._tensors, self.config, form["mesh"], self._tensors.read)
+        last = self._last_users(modules)
+        for module, likes in modules.items():
+            yield module, make(module, likes)
+            for path in last.pop(module, ()) if self._donate else ():
+                self._tensors.used(path)
+
+    def _last_users(self, modules: Mapping[str, Described]) -> dict[str, list[str]]:
+        """Module -> the names of the arrays that no later one needs. The last module is that of arrays without use."""
+        identities = self._tensors.identities()
+        last: dict[int, str] = {}
+        for module, likes in modules.items():
+            last |= dict.fromkeys(
+                (identities[self._tensors.path(part.key)] for part in sources_of(module, likes)), module
+            )
+        *_, end = modules
+        users: dict[str, list[str]] = {module: [] for module in modules}
+        for path, identity in identities.items():
+            users[last.get(identity, end)].append(path)
+        return users
+
+
+def flattened(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree as `GivenWeights` takes it, by their paths: "layers.0.mlp.down.kernel"."""
+    leaves: dict[str, Any] = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, Mapping):
+            for key, child in node.items():
+                walk(child, (*path, *map(str, key if isinstance(key, tuple) else (key,))))
+        elif isinstance(node, list | tuple):
+            for key, child in enumerate(node):
+                walk(child, (*path, str(key)))
+        elif not isinstance(node, nnx.Variable):
+            leaves[".".join(path)] = node.value if isinstance(node, Partitioned) else node
+        elif isinstance(node, nnx.Param):
+            leaves[".".join(path)] = node.get_value()
+
+    walk(nnx.state(tree) if isinstance(tree, nnx.Module) else tree, ())
+    return leaves
+
+
+def _inner(path: str) -> str:
+    """The path below what a trainer may have put around its arrays."""
+    outer, _, inner = path.partition(".")
+    return _inner(inner) if outer in _OUTER and inner else path
+
+
+def moved(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """The array on the devices of `sharding`, from device to device. `jax.device_put` alone takes the values by way of
+    the host where the parts of a sharded array are to be cut in another way."""
+    here = array.sharding
+    if here.is_equivalent_to(sharding, array.ndim):
+        return array
+    if isinstance(here, NamedSharding):
+        if isinstance(sharding, NamedSharding) and [*here.mesh.devices.flat] == [*sharding.mesh.devices.flat]:
+            return _resharded(array, sharding=sharding)
+        array = _resharded(array, sharding=NamedSharding(here.mesh, P())).addressable_data(0)
+    return jax.device_put(array, sharding)
+
+
+@partial(jax.jit, static_argnames="sharding")
+def _resharded(array: jax.Array, *, sharding: Sharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, sharding)
+
+
+@partial(jax.jit, static_argnames=("copies", "head_dim", "sharding"))
+def _repeated(array: jax.Array, *, copies: int, head_dim: int, sharding: Sharding) -> jax.Array:
+    """Each head of the rows so many times."""
+    heads = array.reshape(-1, head_dim, array.shape[1])
+    repeated = jnp.repeat(heads, copies, axis=0).reshape(-1, array.shape[1])
+    return jax.lax.with_sharding_constraint(repeated, sharding)
+
+
+@partial(jax.jit, static_argnames="cut")
+def _cut_on_devices(array: jax.Array, layer: int, *, cut: Cut) -> jax.Array:
+    """One program for all layers."""
+    tensor: jax.Array = cut.of(array, layer)
+    return tensor
+
+
+@jax.jit
+def _is_finite(array: jax.Array | np.ndarray) -> jax.Array:
+    """Also in bfloat16."""
+    return jnp.all(jnp.abs(array.astype(jnp.float32)) <= _LARGEST)
+
+
+@jax.jit
+def _are_equal(one: jax.Array | np.ndarray, other: jax.Array | np.ndarray) -> jax.Array:
+    return jnp.array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+
+
+def _parts(array: Array) -> Iterator[Array]:
+    """An array of JAX whole, and one of NumPy in parts of bounded size."""
+    if isinstance(array, jax.Array):
+        yield array
+        return
+    rows = max(1, _BYTES_AT_ONCE // max(1, array[:1].nbytes))
+    for start in range(0, len(array), rows):
+        yield array[start : start + rows]

@@ -1,0 +1,251 @@
+"""A runner whose weights a trainer has replaced is one that was loaded from a checkpoint with those weights."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from batcher.change import Change
+from batcher.engine import Engine
+from batcher.request import RequestOutput
+from model.loading.given_tensors import GivenWeights
+from model.loading.weights import load_hf
+from model.network.llama import Llama
+from scripts.building.build import Built, build_runner, warm_engine
+from scripts.flags.settings import EngineSettings
+from tests.batcher.harness import make_request
+from tests.conftest import COMPILED
+from tests.model import checkpoints
+from tests.model.dense_attention import dense_logits
+from tests.model.goldens import make as make_goldens
+
+LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_pages": 16}
+PROMPTS = [list(range(5, 17)), list(range(60, 80)), [7] * 9]
+
+
+def other_tensors(variant: str, seed: int = 1) -> dict[str, np.ndarray]:
+    """Of the variant's shapes, with other values."""
+    dtype = next(iter(checkpoints.tensors(variant).values())).dtype
+    drawn = make_goldens.tensors(make_goldens.config(variant), seed)
+    return {name: values.astype(dtype) for name, values in drawn.items()}
+
+
+def write_both(folder: Path, variant: str) -> tuple[Path, Path]:
+    """Checkpoints of the variant, the second one with other weights."""
+    old, new = (checkpoints.write(folder / name, variant) for name in ("old", "new"))
+    checkpoints.write_tensors(new, other_tensors(variant))
+    return old, new
+
+
+def built(folder: Path, **settings: object) -> Built:
+    asked = EngineSettings(model=str(folder), device="cpu", compile_cache=str(COMPILED), **LIMITS, **settings)
+    return build_runner(asked, lambda line: None)
+
+
+def given(of: Built, arrays: object, **options: object) -> GivenWeights:
+    return GivenWeights(arrays, of.weights.config, **options)
+
+
+def on_device(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    return {name: jnp.array(array) for name, array in arrays.items()}
+
+
+def are_equal(one: Built, other: Built) -> bool:
+    """In the weights and the scales of K/V, with their places."""
+    pairs = zip(jax.tree.leaves(contents(one)), jax.tree.leaves(contents(other)), strict=True)
+    return all(x.dtype == y.dtype and x.sharding == y.sharding and np.array_equal(x, y) for x, y in pairs)
+
+
+def contents(of: Built) -> tuple:
+    return of.runner.weights, of.runner._kv_scales
+
+
+def bytes_of(arrays: object) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))
+
+
+def bytes_there() -> int:
+    """Of all arrays of this process."""
+    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        ("gqa2", {}),
+        ("tied", {}),
+        ("gqa2", {"dtype": "bfloat16"}),
+        ("tied", {"quantization": "int8"}),
+        ("gqa2", {"kv_cache_dtype": "int8"}),
+        ("gqa2", {"attention_backend": "reference"}),
+        ("gqa2", {"tensor_parallel_size": 2}),
+        ("tied", {"tensor_parallel_size": 4, "quantization": "int8", "kv_cache_dtype": "int8"}),
+    ],
+)
+def test_replaced_weights_are_those_of_a_start_with_them(variant, settings, tmp_path):
+    old, new = write_both(tmp_path, variant)
+    updated, expected = built(old, **settings), built(new, **settings)
+    assert not are_equal(updated, expected)
+    pages = updated.runner.state
+    for arrays in (other_tensors(variant), on_device(other_tensors(variant))):
+        updated.loader.update(given(updated, checkpoints.tensors(variant)))
+        assert are_equal(updated, built(old, **settings))
+        updated.loader.update(given(updated, arrays))
+        assert are_equal(updated, expected)
+    assert updated.runner.state is pages  # the pages are where they were
+    compiled = updated.runner.num_compiles
+    for arrays in (checkpoints.tensors(variant), on_device(other_tensors(variant))):
+        updated.loader.update(given(updated, arrays))
+    assert updated.runner.num_compiles == compiled
+    assert are_equal(updated, expected)
+
+
+def texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy answers of a started engine."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    ended = [threading.Event() for _ in prompts]
+
+    def listener(number: int) -> Callable[[RequestOutput], None]:
+        def hear(output: RequestOutput) -> None:
+            answers[number] += output.token_ids
+            if output.finish_reason is not None:
+                ended[number].set()
+
+        return hear
+
+    for number, prompt in enumerate(prompts):
+        engine.add_request(make_request(str(number), prompt, max_tokens=20, ignore_eos=True), listener(number))
+    assert all(event.wait(60) for event in ended)
+    return answers
+
+
+def greedy(model: Llama, prompt: list[int], answer: list[int]) -> list[int]:
+    """What a pass without pages chooses after the prompt and after each token of the answer but the last."""
+    logits = np.asarray(dense_logits(model, np.array(prompt + answer, np.int32)))
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_an_engine_answers_with_the_weights_that_it_was_given_between_two_steps(tmp_path):
+    """The prompts stay the same: no page of the weights before may be found again."""
+    old, new = write_both(tmp_path, "gqa2")
+    engine_of = built(old)
+    config = engine_of.weights.config
+    models = [load_hf(folder, config, dtype=jnp.float32) for folder in (old, new)]
+    engine = warm_engine(engine_of, lambda line: None)
+    engine.start()
+    try:
+        said = [texts(engine, PROMPTS)]
+        for weights in (given(engine_of, models[1], names="own"), given(engine_of, checkpoints.tensors("gqa2"))):
+            done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+            work = partial(engine_of.loader.update, weights)
+            engine.change(Change(work=work, on_done=done.put))
+            assert done.get(timeout=60) is None
+            said.append(texts(engine, PROMPTS))
+    finally:
+        engine.shutdown()
+    assert said[0] == said[2] != said[1]
+    for model, answers in zip([*models, models[0]], said, strict=True):
+        assert answers == [greedy(model, *pair) for pair in zip(PROMPTS, answers, strict=True)]
+
+
+@pytest.mark.parametrize("is_donated", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"tensor_parallel_size": 2}])
+def test_an_update_needs_room_for_one_module_more(settings, is_donated, tmp_path):
+    old, _ = write_both(tmp_path, "gqa2")
+    of = built(old, **settings)
+    of.loader.update(given(of, on_device(other_tensors("gqa2"))))  # what is compiled keeps constants
+    arrays = on_device(other_tensors("gqa2"))
+    largest, given_bytes = max(array.nbytes for array in arrays.values()), bytes_of(arrays)
+    gc.collect()
+    before, seen = bytes_there(), []
+
+    def replace(values: dict[str, jax.Array]) -> None:
+        seen.append(bytes_there())
+        place(values)
+
+    place = of.runner.replace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of.runner, "replace", replace)
+        of.loader.update(given(of, arrays, donate=is_donated))
+    gc.collect()
+    # A module and the arrays that it is made of: each of gate and up is one of the largest.
+    assert max(seen) - before <= 4 * largest
+    assert bytes_there() == before - (given_bytes if is_donated else 0)
+    if is_donated:  # as many arrays have ended as there are new ones
+        assert seen[-1] < before - given_bytes / 2
+
+
+def test_a_hundred_updates_leave_nothing_behind(tmp_path):
+    old, new = write_both(tmp_path, "tied")
+    of, expected = built(old, kv_cache_dtype="int8"), built(new, kv_cache_dtype="int8")
+    trees = [on_device(tensors) for tensors in (checkpoints.tensors("tied"), other_tensors("tied"))]
+    sizes = []
+    for number in range(100):
+        of.loader.update(given(of, trees[number % 2]))
+        if number in (1, 99):
+            gc.collect()
+            sizes.append((bytes_there(), len(jax.live_arrays())))
+    assert sizes[0] == sizes[1]
+    assert are_equal(of, expected)
+
+
+def test_arrays_that_are_refused_leave_the_weights_as_they_were(tmp_path):
+    old, _ = write_both(tmp_path, "gqa2")
+    of, expected = built(old), built(old)
+    spoilt = on_device(other_tensors("gqa2"))
+    spoilt["model.layers.2.mlp.up_proj.weight"] = spoilt["model.layers.2.mlp.up_proj.weight"].at[3, 3].set(jnp.nan)
+    for arrays, words in (
+        (spoilt, r"model\.layers\.\{2\}\.mlp\.up_proj\.weight is not finite"),
+        (dict(list(spoilt.items())[1:]), "missing: "),
+        (other_tensors("mha"), "has shape"),
+    ):
+        for is_donated in (False, True):
+            with pytest.raises(ValueError, match=words):
+                of.loader.update(given(of, arrays, donate=is_donated))
+    assert are_equal(of, expected)
+    assert not any(array.is_deleted() for array in spoilt.values())
+
+
+def test_an_array_that_ends_after_the_check_is_found_before_anything_changes(tmp_path):
+    old, _ = write_both(tmp_path, "gqa2")
+    of, expected = built(old), built(old)
+    arrays = on_device(other_tensors("gqa2"))
+    weights = given(of, arrays)
+    of.loader.check(weights)
+    arrays["model.norm.weight"].delete()
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has been deleted"):
+        of.loader.update(weights)
+    assert are_equal(of, expected)
+
+
+def test_a_fault_half_way_is_no_refusal(tmp_path, monkeypatch):
+    """An engine goes on after a ValueError, as if nothing had changed."""
+    old, _ = write_both(tmp_path, "gqa2")
+    of, replaced = built(old), []
+
+    def replace(values: dict[str, jax.Array]) -> None:
+        if len(replaced) == 3:
+            raise ValueError("a fault")
+        replaced.append(place(values))
+
+    place = of.runner.replace
+    monkeypatch.setattr(of.runner, "replace", replace)
+    with pytest.raises(RuntimeError, match="half way"):
+        of.loader.update(given(of, other_tensors("gqa2")))
+
+
+def test_a_draft_model_stays_as_it_is(tmp_path):
+    old, new = write_both(tmp_path, "gqa2")
+    config = {"method": "draft_model", "model": str(old), "num_speculative_tokens": 2}
+    updated, expected = (built(folder, speculative_config=config) for folder in (old, new))
+    updated.loader.update(given(updated, other_tensors("gqa2")))
+    assert are_equal(updated, expected)
