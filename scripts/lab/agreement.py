@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -49,8 +50,8 @@ QUESTIONS = (
 
 
 def exact_logprobs(model: Llama, batch: Rollouts) -> np.ndarray:
-    """f64[B, R], as `dense_logprobs` of a float32 model, in NumPy and float64. The angles of the rotation are float32,
-    which is how the model defines them."""
+    """f64[B, R], as `dense_logprobs` of a float32 model and rows with one answer, in NumPy and float64. The angles of
+    the rotation are float32, which is how the model defines them."""
     config = model.config
     state = {".".join(map(str, path)): value.get_value() for path, value in nnx.to_flat_state(nnx.state(model))}
     weights = {name: np.asarray(value).astype(np.float64) for name, value in state.items()}
@@ -95,7 +96,8 @@ def drawn_by(model: str, form: str, samples: int, max_tokens: int) -> tuple[Roll
     with LLM(model, device="cpu", **{"dtype": "float32", "max_model_len": 512, "seed": 1} | FORMS[form]) as llm:
         sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
         results = llm.chat([[{"role": "user", "content": text}] for text in QUESTIONS], sampling)
-        return rollouts(results), llm.stats().speculation.num_accepted_tokens
+        alone = [replace(result, outputs=(output,)) for result in results for output in result.outputs]
+        return rollouts(alone), llm.stats().speculation.num_accepted_tokens
 
 
 def parser() -> argparse.ArgumentParser:
@@ -136,13 +138,15 @@ def compare(args: argparse.Namespace) -> int:
     table = Table(columns | {"engine - float64": "8.1e", "trainer - float64": "8.1e"}, say)
     for form in args.forms:
         batch, num_accepted = drawn_by(args.model, form, args.samples, args.max_tokens)
-        drawn = batch.drawn.astype(bool)
-        trainer = np.asarray(logprobs(model, batch.tokens, batch.targets, batch.samples))[drawn].astype(np.float64)
+        drawn = batch.drawn
+        trainer = np.asarray(logprobs(model, batch.tokens, batch.targets, batch.positions, batch.samples))[
+            drawn
+        ].astype(np.float64)
         engine, exact = batch.logprobs[drawn].astype(np.float64), exact_logprobs(model, batch)[drawn]
         apart = np.abs(engine - trainer)
         kl = np.mean(np.expm1(trainer - engine) - (trainer - engine))
         errors = np.abs(engine - exact).max(), np.abs(trainer - exact).max()
-        table.row(form, batch.num_drawn, num_accepted, *map(float, (apart.max(), apart.mean(), kl, *errors)))
+        table.row(form, int(drawn.sum()), num_accepted, *map(float, (apart.max(), apart.mean(), kl, *errors)))
     return 0
 
 

@@ -3,7 +3,8 @@
     python -m scripts.lab grpo --output FOLDER
     scripts/serve --model FOLDER
 
-Group relative policy optimisation (arXiv 2402.03300) teaches the demo what its training text does not have. A group is
+Group relative policy optimisation (arXiv 2402.03300) teaches the demo to compare three numbers: its training text
+compares two. A group is
 several answers to one question. An answer's advantage is its reward less the group's mean, in standard deviations of
 the group; there is no network that estimates values. The weights go to the engine in memory after each step, and no
 program is compiled again. Answers are drawn at temperature 1, and the old policy's log-probabilities are the engine's.
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import shutil
 import time
 from collections import defaultdict
@@ -42,7 +42,7 @@ from scripts.lab.planning.plot import check_installed
 from scripts.lab.rollouts import Rollouts, dense_logprobs, rollouts
 from scripts.lab.tables import Table, say, say_head
 from scripts.llm import LLM, SamplingParams
-from scripts.offline.results import RequestOutput
+from scripts.offline.results import CompletionOutput, RequestOutput
 
 MAX_TOKENS = 32  # of an answer
 NUM_HELD_OUT = 200  # questions that training never asks
@@ -53,16 +53,21 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 class Question(NamedTuple):
-    """A question with its expected answer."""
+    """A question about numbers, the greatest of which is asked for."""
 
     text: str
-    answer: str
+    numbers: tuple[int, ...]
 
 
 def question(rng: random.Random) -> Question:
-    """A sum of three numbers. The demo's training text has sums of two."""
-    a, b, c = (rng.randrange(1, 33) for _ in range(3))
-    return Question(f"What is {a} + {b} + {c}?", f"{a + b + c}")
+    """The greatest of three numbers. The demo's training text compares two."""
+    a, b, c = numbers = tuple(rng.sample(range(100), 3))
+    return Question(f"Which is the largest of {a}, {b} and {c}?", numbers)
+
+
+def comparison(a: int, b: int) -> Question:
+    """What the demo has learned."""
+    return Question(f"Which is larger, {a} or {b}?", (a, b))
 
 
 def new_questions(rng: random.Random, never: Container[Question]) -> Iterator[Question]:
@@ -73,9 +78,11 @@ def new_questions(rng: random.Random, never: Container[Question]) -> Iterator[Qu
             yield drawn
 
 
-def reward(asked: Question, output: Any) -> float:
-    """1 if the answer has ended and its last number is the expected one, and 0 otherwise."""
-    return float(output.finish_reason == "stop" and re.findall(r"\d+", output.text)[-1:] == [asked.answer])
+def reward(asked: Question, output: CompletionOutput) -> float:
+    """1 for "57 is larger than 31." of the greatest number and another one, and 0 for everything else."""
+    greatest = max(asked.numbers)
+    right = {f"{greatest} is larger than {other}." for other in asked.numbers if other != greatest}
+    return float(output.finish_reason == "stop" and output.text in right)
 
 
 # ---- the method ----
@@ -88,22 +95,19 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def objective(
-    policy: jax.Array,  # f32[B, R], log-probabilities of the drawn tokens; 0 elsewhere
+    policy: jax.Array,  # f32[B, R], log-probabilities of the drawn tokens
     old: jax.Array,  # f32[B, R], by the policy that drew them
     reference: jax.Array,  # f32[B, R], by the policy before training
-    drawn: jax.Array,  # f32[B, R], 1 for drawn tokens
-    advantage: jax.Array,  # f32[B]
+    weights: jax.Array,  # f32[B, R], as of `Rollouts`: every answer counts the same, however long it is
+    advantage: jax.Array,  # f32[B, R], of the token's answer
     *,
     clip: float,
     kl_weight: float,
-) -> tuple[jax.Array, jax.Array]:
-    """What training maximises (equation 3), and the mean KL divergence to the reference (equation 4), in nats a token.
-    Every answer counts the same, however long it is."""
+) -> jax.Array:
+    """What training maximises (equation 3)."""
     ratio = jnp.exp(policy - old)
-    gain = jnp.minimum(ratio * advantage[:, None], jnp.clip(ratio, 1 - clip, 1 + clip) * advantage[:, None])
-    kl = divergence(policy, reference)
-    lengths = drawn.sum(axis=1)
-    return jnp.mean(jnp.sum((gain - kl_weight * kl) * drawn, axis=1) / lengths), jnp.sum(kl * drawn) / lengths.sum()
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+    return jnp.vdot(gain - kl_weight * divergence(policy, reference), weights) / jnp.sum(weights)
 
 
 def divergence(policy: jax.Array, reference: jax.Array) -> jax.Array:
@@ -130,30 +134,41 @@ class Trainer:
         return nnx.merge(self._graph, self.params)
 
     def step(self, batch: Rollouts, advantage: np.ndarray) -> tuple[float, float]:
-        """One gradient step. Returns the KL divergence to the reference before it, and the greatest difference between
-        the policy's log-probabilities and those at which the tokens were drawn."""
+        """One gradient step.
+
+        Args:
+            advantage: f32[groups, size], of the answers in the batch's rows.
+
+        Returns the KL divergence to the reference before the step, in nats a token, and the greatest difference between
+        the policy's log-probability of a drawn token and the engine's.
+        """
+        none = np.zeros((len(advantage), 1), np.float32)  # of the tokens that belong to no answer
+        of_tokens = np.take_along_axis(np.hstack([none, advantage]), np.maximum(batch.samples, 0), axis=1)
         arrays = asdict(batch)
         reference = self._logprobs(self._reference, arrays)
-        self.params, self._state, kl, off = self._step(self.params, self._state, arrays, reference, advantage)
+        self.params, self._state, kl, off = self._step(self.params, self._state, arrays, reference, of_tokens)
         return float(kl), float(off)
 
     def _logprobs_of(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        """Of the drawn tokens; 0 elsewhere."""
         model = nnx.merge(self._graph, params)
-        return dense_logprobs(model, batch["tokens"], batch["targets"], batch["samples"]) * batch["drawn"]
+        read = (batch[name] for name in ("tokens", "targets", "positions", "samples"))
+        return jnp.where(batch["weights"] > 0, dense_logprobs(model, *read), 0.0)
 
     def _step_of(
         self, params: Any, state: Any, batch: dict[str, jax.Array], reference: jax.Array, advantage: jax.Array
     ) -> tuple[Any, Any, jax.Array, jax.Array]:
-        old, drawn = batch["logprobs"], batch["drawn"]
+        old, weights = batch["logprobs"], batch["weights"]
 
-        def loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
             policy = self._logprobs_of(params, batch)
-            value, kl = objective(policy, old, reference, drawn, advantage, clip=self._clip, kl_weight=self._kl_weight)
-            return -value, (kl, jnp.abs(policy - old).max())
+            bounds = {"clip": self._clip, "kl_weight": self._kl_weight}
+            return -objective(policy, old, reference, weights, advantage, **bounds), policy
 
-        gradients, (kl, off) = jax.grad(loss, has_aux=True)(params)
+        gradients, policy = jax.grad(loss, has_aux=True)(params)
         updates, state = self._optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, kl, off
+        kl = jnp.sum(divergence(policy, reference)) / jnp.sum(weights > 0)
+        return optax.apply_updates(params, updates), state, kl, jnp.abs(policy - old).max()
 
 
 # ---- the loop ----
@@ -183,11 +198,11 @@ def train(llm: LLM, trainer: Trainer, args: argparse.Namespace, held_out: Iterab
             rewards = np.array([[reward(q, o) for o in r.outputs] for q, r in zip(asked, results, strict=True)])
         with timed(seconds, "train"):
             batch = rollouts(results)
-            kl, off = trainer.step(batch, advantages(rewards).reshape(-1))
+            kl, off = trainer.step(batch, advantages(rewards))
             jax.block_until_ready(trainer.params)
         with timed(seconds, "update"):
             llm.update_weights(trainer.params, names="own")
-        rate = batch.num_drawn / seconds["rollout"]
+        rate = batch.drawn.sum() / seconds["rollout"]
         yield Step(step=number, reward=float(rewards.mean()), kl=kl, off=off, tokens_per_s=rate, seconds=dict(seconds))
 
 
@@ -218,11 +233,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.lab grpo", description=__doc__.splitlines()[0])
     p.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the checkpoint is written there")
     p.add_argument("--model", default="demo", help="a chat model to start from (default: demo)")
-    p.add_argument("--steps", type=int, default=150)
-    p.add_argument("--num-questions", type=int, default=16, metavar="N", help="groups of a step")
+    p.add_argument("--steps", type=int, default=100)
+    p.add_argument("--num-questions", type=int, default=8, metavar="N", help="groups of a step")
     p.add_argument("--group-size", type=int, default=16, metavar="N", help="answers to each question")
-    p.add_argument("--learning-rate", type=float, default=1e-4)
-    p.add_argument("--kl-weight", type=float, default=0.02, help="beta of the paper")
+    p.add_argument("--learning-rate", type=float, default=5e-5)
+    p.add_argument("--kl-weight", type=float, default=0.04, help="beta of the paper")
     p.add_argument("--clip", type=float, default=0.2, help="epsilon of the paper")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--plot", type=local_path, metavar="FILE.png", help="reward and KL by step (matplotlib)")
@@ -245,7 +260,7 @@ def learn(args: argparse.Namespace) -> int:
     source = resolve(args.model)
     rng = random.Random(f"{args.seed}/held out")
     held_out = [question(rng) for _ in range(NUM_HELD_OUT)]
-    taught = [Question(f"What is {a} + {b}?", str(a + b)) for a, b in held_out_pairs()]  # what must not be forgotten
+    taught = [comparison(*pair) for pair in held_out_pairs()]
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate))
     say_head()
     began = time.perf_counter()
@@ -268,13 +283,15 @@ def learn(args: argparse.Namespace) -> int:
             shutil.copy(source.path / name, args.output)
     result = {
         "held_out_questions": {"before": before[0], "after": after[0]},
-        "held_out_sums_of_two": {"before": before[1], "after": after[1]},
+        "held_out_comparisons_of_two": {"before": before[1], "after": after[1]},
         "seconds": round(time.perf_counter() - began),
         "steps": [asdict(told) for told in steps],
     }
     (args.output / "grpo.json").write_text(json.dumps(result, indent=1) + "\n")
     say(f"\nright of {len(held_out)} held-out questions, greedily: {before[0]:.3f}, then {after[0]:.3f}")
-    say(f"right of {len(taught)} held-out sums of two numbers: {before[1]:.3f}, then {after[1]:.3f}")
+    say(
+        f"right of {len(taught)} comparisons of two numbers, which it had learned: {before[1]:.3f}, then {after[1]:.3f}"
+    )
     say(f"{time.perf_counter() - began:.0f} s; scripts/serve --model {args.output} serves the checkpoint")
     if args.plot is not None:
         plot(steps, args.plot)

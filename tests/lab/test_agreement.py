@@ -22,13 +22,18 @@ from tests.model.driver import TINY
 def test_the_forward_in_float64_is_the_models(tied: bool) -> None:
     model = Llama(replace(TINY, tie_word_embeddings=tied), dtype=jnp.float32, rngs=nnx.Rngs(0))
     ids = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 21)).astype(np.int32)
-    ones = np.ones((2, 20), np.float32)
+    ones = np.ones((2, 20), np.int32)
     batch = Rollouts(
-        tokens=ids[:, :-1], targets=ids[:, 1:], drawn=ones, logprobs=0 * ones, samples=ones.astype(np.int32)
+        tokens=ids[:, :-1],
+        targets=ids[:, 1:],
+        positions=np.cumsum(ones, axis=1) - 1,
+        samples=ones,
+        weights=ones / np.float32(20),
+        logprobs=np.zeros((2, 20), np.float32),
     )
     exact = agreement.exact_logprobs(model, batch)
     assert exact.dtype == np.float64
-    dense = jax.jit(dense_logprobs)(model, batch.tokens, batch.targets, batch.samples)
+    dense = jax.jit(dense_logprobs)(model, batch.tokens, batch.targets, batch.positions, batch.samples)
     np.testing.assert_allclose(dense, exact, atol=2e-5)
 
 

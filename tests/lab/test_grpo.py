@@ -18,7 +18,6 @@ from model.config import LlamaConfig
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from scripts.lab import grpo
-from scripts.lab.grpo import Question
 from scripts.lab.rollouts import WIDTH, Rollouts, dense_logprobs, rollouts
 from scripts.llm import LLM, SamplingParams
 from scripts.offline.results import CompletionOutput, RequestOutput
@@ -46,27 +45,32 @@ def result(prompt: tuple[int, ...], *outputs: CompletionOutput) -> RequestOutput
     )
 
 
-def test_rows_have_the_answers_behind_their_prompts() -> None:
-    batch = rollouts([result((1, 2, 3), output((4, 5)), output((6,))), result((7,), output((8, 9)))])
-    assert batch.tokens.shape == (3, WIDTH)
-    assert batch.tokens[:, :5].tolist() == [[1, 2, 3, 4, 0], [1, 2, 3, 0, 0], [7, 8, 0, 0, 0]]
-    assert batch.targets[:, :5].tolist() == [[2, 3, 4, 5, 0], [2, 3, 6, 0, 0], [8, 9, 0, 0, 0]]
-    assert batch.drawn[:, :5].tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [1, 1, 0, 0, 0]]
-    assert batch.samples[:, :5].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+TWO_PROMPTS = [result((1, 2, 3), output((4, 5)), output((6,))), result((7,), output((8, 9, 10, 11)))]
+
+
+def test_rows_have_all_answers_behind_their_prompt() -> None:
+    batch = rollouts(TWO_PROMPTS)
+    assert batch.tokens.shape == (2, WIDTH)
+    assert batch.tokens[:, :6].tolist() == [[1, 2, 3, 4, 3, 0], [7, 8, 9, 10, 0, 0]]
+    assert batch.targets[:, :6].tolist() == [[0, 0, 4, 5, 6, 0], [8, 9, 10, 11, 0, 0]]
+    assert batch.positions[:, :6].tolist() == [[0, 1, 2, 3, 2, 0], [0, 1, 2, 3, 0, 0]]
+    assert batch.samples[:, :6].tolist() == [[-1, -1, 1, 1, 2, 0], [1, 1, 1, 1, 0, 0]]
+    assert batch.weights[:, :6].tolist() == [[0, 0, 0.5, 0.5, 1, 0], [0.25, 0.25, 0.25, 0.25, 0, 0]]
     np.testing.assert_array_equal(batch.logprobs, -0.5 * batch.drawn)
-    assert batch.num_drawn == 5
 
 
-def test_dense_log_probabilities_are_those_of_each_row_alone() -> None:
+def test_dense_log_probabilities_are_those_of_each_answer_alone() -> None:
     model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    batch = rollouts([result((1, 2, 3), output((4, 5))), result((7,), output((8, 9, 10, 11)))])
-    found = jax.jit(dense_logprobs)(model, batch.tokens, batch.targets, batch.samples)
-    for row, length in enumerate((4, 4)):
-        logits = np.asarray(dense_logits(model, batch.tokens[row, :length]), np.float64)
-        expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-        np.testing.assert_allclose(
-            found[row, :length], expected[np.arange(length), batch.targets[row, :length]], atol=1e-5
-        )
+    batch = rollouts(TWO_PROMPTS)
+    found = jax.jit(dense_logprobs)(model, batch.tokens, batch.targets, batch.positions, batch.samples)
+    expected = []
+    for asked in TWO_PROMPTS:
+        for answer in asked.outputs:
+            ids = np.array([*asked.prompt_token_ids, *answer.token_ids])
+            logits = np.asarray(dense_logits(model, ids[:-1]), np.float64)
+            logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+            expected += list(logprobs[np.arange(len(ids) - 1), ids[1:]][len(asked.prompt_token_ids) - 1 :])
+    np.testing.assert_allclose(found[batch.drawn], expected, atol=1e-5)
 
 
 def test_advantages_are_standard_deviations_of_the_group() -> None:
@@ -81,7 +85,7 @@ def test_the_divergence_is_the_papers_and_its_mean_that_of_the_distributions() -
     np.testing.assert_allclose(per_token @ policy, np.sum(policy * np.log(policy / reference)), atol=1e-6)
 
 
-ROW = {"clip": 0.2, "kl_weight": 0.0}
+BOUNDS = {"clip": 0.2, "kl_weight": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -89,57 +93,70 @@ ROW = {"clip": 0.2, "kl_weight": 0.0}
     [(2.0, 1.0, 2.0), (2.0, 1.1, 2.2), (2.0, 1.3, 0.0), (2.0, 0.5, 1.0), (-2.0, 0.7, 0.0), (-2.0, 1.3, -2.6)],
 )
 def test_a_ratio_out_of_bounds_gains_nothing_more(advantage: float, ratio: float, slope: float) -> None:
-    old, drawn = jnp.full((1, 1), -1.0), jnp.ones((1, 1))
-
-    def gain(policy: jax.Array) -> jax.Array:
-        return grpo.objective(policy, old, old, drawn, jnp.array([advantage]), **ROW)[0]
-
-    np.testing.assert_allclose(jax.grad(gain)(old + jnp.log(ratio)), [[slope]], atol=1e-5)
+    old, one = jnp.full((1, 1), -1.0), jnp.ones((1, 1))
+    gain = jax.grad(lambda policy: grpo.objective(policy, old, old, one, one * advantage, **BOUNDS))
+    np.testing.assert_allclose(gain(old + jnp.log(ratio)), [[slope]], atol=1e-5)
 
 
 def test_every_answer_counts_the_same_and_padding_nothing() -> None:
-    drawn = jnp.array([[0.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0, 0.0]])
+    weights = jnp.array([[0.0, 0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0, 0.0]])
+    drawn = weights > 0
     policy, reference = -1.0 * drawn, -1.5 * drawn
-    given = (policy, reference, drawn, jnp.array([1.0, -1.0]))
-    slopes = jax.grad(lambda p: grpo.objective(p, *given, **ROW)[0])(policy)
-    np.testing.assert_allclose(slopes, drawn * np.array([[1 / 8], [-1 / 4]]), atol=1e-6)
-    value, kl = grpo.objective(policy, *given, clip=0.2, kl_weight=0.5)
-    a_token = np.exp(-0.5) + 0.5 - 1
-    np.testing.assert_allclose([value, kl], [-0.5 * a_token, a_token], atol=1e-6)
+    given = (policy, reference, weights, jnp.array([[1.0], [-1.0]]) * drawn)
+    slopes = jax.grad(lambda p: grpo.objective(p, *given, **BOUNDS))(policy)
+    np.testing.assert_allclose(slopes, np.array([[1 / 8], [-1 / 4]]) * drawn, atol=1e-6)
+    value = grpo.objective(policy, *given, clip=0.2, kl_weight=0.5)
+    np.testing.assert_allclose(value, -0.5 * (np.exp(-0.5) + 0.5 - 1), atol=1e-6)
 
 
-def test_a_step_prefers_the_good_answer_and_leaves_the_reference() -> None:
+def test_a_step_prefers_the_good_answers_and_leaves_the_reference() -> None:
     model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    given = rollouts([result((1, 2, 3), output((4, 5)), output((6, 7)))])
+    given = rollouts(
+        [result((1, 2, 3), output((4, 5)), output((6, 7))), result((8, 9), output((10,)), output((11, 12)))]
+    )
 
     def scores(model: Llama) -> np.ndarray:
-        found = jax.jit(dense_logprobs)(model, given.tokens, given.targets, given.samples)
-        return np.asarray(found) * given.drawn
+        found = jax.jit(dense_logprobs)(model, given.tokens, given.targets, given.positions, given.samples)
+        return np.where(given.drawn, found, 0)
+
+    def of_answers(values: np.ndarray) -> list[list[float]]:
+        return [
+            [float(row[numbers == number].sum()) for number in (1, 2)]
+            for row, numbers in zip(values, given.samples, strict=True)
+        ]
 
     before = scores(model)
     batch = replace(given, logprobs=before)
     trainer = grpo.Trainer(model, optax.sgd(0.02), clip=0.2, kl_weight=0.1)
-    advantage = np.array([1.0, -1.0], np.float32)
+    advantage = np.array([[1.0, -1.0], [-1.0, 1.0]], np.float32)
     kl, off = trainer.step(batch, advantage)
     assert (kl, off) == pytest.approx((0.0, 0.0), abs=1e-5)
-    changes = (scores(trainer.model) - before).sum(axis=1)
-    assert changes[0] - changes[1] > 1e-3
+    changes = scores(trainer.model) - before
+    (good, bad), (worse, better) = of_answers(changes)
+    assert good - bad > 1e-3 and better - worse > 1e-3
     kl, off = trainer.step(batch, advantage)
-    assert kl > 1e-7
-    assert off == pytest.approx(np.abs(scores(trainer.model) - before).max(), rel=2)
+    policy, reference = before + changes, before
+    per_token = (np.expm1(reference - policy) - (reference - policy))[given.drawn]
+    assert kl == pytest.approx(per_token.mean(), rel=1e-3)
+    assert off == pytest.approx(np.abs(changes).max(), rel=1e-3)
 
 
-def test_questions_are_new_and_answers_are_judged_by_their_last_number() -> None:
+def test_questions_are_new_and_only_a_true_sentence_is_rewarded() -> None:
     asked = grpo.question(random.Random(0))
-    assert str(eval(asked.text.removeprefix("What is ").removesuffix("?"))) == asked.answer
+    assert asked.text == "Which is the largest of {}, {} and {}?".format(*asked.numbers)
     endless = grpo.new_questions(random.Random(0), {asked})
     assert asked not in [next(endless) for _ in range(5)]
-    judged = [
-        grpo.reward(Question("What is 1 + 2 + 3?", "6"), answer)
-        for answer in (output((1,), "1 + 2 + 3 = 6."), output((1,), "6 = 1 + 2 + 3."), output((1,), "six"))
-    ]
-    assert judged == [1.0, 0.0, 0.0]
-    assert grpo.reward(Question("", "6"), output((1,), "= 6", reason="length")) == 0.0
+    asked = grpo.Question("", (31, 57, 4))
+    for text, expected in (
+        ("57 is larger than 31.", 1.0),
+        ("57 is larger than 4.", 1.0),
+        ("31 is larger than 4.", 0.0),
+        ("57 is larger than 57.", 0.0),
+        ("57 is larger than 31. 57", 0.0),
+        ("They are equal: both are 57.", 0.0),
+    ):
+        assert grpo.reward(asked, output((1,), text)) == expected
+        assert grpo.reward(asked, output((1,), text, reason="length")) == 0.0
 
 
 @pytest.mark.slow
@@ -148,7 +165,6 @@ def test_the_checkpoint_is_the_policy_that_the_engine_has_served(
 ) -> None:
     start, out = one_layer(tmp_path / "start"), tmp_path / "out"
     flags = ["--model", str(start), "--output", str(out), "--steps", "3", "--num-questions", "2", "--group-size", "4"]
-    # Rewards of a model that knows nothing are all 0; the divergence moves with the learning rate alone.
     assert grpo.main([*flags, "--learning-rate", "0.01", "--plot", str(out / "curve.png")]) == 0
     told = json.loads((out / "grpo.json").read_text())
     assert [step["step"] for step in told["steps"]] == [1, 2, 3]
@@ -156,13 +172,15 @@ def test_the_checkpoint_is_the_policy_that_the_engine_has_served(
     assert (out / "curve.png").stat().st_size > 1000
     assert "scripts/serve --model" in capsys.readouterr().out
     with LLM(str(out), device="cpu") as llm:
-        (answer,) = llm.chat([{"role": "user", "content": "What is 1 + 2 + 3?"}], SamplingParams(logprobs=0, seed=1))
+        (answer,) = llm.chat(
+            [{"role": "user", "content": "Which is the largest of 3, 57 and 31?"}], SamplingParams(logprobs=0, seed=1)
+        )
     config = LlamaConfig.from_file(out)
     assert config.checkpoint_dtype == "float32"
     batch: Rollouts = rollouts([answer])
     trained = load_hf(out, config, dtype=jnp.float32)
-    found = dense_logprobs(trained, batch.tokens, batch.targets, batch.samples) * batch.drawn
-    np.testing.assert_allclose(batch.logprobs, found, atol=1e-4)
+    found = dense_logprobs(trained, batch.tokens, batch.targets, batch.positions, batch.samples)
+    np.testing.assert_allclose(batch.logprobs[batch.drawn], found[batch.drawn], atol=1e-4)
     first = load_hf(start, LlamaConfig.from_file(start), dtype=jnp.float32)
     assert any(
         np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (first, trained))), strict=True)
