@@ -86,6 +86,7 @@ class WeightSender:
         Raises ValueError for an array of another type, and SendError if the server does not take them.
         """
         wrong = [f"{name} has {array.dtype}" for name, array in arrays.items() if str(array.dtype) not in DTYPES]
+        wrong += [f"{name} is empty" for name, array in arrays.items() if 0 in array.shape]
         if wrong:
             raise ValueError(f"arrays must be of one of {', '.join(DTYPES)}: {', '.join(wrong[:5])}")
         self._ask("/start_weight_update")

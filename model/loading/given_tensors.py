@@ -6,6 +6,7 @@ files are. All that can be wrong with them is found before the first of them is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ _LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
 }
 _OUTER = ("params", "base", "model")  # collections and wrappers around the arrays of MaxText and Tunix
 _LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite on a chip
+_LATER_LAYER = re.compile(r"layers\.[1-9]")
 _BYTES_AT_ONCE = 64 << 20  # of a NumPy array that is checked; bounds the memory of the device
 
 
@@ -146,7 +148,8 @@ class GivenTensors:
 
     def reader(self, key: str, rows: slice) -> Reader:
         """Reads parts of a tensor that NumPy has."""
-        reader: Reader = self._tensor(key).__getitem__
+        tensor: Any = self._tensor(key)
+        reader: Reader = tensor.__getitem__
         return reader
 
     def check_unchanged(self) -> None:
@@ -281,9 +284,14 @@ class GivenWeights:
         made = dict(self.modules(form))
         return fill(abstract_model(self.config, **form), lambda module, _: made[module])
 
-    def modules(self, form: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
+    def modules(
+        self, form: Mapping[str, Any], *, rehearses: bool = False
+    ) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
         """The parameters of each module of the model, with its path, in the form that `load` asks for. They are in new
         arrays, made when the module is asked for.
+
+        Args:
+            rehearses: of the layers only the first one, and no array is deleted.
 
         Raises:
             ValueError, before the first one: as `check`.
@@ -292,6 +300,9 @@ class GivenWeights:
         model = abstract_model(self.config, **form)
         modules = described(model)
         make = module_reader(model, self._tensors, self.config, form["mesh"], self._tensors.read)
+        if rehearses:
+            yield from ((m, make(m, likes)) for m, likes in modules.items() if not _LATER_LAYER.match(m))
+            return
         last = self._last_users(modules)
         for module, likes in modules.items():
             yield module, make(module, likes)

@@ -6,10 +6,10 @@ layer by layer. The giving side is `scripts.weight_sender`.
 
 from __future__ import annotations
 
-import datetime
 import math
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -24,6 +24,7 @@ from model.inputs.words import one_line
 
 ALIGNMENT = 64  # bytes, of each array in a block
 CONNECT_TIMEOUT_S = 10.0
+LOOK_S = 0.002  # between looks whether all has come
 PULL_TIMEOUT_S = 120.0
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 
@@ -69,12 +70,13 @@ class Offered(Protocol):
 def received(source: InBlock | Offered) -> dict[str, np.ndarray]:
     """The arrays by their names. The memory of the giving process is not used any more.
 
-    Raises ValueError if an array has a type that is not read, or the block is missing or too small. Raises OSError if
-    the transfer server does not give them in time.
+    Raises ValueError if an array is empty or has a type that is not read, or the block is missing or too small. Raises
+    OSError if the transfer server does not give them in time.
     """
     wrong = [f"{array.name} has type {array.dtype[:40]}" for array in source.arrays if array.dtype not in DTYPES]
+    wrong += [f"{array.name} has no numbers" for array in source.arrays if 0 in array.shape]
     if wrong:
-        raise ValueError(f"arrays must be of one of {', '.join(DTYPES)}: {', '.join(wrong[:5])}")
+        raise ValueError(f"arrays must have numbers of one of {', '.join(DTYPES)}: {', '.join(wrong[:5])}")
     return _copied(source) if isinstance(source, InBlock) else _pulled(source)
 
 
@@ -121,16 +123,25 @@ def _pulled(source: Offered) -> dict[str, np.ndarray]:
     device = jax.devices("cpu")[0]
     sharding = SingleDeviceSharding(device)
     shapes = [jax.ShapeDtypeStruct(array.shape, DTYPES[array.dtype], sharding=sharding) for array in source.arrays]
-    deadline = datetime.datetime.now() + datetime.timedelta(seconds=PULL_TIMEOUT_S)
     try:
         own = _address_towards(source.address)
         server = transfer.start_transfer_server(device.client, own, [own])
-        arrays = server.connect(source.address).pull(source.uuid, shapes, timeout=deadline)
+        arrays = server.connect(source.address).pull(source.uuid, shapes)
+        _wait_for(arrays)
         values = [np.asarray(array) for array in arrays]
     except (OSError, RuntimeError, ValueError) as error:  # it is not there, does not offer them, or has ended
         reason = one_line(str(error))[:200]
         raise OSError(f"no arrays came from {source.address[:80]!r}, uuid {source.uuid}: {reason}") from error
     return {array.name: value for array, value in zip(source.arrays, values, strict=True)}
+
+
+def _wait_for(arrays: Sequence[jax.Array]) -> None:
+    """Waits at most PULL_TIMEOUT_S. TimeoutError: JAX itself waits without end for arrays that nobody offers."""
+    deadline = time.monotonic() + PULL_TIMEOUT_S
+    while not all(array.is_ready() for array in arrays):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing has come for {PULL_TIMEOUT_S:g} s")
+        time.sleep(LOOK_S)
 
 
 def _address_towards(peer: str) -> str:

@@ -26,7 +26,7 @@ class Cut:
     scan_axis: int | None = None  # the tensor is one layer of this axis; None: there is no such axis
     factor: float = 1.0  # by which the tensor is larger
     has_pairs: bool = False  # the last axis is a head's, whose pairs for the rotation are neighbours and no halves
-    turned: tuple[int, int] | None = None  # the shape of the tensor, whose inputs come first; None: it has its shape
+    turned: tuple[int, ...] | None = None  # the shape of the tensor, whose inputs come first; None: it has its shape
 
     def of(self, array: Any, layer: Any = 0) -> Any:
         """The tensor. The array is one of JAX or of NumPy."""

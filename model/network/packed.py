@@ -74,7 +74,7 @@ def packer(planned: nnx.Module) -> Callable[[str, Mapping[str, jax.Array]], dict
 def _as_in(module: Any, name: str, value: jax.Array) -> jax.Array:
     like, method = getattr(module, name).get_value(), module.method if isinstance(module, Linear) else None
     if like.ndim == 3:
-        return jax.block_until_ready(_packed(value, method and method.rows_together()))
+        return jax.block_until_ready(_packed(value, None if method is None else method.rows_together()))
     if method is not None and method.is_turned:
         return jax.block_until_ready(_transpose(value, sharding=like.sharding))
     return value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig
+from model.inputs.words import one_line
 from scripts.building.choices import choose_kv_dtype
 from scripts.building.chosen_weights import ChosenWeights
 from scripts.building.draft import ChosenDraft
@@ -17,6 +18,7 @@ from scripts.building.model_on_chips import ModelOnChips
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
+    import jax
     import numpy as np
 
     from model.execution.runner import ModelRunner
@@ -104,9 +106,15 @@ class Loader:
                 say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
 
     def check(self, given: GivenWeights) -> None:
-        """Raises ValueError if these are not weights that `update` can take. It waits for their arrays, and changes
-        nothing."""
-        given.check(self.chips.form)
+        """Raises ValueError if these are not weights that `update` can take, or one module of them has no room. It waits
+        for their arrays, and makes the modules of one layer, so that an update compiles nothing. Steps may run meanwhile.
+        """
+        packed = self._packed()
+        try:
+            for module, values in given.modules(self.chips.form, rehearses=True):
+                packed(module, values)
+        except RuntimeError as error:
+            raise ValueError(f"the new weights cannot be made on the device: {one_line(str(error))}") from error
 
     def update(self, given: GivenWeights) -> None:
         """Gives other weights to the runner's model, with no step in flight. Each module's old arrays are deleted once
@@ -117,10 +125,8 @@ class Loader:
             ValueError: as `check`, and nothing has changed.
             RuntimeError: some modules have new weights, and others have old ones.
         """
-        from model.network.packed import packer
-
-        self.check(given)
-        packed = packer(self.chips.planned)
+        given.check(self.chips.form)
+        packed = self._packed()
         try:
             for module, values in given.modules(self.chips.form):
                 before = f"{module}." if module else ""
@@ -129,6 +135,11 @@ class Loader:
                 self.runner.replace_kv_scales(find_kv_scales(self.runner.model(), None, self.attention.spec)[0])
         except (ValueError, OSError) as error:
             raise RuntimeError("an update of the weights has failed half way") from error
+
+    def _packed(self) -> Callable[[str, Mapping[str, jax.Array]], dict[str, jax.Array]]:
+        from model.network.packed import packer
+
+        return packer(self.chips.planned)
 
     def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
         """Those of 8-bit pages that the checkpoint has. None: the pages have none, or they are to be measured."""

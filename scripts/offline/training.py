@@ -98,7 +98,7 @@ class EngineForTraining:
         version: str | None = None,
     ) -> None:
         """Replaces the weights between two steps. No later token is of the old ones, and cached prefixes are forgotten.
-        Drafts and LoRA adapters stay. Nothing is compiled.
+        Drafts and LoRA adapters stay. The engine's programs are not compiled again.
 
         Args:
             arrays: all of the model's, NumPy's or JAX's: a mapping of names, a nested one, or an `nnx.State`. Arrays

@@ -104,7 +104,7 @@ class ApiProcesses:
             number=number,
             frontend=frontend,
             replaces=replaces,
-            engines=[engine.frontends for engine in self.engines],
+            engines=[engine.commands for engine in self.engines],
             folder=self._folder,
             shared_counts=self._shared_counts,
             log_level=logger.getEffectiveLevel(),

@@ -71,7 +71,7 @@ class EngineClient(Protocol):
 class ProcessEngineClient(EngineLink):
     """Spawns the engine process and exchanges messages with it. Call `start` before use, and `stop` in any case.
 
-    The engine takes the commands of further processes at the address `frontends`.
+    The engine takes the commands of further processes at the address `commands`, too.
     """
 
     def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
@@ -84,10 +84,9 @@ class ProcessEngineClient(EngineLink):
         self._report = report
         self._stopping = False
         self._folder = folder_for_sockets()
-        names = ("commands", "events", "frontends")
-        commands, events, self.frontends = (f"ipc://{self._folder.path / name}" for name in names)
-        super().__init__(commands, events, bind_commands=True)
-        addresses = engine_process.Addresses(commands=commands, events=events, frontends=self.frontends)
+        self.commands, events = (f"ipc://{self._folder.path / name}" for name in ("commands", "events"))
+        super().__init__(self.commands, events)
+        addresses = engine_process.Addresses(commands=self.commands, events=events)
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_process.main, args=(addresses, target, engine_args, debug), name="engine"
         )
@@ -257,7 +256,7 @@ class FrontendClient(EngineLink):
 
     def __init__(self, commands: str, events: Path, frontend: int, on_load: Callable[[int], None]) -> None:
         self._address = f"ipc://{events}"
-        super().__init__(commands, self._address, bind_commands=False, frontend=frontend, on_load=on_load)
+        super().__init__(commands, self._address, frontend=frontend, on_load=on_load)
 
     async def start(self) -> wire.EngineInfo:
         """Waits until the engine is ready. Raises EngineFailedError with the reason if it dies before."""

@@ -22,6 +22,7 @@ from server.engine import wire
 
 logger = logging.getLogger("pallas_serve")
 
+RECONNECT_MS = 20  # until the engine has bound its socket
 READ_S = 0.005  # longest reading at a time: an engine that is faster than this process must not block the event loop
 
 
@@ -107,10 +108,10 @@ class Receivers:
 
 
 class EngineLink:
-    """Exchanges messages with an engine's process over two sockets, of which it binds the one for the events.
+    """Exchanges messages with an engine's process over two sockets. It binds the one for the events, and the engine the
+    one for the commands: until it has done so, commands wait here.
 
     Args:
-        bind_commands: whether this end binds the socket for the commands, too.
         frontend: the number of this process at the engine.
         on_load: called with the number of open requests whenever it may have changed.
     """
@@ -120,7 +121,6 @@ class EngineLink:
         commands: str,
         events: str,
         *,
-        bind_commands: bool,
         frontend: int = 0,
         on_load: Callable[[int], None] = lambda num_open: None,
     ) -> None:
@@ -144,7 +144,8 @@ class EngineLink:
         self._decode = msgspec.msgpack.Decoder(wire.Event).decode
         self._context = zmq.Context()
         self._commands = self._socket(zmq.PUSH, zmq.SNDHWM)
-        (self._commands.bind if bind_commands else self._commands.connect)(commands)
+        self._commands.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._commands.connect(commands)
         self.events = self._socket(zmq.PULL, zmq.RCVHWM)
         self.events.bind(events)
 
@@ -196,10 +197,7 @@ class EngineLink:
             self._send(wire.Abort(self._receivers.request_ids))
 
     def _send(self, command: wire.Command) -> None:
-        try:
-            self._commands.send(self._encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # no process is connected; if the engine has died, this will be reported
-            logger.warning("the engine process did not take a command: %s", type(command).__name__)
+        self._commands.send(self._encode(command), zmq.NOBLOCK)
 
     def on_readable(self) -> None:
         if self._read_on is None:

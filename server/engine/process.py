@@ -146,9 +146,8 @@ def load_factory(target: str) -> EngineFactory:
 class Addresses:
     """The sockets between the engine's process and the server."""
 
-    commands: str  # bound by the process that starts the engine
-    events: str  # bound by it, too
-    frontends: str  # bound by the engine, for the commands of further processes
+    commands: str  # bound by the engine
+    events: str  # bound by the process that starts the engine
 
 
 def main(addresses: Addresses, target: str, engine_args: object, debug: bool) -> None:
@@ -214,8 +213,7 @@ def _serve(
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(addresses.commands)
-    socket.bind(addresses.frontends)
+    socket.bind(addresses.commands)
     frontends: dict[int, Frontend | None] = {}  # by number; None: it has ended
     decode = msgspec.msgpack.Decoder(wire.Command).decode
     next_stats = time.monotonic()

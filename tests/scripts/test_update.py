@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from batcher.change import Change
 from batcher.engine import Engine
 from batcher.request import RequestOutput
 from model.loading.given_tensors import GivenWeights
+from model.loading.source import DEMO, DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
+from scripts.building import build
 from scripts.building.build import Built, build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from tests.batcher.harness import make_request
@@ -46,7 +49,13 @@ def write_both(folder: Path, variant: str) -> tuple[Path, Path]:
     return old, new
 
 
-def built(folder: Path, **settings: object) -> Built:
+@pytest.fixture(autouse=True)
+def has_eight_devices(monkeypatch):
+    """A start would set their number, which this process cannot change any more."""
+    monkeypatch.setattr(build, "start_jax", lambda *_, **__: "cpu")
+
+
+def built(folder: Path | str, **settings: object) -> Built:
     asked = EngineSettings(model=str(folder), device="cpu", compile_cache=str(COMPILED), **LIMITS, **settings)
     return build_runner(asked, lambda line: None)
 
@@ -227,6 +236,22 @@ def test_an_array_that_ends_after_the_check_is_found_before_anything_changes(tmp
     assert are_equal(of, expected)
 
 
+def test_a_check_compiles_what_the_update_needs(tmp_path):
+    """Steps go on meanwhile, and wait for the update only."""
+    old, new = write_both(tmp_path, "gqa2")
+    of, expected = built(old, quantization="int8"), built(new, quantization="int8")
+    jax.clear_caches()
+    trained = load_hf(new, of.weights.config, dtype=jnp.float32)
+    weights = given(of, trained, names="own", donate=True)
+    compiled = of.runner.num_compiles
+    of.loader.check(weights)
+    assert of.runner.num_compiles > compiled
+    compiled = of.runner.num_compiles
+    of.loader.update(weights)
+    assert of.runner.num_compiles == compiled
+    assert are_equal(of, expected)
+
+
 def test_a_fault_half_way_is_no_refusal(tmp_path, monkeypatch):
     """An engine goes on after a ValueError, as if nothing had changed."""
     old, _ = write_both(tmp_path, "gqa2")
@@ -243,9 +268,14 @@ def test_a_fault_half_way_is_no_refusal(tmp_path, monkeypatch):
         of.loader.update(given(of, other_tensors("gqa2")))
 
 
-def test_a_draft_model_stays_as_it_is(tmp_path):
-    old, new = write_both(tmp_path, "gqa2")
-    config = {"method": "draft_model", "model": str(old), "num_speculative_tokens": 2}
-    updated, expected = (built(folder, speculative_config=config) for folder in (old, new))
-    updated.loader.update(given(updated, other_tensors("gqa2")))
-    assert are_equal(updated, expected)
+def test_a_draft_model_stays_as_it_is():
+    config = {"method": "draft_model", "num_speculative_tokens": 2}
+    of = built(DEMO, speculative_config=config)
+    first = [np.array(array) for array in of.runner.weights]
+    arrays = load_file(DEMO_FOLDER / "model.safetensors")
+    number = of.runner.described.numbers["norm.scale"]
+    changed = {name: array * 2 if name == "model.norm.weight" else array for name, array in arrays.items()}
+    of.loader.update(given(of, changed))
+    are_same = [np.array_equal(*pair) for pair in zip(of.runner.weights, first, strict=True)]
+    assert are_same.count(False) == 1 and not are_same[number]
+    assert len(of.runner.described.numbers) < len(first)  # the others are the draft's

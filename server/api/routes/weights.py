@@ -65,7 +65,7 @@ class TransferInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Arrays that wait for one pull from a `jax.experimental.transfer` server."""
 
     address: str
-    uuid: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    uuid: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

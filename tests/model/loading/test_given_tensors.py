@@ -149,7 +149,7 @@ def test_everything_wrong_is_named_in_one_error(tmp_path):
     given[layer(1, "self_attn.k_proj")] = np.zeros((16, 64), np.float32)
     given[layer(1, "mlp.down_proj")] = np.zeros((64, 160), np.int8)
     given[layer(0, "mlp.down_proj")] = np.zeros((64, 160), np.float64)
-    given[layer(0, "self_attn.v_proj")] = [[0.0]]
+    given[layer(0, "self_attn.v_proj")] = "zeros"
     given["lm_head.weight"] = np.zeros((200, 64), np.float32)
     given["model.embed_tokens.weight"].delete()
     nan, large = (np.zeros((64, 64), np.float32) for _ in range(2))
@@ -162,7 +162,7 @@ def test_everything_wrong_is_named_in_one_error(tmp_path):
     assert "model.layers.{1}.self_attn.k_proj.weight has shape (16, 64), not (32, 64)" in message
     assert "model.layers.{1}.mlp.down_proj.weight has type int8, not one of bfloat16, float16, float32" in message
     assert "model.layers.{0}.mlp.down_proj.weight has type float64" in message
-    assert "model.layers.{0}.self_attn.v_proj.weight is a list and no array" in message
+    assert "model.layers.{0}.self_attn.v_proj.weight is a str and no array" in message
     assert "lm_head.weight has shape (200, 64), not (192, 64): the vocabulary has 192 tokens" in message
     assert "model.embed_tokens.weight has been deleted" in message
     assert "model.layers.{0,1,2}.self_attn.q_proj.weight is not finite, or too large for bfloat16" in message

@@ -39,7 +39,7 @@ class Offer:
 NAMED = (
     Named("a", "float32", (3, 5)),
     Named("b", "bfloat16", (7,)),
-    Named("empty", "float16", (0, 4)),
+    Named("d", "float16", (1, 9)),
     Named("scalar", "float16", ()),
     Named("c", "bfloat16", (2, 2, 2)),
 )
@@ -72,7 +72,7 @@ def check(found: dict[str, np.ndarray], arrays: Sequence[np.ndarray]) -> None:
 
 
 def test_arrays_lie_one_after_the_other_each_aligned():
-    assert places(NAMED) == ([0, 64, 128, 128, 192], 208)
+    assert places(NAMED) == ([0, 64, 128, 192, 256], 272)
     assert places(()) == ([], 0)
 
 
@@ -93,8 +93,8 @@ def test_what_is_wrong_with_a_block_is_said():
         large = (*NAMED, Named("large", "float32", (1 << 40,)))
         with pytest.raises(ValueError, match="and the arrays take 439"):
             received(Block(block.name, large))
-        odd = (Named("odd", "object", (1,)), Named("int", "int64", (1,)))
-        with pytest.raises(ValueError, match="float32, bfloat16, float16: odd has type object, int has type int64"):
+        odd = (Named("odd", "object", (1,)), Named("int", "int64", (1,)), Named("empty", "float32", (0, 4)))
+        with pytest.raises(ValueError, match="float16: odd has type object, int has type int64, empty has no numbers"):
             received(Block(block.name, odd))
 
 

@@ -59,7 +59,7 @@ def test_an_engine_that_cannot_change_its_weights_says_so(guarded, path):
     with guarded.http(headers=ADMIN) as http:
         refused = http.post(path, json={})
     assert refused.status_code == 400
-    words = "The weights were not changed: this engine cannot change its weights"
+    words = "The weights were not changed: this engine cannot pause or change its weights"
     assert words in refused.json()["error"]["message"]
 
 

@@ -255,7 +255,7 @@ def test_changes_of_weights_are_the_engines_affair(server):
             assert client.get("/is_sleeping").json() == {"is_sleeping": False}
             refused = client.post("/sleep")
             assert refused.status_code == 400
-            assert "cannot change its weights while it serves" in refused.json()["error"]["message"]
+            assert "cannot pause or change its weights while it serves" in refused.json()["error"]["message"]
             assert client.post("/reset_prefix_cache").status_code == 200
 
 

@@ -256,7 +256,7 @@ def test_a_process_that_comes_later_knows_the_weights(tmp_path: Path):
     async def work() -> None:
         async with engine(held_at=8) as client:
             await update(client, 5, "five")
-            other = FrontendClient(client.frontends, tmp_path / "events", 1, lambda num_open: None)
+            other = FrontendClient(client.commands, tmp_path / "events", 1, lambda num_open: None)
             await other.start()
             assert other.weight_version == "five"
             ask(client, "held")
@@ -279,7 +279,8 @@ def test_a_process_that_comes_later_knows_the_weights(tmp_path: Path):
 def test_an_engine_that_dies_answers_the_update():
     async def work() -> None:
         async with engine(deadly=(5,)) as client:
-            assert "the engine has failed" in await refusal(update(client, 5))
+            assert "the device is lost" in await refusal(update(client, 5))
+            await client.died.wait()
             for asked in (client.update_weights(BEGIN), client.pause(PauseMode.ABORT), client.resume()):
                 assert "the engine has failed" in await refusal(asked)
 
