@@ -55,9 +55,9 @@ def exact_logprobs(model: Llama, batch: Rollouts) -> np.ndarray:
     config = model.config
     state = {".".join(map(str, path)): value.get_value() for path, value in nnx.to_flat_state(nnx.state(model))}
     weights = {name: np.asarray(value).astype(np.float64) for name, value in state.items()}
-    length = batch.tokens.shape[1]
-    cos, sin = (np.asarray(x, np.float64) for x in rotation_of(config, jnp.arange(length)))  # [R, 1, H / 2]
-    causal = np.tril(np.ones((length, length), bool))
+    width = batch.tokens.shape[1]
+    cos, sin = (np.asarray(x, np.float64) for x in rotation_of(config, jnp.arange(width)))  # [R, 1, H / 2]
+    causal = np.tril(np.ones((width, width), bool))
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
@@ -65,16 +65,18 @@ def exact_logprobs(model: Llama, batch: Rollouts) -> np.ndarray:
 
     def rotated(x: np.ndarray) -> np.ndarray:  # [R, heads, H]
         first, second = np.split(x, 2, axis=-1)
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        c, s = cos[: len(x)], sin[: len(x)]
+        return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
     def row(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        length = len(tokens)
         x = weights["embedding"][tokens]
         for i in range(config.num_layers):
             qkv = norm(x, f"layers.{i}.attention_norm") @ weights[f"layers.{i}.attention.qkv.kernel"].T
             split = np.split(qkv.reshape(length, -1, dim), (heads, heads + kv_heads), axis=1)
             queries, keys = rotated(split[0]), rotated(split[1])
             keys, values = (np.repeat(part, heads // kv_heads, axis=1) for part in (keys, split[2]))
-            scores = np.where(causal, np.einsum("tnh,snh->nts", queries, keys) * dim**-0.5, -np.inf)
+            scores = np.where(causal[:length, :length], np.einsum("tnh,snh->nts", queries, keys) * dim**-0.5, -np.inf)
             shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
             shares /= shares.sum(axis=-1, keepdims=True)
             attended = np.einsum("nts,snh->tnh", shares, values).reshape(length, -1)
@@ -88,7 +90,10 @@ def exact_logprobs(model: Llama, batch: Rollouts) -> np.ndarray:
         aimed = np.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
         return aimed - greatest - np.log(np.exp(logits - greatest[:, None]).sum(axis=-1))
 
-    return np.stack([row(*both) for both in zip(batch.tokens, batch.targets, strict=True)])
+    found = np.zeros(batch.tokens.shape)
+    for number, length in enumerate((batch.samples != 0).sum(axis=1)):  # without the padding
+        found[number, :length] = row(batch.tokens[number, :length], batch.targets[number, :length])
+    return found
 
 
 def drawn_by(model: str, form: str, samples: int, max_tokens: int) -> tuple[Rollouts, int]:
@@ -105,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.lab agreement", description=__doc__.splitlines()[0])
     p.add_argument("--model", default=DEMO, help="a chat model in a folder, or a hub name (default: demo)")
     p.add_argument("--forms", nargs="+", action=EachCounts, choices=FORMS, default=list(FORMS))
-    p.add_argument("--samples", type=int, default=16, metavar="N", help="answers to each of the questions")
+    p.add_argument("--samples", type=int, default=8, metavar="N", help="answers to each of the questions")
     p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of each answer")
     add_debug_flag(p)
     return p

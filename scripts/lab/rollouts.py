@@ -13,7 +13,7 @@ from model.network.llama import Llama
 from scripts.lab.demo.trainer import SHARED, row_logits
 from scripts.offline.results import RequestOutput
 
-WIDTH = 32  # a row's length is a multiple of it: few lengths mean few programs
+WIDTH = 64  # a row's length is a multiple of it: few lengths mean few programs
 
 
 @dataclass(frozen=True, kw_only=True)
