@@ -44,6 +44,7 @@ QUESTIONS = (
     "Tell me a story about a fox.",
     "Count from 4 to 16.",
     "Which is larger, 57 or 31?",
+    "Which is the largest of 97, 41 and 66?",
     "What is the capital of Spain?",
     "Explain gravity.",
 )

@@ -3,13 +3,13 @@
     python -m scripts.lab grpo --output FOLDER
     scripts/serve --model FOLDER
 
-Group relative policy optimisation (arXiv 2402.03300) teaches the demo to compare three numbers: its training text
-compares two. A group is
-several answers to one question. An answer's advantage is its reward less the group's mean, in standard deviations of
-the group; there is no network that estimates values. The weights go to the engine in memory after each step, and no
-program is compiled again. Answers are drawn at temperature 1, and the old policy's log-probabilities are the engine's.
+Group relative policy optimisation (arXiv 2402.03300) teaches the demo to compare three numbers. Its training text
+compares two. A group is several answers to one question, drawn at temperature 1. An answer's advantage is its reward
+less the group's mean, in standard deviations of the group, so no network estimates values. The old policy's
+log-probabilities are the engine's. After each step the weights go to the engine in memory.
 
-The checkpoint is in float32: bfloat16 would round the last changes away.
+The column `off` is the greatest difference between the engine's log-probability of a drawn token and the trainer's. The
+checkpoint is in float32: bfloat16 would round the last changes away.
 """
 
 from __future__ import annotations
@@ -233,10 +233,10 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.lab grpo", description=__doc__.splitlines()[0])
     p.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the checkpoint is written there")
     p.add_argument("--model", default="demo", help="a chat model to start from (default: demo)")
-    p.add_argument("--steps", type=int, default=100)
+    p.add_argument("--steps", type=int, default=60)
     p.add_argument("--num-questions", type=int, default=8, metavar="N", help="groups of a step")
     p.add_argument("--group-size", type=int, default=16, metavar="N", help="answers to each question")
-    p.add_argument("--learning-rate", type=float, default=5e-5)
+    p.add_argument("--learning-rate", type=float, default=5e-5, help="at first; it falls to 0 by the last step")
     p.add_argument("--kl-weight", type=float, default=0.04, help="beta of the paper")
     p.add_argument("--clip", type=float, default=0.2, help="epsilon of the paper")
     p.add_argument("--seed", type=int, default=0)
@@ -257,11 +257,15 @@ def learn(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_installed()
     jax.config.update("jax_platforms", "cpu")
-    source = resolve(args.model)
+    folder = resolve(args.model).path
+    if folder is None or not folder.is_dir():
+        raise ValueError(f"--model {args.model}: a folder is needed, whose tokenizer the new checkpoint gets")
     rng = random.Random(f"{args.seed}/held out")
     held_out = [question(rng) for _ in range(NUM_HELD_OUT)]
     taught = [comparison(*pair) for pair in held_out_pairs()]
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(args.learning_rate, 0, args.steps))
+    )
     say_head()
     began = time.perf_counter()
     with LLM(args.model, device="cpu", dtype="float32", max_model_len=256, seed=args.seed) as llm:
@@ -279,8 +283,8 @@ def learn(args: argparse.Namespace) -> int:
         after = accuracy(llm, held_out), accuracy(llm, taught)
     save_hf(trainer.model, args.output, dtype=jnp.float32)
     for name in TOKENIZER_FILES:
-        if source.path is not None and (source.path / name).exists():
-            shutil.copy(source.path / name, args.output)
+        if (folder / name).exists():
+            shutil.copy(folder / name, args.output)
     result = {
         "held_out_questions": {"before": before[0], "after": after[0]},
         "held_out_comparisons_of_two": {"before": before[1], "after": after[1]},
@@ -289,9 +293,7 @@ def learn(args: argparse.Namespace) -> int:
     }
     (args.output / "grpo.json").write_text(json.dumps(result, indent=1) + "\n")
     say(f"\nright of {len(held_out)} held-out questions, greedily: {before[0]:.3f}, then {after[0]:.3f}")
-    say(
-        f"right of {len(taught)} comparisons of two numbers, which it had learned: {before[1]:.3f}, then {after[1]:.3f}"
-    )
+    say(f"right of {len(taught)} comparisons of two numbers, as learned before: {before[1]:.3f}, then {after[1]:.3f}")
     say(f"{time.perf_counter() - began:.0f} s; scripts/serve --model {args.output} serves the checkpoint")
     if args.plot is not None:
         plot(steps, args.plot)
