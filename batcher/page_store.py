@@ -53,7 +53,7 @@ class KeptPage(NamedTuple):
     """A page that an engine keeps for another one."""
 
     tokens: bytes
-    checksum: int  # zlib.crc32 of what `page` should hold
+    checksum: int  # XXH3, 64 bits, of what `page` should hold
     page: np.ndarray  # u8[page_bytes]
 
 

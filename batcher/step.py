@@ -116,7 +116,7 @@ class PackedLayout:
 MASK_BLOCK = 16  # rows of one dispatch of masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
 MAX_STAGED_ADAPTERS = 2
-MAX_PAGE_COPIES = 2  # on their way to the host at once, and as many that are staged
+MAX_PAGE_COPIES = 4  # on their way to the host at once, and as many that are staged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ from scripts.offline.arguments import (
 )
 from scripts.offline.in_process import InProcessEngineClient, LoopThread
 from scripts.offline.pending import Asked, OnAnswer, Pending, RefusedError, Sent
-from scripts.offline.results import Embedding, RequestOutput, embedding, request_output
+from scripts.offline.results import Embedding, RequestOutput, embedding
 from scripts.offline.training import EngineForTraining
 from server.app import create_app, create_state
 from server.batches.in_process import post
@@ -65,7 +66,7 @@ __all__ = ["LLM", "Embedding", "LoRARequest", "Pending", "RefusedError", "Reques
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 TOKENIZE, TOKENS = "/tokenize", "/inference/v1/generate"
-ID_PREFIXES = {COMPLETIONS: "cmpl", TOKENS: "generate-tokens"}  # of answers
+ID_PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl", TOKENS: "generate-tokens"}  # of answers
 NO_LIMIT = 1 << 30
 
 
@@ -110,6 +111,7 @@ class LLM(EngineForTraining):
         super().__init__(engine, built, client)
         # Twice the rows: the next request is waiting when one finishes.
         self.max_in_flight = 2 * engine.ladder.config.max_num_seqs
+        self._beginning = threading.Lock()
         self._pending: list[Pending] = []  # those that may not have ended
         defaults = GenerationDefaults.from_folder(source.path) if source.path else GenerationDefaults()
         server = Settings(
@@ -140,10 +142,10 @@ class LLM(EngineForTraining):
             RefusedError: the server refuses a prompt; the first one is named. Or an adapter cannot be loaded.
             ValueError: an argument has another type.
         """
+        self._check_awake()
         bodies = self._bodies(prompts, sampling_params, lora_request)
         texts = [_text_of(body) for body in bodies]
-        answers = self._answers(self._routed(bodies), use_tqdm)
-        return [request_output(answer, text) for answer, text in zip(answers, texts, strict=True)]
+        return self._begin(self._routed(bodies), texts, use_tqdm=use_tqdm).wait_or_end()
 
     def enqueue(
         self,
@@ -158,16 +160,7 @@ class LLM(EngineForTraining):
         bodies = self._bodies(prompts, sampling_params, lora_request)
         texts = [_text_of(body) for body in bodies]
         self._tokenize(bodies)
-        asked = []
-        for body, text in zip(bodies, texts, strict=True):
-            id = body.setdefault("request_id", uuid.uuid4().hex)
-            prefix = ID_PREFIXES[_route(body)]
-            own = Asked(answer_id=f"{prefix}-{id}", prompt=text, prompt_token_ids=body["prompt"], n=body.get("n") or 1)
-            asked.append(own)
-        sent = self._send(self._routed(bodies), use_tqdm=use_tqdm)
-        pending = Pending(sent, asked, self._thread, self._state.generations, self._client)
-        self._pending = [*(earlier for earlier in self._pending if not earlier.is_done), pending]
-        return pending
+        return self._begin(self._routed(bodies), texts, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -194,12 +187,13 @@ class LLM(EngineForTraining):
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
         }
+        self._check_awake()
         for_all = {name: value for name, value in fields.items() if value is not None} | _TOLD
         given = paired(conversations_of(messages), sampling_params, is_chat=True)
         bodies = [own | for_all | {"messages": conversation} for conversation, own in given]
         bodies = self._with_adapters(bodies, lora_request)
         requests = [(CHAT, body) for body in bodies]
-        return [request_output(answer) for answer in self._answers(requests, use_tqdm)]
+        return self._begin(requests, [None] * len(requests), use_tqdm=use_tqdm).wait_or_end()
 
     def embed(
         self,
@@ -217,13 +211,14 @@ class LLM(EngineForTraining):
             lora_request: as of `generate`.
             use_tqdm: shows a bar on stderr.
         """
+        self._check_awake()
         bodies = [
             own | prompt | {"encoding_format": "base64"}
             for prompt, own in paired(prompts_of(prompts, "input"), pooling_params, is_chat=False)
         ]
         bodies = self._with_adapters(bodies, lora_request)
         requests = [(EMBEDDINGS, body) for body in bodies]
-        return [embedding(answer) for answer in self._answers(requests, use_tqdm)]
+        return [embedding(answer) for answer in self._send(requests, use_tqdm=use_tqdm).wait_or_end()]
 
     def get_tokenizer(self) -> FastTokenizer:
         """The tokenizer with its chat template, as a new object of transformers."""
@@ -332,7 +327,7 @@ class LLM(EngineForTraining):
     def _tokenized(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
         names = ("prompt", "add_special_tokens")
         asked = [(TOKENIZE, {name: body[name] for name in names if name in body}) for body in bodies]
-        return self._send(asked, use_tqdm=False).wait_for_all()
+        return self._send(asked, use_tqdm=False).wait_or_end()
 
     def _set_open_limits(self, bodies: list[dict[str, Any]]) -> None:
         """Where `max_tokens` is None, as many as fit. In the API it would be 16."""
@@ -345,15 +340,39 @@ class LLM(EngineForTraining):
             num_prompt = num_prompt if kept < 0 else min(num_prompt, kept)
             body["max_tokens"] = max(1, self._client.info.max_model_len - num_prompt)
 
-    def _answers(self, requests: list[tuple[str, dict[str, Any]]], use_tqdm: bool = False) -> list[dict[str, Any]]:
-        if self.is_sleeping:
-            raise RuntimeError("this LLM sleeps: wake_up() first, or enqueue() what is to wait")
-        return self._send(requests, use_tqdm=use_tqdm).wait_for_all()
+    def _begin(
+        self, requests: list[tuple[str, dict[str, Any]]], texts: Sequence[str | None], *, use_tqdm: bool
+    ) -> Pending:
+        """Sends the requests, of which `texts` are the prompts that were given as texts."""
+        asked = []
+        for (path, body), text in zip(requests, texts, strict=True):
+            id = body.setdefault("request_id", uuid.uuid4().hex)
+            ids, params = body.get("token_ids", body.get("prompt")), body.get("sampling_params", body)
+            own = Asked(
+                answer_id=f"{ID_PREFIXES[path]}-{id}",
+                prompt=text,
+                prompt_token_ids=() if ids is None or isinstance(ids, str) else ids,
+                n=params.get("n") or 1,
+            )
+            asked.append(own)
+        sent = self._send(requests, use_tqdm=use_tqdm)
+        pending = Pending(sent, asked, self._thread, self._state.generations, self._client)
+        with self._beginning:
+            self._pending = [*(earlier for earlier in self._pending if not earlier.is_done), pending]
+        return pending
 
     def _send(self, requests: list[tuple[str, dict[str, Any]]], *, use_tqdm: bool) -> Sent:
         self._check_open()
         named = [(path, {"model": self.model_name, **body}) for path, body in requests]
-        return Sent(self._thread, lambda take: self._post_all(named, take), len(named), use_tqdm=use_tqdm)
+        return Sent(self._thread, self._post_all, named, use_tqdm=use_tqdm)
+
+    def _abort_unsent(self) -> None:
+        for pending in self._pending:
+            pending.stop()
+
+    def _check_awake(self) -> None:
+        if self.is_sleeping:
+            raise RuntimeError("this LLM sleeps: wake_up() first, or enqueue() what is to wait")
 
     def _check_open(self) -> None:
         if self._thread.is_closed:

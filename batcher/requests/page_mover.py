@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Full, Queue, SimpleQueue
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import Offloading
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
@@ -224,7 +224,7 @@ class PageMover:
         except Exception as error:
             return error
         for host, place in zip(move.save.hosts, places, strict=True):
-            host.checksum = crc32(place)
+            host.checksum = xxh3_64_intdigest(place)
             self._in_place[host.place] = host
             if self._store is not None:
                 self._ask_to_write(host, place)
@@ -278,7 +278,7 @@ class PageMover:
         if self._in_place[host.place] is not host:
             return None
         place = self._place(host)
-        if crc32(place) == host.checksum:
+        if xxh3_64_intdigest(place) == host.checksum:
             return place
         self._num_broken += 1
         self._in_place[host.place] = None

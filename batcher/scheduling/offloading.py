@@ -5,9 +5,9 @@ The prefix cache of the device ends where its pages end. Behind it are the host'
 are compared as for a page of the device.
 
 1. A stored page is saved before it is evicted. When few pages are free, the reusable pages that are evicted next are
-   saved ahead. What an admission evicts unsaved is saved in the step of the eviction, before the step writes to the
-   page. With a store every stored page is saved, so a restart finds it. At most `MAX_PAGE_COPIES` copies are on
-   their way at a time, and what there is no copy for is lost.
+   saved ahead, more at a time if more of them are missing. What an admission evicts unsaved is saved in the step of
+   the eviction, before the step writes to the page. With a store every stored page is saved, so a restart finds it. At
+   most `MAX_PAGE_COPIES` copies are on their way at a time, and what there is no copy for is lost.
 2. If the host's memory is full, the least recently used page there makes room.
 3. A request is admitted with all its pages. The stored prefix of the device comes first. Of the pages that follow,
    those that are away are loaded, if this is expected to be quicker than computing them. The row waits meanwhile, and
@@ -176,7 +176,8 @@ class OffloadedPages:
             return
         elif self._pool.num_reusable - len(self._unsaved) > max(0, self._ahead - self._pages_of_copy):
             return  # as good as all pages that are saved already are evicted before the others
-        for _ in range(min(self._pages_of_copy, len(self._unsaved))):
+        num_safe = self._pool.num_available - len(self._unsaved)  # pages that can be given without a loss
+        for _ in range(min(max(self._pages_of_copy, self._ahead - num_safe), len(self._unsaved))):
             page, (digest, tokens) = self._unsaved.popitem(last=False)
             if not self._save(page, digest, tokens):
                 self._unsaved[page] = digest, tokens

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 from flax.core.meta import Partitioned
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
@@ -217,10 +217,11 @@ class GivenTensors:
         """In Hugging Face's form."""
         piece = self._pieces[key]
         array = self._arrays[piece.path]
-        if piece.cut == Cut() or isinstance(array, np.ndarray):
-            tensor: Array = piece.cut.of(array, piece.layer)
+        if isinstance(array, np.ndarray):
+            tensor: np.ndarray = piece.cut.of(array, piece.layer)
             return tensor
-        return _cut_on_devices(array, piece.layer, cut=piece.cut)
+        array = _automatic(array)
+        return array if piece.cut == Cut() else _cut_on_devices(array, piece.layer, cut=piece.cut)
 
 
 class GivenWeights:
@@ -348,6 +349,19 @@ def _inner(path: str) -> str:
     """The path below what a trainer may have put around its arrays."""
     outer, _, inner = path.partition(".")
     return _inner(inner) if outer in _OUTER and inner else path
+
+
+def _automatic(array: jax.Array) -> jax.Array:
+    """The same array on a mesh whose axes are all automatic: programs that mix it with the engine's would not compile
+    with explicit ones."""
+    if not isinstance(array.sharding, NamedSharding):
+        return array
+    mesh = array.sharding.mesh
+    if all(kind is AxisType.Auto for kind in mesh.axis_types):
+        return array
+    sharding = NamedSharding(Mesh(mesh.devices, mesh.axis_names), array.sharding.spec)
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def moved(array: jax.Array, sharding: Sharding) -> jax.Array:

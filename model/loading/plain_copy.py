@@ -61,7 +61,7 @@ def _plain(
         copies: how often each head of a part is stored.
     """
     if kernel.ndim == 3:
-        kernel = rows_of(kernel, np.arange(sum(rows)))
+        kernel = rows_of(kernel, jnp.arange(sum(rows)))
     if groups > 1 and len(rows) > 1:
         stored = [size * times for size, times in zip(rows, copies, strict=True)]
         cut = jnp.split(kernel.reshape(groups, -1, kernel.shape[1]), np.cumsum(stored[:-1]) // groups, axis=1)

@@ -99,7 +99,7 @@ def _copied(source: InBlock) -> dict[str, np.ndarray]:
     try:
         if block.size < size:
             raise ValueError(f"the block {source.block!r} has {block.size} bytes, and the arrays take {size}")
-        copy = np.array(np.frombuffer(block.buf, np.uint8, size))
+        copy = np.ndarray((size,), np.uint8, block.buf).copy()
     finally:
         block.close()
     return {
@@ -138,7 +138,7 @@ def _pulled(source: Offered) -> dict[str, np.ndarray]:
 def _wait_for(arrays: Sequence[jax.Array]) -> None:
     """Waits at most PULL_TIMEOUT_S. TimeoutError: JAX itself waits without end for arrays that nobody offers."""
     deadline = time.monotonic() + PULL_TIMEOUT_S
-    while not all(array.is_ready() for array in arrays):
+    while not all(array.is_ready() for array in arrays):  # type: ignore[attr-defined]
         if time.monotonic() > deadline:
             raise TimeoutError(f"nothing has come for {PULL_TIMEOUT_S:g} s")
         time.sleep(LOOK_S)

@@ -1,24 +1,25 @@
 """The file of one page: what its K/V are of, a checksum of everything, and the page's bytes.
 
-    magic, format version, identity, digest, number of bytes of the tokens and of the page | tokens | CRC-32 | page
+    magic, format version, identity, digest, number of bytes of the tokens and of the page | tokens | checksum | page
 
-All numbers are little-endian.
+All numbers are little-endian. The checksum is XXH3 of 64 bits.
 """
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from enum import Enum, auto
 from hashlib import blake2b
 from struct import Struct
 from typing import Final
 
-FORMAT_VERSION: Final = 1
+from xxhash import xxh3_64_intdigest
+
+FORMAT_VERSION: Final = 2
 DIGEST_BYTES: Final = 16  # of identities, and of pages
 _MAGIC = b"kv-page\n"
 _OF_WHAT = Struct(f"<8sI{DIGEST_BYTES}s{DIGEST_BYTES}sIQ")
-_CHECKSUM = Struct("<I")
+_CHECKSUM = Struct("<Q")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +64,12 @@ class PageHead:
     def packed(self, page: memoryview) -> bytes:
         """The head of the file of this page."""
         start = self._of_what() + self.tokens
-        return start + _CHECKSUM.pack(_crc32(start, page))
+        return start + _CHECKSUM.pack(_checksum(start, page))
 
     def content(self, found: bytes | bytearray, page: memoryview) -> Content:
         """What a file holds that begins with `found`, of the head's size, and goes on with `page`."""
         start, checksum = found[: -_CHECKSUM.size], found[-_CHECKSUM.size :]
-        if checksum != _CHECKSUM.pack(_crc32(start, page)) or start[: _OF_WHAT.size] != self._of_what():
+        if checksum != _CHECKSUM.pack(_checksum(start, page)) or start[: _OF_WHAT.size] != self._of_what():
             return Content.BROKEN
         return Content.PAGE if start[_OF_WHAT.size :] == self.tokens else Content.OTHER_TOKENS
 
@@ -77,5 +78,5 @@ class PageHead:
         return _OF_WHAT.pack(_MAGIC, FORMAT_VERSION, self.identity, self.digest, len(self.tokens), self.page_bytes)
 
 
-def _crc32(start: bytes | bytearray, page: memoryview) -> int:
-    return zlib.crc32(page, zlib.crc32(start))
+def _checksum(start: bytes | bytearray, page: memoryview) -> int:
+    return xxh3_64_intdigest(page, seed=xxh3_64_intdigest(start))

@@ -106,8 +106,11 @@ class Loader:
                 say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
 
     def check(self, given: GivenWeights) -> None:
-        """Raises ValueError if these are not weights that `update` can take, or one module of them has no room. It waits
-        for their arrays, and makes the modules of one layer, so that an update compiles nothing. Steps may run meanwhile.
+        """Finds what would hinder an `update`. It waits for the arrays, and makes the modules of one layer, so that the
+        update compiles nothing. Steps may run meanwhile.
+
+        Raises:
+            ValueError: these are not weights of the model, or the device has no room to make one module of them.
         """
         packed = self._packed()
         try:

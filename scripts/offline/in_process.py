@@ -135,8 +135,8 @@ class InProcessEngineClient:
                 self._deliver(output_to_wire(news))
             elif isinstance(news, WeightVersion):
                 self.weight_version = news.version
-                for receiver in self._receivers.values():
-                    receiver.on_weight_version(news.version)
+                for open_one in self._receivers.values():
+                    open_one.on_weight_version(news.version)
             else:
                 for number, token_ids in tokens_to_wire(news).rows():
                     if (receiver := self._receivers.get(self._names[number])) is not None:

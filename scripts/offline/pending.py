@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from tqdm import tqdm
@@ -15,6 +16,7 @@ from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Choice, Generation
 
+Request = tuple[str, dict[str, Any]]
 OnAnswer = Callable[[int, int, dict[str, Any]], None]  # of the index, the status and the answer of a request
 ABORT = "abort"  # the finish reason of what was given up
 
@@ -31,23 +33,29 @@ class Sent:
     """Requests that are being answered.
 
     Args:
-        send: answers all of them, each by a call of its argument, on the thread's loop.
-        count: of the requests.
+        post_all: as `LLM.post_all`, on the thread's loop.
+        requests: (path, JSON body) of each.
     """
 
     def __init__(
-        self, thread: LoopThread, send: Callable[[OnAnswer], Coroutine[Any, Any, None]], count: int, *, use_tqdm: bool
+        self,
+        thread: LoopThread,
+        post_all: Callable[[Iterable[Request], OnAnswer], Coroutine[Any, Any, None]],
+        requests: Sequence[Request],
+        *,
+        use_tqdm: bool,
     ) -> None:
         self.answers: dict[int, dict[str, Any]] = {}  # by index
-        self._count = count
+        self.is_stopped = False  # no request is posted any more
+        self._requests = requests
         self._refused: dict[int, RefusedError] = {}
         self._thread = thread
-        self._bar = tqdm(total=count, unit="prompt", disable=not use_tqdm)
-        self._task = thread.run(_begun(self._answered(send)))
+        self._bar = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
+        self._task = thread.run(_begun(self._post(post_all)))
 
-    async def _answered(self, send: Callable[[OnAnswer], Coroutine[Any, Any, None]]) -> None:
+    async def _post(self, post_all: Callable[[Iterable[Request], OnAnswer], Coroutine[Any, Any, None]]) -> None:
         try:
-            await send(self._take)
+            await post_all(takewhile(lambda _: not self.is_stopped, self._requests), self._take)
         finally:
             self._bar.close()
 
@@ -74,14 +82,14 @@ class Sent:
             self._thread.run(_ended(self._task))
         self.check()
 
-    def wait_for_all(self) -> list[dict[str, Any]]:
+    def wait_or_end(self) -> list[dict[str, Any]]:
         """As `wait`. Returns the answers, in the order of the requests. An interrupt ends the requests, too."""
         try:
             self.wait()
         finally:
             if not self.is_done:
                 self._thread.run(self.cancel())
-        return [self.answers[index] for index in range(self._count)]
+        return [answer for _, answer in sorted(self.answers.items())]
 
     def check(self) -> None:
         """Raises what `wait` raises, if it is known already."""
@@ -117,15 +125,16 @@ class Asked:
         outputs = []
         for index, choice in enumerate(choices):
             gain = None if choice is None else choice.so_far()
+            runs = [(weight_version, 0)] if choice is None else choice.weight_versions
             output = CompletionOutput(
                 index=index,
                 text="" if gain is None else gain.text,
                 token_ids=() if gain is None else tuple(gain.token_ids),
-                finish_reason=(choice and choice.finish_reason) or end,
-                stop_reason=choice and choice.stop_reason,
+                finish_reason=(None if choice is None else choice.finish_reason) or end,
+                stop_reason=None if choice is None else choice.stop_reason,
                 logprobs=None,
                 tool_calls=(),
-                weight_versions=tuple(choice.weight_versions) if choice else ((weight_version, 0),),
+                weight_versions=tuple(run for run in runs if run[1]) or (runs[-1],),
             )
             outputs.append(output)
         return RequestOutput(
@@ -186,6 +195,17 @@ class Pending:
             self._sent.wait()
         return self.outputs()
 
+    def wait_or_end(self) -> list[RequestOutput]:
+        """As `wait`, but an interrupt ends the requests, too."""
+        try:
+            return self.wait()
+        finally:
+            self.end()
+
+    def stop(self) -> None:
+        """Those that the engine has not been given yet end, as by `abort`."""
+        self._sent.is_stopped = True
+
     def abort(self) -> list[RequestOutput]:
         """Ends those that go on. Their results have what is there, with the `finish_reason` "abort", and `outputs` and
         `wait` give the same from now on. May be called again. Errors are those of `wait`."""
@@ -204,6 +224,8 @@ class Pending:
     def _so_far(self, end: str | None = None) -> list[RequestOutput]:
         """On the loop's thread, on which tokens arrive, or after the end."""
         answers = self._sent.answers
+        if self._sent.is_done:
+            end = ABORT  # of what was stopped before it began
         return [
             request_output(answers[index], asked.prompt)
             if index in answers

@@ -1,8 +1,10 @@
 """What a training loop does with an LLM: it takes the model, gives new weights, and borrows the device's memory.
 
-model = llm.model()                                      # flax.nnx, float32, the engine's present weights
-...                                                      # steps of an optimizer on the model
-llm.update_weights(nnx.state(model), names="own")        # the next token is of these weights
+    model = llm.model()                                  # flax.nnx, float32, the engine's present weights
+    ...                                                  # steps of an optimizer on the model
+    llm.update_weights(nnx.state(model), names="own")    # the next token is of these weights
+
+These are methods of `LLM`.
 """
 
 from __future__ import annotations
@@ -144,6 +146,8 @@ class EngineForTraining:
         with self._changing:
             if mode == "wait" and self._sleep.missing and self.engine.num_live:
                 raise ValueError("wait: requests do not end while the engine sleeps: use keep or abort")
+            if mode == "abort":
+                self._abort_unsent()
             self._done(partial(self.engine.pause, PauseMode(mode), clear_cache))
             self._is_paused = True
 
@@ -187,6 +191,9 @@ class EngineForTraining:
             if missing != self._sleep.missing:
                 wake_up = partial(self._sleep.wake_up, TAGS if tags is None else tags)
                 self._change(wake_up, serves_after=not missing)
+
+    def _abort_unsent(self) -> None:
+        """Ends the requests that the engine has not been given yet."""
 
     @contextmanager
     def _paused(self, requests: Requests) -> Iterator[None]:

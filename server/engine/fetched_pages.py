@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from zlib import crc32
 
 import numpy as np
 import zmq
+from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import PageSource
 from server.engine.page_wire import CHECKSUM, INDEX, WINDOW
@@ -122,7 +122,8 @@ class FetchedPages:
         if own_tokens.bytes != tokens:
             return "a page is of other tokens"
         page[:] = np.frombuffer(own_page.buffer, np.uint8)
-        return None if crc32(page) == CHECKSUM.unpack(checksum.bytes)[0] else "a page was damaged on its way"
+        is_whole = CHECKSUM.unpack(checksum.bytes)[0] == xxh3_64_intdigest(page)
+        return None if is_whole else "a page was damaged on its way"
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

@@ -11,6 +11,6 @@ from struct import Struct
 
 TOKEN_BYTES = 16
 INDEX = Struct("<I")
-CHECKSUM = Struct("<I")
+CHECKSUM = Struct("<Q")
 MAX_ASKED_BYTES = 64  # of a frame of a question
 WINDOW = 8  # pages that are asked for ahead, so that the network is busy while a page is checked

@@ -247,8 +247,8 @@ def _serve(
                     engine.reset_prefix_cache()
                 case wire.ChangeWeights() | wire.Pause() | wire.Resume() | wire.UpdateWeights() as command:
                     if weights is None:
-                        reason = "this engine cannot pause or change its weights while it serves"
-                        sender.put(wire.Changed(reason, number=command.number))
+                        error = "this engine cannot pause or change its weights while it serves"
+                        sender.put(wire.Changed(error, number=command.number))
                     else:
                         weights.ask(command)
                 case wire.LoadAdapter() | wire.UnloadAdapter() | wire.UndoLoad() as change:

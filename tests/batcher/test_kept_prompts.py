@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from zlib import crc32
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from batcher.change import Change
 from batcher.page_store import KeptPage, NoPage, Offloading, PageSource
@@ -45,7 +45,7 @@ class Wire:
         if self.loses or not isinstance(kept, KeptPage):
             return False
         assert kept.tokens == tokens
-        assert crc32(kept.page) == kept.checksum
+        assert xxh3_64_intdigest(kept.page) == kept.checksum
         page[:] = kept.page
         self.num_pages += 1
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -66,6 +67,30 @@ def test_what_is_aborted_keeps_what_it_has(held):
     assert pending.abort() == pending.wait() == pending.outputs() == results
     assert len(llm.generate(["a"], LONG)[0].token_ids) == 40
     assert llm.stats().num_pages_used == 0
+
+
+def test_a_pause_that_aborts_ends_also_what_the_engine_was_not_given(held):
+    llm, go_on = held
+    asked = [f"{i}" for i in range(30)]
+    pending = llm.enqueue(asked, LONG)
+    llm.reached.wait(60)
+    opener = threading.Thread(target=lambda: until(lambda: llm.engine._pauses.is_paused) or go_on.set())
+    opener.start()
+    llm.pause("abort")
+    opener.join()
+    results = pending.wait()
+    assert {(result.finished, result.outputs[0].finish_reason) for result in results} == {(True, "abort")}
+    counts = [len(result.token_ids) for result in results]
+    assert 0 < max(counts[:4]) < 40 and max(counts[8:]) == 0
+    assert [result.prompt for result in results] == asked
+    llm.resume()
+    assert len(llm.generate(["a"], LONG)[0].token_ids) == 40
+    assert llm.stats().num_pages_used == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        pass
 
 
 def test_what_is_pending_at_the_end_is_aborted(held):

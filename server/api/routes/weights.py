@@ -246,8 +246,8 @@ class Weights:
         """Answered when the arrays have been copied: the sender may then use their memory again."""
         state = self._state
         info = (await self._update.read(request, state.body_limits, state.threads)).update_info
-        size = sum(map(len, (info.names, info.dtype_names, info.shapes)))
-        source = await state.threads.in_thread(size, source_of, info)
+        num_entries = len(info.names) + len(info.dtype_names) + len(info.shapes)
+        source = await state.threads.in_thread(num_entries, source_of, info)
         await self._take(UpdateStep.RECEIVE, source)
         return json_response({"message": "The weights have come.", "num_arrays": len(info.names)})
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
@@ -45,6 +45,12 @@ def spread(array: np.ndarray) -> jax.Array:
     mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("fsdp", "tp"))
     parts = P("fsdp", "tp") if array.ndim == 2 else P()
     return jax.device_put(array, NamedSharding(mesh, parts))
+
+
+def explicit(array: np.ndarray) -> jax.Array:
+    """In parts on the first four devices, in a mesh whose axes are part of the array's type."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",), axis_types=(AxisType.Explicit,))
+    return jax.device_put(array, NamedSharding(mesh, P("fsdp")))
 
 
 @contextmanager
@@ -88,14 +94,16 @@ def test_the_host_is_seen_where_parts_are_cut_in_another_way():
 
 @pytest.mark.parametrize("form", ["float32", "int8"])
 @pytest.mark.parametrize("chips", [1, 2, 4])
-def test_arrays_go_from_any_devices_to_the_chips_without_the_host(chips, form, tmp_path):
+@pytest.mark.parametrize("names", ["hf", "own"])
+def test_arrays_go_from_any_devices_to_the_chips_without_the_host(names, chips, form, tmp_path):
     """With four chips each KV head is on two of them."""
     folder = checkpoints.write(tmp_path, "gqa2")
     config = LlamaConfig.from_file(folder)
     asked = FORMS[form] | {"mesh": make_mesh(chips) if chips > 1 else None}
     expected = load_hf(folder, config, **asked)
-    for place in (whole, spread):
-        given = GivenWeights({name: place(array) for name, array in checkpoints.tensors("gqa2").items()}, config)
+    arrays = checkpoints.tensors("gqa2") if names == "hf" else flat(load_hf(folder, config, dtype="float32"))
+    for place in (whole, spread, explicit):
+        given = GivenWeights({name: place(array) for name, array in arrays.items()}, config, names=names)
         given.check(NOTHING)
         with no_host():
             model = given.load(**asked)

@@ -15,7 +15,7 @@ from model.page_files.page_file import PageIdentity
 from model.page_files.store import PageFiles
 
 PAGE_BYTES, PAGE_SIZE = 48, 4
-HEAD_BYTES = 76  # before the bytes of the page: 56 say what it is of, then 16 of tokens and 4 of the checksum
+HEAD_BYTES = 80  # before the bytes of the page: 56 say what it is of, then 16 of tokens and 8 of the checksum
 FILE_BYTES = HEAD_BYTES + PAGE_BYTES
 IDENTITY = PageIdentity(
     weights="w", draft_weights="", computation="float32", contents="K/V", layout="1 chip",

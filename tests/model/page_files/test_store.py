@@ -62,7 +62,7 @@ def test_close_ends_the_thread(tmp_path, opened):
 def test_a_file_is_its_head_its_checksum_and_the_page(tmp_path, opened):
     assert put(opened(tmp_path), 7)
     content = file_of(tmp_path, 7).read_bytes()
-    assert content[:8] == b"kv-page\n" and content[8:12] == b"\1\0\0\0"
+    assert content[:8] == b"kv-page\n" and content[8:12] == b"\2\0\0\0"
     assert content[28:44] == digest_of(7) and content[56:72] == tokens_of(7)
     assert content[HEAD_BYTES:] == page_of(7).tobytes() and len(content) == FILE_BYTES
 
@@ -134,7 +134,7 @@ def test_pages_of_another_identity_are_never_found(tmp_path, change, opened):
 
 def test_an_identity_is_a_digest_of_all_its_fields():
     expected = (
-        "1 PageIdentity(weights='w', draft_weights='', computation='float32', contents='K/V', layout='1 chip', "
+        "2 PageIdentity(weights='w', draft_weights='', computation='float32', contents='K/V', layout='1 chip', "
         "page_size=4, page_bytes=48)"
     )
     assert IDENTITY.digest() == blake2b(expected.encode(), digest_size=16).digest()

@@ -6,13 +6,13 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from zlib import crc32
 
 import numpy as np
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import KeptPage, NoPage, PageSource
 from server.engine.fetched_pages import FetchedPages
@@ -40,7 +40,7 @@ class Keeper:
         if token != TOKEN or index >= NUM_PAGES:
             return NoPage.NEVER
         page = self.pages[index]
-        return self.change(index, KeptPage(tokens_of(index), crc32(page), page))
+        return self.change(index, KeptPage(tokens_of(index), xxh3_64_intdigest(page), page))
 
     def drop_kept(self, token: bytes) -> None:
         if token == TOKEN:
@@ -154,7 +154,7 @@ def test_an_address_that_is_none_gives_nothing(address) -> None:
 def test_two_prompts_of_one_engine_do_not_mix(keeper, server, fetched) -> None:
     other = bytes(reversed(TOKEN))
     keeper.kept_page = lambda token, index: KeptPage(  # type: ignore[method-assign]
-        tokens_of(index), crc32(token * 4), np.frombuffer(token * 4, np.uint8)
+        tokens_of(index), xxh3_64_intdigest(token * 4), np.frombuffer(token * 4, np.uint8)
     )
     with closing(FetchedPages(4 * TOKEN_BYTES, silence_s=LONG_S)) as pages:
         for token in (TOKEN, other):
