@@ -46,6 +46,7 @@ from scripts.offline.results import CompletionOutput, RequestOutput
 
 MAX_TOKENS = 32  # of an answer
 NUM_HELD_OUT = 200  # questions that training never asks
+MEAN_OF = 10  # steps, in the picture
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
@@ -233,11 +234,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.lab grpo", description=__doc__.splitlines()[0])
     p.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the checkpoint is written there")
     p.add_argument("--model", default="demo", help="a chat model to start from (default: demo)")
-    p.add_argument("--steps", type=int, default=60)
-    p.add_argument("--num-questions", type=int, default=8, metavar="N", help="groups of a step")
+    p.add_argument("--steps", type=int, default=120)
+    p.add_argument("--num-questions", type=int, default=16, metavar="N", help="groups of a step")
     p.add_argument("--group-size", type=int, default=16, metavar="N", help="answers to each question")
-    p.add_argument("--learning-rate", type=float, default=5e-5, help="at first; it falls to 0 by the last step")
-    p.add_argument("--kl-weight", type=float, default=0.04, help="beta of the paper")
+    p.add_argument("--learning-rate", type=float, default=8e-5, help="at first; it falls to 0 by the last step")
+    p.add_argument("--kl-weight", type=float, default=0.02, help="beta of the paper")
     p.add_argument("--clip", type=float, default=0.2, help="epsilon of the paper")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--plot", type=local_path, metavar="FILE.png", help="reward and KL by step (matplotlib)")
@@ -301,22 +302,21 @@ def learn(args: argparse.Namespace) -> int:
 
 
 def plot(steps: Sequence[Step], path: Path) -> None:
-    """Draws the mean reward and the divergence of each step."""
+    """Draws the mean reward and the divergence of each step, and their means over MEAN_OF steps up to it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3), layout="constrained")
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    numbers = [told.step for told in steps]
-    rewards = axes.plot(numbers, [told.reward for told in steps], label="mean reward of the answers drawn")
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    right = axes.twinx()
-    kl = right.plot(numbers, [told.kl for told in steps], color="tab:orange", label="KL to the demo, nats a token")
-    right.set(ylim=(0, None))
-    axes.legend(handles=[*rewards, *kl], loc="center right", fontsize="small")
-    figure.savefig(path, dpi=110)
+    titles = {"reward": "mean reward of the answers drawn", "kl": "KL to the start, nats a token"}
+    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        values = [getattr(told, name) for told in steps]
+        means = [np.mean(values[max(0, end - MEAN_OF) : end]) for end in range(1, len(values) + 1)]
+        axes.plot([told.step for told in steps], values, linewidth=0.8, alpha=0.5, color="tab:blue")
+        axes.plot([told.step for told in steps], means, linewidth=2, color="tab:blue")
+        axes.set(xlabel="step", title=title, ylim=(0, 1 if name == "reward" else None))
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> int:
