@@ -99,7 +99,8 @@ def exact_logprobs(model: Llama, batch: Rollouts) -> np.ndarray:
 
 def drawn_by(model: str, form: str, samples: int, max_tokens: int) -> tuple[Rollouts, int]:
     """The answers of an engine in this form, and how many of their tokens were accepted drafts."""
-    with LLM(model, device="cpu", **{"dtype": "float32", "max_model_len": 512, "seed": 1} | FORMS[form]) as llm:
+    settings = {"dtype": "float32", "max_model_len": 512, "seed": 1, **FORMS[form]}
+    with LLM(model, device="cpu", **settings) as llm:
         sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
         results = llm.chat([[{"role": "user", "content": text}] for text in QUESTIONS], sampling)
         alone = [replace(result, outputs=(output,)) for result in results for output in result.outputs]

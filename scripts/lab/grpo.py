@@ -234,7 +234,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.lab grpo", description=__doc__.splitlines()[0])
     p.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the checkpoint is written there")
     p.add_argument("--model", default="demo", help="a chat model to start from (default: demo)")
-    p.add_argument("--steps", type=int, default=120)
+    p.add_argument("--steps", type=int, default=50)
     p.add_argument("--num-questions", type=int, default=16, metavar="N", help="groups of a step")
     p.add_argument("--group-size", type=int, default=16, metavar="N", help="answers to each question")
     p.add_argument("--learning-rate", type=float, default=8e-5, help="at first; it falls to 0 by the last step")
