@@ -25,6 +25,9 @@ from scripts.lab.demo.packing import PackedBatch, pack
 from scripts.lab.demo.tokenizer import SampleEncoder
 
 MASKED = -1e9
+SHARED = (
+    -1
+)  # the sample of tokens to which all later samples of their row attend, such as a prompt with several answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +69,11 @@ class Schedule:
 
 
 def packed_attention(samples: jax.Array) -> Attend:
-    """Causal attention within each sample of rows `samples` i32[B, R], for a flat row of B * R tokens."""
+    """Causal attention within each sample of rows `samples` i32[B, R] and to SHARED ones, for a flat row of B * R
+    tokens."""
     rows, length = samples.shape
     causal = jnp.tril(jnp.ones((length, length), bool))
-    same = samples[:, :, None] == samples[:, None, :]
+    same = (samples[:, :, None] == samples[:, None, :]) | (samples[:, None, :] == SHARED)
     bias = jnp.where(causal & same, 0.0, MASKED)[:, None, None]  # [B, 1, 1, R, R]
 
     def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
