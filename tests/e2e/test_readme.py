@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,13 @@ def test_offline_generation_from_python(settings, built, monkeypatch, capsys):
     assert "82" in capsys.readouterr().out
 
 
+def test_weights_of_a_trainer_in_python(settings, built, monkeypatch):
+    monkeypatch.setattr(llm, "LLM", partial(llm.LLM, device="cpu", compile_cache=settings.compile_cache, **LIMITS))
+    names: dict[str, Any] = {}
+    exec(example("llm.update_weights"), names)
+    assert len(names["group"]) == 4 and names["llm"].weight_version == "1"
+
+
 def test_a_benchmark_run(server, tmp_path):
     report = run_in(tmp_path, example("scripts.lab serving"), ("http://127.0.0.1:8000", server.url))
     assert "32 requests, closed loop, at most 8 in flight" in report
@@ -80,4 +88,4 @@ def test_what_a_readme_names_is_there(readme):
 
 
 def test_every_example_is_run_here():
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4

@@ -47,6 +47,8 @@ def judge(value: Any, *, streamed: bool = False) -> None:
     if not isinstance(value, dict):
         return
     kind = value.get("object", "")
+    if kind in SCHEMAS:
+        value = _without_abort(value)
     if kind == "text_completion":
         value = without_unknown_first(value)
         validate(COMPLETION_CHUNK if streamed else SCHEMAS[kind], value)
@@ -68,6 +70,13 @@ def _judge_list(value: dict[str, Any]) -> None:
         validate("ListModelsResponse", value)
     elif kinds == {"embedding"} and not any(isinstance(item["embedding"], str) for item in value["data"]):
         EMBEDDINGS.validate_python(value)  # which knows numbers only, and no base64
+
+
+def _without_abort(answer: dict[str, Any]) -> dict[str, Any]:
+    """What a pause of the engine has ended has vLLM's finish reason, which OpenAI's schema does not know."""
+    choices = [c | {"finish_reason": "length"} if c.get("finish_reason") == "abort" else c
+               for c in answer.get("choices", ())]  # fmt: skip
+    return answer | {"choices": choices} if choices else answer
 
 
 def without_unknown_first(completion: dict[str, Any]) -> dict[str, Any]:
