@@ -63,7 +63,7 @@ def test_the_official_client_talks_to_the_server(server, capsys):
 def test_offline_generation_from_python(settings, built, monkeypatch, capsys):
     # The same shapes as the other tests', so that no program is compiled anew.
     monkeypatch.setattr(llm, "LLM", partial(llm.LLM, device="cpu", compile_cache=settings.compile_cache, **LIMITS))
-    exec(example("from scripts.llm import LLM"), {})
+    exec(example("llm.chat"), {})
     assert "82" in capsys.readouterr().out
 
 
