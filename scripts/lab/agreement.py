@@ -35,7 +35,11 @@ FORMS: Mapping[str, Mapping[str, Any]] = {  # the engine's settings
     "bfloat16": {"dtype": "bfloat16"},
     "int8-weights": {"quantization": "int8"},
     "int8-kv": {"kv_cache_dtype": "int8"},
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "drafts": {  # which pay with few rows; programs that are yet to be compiled have none
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "max_num_seqs": 4,
+        "compile_all_first": True,
+    },
 }
 QUESTIONS = (
     "What is 47 + 35?",
