@@ -11,10 +11,18 @@ from typing import Any
 import httpx
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from safetensors.flax import load_file
 
+from model.config import LlamaConfig
+from model.loading.export import save_hf
 from model.loading.source import DEMO_FOLDER
+from model.loading.weights import load_hf
+from scripts.lab.grpo import Trainer, advantages
+from scripts.lab.rollouts import rollouts
+from scripts.offline.results import request_output
 from scripts.weight_sender import SendError, WeightSender
 from tests.e2e.conftest import ADMIN_KEY, ROOT, DemoServer, serve
 from tests.e2e.test_weights import copied, story
@@ -70,10 +78,11 @@ def server(engine_flags) -> Iterator[DemoServer]:
 
 @pytest.fixture(scope="module")
 def num_compiles(server: DemoServer, own: dict[str, jax.Array]) -> float:
-    """With those of the first update."""
+    """With those of the first update in each type."""
     with sender(server) as trainer:
+        trainer.send({name: array.astype(jnp.float32) for name, array in own.items()})
         trainer.send(own)
-        assert trainer.weight_version == "1"
+        assert trainer.weight_version == "2"
     return compiles(server)
 
 
@@ -195,6 +204,23 @@ def test_an_offer_that_nobody_made_is_refused(server, http, told):
         answer = http.post("/update_weights", json=offer)
         assert answer.status_code == 400 and address in answer.json()["error"]["message"]
     assert story(http) == told
+
+
+def test_a_step_of_grpo_over_http(server, http, tmp_path):
+    demo = load_hf(DEMO_FOLDER, LlamaConfig.from_file(DEMO_FOLDER), dtype=jnp.float32)
+    trainer = Trainer(demo, optax.adam(1e-4), clip=0.2, kl_weight=0.04)
+    body = {"messages": [{"role": "user", "content": "Which is the largest of 12, 85 and 40?"}], "n": 8, "seed": 3}
+    told = {"logprobs": True, "return_token_ids": True, "return_weight_versions": True}
+    with sender(server) as weights:
+        for number in range(3):
+            answer = http.post("/v1/chat/completions", json=body | told | {"max_tokens": 16})
+            result = request_output(answer.json())
+            rewards = np.array([[output.text.count("85") for output in result.outputs]], np.float32)
+            _, off = trainer.step(rollouts([result]), advantages(rewards))
+            assert off < 1e-4, "the server's log-probabilities are those of the trainer's weights"
+            assert number == 0 or {output.weight_version for output in result.outputs} == {f"step-{number}"}
+            save_hf(trainer.model, tmp_path / str(number), dtype=jnp.float32)
+            weights.send(load_file(tmp_path / str(number) / "model.safetensors"), f"step-{number + 1}")
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])

@@ -34,6 +34,7 @@ def output(ids: tuple[int, ...], text: str = "", reason: str = "stop", logprob: 
         finish_reason=reason,
         stop_reason=None,
         logprobs={"content": [{"logprob": logprob} for _ in ids]},
+        sampled_logprobs=None,
         tool_calls=(),
         weight_versions=(("default", len(ids)),),
     )
