@@ -1,0 +1,35 @@
+"""The instrument "weight_updates": its table from a real engine, and the memory that it sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.lab import weight_updates
+from tests.demo.one_layer import one_layer
+
+
+def test_memory_that_is_given_back_is_seen() -> None:
+    kept: list[np.ndarray] = []
+
+    def work() -> None:
+        np.ones(64 << 20, np.uint8)
+        kept.append(np.ones(16 << 20, np.uint8))
+
+    _, peak = weight_updates.measured(work)
+    assert 60 < peak < 100
+
+
+@pytest.mark.slow
+def test_a_form_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(one_layer(tmp_path / "model"))
+    assert weight_updates.main(["--model", model, "--forms", "float32", "--updates", "2"]) == 0
+    (cells,) = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| float32")]
+    assert all(float(cell) >= 0 for cell in cells[1:]) and float(cells[2]) > 0
+
+
+def test_an_update_alone_tells_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert weight_updates.main(["--updates", "1"]) == 2
+    assert "--updates 1 is not 2 or more" in capsys.readouterr().err
