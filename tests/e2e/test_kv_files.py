@@ -44,7 +44,7 @@ from tests.e2e.kv_crowd import (
 )
 from tests.e2e.kv_faults import COUNTED, DAMAGE, FAULTS, FaultyRun, disk
 
-NUM_REQUESTS = int(os.environ.get("KV_FAULTS_REQUESTS", "600"))
+NUM_REQUESTS = int(os.environ.get("KV_FAULTS_REQUESTS", "400"))
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
