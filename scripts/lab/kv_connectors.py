@@ -27,9 +27,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
-from zlib import crc32
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import KeptPage, NoPage, PageSource
 from scripts.lab.tables import Table, ratio, say, say_head
@@ -297,7 +297,7 @@ def work(pipe: Connection, num_pages: int = 0, page_bytes: int = 0) -> None:
 
         def offer_pages(number: int, index: int) -> list[tuple[tuple[int, ...], str]]:
             kept = keeper.pages[index * copies.most : (index + 1) * copies.most]
-            assert all(crc32(each.page) == each.checksum for each in kept)
+            assert all(xxh3_64_intdigest(each.page) == each.checksum for each in kept)
             copy = copies.stage([each.page for each in kept]).copy
             transfers.await_pull(number, copy)
             return [(array.shape, array.dtype.name) for array in copy]
@@ -347,7 +347,7 @@ class Keeper:
     """An engine with one prompt, of which it always keeps the pages: a `page_server.KeepingEngine`."""
 
     def __init__(self, pages: Sequence[np.ndarray]) -> None:
-        self.pages = [KeptPage(TOKENS, crc32(page), page) for page in pages]
+        self.pages = [KeptPage(TOKENS, xxh3_64_intdigest(page), page) for page in pages]
 
     def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
         """See `Engine`."""

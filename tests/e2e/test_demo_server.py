@@ -68,7 +68,7 @@ def test_a_seed_gives_the_same_story_twice_and_another_seed_another(server):
 def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
     from scripts import llm
 
-    monkeypatch.setattr(llm, "build", lambda settings, report, tokenizer, **_: (built.engine(), built.info, None))
+    monkeypatch.setattr(llm, "build", lambda settings, report, tokenizer, **_: (built.engine(), built, None))
     prompts = [f"What is {a} + {b}?" for a, b in ((12, 30), (7, 8), (51, 44))]
     with llm.LLM("demo") as offline:
         results = offline.chat([[{"role": "user", "content": prompt}] for prompt in prompts], {"temperature": 0})
@@ -84,7 +84,7 @@ def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
 def test_an_offline_chat_has_its_tool_calls(built, monkeypatch):
     from scripts import llm
 
-    monkeypatch.setattr(llm, "build", lambda settings, report, tokenizer, **_: (built.engine(), built.info, None))
+    monkeypatch.setattr(llm, "build", lambda settings, report, tokenizer, **_: (built.engine(), built, None))
     expression = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
     calculator = {"name": "calculator", "description": "Evaluates an expression.", "parameters": expression}
     messages = [{"role": "user", "content": "What is 347 * 21?"}]

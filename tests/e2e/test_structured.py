@@ -231,7 +231,7 @@ def test_offline_and_batch_files_take_the_same_fields(built, monkeypatch):
     def build(settings, report, tokenizer, **_):
         size, ends = built.info.vocab_size, built.eos_token_ids
         grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
-        return built.engine(grammars=grammars), built.info, None
+        return built.engine(grammars=grammars), built, None
 
     monkeypatch.setattr(llm, "build", build)
     with llm.LLM("demo") as offline:
