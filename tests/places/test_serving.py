@@ -53,6 +53,10 @@ def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):
         ):
             reloaded = http.post("/admin/reload", json={"model": model})
             assert reloaded.status_code == code and words in reloaded.text
+        assert http.post("/start_weight_update").status_code == 200
+        assert http.post("/update_weights", json={"update_info": {"path": url}}).status_code == 200
+        assert http.post("/finish_weight_update", json={"weight_version": "of a bucket"}).status_code == 200
+        assert http.get("/get_weight_version").json() == {"weight_version": "of a bucket"}
         assert http.post("/v1/completions", json={"model": url, **PROMPT}).json()["choices"] == answer["choices"]
     kept = store.names("results", "programs/")
     assert any(name.endswith("-cache") for name in kept) and any(name.endswith(".stablehlo") for name in kept)
