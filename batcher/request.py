@@ -37,8 +37,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: of the sampled token and the n most likely ones, n <= MAX_LOGPROBS
-    # Of each token under the distribution that it was drawn from, whatever `logprobs` are. A greedy token is not drawn
-    # from one: its own is the distribution before the temperature.
+    # Returns each token's log-probability under the distribution that it was drawn from. For greedy tokens it is the
+    # distribution before the temperature. `logprobs` are not affected.
     sampled_logprobs: bool = False
     prompt_logprobs: int | None = None  # likewise for each prompt token except the first; bypasses the prefix cache
     allowed_token_ids: tuple[int, ...] | None = None  # None: all; no other token can be drawn

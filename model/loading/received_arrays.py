@@ -141,7 +141,8 @@ def _pulled(source: Offered) -> dict[str, np.ndarray]:
 
 
 def _wait_for(arrays: Sequence[jax.Array]) -> None:
-    """Waits at most PULL_TIMEOUT_S. TimeoutError: JAX itself waits without end for arrays that nobody offers."""
+    """Waits for all arrays. JAX has no time limit for those that nobody offers. Raises TimeoutError after
+    PULL_TIMEOUT_S."""
     deadline = time.monotonic() + PULL_TIMEOUT_S
     while not all(array.is_ready() for array in arrays):  # type: ignore[attr-defined]
         if time.monotonic() > deadline:
