@@ -76,6 +76,10 @@ class Capacity:
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
 
+    @property
+    def pages_of_small_copy(self) -> int:
+        return pages_of_small_copy(self.pages_of_copy)
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
@@ -116,7 +120,13 @@ class PackedLayout:
 MASK_BLOCK = 16  # rows of one dispatch of masks
 PATCH_BLOCK = 4096  # (index, value) pairs of one patch-only dispatch
 MAX_STAGED_ADAPTERS = 2
+SMALL_COPIES = 8  # have as many pages as a large one
 MAX_PAGE_COPIES = 4  # on their way to the host at once, and as many that are staged
+
+
+def pages_of_small_copy(most: int) -> int:
+    """The most pages of a copy that costs less than one of `most` pages, the most that a copy can have."""
+    return max(1, most // SMALL_COPIES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

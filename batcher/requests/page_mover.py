@@ -20,6 +20,7 @@ from batcher.page_store import Offloading
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.step import MAX_PAGE_COPIES, Capacity, PagesRead, Runner, StagedPages
 
+SMALL_LOAD = 2  # of the largest copies; loads up to it have small ones
 MAX_UNWRITTEN = 64  # pages that wait to be written to the store; more are not written
 
 
@@ -46,10 +47,11 @@ class _Save(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """A copy of a load: `load.away[start:start + pages_of_copy]`, or as many as there are."""
+    """A copy of a load: `load.away[start:stop]`."""
 
     load: PageLoad
     start: int
+    stop: int
     read: np.ndarray | None = None  # u8[pages_of_copy, page_bytes], with the pages that are not in the host's memory
     num_read: int = 0  # the first pages of the copy, after which one is lost
 
@@ -84,6 +86,7 @@ class PageMover:
     ) -> None:
         self._runner = runner
         self._pages_of_copy, self._page_bytes = capacity.pages_of_copy, capacity.page_bytes
+        self._pages_of_small_copy = capacity.pages_of_small_copy
         self._num_pages = num_pages
         self._memory: np.ndarray | None = None  # u8[num_pages, page_bytes], made at the first move
         self._in_place: list[HostPage | None] = [None] * num_pages
@@ -110,8 +113,8 @@ class PageMover:
             elif move.from_store:
                 self._to_read.put(move)
             else:
-                for start in range(0, len(move.away), self._pages_of_copy):
-                    self._moves.put(_Load(move, start))
+                for start, stop in self._copies_of(move):
+                    self._moves.put(_Load(move, start, stop))
 
     def took(self, moved: Moved) -> None:
         """What `on_moved` got has been used, or is not needed."""
@@ -192,15 +195,21 @@ class PageMover:
 
     def _serve(self, queue: _Queue) -> None:
         try:
-            if queue is self._to_read:
-                for _ in range(2):
-                    buffer = self._new_buffer()
-                    buffer.fill(0)  # the first write to memory is slow, and the first request waits for its pages
-                    self._buffers.put(buffer)
+            self._touch_memory(queue)
             while (work := queue.get()) is not None and not self._is_closed:
                 self._do(work)
         except Exception as error:
             self._on_failure(error)
+
+    def _touch_memory(self, queue: _Queue) -> None:
+        """Writes to the memory that the thread works in. The first write is slow, and a request would wait for it."""
+        if queue is self._to_read:
+            for _ in range(2):
+                buffer = self._new_buffer()
+                buffer.fill(0)
+                self._buffers.put(buffer)
+        elif queue is self._moves:
+            self._staged(list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8)))
 
     # --- the work ---
 
@@ -238,7 +247,7 @@ class PageMover:
 
     def _stage(self, move: _Load) -> None:
         """Stages the pages of a copy, up to the first one that is lost, which ends the load."""
-        load, stop = move.load, min(move.start + self._pages_of_copy, len(move.load.away))
+        load, stop = move.load, move.stop
         if load.is_wanted and not load.is_cut:
             self._may_stage.acquire()  # `took` releases it
             if self._is_closed:
@@ -284,9 +293,16 @@ class PageMover:
         self._in_place[host.place] = None
         return None
 
+    def _copies_of(self, load: PageLoad) -> list[tuple[int, int]]:
+        """Where its copies begin and end. A few large ones would take the stages of a load one after the other; small
+        ones are read, staged and written at the same time. A step writes few of them, so long loads have large ones."""
+        count = len(load.away)
+        size = self._pages_of_small_copy if count <= SMALL_LOAD * self._pages_of_copy else self._pages_of_copy
+        return [(start, min(start + size, count)) for start in range(0, count, size)]
+
     def _read(self, load: PageLoad) -> None:
         """Reads the pages of the store and of other engines, copy by copy, up to the first one that is lost."""
-        for start in range(0, len(load.away), self._pages_of_copy):
+        for start, stop in self._copies_of(load):
             # While one copy is read, the one before it is staged.
             read = self._buffers.get() if self._threads else self._new_buffer()
             if read is None:  # the end
@@ -294,10 +310,10 @@ class PageMover:
             if not load.is_wanted:
                 self._give_back(read)
                 return
-            pages = load.away[start : start + self._pages_of_copy]
+            pages = load.away[start:stop]
             into = zip(pages, read, strict=False)
             num_read = next((i for i, (p, to) in enumerate(into) if not (p.host or self._is_read(p, to))), len(pages))
-            self._moves.put(_Load(load, start, read, num_read))
+            self._moves.put(_Load(load, start, stop, read, num_read))
             if num_read < len(pages):
                 return
 

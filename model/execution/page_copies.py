@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from batcher.step import pages_of_small_copy
 from model.compiling.traced_programs import Program
 from model.execution.adapter_slots import bytes_of
 from model.execution.host_copy import HostCopy, Index, ranges
@@ -44,7 +45,7 @@ def pages_of_copy(page: int) -> int:
 class PageCopies:
     """The forms of the copies of a runner's pages, and the programs that make and take them.
 
-    There are two sizes, the largest and an eighth of it. A copy is sent as a whole, padded. With one size a single page
+    There are two sizes, large and small copies. A copy is sent as a whole, padded. With one size a single page
     would take as long as the most, and each further size is two more programs to compile.
 
     Args:
@@ -57,7 +58,7 @@ class PageCopies:
         self.page_bytes = sum(like.size * like.dtype.itemsize for like in one)
         self.contents = str([(like.shape[1:], like.dtype.name) for like in one])  # of a page's bytes
         self.most = pages_of_copy(bytes_of(one))
-        self._forms = {size: _described(state, size, kv_axis) for size in {max(1, self.most // 8), self.most}}
+        self._forms = {size: _described(state, size, kv_axis) for size in {pages_of_small_copy(self.most), self.most}}
         self._state = state
         self._kv_axis = kv_axis
         self._num_pages = state.kv[0].shape[kv_axis]
