@@ -1,7 +1,7 @@
 // Inputs rounded to int8, to nearest even, as `model/network/eight_bit.py` does: each row with a scale of its own,
 // or all with a stored one.
 #pragma once
-#include "vectors.h"
+#include "ffi.h"
 
 typedef struct {
   const void* inputs;   // [rows, depth]
@@ -10,7 +10,7 @@ typedef struct {
   float* scales;        // [rows]; not a number, or infinite, if an input of the row is
   int32_t* sums;        // [rows], of the rounded inputs
   enum Kind kind;       // of the inputs
-  int64_t rows, depth;
+  int64_t rows, depth, rows_of_part;
 } Rounding;
 
 enum { ROWS_OF_ROUNDING = 16, LARGEST = 127 };
@@ -55,11 +55,15 @@ INLINE void round_row(const Rounding* r, int64_t row, const enum Kind kind) {
   r->scales[row] = !r->stored ? largest * (1.0f / LARGEST) : largest == largest ? *r->stored : largest;
 }
 
-static void round_rows(const void* rounding, int64_t part) {
+static void round_part(const void* rounding, int64_t part) {
   const Rounding* r = rounding;
-  int64_t first = part * ROWS_OF_ROUNDING, end = first + ROWS_OF_ROUNDING;
+  int64_t first = part * r->rows_of_part, end = first + r->rows_of_part;
   for (int64_t row = first; row < end && row < r->rows; row++) switch (r->kind) {
       case BFLOAT16: round_row(r, row, BFLOAT16); break;
       default: round_row(r, row, FLOAT32);
     }
+}
+
+static void round_all(XLA_FFI_CallFrame* frame, const Rounding* r) {
+  in_parallel(frame, (r->rows + r->rows_of_part - 1) / r->rows_of_part, round_part, r);
 }
