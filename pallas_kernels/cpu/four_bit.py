@@ -1,7 +1,7 @@
 """Products with packed kernels in 4 bits, in C.
 
-A weight is stored as q, 0 to 15. With a scale alone it is (q - 8) * scale; with an offset, q * scale - offset. Scales and
-offsets are of an output and a group of inputs: float32, float16 or bfloat16, or uint8 in units of their own. Whatever a
+A weight is stored as q, 0 to 15. With a scale alone it is (q - 8) * scale; with an offset, q * scale - offset. Scales
+and offsets are of an output and a group of inputs: float32, float16 or bfloat16, or uint8 in units of their own. What a
 checkpoint has is kept as it is, and becomes float32 inside the product.
 
 Shape legend: `T` tokens, `G` groups of inputs of an output, `U` units, of one or several groups.
@@ -23,9 +23,9 @@ from pallas_kernels.cpu.products import PANEL
 
 QUAD = 4  # inputs whose weights are next to each other (four_bit.c)
 MIDDLE = 8  # is stored for a weight of 0
-BLOCKS = (32, 16)  # inputs that are summed before they are scaled
+BLOCK = 32  # inputs that are summed before they are scaled
 FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
-TESTED = ((1, 48, 32), (13, 288, 96))  # rows, inputs and outputs of the self-test's products
+TESTED = ((1, 64, 32), (13, 288, 96))  # rows, inputs and outputs of the self-test's products
 TOLERANCE = 1e-5  # of the self-test, of the sum of the products' magnitudes
 # What the self-test's weights have, as arguments of `multiply`.
 FORMS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def can_pack(shape: tuple[int, ...], group: int) -> bool:
     """Whether a kernel [out, in] with groups of so many inputs has a packed form."""
-    return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % group == 0 and group % BLOCKS[-1] == 0
+    return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % group == 0 and group % BLOCK == 0
 
 
 @jax.jit
@@ -74,8 +74,8 @@ def multiply(
         scale: [out / PANEL, G, PANEL]; of uint8, it is in units of `scale_unit`.
         offset: likewise; of uint8 without a unit, it is in units of the scale: a zero point, 0 to 15.
         scale_unit, offset_unit: [out / PANEL, U, PANEL]. U divides G.
-        round_inputs: to int8, each block of 32 inputs (of 16, if that is what divides a group) with a scale of its own.
-            Sums of a block are then exact. Otherwise the weights are widened to float32.
+        round_inputs: to int8, each block of 32 inputs with a scale of its own. Sums of a block are then exact.
+            Otherwise the weights are widened to float32.
         out_dtype: float32 or bfloat16.
 
     Raises:
@@ -87,14 +87,12 @@ def multiply(
     _check("scale", scale, scale_unit, panels, depth)
     if offset is not None:
         _check("offset", offset, scale if offset_unit is None else offset_unit, panels, depth)
-    groups = [depth // numbers.shape[1] for numbers in (scale, offset) if numbers is not None]
-    block = next(block for block in BLOCKS if all(group % block == 0 for group in groups))
     library.load(None)  # an engine has loaded it already, from its folder
-    rows, like, of_blocks = inputs.shape[0], jax.ShapeDtypeStruct, (inputs.shape[0], depth // block)
-    # what the C code works in: sums of blocks, and the rounded inputs with their scales
-    used = [like(of_blocks, jnp.int32 if round_inputs else jnp.float32)]
+    rows, like, of_blocks = inputs.shape[0], jax.ShapeDtypeStruct, (inputs.shape[0], depth // BLOCK)
+    # what the C code works in: sums of blocks, and the rounded inputs with their scales and sums
+    used = [like(of_blocks, jnp.float32)]
     if round_inputs:
-        used += [like(inputs.shape, jnp.int8), like(of_blocks, jnp.float32)]
+        used += [like(inputs.shape, jnp.int8), like(of_blocks, jnp.float32), like(of_blocks, jnp.int32)]
     call = jax.ffi.ffi_call(MULTIPLY_FOUR_BIT, (like((rows, panels.shape[0] * PANEL), out_dtype), *used))
     given = [jnp.zeros(0, jnp.float32) if x is None else x for x in (scale, scale_unit, offset, offset_unit)]
     return call(inputs if round_inputs else inputs.astype(jnp.float32), panels, *given)[0]
@@ -111,7 +109,7 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
     rng = np.random.default_rng(0)
     for (rows, num_in, num_out), form in itertools.product(shapes, FORMS):
         stored, inputs = rng.integers(0, 16, (num_out, num_in)), rng.integers(-127, 128, (rows, num_in))
-        inputs[:, :: BLOCKS[-1]] = 127
+        inputs[:, ::BLOCK] = 127
         weights, numbers = random_groups(form, stored, rng)
         expected, bound = inputs @ weights.T, TOLERANCE * (np.abs(inputs) @ np.abs(weights.T))
         panels = pack(jnp.asarray(stored - MIDDLE, jnp.int8))
@@ -126,7 +124,7 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
 
 
 def random_groups(
-    form: str, stored: np.ndarray, rng: np.random.Generator, group: int = BLOCKS[-1]
+    form: str, stored: np.ndarray, rng: np.random.Generator, group: int = BLOCK
 ) -> tuple[np.ndarray, dict[str, jax.Array]]:
     """For stored numbers [out, in] of 0 to 15, with random groups of one of FORMS: the weights in float64, and what
     `multiply` is given for the groups."""
@@ -154,5 +152,5 @@ def _check(name: str, numbers: jax.Array, unit: jax.Array | None, panels: jax.Ar
     if numbers.dtype not in (*FLOATS, jnp.uint8):
         raise ValueError(f"a {name} is of float32, float16, bfloat16 or uint8, not of {numbers.dtype}")
     for x in (numbers,) if unit is None else (numbers, unit):
-        if x.ndim != 3 or (x.shape[0], x.shape[2]) != (panels.shape[0], PANEL) or depth % (x.shape[1] * BLOCKS[-1]):
+        if x.ndim != 3 or (x.shape[0], x.shape[2]) != (panels.shape[0], PANEL) or depth % (x.shape[1] * BLOCK):
             raise ValueError(f"a {name} or its unit of shape {x.shape} is not of {panels.shape[0]} panels")

@@ -10,7 +10,11 @@
 
 enum { QUADS = INT8 + 1 };  // a kind of products: int8 on both sides
 
-#define DEPTH_OF_BLOCK 512  // with ROWS_OF_BLOCK
+// Rows whose sums are in registers at once. Each is multiplied with the same weights.
+#define MAX_ROWS ((VECTOR_REGISTERS == 32 ? 24 : 8) / GROUPS)
+// Many rows are multiplied a block at a time, with a part of a panel at a time: both stay in a core's second cache.
+#define ROWS_OF_BLOCK (8 * MAX_ROWS)
+#define DEPTH_OF_BLOCK 512
 
 typedef struct {
   const word* inputs;  // [rows, depth]
@@ -56,7 +60,7 @@ INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, co
 // The same for any number of rows up to MAX_ROWS.
 INLINE void multiply_rows(int64_t rows, const word* inputs, int64_t stride, const char* panel, int64_t depth,
                           float* sums, int continues, const int kind) {
-  WITH_ROWS(rows, multiply_tile(R, inputs, stride, panel, depth, sums, continues, kind))
+  WITH_ROWS(rows, MAX_ROWS, multiply_tile(R, inputs, stride, panel, depth, sums, continues, kind))
 }
 
 // LANES sums of a row, from an output on, as they are stored.
