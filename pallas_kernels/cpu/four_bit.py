@@ -107,50 +107,64 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
         shapes: rows, inputs and outputs of each product.
     """
     rng = np.random.default_rng(0)
+    cases, names, expected = [], [], []
     for (rows, num_in, num_out), form in itertools.product(shapes, FORMS):
-        stored, inputs = rng.integers(0, 16, (num_out, num_in)), rng.integers(-127, 128, (rows, num_in))
+        values, inputs = rng.integers(-MIDDLE, MIDDLE, (num_out, num_in)), rng.integers(-127, 128, (rows, num_in))
         inputs[:, ::BLOCK] = 127
-        weights, numbers = random_groups(form, stored, rng)
-        expected, bound = inputs @ weights.T, TOLERANCE * (np.abs(inputs) @ np.abs(weights.T))
-        panels = pack(jnp.asarray(stored - MIDDLE, jnp.int8))
-        for round_inputs in (False, True):
-            found = multiply(jnp.asarray(inputs, jnp.float32), panels, **numbers, round_inputs=round_inputs)
-            if not (np.abs(np.asarray(found, np.float64) - expected) <= bound).all():
-                rounded = "rounded " if round_inputs else ""
-                return (
-                    f"the product of {rows} {rounded}rows with {num_out} x {num_in} 4-bit weights with {form} is wrong"
-                )
+        numbers, weights = random_groups(form, values, BLOCK, rng)
+        cases.append((inputs.astype(np.float32), values.astype(np.int8), numbers))
+        expected.append((inputs @ weights.T, TOLERANCE * (np.abs(inputs) @ np.abs(weights.T))))
+        names.append(f"{rows} rows with {num_out} x {num_in} 4-bit weights with {form}")
+    for name, (wanted, bound), found in zip(names, expected, _tested(cases), strict=True):
+        for kind, product in found.items():
+            if not (np.abs(np.asarray(product, np.float64) - wanted) <= bound).all():
+                return f"the product of {name}, {kind}, is wrong"
     return None
 
 
 def random_groups(
-    form: str, stored: np.ndarray, rng: np.random.Generator, group: int = BLOCK
-) -> tuple[np.ndarray, dict[str, jax.Array]]:
-    """For stored numbers [out, in] of 0 to 15, with random groups of one of FORMS: the weights in float64, and what
-    `multiply` is given for the groups."""
-    num_out, num_in = stored.shape
-    numbers = {}
-    for name, dtype in FORMS[form].items():
-        of_groups = rng.integers(1, 64, (num_out, num_in // group))
-        numbers[name] = (rng.uniform(0.01, 1, (num_out, 1)) if "unit" in name else of_groups).astype(dtype)
+    form: str, values: np.ndarray, group: int, rng: np.random.Generator
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """What weights of one of FORMS have for their groups, as arguments of `multiply` before they are packed, and the
+    weights in float64.
 
-    def of_weights(name: str) -> np.ndarray:
-        return np.repeat(numbers[name].astype(np.float64), num_in // numbers[name].shape[1], axis=1)
+    Args:
+        values: [out, in], -8 to 7.
+        group: inputs.
+    """
+    num_out, num_in = values.shape
+    of_groups, of_outputs = (num_out, num_in // group), (num_out, 1)
+    numbers = {
+        name: (rng.uniform(0.01, 1, of_outputs) if "unit" in name else rng.integers(1, 64, of_groups)).astype(dtype)
+        for name, dtype in FORMS[form].items()
+    }
+    wide = {name: np.repeat(x, num_in // x.shape[1], axis=1).astype(np.float64) for name, x in numbers.items()}
+    scale = wide["scale"] * wide.get("scale_unit", 1)
+    if "offset" not in wide:
+        return numbers, values * scale
+    unit = wide.get("offset_unit", scale if FORMS[form]["offset"] == jnp.uint8 else 1)
+    return numbers, (values + MIDDLE) * scale - wide["offset"] * unit
 
-    scale = of_weights("scale") * (of_weights("scale_unit") if "scale_unit" in numbers else 1)
-    offset = of_weights("offset") if "offset" in numbers else MIDDLE * scale
-    if "offset_unit" in numbers:
-        offset = offset * of_weights("offset_unit")
-    elif FORMS[form].get("offset") == jnp.uint8:
-        offset = offset * scale
-    return stored * scale - offset, {name: pack_groups(jnp.asarray(x)) for name, x in numbers.items()}
+
+@jax.jit
+def _tested(cases: list[tuple[jax.Array, jax.Array, dict[str, jax.Array]]]) -> list[dict[str, jax.Array]]:
+    """What `fault` compares, compiled as one program."""
+    found = []
+    for inputs, values, numbers in cases:
+        panels, packed = pack(values), {name: pack_groups(x) for name, x in numbers.items()}
+        kinds = {"with rounded inputs": True, "with inputs as they are": False}
+        found.append({kind: multiply(inputs, panels, **packed, round_inputs=kinds[kind]) for kind in kinds})
+    return found
 
 
 def _check(name: str, numbers: jax.Array, unit: jax.Array | None, panels: jax.Array, depth: int) -> None:
-    if numbers.dtype == jnp.uint8 and unit is None:
-        raise ValueError(f"a {name} of uint8 needs a unit")
     if numbers.dtype not in (*FLOATS, jnp.uint8):
-        raise ValueError(f"a {name} is of float32, float16, bfloat16 or uint8, not of {numbers.dtype}")
+        raise ValueError(f"{name}: it is of float32, float16, bfloat16 or uint8, not of {numbers.dtype}")
+    if numbers.dtype == jnp.uint8 and unit is None:
+        raise ValueError(f"{name}: numbers of uint8 need a unit")
     for x in (numbers,) if unit is None else (numbers, unit):
         if x.ndim != 3 or (x.shape[0], x.shape[2]) != (panels.shape[0], PANEL) or depth % (x.shape[1] * BLOCK):
-            raise ValueError(f"a {name} or its unit of shape {x.shape} is not of {panels.shape[0]} panels")
+            raise ValueError(
+                f"{name}: the shape {x.shape} is not that of {panels.shape[0]} panels and groups of whole {BLOCK}s of "
+                f"{depth} inputs"
+            )
