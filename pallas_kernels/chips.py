@@ -80,9 +80,11 @@ def tpu_name(chip_version: str) -> str:
 # Products of two numbers of 8 bits, as a multiple of bfloat16's rate, where `rounded_rows` has the type: data sheets.
 EIGHT_BIT_SPEED = 2.0
 
-# As of `TpuChip`; the rows are those of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md.
-CPU_READS = frozenset({"int8"})
-CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1}
+# As of `TpuChip`, of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md. "int4-exact" has the scales of a
+# packed checkpoint or a GGUF file as they are stored. Inputs of int4 kernels are rounded to int8.
+CPU_READS = frozenset({"int8", "int4", "int4-exact"})
+CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1, "int4": 1}
+XLA_CPU_READS = frozenset({"int8"})  # of CPUs without it
 
 
 @dataclass(frozen=True, kw_only=True)
