@@ -40,7 +40,7 @@ _LAST = (((1,), (1,)), ((), ()))
 
 @dataclass(frozen=True)
 class FourBitMethod(LinearMethod):
-    """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets. All are split over chips as the kernel.
+    """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets, which are split as the kernel is.
 
     Args:
         rounding: of the inputs, to int8 in blocks (`round_blocks`); None: they keep their type.
