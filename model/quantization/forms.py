@@ -173,7 +173,7 @@ class Mixed:
 
     def in_words(self) -> str:
         """For messages."""
-        others = [f"{len(paths)} of them {form.in_words()}" for form, paths in self._paths.items()]
+        others = [f"{len(paths)} in {form.in_words()}" for form, paths in self._paths.items()]
         return f"{self.most.in_words()} ({'; '.join(others)})"
 
     @cached_property

@@ -232,7 +232,7 @@ def test_weights_are_rounded_to_the_nearest_step(form):
         ("awq", "int4, groups of 32 with float16 scales and zero points, and the head is int8, kept from AWQ int4"),
         (
             "Q4_K_M",
-            "int4, groups of 32 as in Q4_K (2 of them int8), and the head is int8, kept from GGUF Q4_K and Q6_K",
+            "int4, groups of 32 as in Q4_K (2 in int8), and the head is int8, kept from GGUF Q4_K and Q6_K",
         ),
     ],
 )
