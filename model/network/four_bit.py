@@ -202,9 +202,8 @@ def scale_and_offset(weights: Weights) -> tuple[jax.Array, jax.Array]:
 
 def round_blocks(inputs: jax.Array, group: int) -> jax.Array:
     """inputs [T, in], each block rounded to int8 with a scale of its own, and widened again: f32[T, in]. A block has 32
-    inputs, or 16 if that is what divides a group."""
-    block = next(block for block in four_bit.BLOCKS if group % block == 0)
-    blocks = inputs.astype(jnp.float32).reshape(inputs.shape[0], -1, block)
+    inputs, or a group if that is smaller."""
+    blocks = inputs.astype(jnp.float32).reshape(inputs.shape[0], -1, min(group, four_bit.BLOCK))
     rounded, scale = round_rows(blocks.reshape(-1, blocks.shape[2]), EightBit.INT8)
     return (rounded.astype(jnp.float32) * scale).reshape(inputs.shape)
 

@@ -125,8 +125,9 @@ class FourBit:
 
     @property
     def product(self) -> str:
-        """As of `EightBit`."""
-        return self.kind if self.numbers is Numbers.CHIP else f"{self.kind}-exact"
+        """As of `EightBit`. Groups of 16 have products of their own."""
+        small = "" if self.group % 32 == 0 else "-g16"
+        return f"{self.kind}{small}" + ("" if self.numbers is Numbers.CHIP else "-exact")
 
     @property
     def whole(self) -> int:

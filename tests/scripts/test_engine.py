@@ -179,6 +179,9 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
     form, _ = choose_quantization("int4", None, config, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS)
     rounding, _ = choose_rounding(form, None, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS)
     assert (form, rounding) == (FourBit(group=128), Rounding())
+    small = {name: dataclasses.replace(awq[name], group=16) for name in ("four_bit", "exact_four_bit")}
+    assert choose(None, **awq | small)[0] is INT8  # there is no product in C
+    assert choose(None, GPUS["h100"].reads, {}, **awq | small)[0] == small["four_bit"]
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():

@@ -73,7 +73,7 @@ def assert_logits_are_exact(path, form):
     ("name", "group", "in_bfloat16", "form"),
     [
         ("gptq sym", 32, False, FourBit(group=32, numbers=F16)),
-        ("gptq", 16, False, FourBit(group=16, numbers=F16, has_zeros=True)),
+        ("gptq", 32, False, FourBit(group=32, numbers=F16, has_zeros=True)),
         ("awq", 32, False, FourBit(group=32, numbers=F16, has_zeros=True)),
         ("compressed-tensors", -1, True, FourBit(group=32, numbers=BF16, has_zeros=True)),
         ("compressed-tensors sym", 32, True, FourBit(group=32)),
@@ -164,7 +164,7 @@ def test_rounded_inputs_cost_what_int8_costs(tmp_path):
 
 
 FORMS = [
-    *(FourBit(group=group, numbers=numbers, has_zeros=zeros) for group in (16, 128) for zeros in (False, True)
+    *(FourBit(group=group, numbers=numbers, has_zeros=zeros) for group in (32, 128) for zeros in (False, True)
       for numbers in (Numbers.CHIP, F16, Numbers.FLOAT32)),
     FourBit(group=64, numbers=BF16, has_zeros=True), Q4_1, Q4_K,
 ]  # fmt: skip
@@ -192,9 +192,9 @@ def numbers_of(form):
     return weights, made.reshape(64, 512)
 
 
-def rounded_to_int8(inputs, block):
-    """Each block with its own scale, in float32 as the C code computes it; the products in float64."""
-    blocks = inputs.reshape(inputs.shape[0], -1, block)
+def rounded_to_int8(inputs):
+    """Each block of 32 with its own scale, in float32 as the C code computes it; the products in float64."""
+    blocks = inputs.reshape(inputs.shape[0], -1, 32)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     steps = np.rint(blocks * (np.float32(127) / largest))
     return (steps.astype(np.float64) * (largest * np.float32(1 / 127))).reshape(inputs.shape)
@@ -206,7 +206,7 @@ def test_products_are_those_of_the_stored_numbers(form, rounding):
     weights, exact = numbers_of(form)
     method = linear_method(form, rounding)
     inputs = np.random.default_rng(1).normal(0, 1, (5, 512)).astype(np.float32)
-    used = inputs if rounding is None else rounded_to_int8(inputs, min(32, form.group))
+    used = inputs if rounding is None else rounded_to_int8(inputs)
     expected, size = used @ exact.T, np.abs(used) @ np.abs(exact.T)
     packed = {name: method.pack(name, value) for name, value in weights.items()}
     in_c = np.asarray(method.apply(inputs, packed, jnp.float32))
