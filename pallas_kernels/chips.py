@@ -65,7 +65,7 @@ TPUS = {
         TpuChip("v5e",   15.75,  819e9, 1.50e9, 131072, 128 * MIB,  64, rounded_rows={"int8": 1}, max_host_chips=8),
         TpuChip("v5p",   95.73, 2765e9, 1.75e9, 262144,  64 * MIB, 256, cores=2, rounded_rows={"int8": 1}),
         TpuChip("v6e",   31.24, 1638e9, 1.75e9, 524288, 128 * MIB, 128, rounded_rows={"int8": 512},
-                reads=frozenset({"int8", "int4"}), max_host_chips=8),
+                reads=frozenset({"int8", "int4", "int4-g16"}), max_host_chips=8),
         TpuChip("tpu7x", 94.74, 3690e9, 2.20e9, 524288,  64 * MIB, 256, rounded_rows={"fp8": 512},
                 reads=frozenset({"int8", "fp8"}), devices_per_chip=2),
     )
@@ -80,9 +80,12 @@ def tpu_name(chip_version: str) -> str:
 # Products of two numbers of 8 bits, as a multiple of bfloat16's rate, where `rounded_rows` has the type: data sheets.
 EIGHT_BIT_SPEED = 2.0
 
-# As of `TpuChip`; the rows are those of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md.
-CPU_READS = frozenset({"int8"})
-CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1}
+# As of `TpuChip`, of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md. "int4-exact" has the scales of a
+# packed checkpoint or a GGUF file as they are stored. Inputs of int4 kernels are rounded to int8. There is no product
+# with "int4-g16", groups of 16 inputs.
+CPU_READS = frozenset({"int8", "int4", "int4-exact"})
+CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1, "int4": 1}
+XLA_CPU_READS = frozenset({"int8"})  # of CPUs without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ def arch_reads(arch: tuple[int, int]) -> frozenset[str]:
     """As `TpuChip.reads`. XLA's compiler dequantises int4 kernels with scales of groups inside a product for every
     architecture that is compiled for: scripts/lab/results/2026-11-23-int4.md. Below Hopper it writes a copy of fp8
     weights in a wider type every time."""
-    return frozenset({"int8", "int4", "fp8"} if arch >= (9, 0) else {"int8", "int4"})
+    return frozenset({"int8", "int4", "int4-g16"} | ({"fp8"} if arch >= (9, 0) else set()))
 
 
 def arch_rounded_rows(arch: tuple[int, int]) -> Mapping[str, int]:

@@ -28,8 +28,10 @@ from scripts.flags.settings import QUANTIZATIONS
 if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
+    from model.quantization.forms import WeightForm
 
 DTYPES = ("bfloat16", "float32")
+EXACT = "int4-exact"
 # The index names files that are not copied; the configuration is written again.
 _NOT_COPIED = ("model.safetensors.index.json", "config.json", UNFINISHED)
 
@@ -43,7 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="8 or 4 bits a weight, for projections and head")
+    parser.add_argument(
+        "--quantization",
+        choices=(*QUANTIZATIONS, EXACT),
+        help=f"8 or 4 bits a weight, for projections and head; {EXACT}: a checkpoint's own 4 bits, for CPUs",
+    )
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
     try:
@@ -99,8 +105,12 @@ def _convert(
     started = time.perf_counter()
     stored = find_weights(origin, source.config, "safetensors")
     kept, reason = choose_dtype(dtype, stored)
-    form = stored.quantization
-    if quantization is not None:
+    form: WeightForm | None = stored.quantization
+    if quantization == EXACT:
+        form = stored.exact_four_bit
+        if form is None:
+            raise ValueError(f"--quantization {EXACT}: {source.name} has no projections in 4 bits that can be kept")
+    elif quantization is not None:
         is_kept = stored.four_bit is not None and quantization == stored.four_bit.kind
         form = stored.four_bit if is_kept else form_named(quantization, stored.config.projection_inputs)
     activations = stored.activations
@@ -118,7 +128,7 @@ def _convert(
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
     if form is not None:
-        how = "kept" if form == stored.four_bit else "requantised"
+        how = "kept" if form in (stored.four_bit, stored.exact_four_bit) else "requantised"
         print(described(form) + (f", {how} from {stored.packing}" if stored.packing else ""))
     if stored.remark:
         print(stored.remark)

@@ -11,7 +11,7 @@ from model.inputs.gguf import is_gguf
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 from model.loading.tensor_files import Reader, TensorFiles
-from model.quantization.forms import Activations, EightBit, FourBit
+from model.quantization.forms import Activations, EightBit, FourBit, Mixed
 
 
 class Tensors(Protocol):
@@ -36,8 +36,11 @@ class Checkpoint(Tensors, Protocol):
         """The form in which the projections are kept unless another one is asked for; None: not quantised."""
 
     def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """The 4-bit form that holds the projections without quantising them again, and why packed projections have
-        none, in words. Both are None if the projections are not packed."""
+        """The 4-bit form of chips that holds the projections without quantising them again, and why packed projections
+        have none, in words. Both are None if the projections are not packed."""
+
+    def in_exact_four_bits(self) -> FourBit | Mixed | None:
+        """The form that holds all numbers of the projections in 4 bits as they are stored; None: there is none."""
 
     @property
     def activations(self) -> Activations | None:
@@ -61,8 +64,8 @@ class Checkpoint(Tensors, Protocol):
     def check_unchanged(self) -> None:
         """Raises ValueError if another checkpoint has taken this one's place since it was opened."""
 
-    def four_bit_reader(self, name: str, key: str) -> Reader:
-        """Reads as `PackedKernel.part`, in the form of `in_four_bits`."""
+    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
+        """Reads as `PackedKernel.part`, for one of the forms above."""
 
     def has_scale(self, key: str) -> bool:
         """Whether the tensor is an 8-bit kernel with scales of its own."""

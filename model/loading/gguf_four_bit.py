@@ -1,7 +1,8 @@
-"""GGUF's 4-bit blocks in the parts of the 4-bit form (`model.network.four_bit`).
+"""GGUF's 4-bit blocks in the parameters of the 4-bit forms (`model.network.four_bit`).
 
-In `Q4_0` a block is 32 neighbouring weights with a scale. In `Q4_K` it is eight groups of 32, each with a scale and a
-minimum that is subtracted: `scale * value - minimum`. Import this module only for a GGUF file, as `gguf_tensors`.
+In `Q4_0` and `Q4_1` a block is 32 neighbouring weights with a scale, in `Q4_1` also with a minimum that is added. In
+`Q4_K` it is eight groups of 32, each with a scale and a minimum that is subtracted: `scale * value - minimum`. Import
+this module only for a GGUF file, as `gguf_tensors`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K
 
-from model.quantization.forms import FourBit
+from model.quantization.forms import FourBit, Numbers
 
 Type = GGMLQuantizationType
 _GROUP, _MIDDLE = 32, 8
@@ -21,23 +22,26 @@ FOUR_BIT: Mapping[Type, FourBit] = {
     Type.Q4_0: FourBit(group=_GROUP),
     Type.Q4_K: FourBit(group=_GROUP, has_zeros=True),
 }
+EXACT_FOUR_BIT: Mapping[Type, FourBit] = {
+    Type.Q4_0: FourBit(group=_GROUP, numbers=Numbers.FLOAT16),
+    Type.Q4_1: FourBit(group=_GROUP, numbers=Numbers.Q4_1),
+    Type.Q4_K: FourBit(group=_GROUP, numbers=Numbers.Q4_K),
+}
 
 
 def four_bit_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
-    """The columns from `first` to `end` of a tensor of the 4-bit form: "kernel" -> i8[out, in]; "scale" or "zero" ->
-    f32[out, in / 32].
+    """The columns from `first` to `end` of a parameter of the form in `FOUR_BIT`: "kernel" -> i8[out, in]; "scale" or
+    "zero" -> f32[out, in / 32].
 
     A zero is in units of the scale as the 4-bit form rounds it, so that the rounding of the scale does not move it.
 
     Args:
         stored: u8[out, blocks, bytes], whole rows. First and end are multiples of 32.
     """
-    per_block, _ = GGML_QUANT_SIZES[type]
-    first_block, end_block = first // per_block, -(-end // per_block)
-    blocks = np.array(stored[:, first_block:end_block])
-    values, scale, minimum = (_q4_0 if type == Type.Q4_0 else _q4_k)(blocks)
-    within = slice((first - first_block * per_block) // _GROUP, (end - first_block * per_block) // _GROUP)
-    values, scale, minimum = values[:, within], scale[:, within], minimum[:, within]
+    blocks, within = _blocks(type, stored, first, end)
+    groups = slice(within.start // _GROUP, within.stop // _GROUP)
+    values = _values(type, blocks)[:, within].reshape(len(blocks), -1, _GROUP)
+    scale, minimum = (numbers[:, groups] for numbers in (_q4_0 if type == Type.Q4_0 else _q4_k)(blocks))
     # A group of one value may have a minimum only: its values become 0, and its zero 1 of a scale that is the minimum.
     is_flat = scale.astype(ml_dtypes.bfloat16) == 0
     scale = np.where(is_flat, minimum, scale)
@@ -51,32 +55,67 @@ def four_bit_part(name: str, type: Type, stored: np.ndarray, first: int, end: in
     return kernel.reshape(len(kernel), -1)
 
 
-Parts = tuple[np.ndarray, np.ndarray, np.ndarray]  # u8[out, groups, 32], f32[out, groups], f32[out, groups]
+def exact_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
+    """The columns from `first` to `end` of a parameter of the form in `EXACT_FOUR_BIT`: "kernel" -> i8[out, in]; others
+    as they are stored, [out, in / 32] or, of units, [out, in / 256].
+
+    Args:
+        stored: u8[out, blocks, bytes], whole rows. First and end are multiples of the inputs of a number.
+    """
+    blocks, within = _blocks(type, stored, first, end)
+    if name == "kernel":
+        return _values(type, blocks)[:, within].astype(np.int8) - np.int8(_MIDDLE)
+    if type != Type.Q4_K:
+        at = 0 if name == "scale" else 2
+        numbers = _half(blocks[:, :, at : at + 2])
+        return numbers if name == "scale" else -numbers  # the format adds its minimum
+    if name.endswith("_unit"):
+        at = 0 if name == "scale_unit" else 2
+        return _half(blocks[:, :, at : at + 2])
+    both = Q4_K.get_scale_min(blocks[:, :, 4:16].reshape(-1, 12))
+    groups = slice(within.start // _GROUP, within.stop // _GROUP)
+    return both[name != "scale"].reshape(len(blocks), -1)[:, groups]
 
 
-def _q4_0(blocks: np.ndarray) -> Parts:
-    """2 bytes of a float16 scale, then 16 bytes: the low halves are the first 16 values. The zero is 8."""
+def _blocks(type: Type, stored: np.ndarray, first: int, end: int) -> tuple[np.ndarray, slice]:
+    """The blocks of these columns, and the columns' place in them."""
+    per_block, _ = GGML_QUANT_SIZES[type]
+    first_block, end_block = first // per_block, -(-end // per_block)
+    start = first - first_block * per_block
+    return np.array(stored[:, first_block:end_block]), slice(start, start + end - first)
+
+
+def _values(type: Type, blocks: np.ndarray) -> np.ndarray:
+    """u8[out, in], from 0 to 15. In all three types they are a block's last bytes. The low halves of 16 bytes, of 32 in
+    `Q4_K`, are neighbours, and the high halves follow them."""
+    per_block, num_bytes = GGML_QUANT_SIZES[type]
+    octets = blocks[:, :, num_bytes - per_block // 2 :]
+    halves = octets.reshape(len(blocks), -1, 1, 32 if type == Type.Q4_K else 16)
+    return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(blocks), -1)
+
+
+def _q4_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """f32[out, groups] each: 2 bytes of a float16 scale; the minimum is 0, since the zero is 8."""
     scale = _float16(blocks[:, :, :2])
-    return _nibbles(blocks[:, :, 2:]), scale, np.zeros_like(scale)
+    return scale, np.zeros_like(scale)
 
 
-def _q4_k(blocks: np.ndarray) -> Parts:
-    """4 bytes of the float16 units of scales and minima, 12 bytes of eight 6-bit scales and minima, then four times 32
-    bytes: the low halves are one group, the high halves the next."""
+def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """f32[out, groups] each: 4 bytes of the float16 units of scales and minima, 12 bytes of eight 6-bit scales and
+    minima."""
     num_out, num_blocks, _ = blocks.shape
     scales, minima = Q4_K.get_scale_min(blocks[:, :, 4:16].reshape(-1, 12))
     shape = (num_out, num_blocks, 8)
     scale = _float16(blocks[:, :, :2])[:, :, None] * scales.reshape(shape).astype(np.float32)
     minimum = _float16(blocks[:, :, 2:4])[:, :, None] * minima.reshape(shape).astype(np.float32)
-    values = _nibbles(blocks[:, :, 16:].reshape(num_out, -1, 32)).reshape(num_out, -1, _GROUP)
-    return values, scale.reshape(num_out, -1), minimum.reshape(num_out, -1)
+    return scale.reshape(num_out, -1), minimum.reshape(num_out, -1)
 
 
 def _float16(octets: np.ndarray) -> np.ndarray:
     """u8[.., 2] -> f32[..]"""
-    return np.ascontiguousarray(octets).view("<f2")[..., 0].astype(np.float32)
+    return _half(octets).astype(np.float32)
 
 
-def _nibbles(octets: np.ndarray) -> np.ndarray:
-    """u8[.., n] -> u8[.., 2 n]: all low halves, then all high halves."""
-    return np.concatenate([octets & 15, octets >> 4], axis=-1)
+def _half(octets: np.ndarray) -> np.ndarray:
+    """u8[.., 2] -> f16[..]"""
+    return np.ascontiguousarray(octets).view("<f2")[..., 0]

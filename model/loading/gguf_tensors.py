@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,10 @@ from gguf.quants import dequantize
 from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
-from model.loading.gguf_four_bit import FOUR_BIT, four_bit_part
-from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes
+from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
+from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, fused_projections, sources
 from model.loading.tensor_files import Reader
-from model.quantization.forms import Activations, EightBit, FourBit, largest_group
+from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, largest_group
 
 Type = GGMLQuantizationType
 FLOATS: Mapping[Type, np.dtype] = {
@@ -102,10 +103,25 @@ class GgufTensors:
         is_whole = largest_group((form.group, *self._config.projection_inputs)) == form.group
         return (form, None) if is_whole else (None, f"groups of {form.group} do not divide the numbers of inputs")
 
+    def in_exact_four_bits(self) -> FourBit | Mixed | None:
+        """As `Checkpoint.in_exact_four_bits`. A projection whose tensors are of several types, such as the fused
+        queries, keys and values, is in int8."""
+        forms = {module: self._exact_form(module) for module in fused_projections(self._config)}
+        counts = Counter(form for form in forms.values() if isinstance(form, FourBit))
+        if not counts:
+            return None
+        (most, _), *_ = counts.most_common(1)
+        others = tuple(sorted((module, form) for module, form in forms.items() if form != most))
+        return Mixed(most=most, others=others) if others else most
+
+    def _exact_form(self, module: str) -> EightBit | FourBit:
+        types = {self._type(source.key) for source in sources(f"{module}.kernel")}
+        return EXACT_FOUR_BIT.get(types.pop(), EightBit.INT8) if len(types) == 1 else EightBit.INT8
+
     @property
     def activations(self) -> Activations | None:
-        """Not rounded: only the weights are quantised."""
-        return Activations.EXACT if self._block_types() else None
+        """Only the weights are quantised. llama.cpp rounds blocks of the inputs."""
+        return Activations.BLOCKS if self._block_types() else None
 
     @property
     def packing(self) -> str | None:
@@ -151,24 +167,23 @@ class GgufTensors:
         values = values_of(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
-    def four_bit_reader(self, name: str, key: str) -> Reader:
+    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
         """Reads as `PackedKernel.part`."""
-        return partial(self._read_four_bit, name, key)
+        return partial(self._read_four_bit, name, key, form)
 
-    def _read_four_bit(self, name: str, key: str, index: tuple[slice, ...]) -> np.ndarray:
+    def _read_four_bit(self, name: str, key: str, form: FourBit, index: tuple[slice, ...]) -> np.ndarray:
         tensor = self._tensor(key)
         num_out, num_in = tensor.shape
-        group = FOUR_BIT[Type(tensor.type)].group
+        # Inputs of a number. Whole groups are read: a shard of a kernel holds them, too (`sharding.check_groups`).
+        size = 1 if name == "kernel" else form.whole if name.endswith("_unit") else form.group
         rows = stored_rows(key, self._config, np.arange(num_out)[index[0]])
-        columns = np.arange(num_in if name == "kernel" else num_in // group)[index[1]]
-        # Of values: whole groups are read. A shard of a kernel holds whole groups, too (`sharding.check_groups`).
-        first, end = int(columns[0]), int(columns[-1]) + 1
-        if name != "kernel":
-            first, end = first * group, end * group
+        columns = np.arange(num_in // size)[index[1]] * size
+        first, end = int(columns[0]), int(columns[-1]) + size
+        part = four_bit_part if form.numbers is Numbers.CHIP else exact_part
         blocks = _blocks(self._bytes, tensor)
         chosen = (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
         with np.errstate(invalid="ignore", over="ignore"):  # as in `values_of`
-            return np.concatenate([four_bit_part(name, Type(tensor.type), blocks[part], first, end) for part in chosen])
+            return np.concatenate([part(name, Type(tensor.type), blocks[rows], first, end) for rows in chosen])
 
     def _block_types(self) -> list[str]:
         """The quantised types of the projections, by name. The head may be of another type than the projections."""

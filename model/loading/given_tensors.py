@@ -27,6 +27,8 @@ from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, Source, expected_s
 from model.loading.tensor_files import DTYPES, Reader, by_message, grouped
 from model.loading.trainer_layouts import Array, Cut, Layout
 from model.loading.weights import Described, copies_of, described, fill, module_reader, read_source, sources_of
+from model.network.linear import methods_of
+from model.network.linear_method import LinearMethod
 from model.network.llama import Llama
 from model.network.sharding import abstract_model
 from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm
@@ -40,7 +42,7 @@ _LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
 }
 _OUTER = ("params", "base", "model")  # collections and wrappers around the arrays of MaxText and Tunix
 _LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite on a chip
-_LATER_LAYER = re.compile(r"layers\.[1-9]")
+_OF_A_LAYER = re.compile(r"layers\.\d+\.")
 _BYTES_AT_ONCE = 64 << 20  # of a NumPy array that is checked; bounds the memory of the device
 
 
@@ -127,6 +129,9 @@ class GivenTensors:
         """Neither: the arrays are not packed."""
         return None, None
 
+    def in_exact_four_bits(self) -> None:
+        """None: as `in_four_bits`."""
+
     @property
     def activations(self) -> Activations | None:
         """None: the arrays are not quantised."""
@@ -167,7 +172,7 @@ class GivenTensors:
         """Raises ValueError: activations are not rounded."""
         raise ValueError(f"{key} has no scale of its inputs")
 
-    def four_bit_reader(self, name: str, key: str) -> Reader:
+    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
         """Raises ValueError: see `in_four_bits`."""
         raise ValueError(f"{key} is not packed")
 
@@ -292,7 +297,7 @@ class GivenWeights:
         arrays, made when the module is asked for.
 
         Args:
-            rehearses: of the layers only the first one, and no array is deleted.
+            rehearses: of the layers only the first one with modules of a form, and no array is deleted.
 
         Raises:
             ValueError, before the first one: as `check`.
@@ -302,7 +307,12 @@ class GivenWeights:
         modules = described(model)
         make = module_reader(model, self._tensors, self.config, form["mesh"], self._tensors.read)
         if rehearses:
-            yield from ((m, make(m, likes)) for m, likes in modules.items() if not _LATER_LAYER.match(m))
+            methods, rehearsed = methods_of(model), set[tuple[str, LinearMethod | None]]()
+            for module, likes in modules.items():
+                kind = _OF_A_LAYER.sub("", module), methods.get(module)
+                if kind not in rehearsed:
+                    rehearsed.add(kind)
+                    yield module, make(module, likes)
             return
         last = self._last_users(modules)
         for module, likes in modules.items():

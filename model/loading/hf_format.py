@@ -92,6 +92,12 @@ def sources(path: str) -> tuple[Source, ...]:
     return tuple(Source(f"model.layers.{layer}.{s.key}", s.is_kv) for s in _LAYER[name])
 
 
+def fused_projections(config: LlamaConfig) -> list[str]:
+    """The paths of all projections of a Llama, such as "layers.3.mlp.down"."""
+    names = [name.removesuffix(".kernel") for name, parts in _LAYER.items() if name.endswith(".kernel")]
+    return [f"layers.{layer}.{name}" for layer in range(config.num_layers) for name in names]
+
+
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must hold."""
     embed, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from model.quantization.forms import FourBit, Numbers
 from model.quantization.packed_form import NAMES, Layout, PackedForm, Zeros
 from model.quantization.unpack import dequantize_groups, one_more, unpack, unpack_awq
 
@@ -47,12 +48,12 @@ class PackedKernel:
             self._form, self._values(rows, columns), self._zeros(rows), self._scales(rows), self._groups()[columns]
         )
 
-    def part(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
-        """The part of a tensor of the 4-bit form (`four_bit`) at `index`, before it is rounded to that form's types.
+    def part(self, name: str, index: tuple[slice, ...], form: FourBit) -> np.ndarray:
+        """The part of a parameter of a 4-bit form (`four_bit`) at `index`, before it is rounded to that form's types.
 
         Args:
             name: "kernel" (-> i8[out, in]), or "scale" or "zero" (-> [out, in / group]).
-            group: of `PackedForm.in_four_bits`.
+            form: of `PackedForm.in_four_bits` or `in_exact_four_bits`.
 
         Raises:
             ValueError: groups are not of neighbouring inputs, although the config says so.
@@ -67,12 +68,13 @@ class PackedKernel:
                 f"{self._name}: the groups are not of neighbouring inputs, although the config says so: load it with "
                 f"--quantization int8"
             )
-        groups = np.arange(num_in // group)[index[1]] * group // size
+        groups = np.arange(num_in // form.group)[index[1]] * form.group // size
         if name == "scale":
             return self._scales(rows)[:, groups]
         zeros = self._zeros(rows)
         assert zeros is not None
-        return zeros[:, groups].astype(np.int8) - _MIDDLE
+        zeros = zeros[:, groups]
+        return zeros.astype(np.int8) - _MIDDLE if form.numbers is Numbers.CHIP else zeros
 
     def _scales(self, rows: slice) -> np.ndarray:
         """[out, n]"""

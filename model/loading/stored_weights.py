@@ -17,7 +17,7 @@ from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.forms import Activations, FourBit, Rounding, WeightForm, form_named
+from model.quantization.forms import Activations, FourBit, Mixed, Rounding, WeightForm, form_named
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -34,7 +34,8 @@ class StoredWeights:
     quantization: WeightForm | None = None  # of the projections; in the converted form also of the head
     activations: Activations | None = None  # of a quantised checkpoint
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
-    four_bit: FourBit | None = None  # the form that holds packed projections without quantising them again
+    four_bit: FourBit | None = None  # the form of chips that holds packed projections without quantising them again
+    exact_four_bit: FourBit | Mixed | None = None  # the form with all of their numbers as they are stored
     four_bit_fault: str | None = None  # why packed projections have no such form
 
     @property
@@ -109,6 +110,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
     with open_checkpoint(path, config) as files:
         found, dtypes, form, packing = files.with_own_head(), files.dtypes, files.form, files.packing
         activations, (four_bit, fault) = files.activations, files.in_four_bits()
+        exact = files.in_exact_four_bits()
     remark = None
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
@@ -125,6 +127,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
         activations=activations,
         packing=packing,
         four_bit=four_bit,
+        exact_four_bit=exact,
         four_bit_fault=fault,
     )
 

@@ -123,6 +123,16 @@ class TensorFiles:
         form = self._packed_form
         return (None, None) if form is None else form.in_four_bits(self._config.projection_inputs)
 
+    def in_exact_four_bits(self) -> FourBit | None:
+        """As `Checkpoint.in_exact_four_bits`."""
+        if (form := self._packed_form) is None:
+            return None
+        modules = {key.removesuffix("weight") for key in expected_kernels(self._config)} - {
+            HEAD.key.removesuffix("weight")
+        }
+        scales = {self._slices[module + NAMES[form.layout].scales].get_dtype() for module in modules}
+        return form.in_exact_four_bits(self._config.projection_inputs, scales)
+
     @property
     def activations(self) -> Activations | None:
         """What the config says of the inputs of the projections; None: nothing is quantised. Without stored scales of
@@ -158,12 +168,10 @@ class TensorFiles:
             return stored.rows(start, stop).__getitem__
         return stored.__getitem__
 
-    def four_bit_reader(self, name: str, key: str) -> Reader:
+    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
         """Reads parts of a packed kernel, see `PackedKernel.part`."""
-        form = self.in_four_bits()[0]
-        assert form is not None
         kernel = self._kernels[key].read_once() if self._remote else self._kernels[key]
-        return lambda index: kernel.part(name, index, form.group)
+        return lambda index: kernel.part(name, index, form)
 
     def _slice(self, key: str) -> Any:
         """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_expected`."""

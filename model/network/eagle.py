@@ -100,7 +100,7 @@ class EagleHead(nnx.Module):
         is_third = config.form is EagleForm.EAGLE3
         inputs = NUM_TAPS * config.model_width if is_third else 2 * width
         self.fc = linear((width, inputs), ("embed", "mlp"))
-        self.layer = EagleLayer(config, linear, dtype=dtype, num_shards=num_shards)
+        self.layer = EagleLayer(config, lambda _, shape, axes: linear(shape, axes), dtype=dtype, num_shards=num_shards)
         self.norm = RMSNorm(layer, dtype=dtype) if is_third else None
         self.head = linear((config.draft_vocab_size, width), ("vocab", "embed")) if is_third else None
         has_own = config.draft_vocab_size < vocab

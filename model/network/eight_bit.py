@@ -38,8 +38,15 @@ class EightBitMethod(LinearMethod):
     rounding: Rounding | None = None
     for_cpu: bool = False
 
-    def rows_together(self) -> int | None:
-        """As `LinearMethod.rows_together`. The C code rounds the inputs of all steps or of none."""
+    def can_pack(self, kernel: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """As `LinearMethod.can_pack`. The C code rounds the inputs of all steps or of none."""
+        return products.can_pack(kernel, self._together())
+
+    def pack(self, name: str, value: jax.Array) -> jax.Array:
+        return products.pack(value, self._together()) if name == "kernel" else value
+
+    def _together(self) -> int | None:
+        """As for `products.pack`."""
         if self.rounding is None or self.form is not EightBit.INT8:
             return None
         if (rows := self.rounding.min_rows) > 1:

@@ -1,7 +1,11 @@
-"""The 4-bit form of a kernel: an int4 number for each weight, and for each output and group of inputs a bfloat16 scale.
+"""The 4-bit forms of a kernel: an int4 number for each weight, and for each output and group of inputs a scale.
 
 A weight is `(kernel - zero) * scale`; without zeros, `kernel * scale`. Kernels are `jnp.int4`: two weights in a byte of
-a chip's memory, and one in a byte of the host's.
+a device's memory, and one in a byte of NumPy's. Scales and zeros are bfloat16.
+
+CPUs also read the numbers of GGUF, GPTQ and their like as they are stored (`forms.Numbers`). Zeros are then uint8, with
+8 added to them. In place of a zero, a weight may have an offset: it is `(kernel + 8) * scale - offset`. The C code of
+`pallas_kernels.cpu.four_bit` multiplies with all of these.
 
 XLA's GPU compiler dequantises inside the product, if the kernel is multiplied with its scales in bfloat16, and if the
 option for sub-channel dequantisation is set (`compiler_options`). It has no such form for zeros that are subtracted
@@ -13,40 +17,81 @@ weights (`pallas_kernels.tpu.int4_product`). XLA cannot split a Pallas kernel ov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from model.network.eight_bit import round_rows
 from model.network.linear_method import Axes, LinearMethod, Weights
-from model.quantization.forms import FourBit
+from model.quantization.forms import GROUPS_OF_A_UNIT, EightBit, FourBit, Numbers, Rounding
+from pallas_kernels.cpu import four_bit
 
 LEAST = -8  # of -8 to 7
+STEPS = 15  # from the least value to the largest
+_LARGEST_OF_6_BITS = 63
 _LAST = (((1,), (1,)), ((), ()))
 
 
 @dataclass(frozen=True)
 class FourBitMethod(LinearMethod):
-    """An int4 kernel with scales bf16[out, in / group] and perhaps zeros, which are split over chips as the kernel is.
-    The C code of CPUs has no product with it: XLA multiplies."""
+    """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets, which are split as the kernel is.
+
+    Args:
+        rounding: of the inputs, to int8 in blocks (`round_blocks`); None: they keep their type.
+    """
 
     form: FourBit
+    rounding: Rounding | None = field(default=None, kw_only=True)
 
     def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:
         """As `LinearMethod.quantize`. Zeros are 0: only a checkpoint has others."""
-        kernel, scale = quantize_groups(kernel, self.form.group)
-        zero = {"zero": jnp.zeros_like(scale)} if self.form.has_zeros else {}
-        return {"kernel": kernel, "scale": scale} | zero
+        numbers = self.form.numbers
+        if numbers.has_offsets:
+            return quantize_with_offsets(kernel, self.form)
+        kernel, scale = quantize_groups(kernel, self.form.group, numbers.scale_dtype)
+        if not self.form.has_zeros:
+            return {"kernel": kernel, "scale": scale}
+        zero, dtype = (0, jnp.bfloat16) if numbers is Numbers.CHIP else (four_bit.MIDDLE, jnp.uint8)
+        return {"kernel": kernel, "scale": scale, "zero": jnp.full(scale.shape, zero, dtype)}
 
     def create(self, kernel: jax.Array, axes: Axes) -> dict[str, tuple[jax.Array, Axes]]:
         return {name: (value, axes) for name, value in self.quantize(kernel).items()}
 
     def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
-        return multiply_groups(inputs, weights["kernel"], weights["scale"], weights.get("zero")).astype(out_dtype)
+        numbers = self.form.numbers
+        if weights["kernel"].ndim == 3:
+            return self._in_c(inputs, weights, out_dtype)
+        kernel, scale, zero = weights["kernel"], weights["scale"], weights.get("zero")
+        if self.rounding is not None:
+            inputs = round_blocks(inputs, self.form.group)
+        elif numbers is not Numbers.CHIP:
+            inputs = inputs.astype(jnp.float32)
+        if numbers.has_offsets:
+            return multiply_with_offsets(inputs, kernel, *scale_and_offset(weights)).astype(out_dtype)
+        if zero is not None and zero.dtype == jnp.uint8:
+            zero = zero.astype(jnp.float32) - four_bit.MIDDLE
+        return multiply_groups(inputs, kernel, scale, zero).astype(out_dtype)
+
+    def _in_c(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
+        """Of packed weights."""
+        kernel, scale, zero = weights["kernel"], weights["scale"], weights.get("zero")
+        if zero is not None and zero.dtype != jnp.uint8:
+            zero = (four_bit.MIDDLE + zero.astype(jnp.float32)) * scale.astype(jnp.float32)
+        offset, units = weights.get("offset", zero), (weights.get("scale_unit"), weights.get("offset_unit"))
+        rounds = self.rounding is not None
+        return four_bit.multiply(inputs, kernel, scale, offset, *units, round_inputs=rounds, out_dtype=out_dtype)
+
+    def can_pack(self, kernel: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        return four_bit.can_pack(kernel.shape, self.form.group)
+
+    def pack(self, name: str, value: jax.Array) -> jax.Array:
+        return four_bit.pack(value) if name == "kernel" else four_bit.pack_groups(value)
 
     def on_tpu(
         self, mesh: Mesh | AbstractMesh | None, axes: tuple[str | None, str | None], *, interpret: bool
@@ -103,9 +148,9 @@ class FourBitTpuMethod(FourBitMethod):
         return super().shapes(kernel[::-1])
 
 
-def quantize_groups(weights: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
-    """weights [out, in] of any float type -> kernel int4[out, in], scale bf16[out, in / group]. Each weight is rounded
-    to the nearest multiple of its scale.
+def quantize_groups(weights: jax.Array, group: int, scale_dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+    """weights [out, in] of any float type -> kernel int4[out, in], scale [out, in / group]. Each weight is rounded to
+    the nearest multiple of its scale.
 
     The weight of the largest magnitude in a group becomes -8 (of two, the positive one), so a scale may be negative.
     The other sign has one step less, and its weights beyond that are clipped to 7. A group with a non-finite weight
@@ -113,10 +158,65 @@ def quantize_groups(weights: jax.Array, group: int) -> tuple[jax.Array, jax.Arra
     """
     grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, group)
     high, low = (extreme(grouped, axis=2, keepdims=True) for extreme in (jnp.max, jnp.min))
-    scale = (jnp.where(high >= -low, high, low) * (1 / LEAST)).astype(jnp.bfloat16)
+    scale = (jnp.where(high >= -low, high, low) * (1 / LEAST)).astype(scale_dtype)
     divisor = jnp.where(scale == 0, 1.0, scale.astype(jnp.float32))  # a group of zeros
     steps = jnp.clip(jnp.round(grouped / divisor), LEAST, -LEAST - 1)
     return steps.astype(jnp.int4).reshape(weights.shape), scale[:, :, 0]
+
+
+def quantize_with_offsets(weights: jax.Array, form: FourBit) -> dict[str, jax.Array]:
+    """weights [out, in] of any float type -> the parameters of a form with offsets. Each weight is rounded to the
+    nearest of 16 steps between the least and the largest of its group, or zero if all have one sign. In `Q4_K`, scales
+    and offsets are rounded to 6 bits first. A group with a non-finite weight gets numbers that are not finite."""
+    grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, form.group)
+    offset = -jnp.minimum(jnp.min(grouped, axis=2), 0)
+    scale = (jnp.maximum(jnp.max(grouped, axis=2), 0) + offset) * np.float32(1 / STEPS)
+    if form.numbers is Numbers.Q4_K:
+        numbers = _in_6_bits("scale", scale) | _in_6_bits("offset", offset)
+    else:
+        numbers = {"scale": scale.astype(jnp.float16), "offset": offset.astype(jnp.float16)}
+    scale, offset = scale_and_offset(numbers)
+    steps = jnp.round((grouped + offset[:, :, None]) / jnp.where(scale == 0, 1.0, scale)[:, :, None])
+    kernel = jnp.clip(steps, 0, STEPS) + LEAST
+    return {"kernel": kernel.astype(jnp.int4).reshape(weights.shape)} | numbers
+
+
+def _in_6_bits(name: str, values: jax.Array) -> dict[str, jax.Array]:
+    """f32[out, groups] as whole numbers with units."""
+    blocks = values.reshape(values.shape[0], -1, GROUPS_OF_A_UNIT)
+    unit = (jnp.max(blocks, axis=2, keepdims=True) * np.float32(1 / _LARGEST_OF_6_BITS)).astype(jnp.float16)
+    steps = jnp.round(blocks / jnp.where(unit == 0, 1.0, unit.astype(jnp.float32)))
+    whole = jnp.clip(steps, 0, _LARGEST_OF_6_BITS).astype(jnp.uint8).reshape(values.shape)
+    return {name: whole, f"{name}_unit": unit[:, :, 0]}
+
+
+def scale_and_offset(weights: Weights) -> tuple[jax.Array, jax.Array]:
+    """f32[out, in / group] each, exact, of a form with offsets."""
+    scale, offset = (weights[name].astype(jnp.float32) for name in ("scale", "offset"))
+    if "scale_unit" not in weights:
+        return scale, offset
+    units = [weights[name].astype(jnp.float32) for name in ("scale_unit", "offset_unit")]
+    of_scale, of_offset = (jnp.repeat(unit, GROUPS_OF_A_UNIT, axis=1) for unit in units)
+    return scale * of_scale, offset * of_offset
+
+
+def round_blocks(inputs: jax.Array, group: int) -> jax.Array:
+    """inputs [T, in], each block rounded to int8 with a scale of its own, and widened again: f32[T, in]. A block has 32
+    inputs, or a group if that is smaller."""
+    blocks = inputs.astype(jnp.float32).reshape(inputs.shape[0], -1, min(group, four_bit.BLOCK))
+    rounded, scale = round_rows(blocks.reshape(-1, blocks.shape[2]), EightBit.INT8)
+    return (rounded.astype(jnp.float32) * scale).reshape(inputs.shape)
+
+
+def multiply_with_offsets(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
+    """inputs [T, in] times the transpose of a kernel int4[out, in] with offsets: f32[T, out].
+
+    Args:
+        scale, offset: f32[out, in / group].
+    """
+    values = (kernel.astype(jnp.float32) - LEAST).reshape(*scale.shape, -1)
+    weights = (values * scale[:, :, None] - offset[:, :, None]).reshape(kernel.shape)
+    return lax.dot_general(inputs.astype(jnp.float32), weights, _LAST, precision=lax.Precision.HIGHEST)
 
 
 def multiply_groups(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
@@ -125,7 +225,7 @@ def multiply_groups(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, zero
     Weights are rounded to the inputs' type, as are weights that are not quantised.
 
     Args:
-        scale: bf16[out, in / group].
+        scale: [out, in / group], of a type that is exact in the inputs' type.
         zero: bf16[out, in / group], in units of the scale; None: there are none.
     """
     num_out, groups = scale.shape

@@ -33,8 +33,8 @@ class AttendProjected:
 
 # q [T, N, H], k [T, K, H], v [T, K, H], one layer's K/V -> output [T, N, H], the layer's K/V
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-# (shape (out, in), logical axes of both) -> a Linear in the dtype and form of the whole model
-MakeLinear = Callable[[tuple[int, int], tuple[str, str]], Linear]
+# (path in the layer, shape (out, in), logical axes of both) -> a Linear in the dtype of the model, and in its own form
+MakeLinear = Callable[[str, tuple[int, int], tuple[str, str]], Linear]
 
 
 class RMSNorm(nnx.Module):
@@ -83,8 +83,9 @@ class Attention(nnx.Module):
         self.query_width = config.num_heads * config.head_dim // num_shards  # rows of one group
         self.kv_width = config.num_kv_heads * config.head_dim // num_shards
         width = num_shards * (self.query_width + 2 * self.kv_width)
-        self.qkv = linear((width, input_width or config.hidden_size), ("heads", "embed"))
-        self.out = linear((config.hidden_size, config.num_heads * config.head_dim), ("embed", "heads"))
+        self.qkv = linear("attention.qkv", (width, input_width or config.hidden_size), ("heads", "embed"))
+        queries = config.num_heads * config.head_dim
+        self.out = linear("attention.out", (config.hidden_size, queries), ("embed", "heads"))
 
     def __call__(
         self,
@@ -127,8 +128,8 @@ class Mlp(nnx.Module):
         self.in_c = False
         embed, mlp = config.hidden_size, config.intermediate_size
         self.num_shards = num_shards
-        self.gate_up = linear((2 * mlp, embed), ("mlp", "embed"))
-        self.down = linear((embed, mlp), ("embed", "mlp"))
+        self.gate_up = linear("mlp.gate_up", (2 * mlp, embed), ("mlp", "embed"))
+        self.down = linear("mlp.down", (embed, mlp), ("embed", "mlp"))
 
     def __call__(self, x: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
         gated = self._gated(x, adapters)

@@ -11,7 +11,7 @@ from flax import nnx
 from model.network.eight_bit import EightBitMethod
 from model.network.four_bit import FourBitMethod
 from model.network.linear_method import LinearMethod, Unquantized
-from model.quantization.forms import EightBit, Rounding, WeightForm
+from model.quantization.forms import EightBit, FourBit, Rounding
 from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
@@ -26,13 +26,15 @@ def normal_param(
     return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 
-def linear_method(form: WeightForm | None, rounding: Rounding | None = None, *, for_cpu: bool = False) -> LinearMethod:
-    """The method of a form of weights; arguments as for `Linear`."""
+def linear_method(
+    form: EightBit | FourBit | None, rounding: Rounding | None = None, *, for_cpu: bool = False
+) -> LinearMethod:
+    """The method of the form of one kernel; arguments as for `Linear`."""
     if form is None:
         return Unquantized(for_cpu)
     if isinstance(form, EightBit):
         return EightBitMethod(form, rounding, for_cpu)
-    return FourBitMethod(form)
+    return FourBitMethod(form, rounding=rounding)
 
 
 class Linear(nnx.Module):
@@ -43,7 +45,7 @@ class Linear(nnx.Module):
         axes: the logical names of both dimensions; `sharding.RULES` maps them to the mesh.
         dtype: of the kernel if it is not quantised.
         quantization: the form of the kernel; None: it is not quantised.
-        rounding: of the inputs of an 8-bit kernel; None: they keep their type.
+        rounding: of the inputs of a quantised kernel; None: they keep their type.
         for_cpu: uses the forms of `cpu_products` where they are faster, unless the kernel is packed (`packed`).
 
     Attributes:
@@ -57,7 +59,7 @@ class Linear(nnx.Module):
         *,
         dtype: Any,
         rngs: nnx.Rngs | None,
-        quantization: WeightForm | None = None,
+        quantization: EightBit | FourBit | None = None,
         rounding: Rounding | None = None,
         for_cpu: bool = False,
     ):

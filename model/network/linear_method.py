@@ -37,9 +37,13 @@ class LinearMethod(ABC):
     def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
         """inputs [T, in] times the transpose of the kernel: [T, out]. The kernel may be packed (`packed.pack`)."""
 
-    def rows_together(self) -> int | None:
-        """As `together` of `products.pack`. Raises ValueError if the C code of CPUs has no such product."""
-        return None
+    def can_pack(self, kernel: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """Whether the C code of CPUs reads a kernel [out, in]. Raises ValueError if it has no such product at all."""
+        return products.can_pack(kernel)
+
+    def pack(self, name: str, value: jax.Array) -> jax.Array:
+        """A parameter as the C code reads it. It has three dimensions then, or is unchanged."""
+        return products.pack(value) if name == "kernel" else value
 
     def on_tpu(
         self, mesh: Mesh | AbstractMesh | None, axes: tuple[str | None, str | None], *, interpret: bool

@@ -61,9 +61,15 @@ class Llama(nnx.Module):
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
         linear = partial(Linear, dtype=dtype, rngs=rngs, for_cpu=for_cpu)
-        of_layer = partial(linear, quantization=quantization, rounding=rounding)
-        layers = range(config.num_layers)
-        self.layers = nnx.List([DecoderLayer(config, of_layer, dtype=dtype, num_shards=num_shards) for _ in layers])
+
+        def projection(layer: int, name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
+            form = None if quantization is None else quantization.at(f"layers.{layer}.{name}")
+            return linear(shape, axes, quantization=form, rounding=rounding)
+
+        self.layers = nnx.List(
+            DecoderLayer(config, partial(projection, number), dtype=dtype, num_shards=num_shards)
+            for number in range(config.num_layers)
+        )
         self.norm = RMSNorm(config, dtype=dtype)
         # None: the embedding is also the head's kernel.
         is_shared = config.tie_word_embeddings and quantization is None

@@ -1,5 +1,5 @@
-"""The forms of weights that one platform's own products read: the C code of a CPU (`pallas_kernels.cpu.products`), and
-the int4 product of TPUs (`pallas_kernels.tpu.int4_product`).
+"""The forms of weights that one platform's own products read: the C code of a CPU (`products` and `four_bit` of
+`pallas_kernels.cpu`), and the int4 product of TPUs (`pallas_kernels.tpu.int4_product`).
 
 A model is packed once, after it is loaded: checkpoints and the code that loads them know one form only.
 """
@@ -17,9 +17,11 @@ from jax.sharding import AbstractMesh, Mesh
 from model.network.eagle import EagleHead
 from model.network.layers import Attention, Mlp, RMSNorm
 from model.network.linear import Linear
+from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import RULES, sharding_of
-from pallas_kernels.cpu import products
+
+_EMBEDDED = Unquantized()  # of an embedding that is also the head
 
 
 def pack[M: Llama | EagleHead](model: M) -> M:
@@ -31,13 +33,12 @@ def pack[M: Llama | EagleHead](model: M) -> M:
     Raises:
         ValueError: inputs are rounded in some steps only. The packed kernels are for all steps or for none.
     """
-    kernels = [(x.kernel, x.method.rows_together()) for _, x in nnx.iter_graph(model) if isinstance(x, Linear)]
-    if isinstance(model, Llama) and model.head is None:
-        kernels.append((model.embedding, None))
-    for kernel, together in kernels:
-        value = kernel.get_value()
-        if products.can_pack(value, together):
-            kernel.set_value(_packed(value, together))
+    for linear in [x for _, x in nnx.iter_graph(model) if isinstance(x, Linear)]:
+        if linear.method.can_pack(linear.kernel.get_value()):
+            for name, param in linear.parameters().items():
+                param.set_value(_packed(linear.method, name, param.get_value()))
+    if isinstance(model, Llama) and model.head is None and _EMBEDDED.can_pack(model.embedding.get_value()):
+        model.embedding.set_value(_packed(_EMBEDDED, "kernel", model.embedding.get_value()))
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Attention | Mlp | RMSNorm):
             module.in_c = True
@@ -74,18 +75,19 @@ def packer(planned: nnx.Module) -> Callable[[str, Mapping[str, jax.Array]], dict
 def _as_in(module: Any, name: str, value: jax.Array) -> jax.Array:
     like, method = getattr(module, name).get_value(), module.method if isinstance(module, Linear) else None
     if like.ndim == 3:
-        return jax.block_until_ready(_packed(value, None if method is None else method.rows_together()))
+        return _packed(_EMBEDDED, "kernel", value) if method is None else _packed(method, name, value)
     if method is not None and method.is_turned:
         return jax.block_until_ready(_transpose(value, sharding=like.sharding))
     return value
 
 
-def _packed(value: jax.Array | jax.ShapeDtypeStruct, together: int | None) -> jax.Array | jax.ShapeDtypeStruct:
+def _packed(method: LinearMethod, name: str, value: Any) -> Any:
+    """A parameter, or its shape."""
     if isinstance(value, jax.ShapeDtypeStruct):
-        like = jax.eval_shape(partial(products.pack, together=together), value)
+        like = jax.eval_shape(partial(method.pack, name), value)
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=value.sharding)
     # One at a time: the memory of the other form is then free again.
-    return jax.block_until_ready(products.pack(value, together))
+    return jax.block_until_ready(method.pack(name, value))
 
 
 def _turned(value: Any, axes: tuple[str, ...], mesh: Mesh | AbstractMesh | None) -> Any:

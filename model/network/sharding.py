@@ -91,7 +91,7 @@ def check_groups(config: LlamaConfig, form: WeightForm, num_shards: int) -> None
     hidden, attended, mlp = config.projection_inputs
     inputs = {"hidden_size": hidden, "num_heads * head_dim": attended // num_shards}
     inputs["intermediate_size"] = mlp // num_shards
-    cut = [f"{name}: {size} inputs on each" for name, size in inputs.items() if size % form.group]
+    cut = [f"{name}: {size} inputs on each" for name, size in inputs.items() if size % form.whole]
     if cut:
         raise ValueError(
             f"{form.in_words()}: {num_shards} chip(s) would not hold whole groups ({'; '.join(cut)}): use another "

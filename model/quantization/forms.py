@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import ClassVar
 
 
@@ -18,8 +19,13 @@ class EightBit(StrEnum):
 
     @property
     def kind(self) -> str:
-        """The name by which a user asks for it, and `pallas_kernels.chips` says which chips read it."""
+        """The name by which a user asks for it."""
         return str(self)
+
+    @property
+    def product(self) -> str:
+        """The name by which `pallas_kernels.chips` says which chips read it."""
+        return self.kind
 
     @property
     def bits(self) -> int:
@@ -27,13 +33,17 @@ class EightBit(StrEnum):
         return 8
 
     @property
-    def group(self) -> int:
+    def whole(self) -> int:
         """The number of inputs that a chip's part of a kernel is a multiple of."""
         return 1
 
     @property
     def in_head(self) -> EightBit:
         """The form of the head if the projections have this one."""
+        return self
+
+    def at(self, path: str) -> EightBit:
+        """The form of the projection at `path`, such as "layers.3.mlp.down"."""
         return self
 
     def in_words(self) -> str:
@@ -56,17 +66,48 @@ class EightBit(StrEnum):
         return 127.0 if self is EightBit.INT8 else 448.0
 
 
+class Numbers(StrEnum):
+    """What a 4-bit kernel has for each output and group. Chips read the first one, and CPUs read all of them."""
+
+    CHIP = "chip"  # a scale in bfloat16, and perhaps a zero in bfloat16
+    BFLOAT16 = "bf16"  # a scale, and perhaps a zero in uint8
+    FLOAT16 = "f16"  # the same
+    FLOAT32 = "f32"  # the same
+    Q4_1 = "q4_1"  # a scale and an offset in float16
+    Q4_K = "q4_k"  # a scale and an offset of 6 bits, and their float16 units, which eight groups share
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether an offset is subtracted from the weights, in place of a zero from their values."""
+        return self in (Numbers.Q4_1, Numbers.Q4_K)
+
+    @property
+    def scale_dtype(self) -> str:
+        """As numpy and jax name it."""
+        others = {
+            Numbers.FLOAT32: "float32",
+            Numbers.FLOAT16: "float16",
+            Numbers.Q4_1: "float16",
+            Numbers.Q4_K: "uint8",
+        }
+        return others.get(self, "bfloat16")
+
+
+GROUPS_OF_A_UNIT = 8  # in `Numbers.Q4_K`
+
+
 @dataclass(frozen=True, kw_only=True)
 class FourBit:
     """Kernels of the projections in int4, with a scale for each output and each group of neighbouring inputs. The head
     is in int8: in int4 it would lose more than all projections of a layer.
 
     Raises:
-        ValueError: the group has fewer than `MIN_GROUP` inputs.
+        ValueError: the group has fewer than `MIN_GROUP` inputs, or it has zeros and offsets.
     """
 
     group: int  # inputs that share a scale
     has_zeros: bool = False  # each group has a zero, too, which is subtracted from its values
+    numbers: Numbers = Numbers.CHIP
     # As of `EightBit`.
     kind: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
@@ -75,16 +116,80 @@ class FourBit:
     def __post_init__(self) -> None:
         if self.group < MIN_GROUP:
             raise ValueError(f"int4 needs groups of {MIN_GROUP} inputs or more: {self.group=}")
+        if self.has_zeros and self.numbers.has_offsets:
+            raise ValueError(f"int4 has zeros or offsets, not both: {self.numbers=}")
 
     def __str__(self) -> str:
-        return f"{self.kind}-g{self.group}" + ("-zeros" if self.has_zeros else "")
+        numbers = "" if self.numbers is Numbers.CHIP else f"-{self.numbers}"
+        return f"{self.kind}-g{self.group}{numbers}" + ("-zeros" if self.has_zeros else "")
+
+    @property
+    def product(self) -> str:
+        """As of `EightBit`. Groups of 16 have products of their own."""
+        small = "" if self.group % 32 == 0 else "-g16"
+        return f"{self.kind}{small}" + ("" if self.numbers is Numbers.CHIP else "-exact")
+
+    @property
+    def whole(self) -> int:
+        """As of `EightBit`."""
+        return self.group * (GROUPS_OF_A_UNIT if self.numbers is Numbers.Q4_K else 1)
+
+    def at(self, path: str) -> FourBit:
+        """As of `EightBit`."""
+        return self
 
     def in_words(self) -> str:
         """For messages."""
-        return f"{self.kind}, groups of {self.group}" + (" with zero points" if self.has_zeros else "")
+        groups = f"{self.kind}, groups of {self.group}"
+        if self.numbers.has_offsets:
+            return f"{groups} as in {self.numbers.name}"
+        with_them = [] if self.numbers is Numbers.CHIP else [f"{self.numbers.scale_dtype} scales"]
+        with_them += ["zero points"] if self.has_zeros else []
+        return groups + (f" with {' and '.join(with_them)}" if with_them else "")
 
 
-WeightForm = EightBit | FourBit
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """Projections of several forms, as in many GGUF files. The head is in int8."""
+
+    most: FourBit  # of the projections that are not in `others`
+    others: tuple[tuple[str, EightBit | FourBit], ...]  # path of a projection -> its form, in the order of the paths
+    # As of `EightBit`.
+    kind: ClassVar[str] = FourBit.kind
+    bits: ClassVar[int] = FourBit.bits
+    in_head: ClassVar[EightBit] = FourBit.in_head
+    product: ClassVar[str] = f"{FourBit.kind}-exact"
+
+    def __str__(self) -> str:
+        return "+".join([str(self.most), *(f"{form}:{','.join(paths)}" for form, paths in self._paths.items())])
+
+    @property
+    def whole(self) -> int:
+        """As of `EightBit`."""
+        return max(form.whole for form in (self.most, *self._paths))
+
+    def at(self, path: str) -> EightBit | FourBit:
+        """As of `EightBit`."""
+        return self._forms.get(path, self.most)
+
+    def in_words(self) -> str:
+        """For messages."""
+        others = [f"{len(paths)} in {form.in_words()}" for form, paths in self._paths.items()]
+        return f"{self.most.in_words()} ({'; '.join(others)})"
+
+    @cached_property
+    def _forms(self) -> Mapping[str, EightBit | FourBit]:
+        return dict(self.others)
+
+    @cached_property
+    def _paths(self) -> Mapping[EightBit | FourBit, list[str]]:
+        paths: dict[EightBit | FourBit, list[str]] = {}
+        for path, form in self.others:
+            paths.setdefault(form, []).append(path)
+        return paths
+
+
+WeightForm = EightBit | FourBit | Mixed
 FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # as a user names them
 # Of inputs. With larger groups hardly any bytes are saved: a scale has 16 bits, and 128 weights have 512.
 MAX_GROUP, MIN_GROUP = 128, 16
@@ -96,27 +201,53 @@ def largest_group(widths: Iterable[int], limit: int = MAX_GROUP) -> int | None:
     return group if group >= MIN_GROUP else None
 
 
-_FORM_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(-zeros)?)?")
+_FORM_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(?:-(bf16|f16|f32|q4_1|q4_k))?(-zeros)?)?")
+_PATHS = re.compile(r"[\w.]+(?:,[\w.]+)*")
 
 
 def is_form_name(name: object) -> bool:
     """Whether `form_named` reads it, for some numbers of inputs."""
-    return isinstance(name, str) and (name in tuple(EightBit) or _FORM_NAME.fullmatch(name) is not None)
+    if not isinstance(name, str):
+        return False
+    most, *others = name.split("+")
+    return _is_one(most) and all(_is_one(form) and _PATHS.fullmatch(paths) for form, _, paths in _cut(others))
+
+
+def _is_one(name: str) -> bool:
+    return name in tuple(EightBit) or _FORM_NAME.fullmatch(name) is not None
+
+
+def _cut(others: Iterable[str]) -> list[tuple[str, str, str]]:
+    """The name of a form, a colon, and the paths of the projections that have it."""
+    return [other.partition(":") for other in others]
 
 
 def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     """The form of a name: "int8", "fp8", "int4" with the largest group for kernels of these numbers of inputs, or as
-    `str` writes a `FourBit`. ValueError if there is none."""
+    `str` writes a `FourBit` or a `Mixed`. ValueError if there is none."""
+    widths = tuple(widths)
+    most, *others = name.split("+")
+    form = _one_named(most, widths)
+    if not others:
+        return form
+    if not isinstance(form, FourBit):
+        raise ValueError(f"{most}: only projections in int4 have others next to them")
+    forms = {path: _one_named(other, widths) for other, _, paths in _cut(others) for path in paths.split(",")}
+    return Mixed(most=form, others=tuple(sorted(forms.items(), key=lambda item: item[0])))
+
+
+def _one_named(name: str, widths: tuple[int, ...]) -> EightBit | FourBit:
     if name in tuple(EightBit):
         return EightBit(name)
     match = _FORM_NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no form of weights; it is one of {', '.join(FORM_NAMES)}")
-    widths = tuple(widths)
-    group = int(match[1]) if match[1] else largest_group(widths)
-    if group is None or any(width % group for width in widths):
-        raise ValueError(f"{name}: the numbers of inputs {widths} have no common groups of {MIN_GROUP} or more")
-    return FourBit(group=group, has_zeros=match[2] is not None)
+    if (group := int(match[1]) if match[1] else largest_group(widths)) is not None:
+        numbers = Numbers(match[2] or Numbers.CHIP)
+        form = FourBit(group=group, numbers=numbers, has_zeros=match[3] is not None)
+        if not any(width % form.whole for width in widths):
+            return form
+    raise ValueError(f"{name}: the numbers of inputs {widths} have no common groups of {MIN_GROUP} or more")
 
 
 def described(form: WeightForm) -> str:
@@ -130,13 +261,15 @@ class Activations(StrEnum):
     """What a quantised checkpoint says of the inputs of its projections."""
 
     EXACT = "exact"  # only the weights are quantised
+    BLOCKS = "blocks"  # the same; but where a product with int4 rounds blocks of its inputs, it may: GGUF
     DYNAMIC = "dynamic"  # each token is rounded to the weights' type, with a scale of its own
     STATIC = "static"  # all tokens are rounded with one scale, which is stored for each projection
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits."""
+    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits. Of a
+    4-bit kernel they are rounded to int8, in blocks with scales of their own."""
 
     min_rows: int = 1  # products of fewer rows keep the activations' type
     is_static: bool = False  # each projection has an `input_scale`; the head has none

@@ -6,11 +6,11 @@ one output and one group of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from model.quantization.forms import Activations, EightBit, FourBit, largest_group
+from model.quantization.forms import Activations, EightBit, FourBit, Numbers, largest_group
 
 WORD_BITS = 32
 WORDS = ("I32",)
@@ -95,6 +95,19 @@ class PackedForm:
         if group is None:
             return None, f"groups of {self.group} do not divide the numbers of inputs {tuple(widths)}"
         return FourBit(group=group, has_zeros=self.zeros is not Zeros.MIDDLE), None
+
+    def in_exact_four_bits(self, widths: Sequence[int], scales: Set[str]) -> FourBit | None:
+        """As `in_four_bits`, with scales as they are stored.
+
+        Args:
+            scales: their types, of `SCALES`.
+        """
+        form, _ = self.in_four_bits(widths)
+        if form is None or (scales == {"BF16"} and not form.has_zeros):  # that of chips is exact
+            return form
+        named = {"F16": Numbers.FLOAT16, "BF16": Numbers.BFLOAT16, "F32": Numbers.FLOAT32}
+        types = {named[scale] for scale in scales}
+        return replace(form, numbers=types.pop() if len(types) == 1 else Numbers.FLOAT32)
 
     def num_groups(self, columns: int) -> int:
         """The number of groups in a row. The last may be shorter."""

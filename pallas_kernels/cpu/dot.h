@@ -3,8 +3,6 @@
 #include "vectors.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
 
 // Of a word, the even or the odd two of its four int8, as int16.
@@ -16,13 +14,15 @@ INLINE shorts odd_of(words quads) { return (shorts)quads >> 8; }
 // to every weight, and the sums are too large by WEIGHT_OFFSET times the inputs.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define WEIGHT_OFFSET 128
-INLINE words add_quads(words sums, words weights, words inputs) {
-  weights ^= 0x80808080u;
+INLINE words add_small_quads(words sums, words weights, words inputs) {
 #if defined(__AVX512VNNI__)
   return (words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
 #else
   return (words)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)inputs);
 #endif
+}
+INLINE words add_quads(words sums, words weights, words inputs) {
+  return add_small_quads(sums, weights ^ 0x80808080u, inputs);
 }
 #else
 #define WEIGHT_OFFSET 0
@@ -54,4 +54,25 @@ INLINE words add_quads(words sums, words weights, words inputs) {
   return sums + ADD_PAIRS(even_of(weights), even_of(inputs)) + ADD_PAIRS(odd_of(weights), odd_of(inputs));
 }
 #endif
+#endif
+
+// The same with weights of 0 to 15, for up to 8 words. Where a CPU multiplies unsigned with signed int8 and adds pairs of
+// products only, the sums are int16 (8 * 2 * 15 * 127 is less than 2^15) until they are `whole_sums`.
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+#define ADD_SMALL_PAIRS(sums, a, b) \
+  (words)_mm512_add_epi16((__m512i)(sums), _mm512_maddubs_epi16((__m512i)(a), (__m512i)(b)))
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define ADD_SMALL_PAIRS(sums, a, b) \
+  (words)_mm256_add_epi16((__m256i)(sums), _mm256_maddubs_epi16((__m256i)(a), (__m256i)(b)))
+#endif
+#if defined(ADD_SMALL_PAIRS)
+#define SUMS_ARE_PAIRS 1
+INLINE words add_small_quads(words sums, words weights, words inputs) { return ADD_SMALL_PAIRS(sums, weights, inputs); }
+INLINE words whole_sums(words pairs) { return ADD_PAIRS(pairs, (words){0} + 0x10001u); }
+#else
+#define SUMS_ARE_PAIRS 0
+#if WEIGHT_OFFSET == 0
+INLINE words add_small_quads(words sums, words weights, words inputs) { return add_quads(sums, weights, inputs); }
+#endif
+INLINE words whole_sums(words sums) { return sums; }
 #endif

@@ -29,11 +29,11 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-Wall", "-Wextra")
 # Names of functions in the sources, and of custom calls in programs.
 ATTEND, MULTIPLY = "pallas_serve_attend", "pallas_serve_multiply"
-MULTIPLY_ROUNDED = "pallas_serve_multiply_rounded"
+MULTIPLY_ROUNDED, MULTIPLY_FOUR_BIT = "pallas_serve_multiply_rounded", "pallas_serve_multiply_four_bit"
 NORM, GATE, ROTATE = "pallas_serve_norm", "pallas_serve_gate", "pallas_serve_rotate"
 ADD_ADAPTERS = "pallas_serve_add_adapters"
 LOG_SUM_EXP, TEMPER = "pallas_serve_log_sum_exp", "pallas_serve_temper"
-NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER)
+NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, MULTIPLY_FOUR_BIT, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER)
 COMPILE_TIMEOUT_S = 300
 SOURCES = Path(__file__).parent
 

@@ -5,22 +5,16 @@
 // In int8 there are two forms. The weights are widened to float32, or the inputs are rounded to int8, too: then a panel is
 // [in / 4, 32, 4], four neighbouring inputs are one word, and sums are exact integers until they are scaled.
 #include "dot.h"
-#include "ffi.h"
+#include "panels.h"
 #include "rounding.h"
 
 enum { QUADS = INT8 + 1 };  // a kind of products: int8 on both sides
 
-#define PANEL 32
-#define GROUPS (PANEL / LANES)  // vectors of a panel's row
 // Rows whose sums are in registers at once. Each is multiplied with the same weights.
 #define MAX_ROWS ((VECTOR_REGISTERS == 32 ? 24 : 8) / GROUPS)
 // Many rows are multiplied a block at a time, with a part of a panel at a time: both stay in a core's second cache.
 #define ROWS_OF_BLOCK (8 * MAX_ROWS)
 #define DEPTH_OF_BLOCK 512
-#define PANELS_OF_PART 4
-
-// An input is a word: a float, or with a kernel of bfloat16 two neighbouring numbers, or four of int8.
-typedef uint32_t word __attribute__((may_alias));
 
 typedef struct {
   const word* inputs;  // [rows, depth]
@@ -66,10 +60,7 @@ INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, co
 // The same for any number of rows up to MAX_ROWS.
 INLINE void multiply_rows(int64_t rows, const word* inputs, int64_t stride, const char* panel, int64_t depth,
                           float* sums, int continues, const int kind) {
-#define CASE(R) \
-  case R: multiply_tile(R <= MAX_ROWS ? R : 1, inputs, stride, panel, depth, sums, continues, kind); break;
-  switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) }
-#undef CASE
+  WITH_ROWS(rows, MAX_ROWS, multiply_tile(R, inputs, stride, panel, depth, sums, continues, kind))
 }
 
 // LANES sums of a row, from an output on, as they are stored.
@@ -129,7 +120,7 @@ INLINE Product product_of(XLA_FFI_CallFrame* frame) {
       .rows = inputs->dims[0],
       .depth = kernel->dims[1],
       .panels = kernel->dims[0],
-      .panels_of_part = kernel->dims[0] >= 64 ? PANELS_OF_PART : 1,
+      .panels_of_part = panels_of_part(kernel->dims[0]),
   };
 }
 
@@ -163,13 +154,14 @@ XLA_FFI_Error* pallas_serve_multiply_rounded(XLA_FFI_CallFrame* frame) {
       .kind = kind_of(inputs),
       .rows = inputs->dims[0],
       .depth = inputs->dims[1],
+      .rows_of_part = ROWS_OF_ROUNDING,
   };
   Product product = product_of(frame);
   product.inputs = result(frame, 1)->data;
   product.kind = QUADS;
   product.of_inputs = &rounding;
   product.scales = argument(frame, 2)->data;
-  in_parallel(frame, (rounding.rows + ROWS_OF_ROUNDING - 1) / ROWS_OF_ROUNDING, round_rows, &rounding);
+  round_all(frame, &rounding);
   multiply_all(frame, &product);
   return NULL;
 }

@@ -1,7 +1,7 @@
 // Inputs rounded to int8, to nearest even, as `model/network/eight_bit.py` does: each row with a scale of its own,
 // or all with a stored one.
 #pragma once
-#include "vectors.h"
+#include "ffi.h"
 
 typedef struct {
   const void* inputs;   // [rows, depth]
@@ -10,7 +10,7 @@ typedef struct {
   float* scales;        // [rows]; not a number, or infinite, if an input of the row is
   int32_t* sums;        // [rows], of the rounded inputs
   enum Kind kind;       // of the inputs
-  int64_t rows, depth;
+  int64_t rows, depth, rows_of_part;
 } Rounding;
 
 enum { ROWS_OF_ROUNDING = 16, LARGEST = 127 };
@@ -30,11 +30,11 @@ INLINE float input_at(const void* inputs, int64_t index, const enum Kind kind) {
   return kind == FLOAT32 ? ((const float*)inputs)[index] : float_of((uint32_t)((const uint16_t*)inputs)[index] << 16);
 }
 
-INLINE void round_row(const Rounding* r, int64_t row, const enum Kind kind) {
-  const char* inputs = (const char*)r->inputs + row * r->depth * size_of(kind);
-  int8_t* narrow = r->narrow + row * r->depth;
+INLINE void round_row(const Rounding* r, int64_t row, const int64_t depth, const enum Kind kind) {
+  const char* inputs = (const char*)r->inputs + row * depth * size_of(kind);
+  int8_t* narrow = r->narrow + row * depth;
   uint32_t most = 0;  // as bits: what is not a number is larger than infinity
-  for (int64_t i = 0; i < r->depth; i++) {
+  for (int64_t i = 0; i < depth; i++) {
     uint32_t bits = bits_of(input_at(inputs, i, kind)) & 0x7fffffff;
     most = bits > most ? bits : most;
   }
@@ -43,7 +43,7 @@ INLINE void round_row(const Rounding* r, int64_t row, const enum Kind kind) {
   float factor = r->stored ? 1 / *r->stored : LARGEST / largest;
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits
   uint32_t sum = 0;
-  for (int64_t i = 0; i < r->depth; i++) {
+  for (int64_t i = 0; i < depth; i++) {
     float x = input_at(inputs, i, kind) * factor;
     x = x < LARGEST ? x : LARGEST;
     x = x > -LARGEST ? x : -LARGEST;
@@ -55,11 +55,22 @@ INLINE void round_row(const Rounding* r, int64_t row, const enum Kind kind) {
   r->scales[row] = !r->stored ? largest * (1.0f / LARGEST) : largest == largest ? *r->stored : largest;
 }
 
-static void round_rows(const void* rounding, int64_t part) {
-  const Rounding* r = rounding;
-  int64_t first = part * ROWS_OF_ROUNDING, end = first + ROWS_OF_ROUNDING;
-  for (int64_t row = first; row < end && row < r->rows; row++) switch (r->kind) {
-      case BFLOAT16: round_row(r, row, BFLOAT16); break;
-      default: round_row(r, row, FLOAT32);
+// `depth`: that of the rows. Short rows are rounded faster if it is a constant.
+INLINE void round_rows(const Rounding* r, int64_t first, int64_t end, const int64_t depth) {
+  for (int64_t row = first; row < end; row++) switch (r->kind) {
+      case BFLOAT16: round_row(r, row, depth, BFLOAT16); break;
+      default: round_row(r, row, depth, FLOAT32);
     }
+}
+
+static void round_part(const void* rounding, int64_t part) {
+  const Rounding* r = rounding;
+  int64_t first = part * r->rows_of_part, left = r->rows - first;
+  int64_t end = first + (left < r->rows_of_part ? left : r->rows_of_part);
+  if (r->depth == 32) round_rows(r, first, end, 32);
+  else round_rows(r, first, end, r->depth);
+}
+
+static void round_all(XLA_FFI_CallFrame* frame, const Rounding* r) {
+  in_parallel(frame, (r->rows + r->rows_of_part - 1) / r->rows_of_part, round_part, r);
 }

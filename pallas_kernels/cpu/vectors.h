@@ -4,6 +4,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -59,6 +61,23 @@ INLINE ints widened_bytes(const int8_t* from) {
   return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i_u*)from));
 #else
   return __builtin_convertvector(*(const bytes*)from, ints);
+#endif
+}
+
+INLINE floats widened_float16s(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i_u*)from));
+#elif defined(__F16C__)
+  return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u*)from));
+#elif defined(__aarch64__)
+  return (floats)vcvt_f32_f16((float16x4_t)vld1_u16(from));
+#else
+  // The exponent grows by 112, and by as much again if it is that of infinity. One that is 0 has no leading bit.
+  words bits = widened_halves(from), sign = (bits & 0x8000) << 16, wide = (bits & 0x7fff) << 13;
+  words exponent = wide & 0xf800000, is_large = (words)(exponent == 0xf800000), is_small = (words)(exponent == 0);
+  wide += 0x38000000 + (is_large & 0x38000000) + (is_small & 0x800000);
+  floats small = (floats)wide - 0x1p-14f;
+  return (floats)(sign | (is_small & (words)small) | (~is_small & wide));
 #endif
 }
 

@@ -223,9 +223,9 @@ class _Test:
             compiler_options=compiler_options(self.platform),
         )
         if attention.backend is Backend.CPU:
-            from pallas_kernels.cpu import per_token, products
+            from pallas_kernels.cpu import four_bit, per_token, products
 
-            if fault := products.fault() or per_token.fault():
+            if fault := products.fault() or four_bit.fault() or per_token.fault():
                 raise SelfTestError(fault)
         passed = test.run(self_test_programs(self.buckets))
         return "passed", (

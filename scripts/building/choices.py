@@ -67,19 +67,22 @@ def choose_quantization(
     """
     from model.quantization.forms import Activations, EightBit, described, form_named
 
-    if stored is None or stored.activations is not Activations.EXACT:
+    if stored is None or stored.activations not in (Activations.EXACT, Activations.BLOCKS):
         reads = reads | {kind for kind, rows in rounded_rows.items() if rows == 1}
     held = None if stored is None else stored.quantization
-    kept = None if stored is None else stored.four_bit
+    kept = None
+    if stored is not None:
+        is_exact = stored.exact_four_bit is not None and stored.exact_four_bit.product in reads
+        kept = stored.exact_four_bit if is_exact else stored.four_bit
     if asked is None:
-        form = kept if kept is not None and kept.kind in reads else held
+        form = kept if kept is not None and kept.product in reads else held
     else:
         form = next((has for has in (held, kept) if has is not None and has.kind == asked), None)
         form = form or form_named(asked, config.projection_inputs)
     if stored is not None and stored.is_converted:
         if form != held:
             raise ValueError(f"--quantization {asked}: the checkpoint was converted to {held or 'none'}; convert again")
-        if form is not None and form.kind not in reads:
+        if form is not None and form.product not in reads:
             raise ValueError(
                 f"the checkpoint was converted to {form.kind}, which this device reads slowly: convert again with "
                 f"--quantization int8"
@@ -87,7 +90,7 @@ def choose_quantization(
         return form, None if form is None else f"{described(form)}, as converted"
     if form is None:
         return None, None
-    if form.kind in reads:
+    if form.product in reads:
         chosen, reason = form, ""
     else:
         chosen, reason = EightBit.INT8, f", not {form.kind}: this device reads that slowly"
@@ -96,7 +99,7 @@ def choose_quantization(
         return chosen, described(chosen) + rounded + reason + (f"; the checkpoint holds {held}" if held else "")
     if chosen == kept:
         return chosen, f"{stored.packing} checkpoint, kept: {described(chosen)}"
-    if stored.four_bit_fault is not None and "int4" in reads and asked in (None, "int4"):
+    if kept is None and stored.four_bit_fault is not None and "int4" in reads and asked in (None, "int4"):
         reason = f", not kept in 4 bits: {stored.four_bit_fault}"
     return chosen, f"{stored.packing} checkpoint, requantised: {described(chosen)}{reason}"
 
@@ -107,25 +110,30 @@ def choose_rounding(
     """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
 
     Of forms that the chip has no product for, with rounded inputs, they are not. A checkpoint whose activations are
-    exact keeps them so. One whose activations are quantised is computed as it is written, for any number of rows. For
-    others the chip decides by the rows of the step.
+    exact keeps them so. With the int4 of a GGUF file they are rounded in blocks, where that is fast: so does llama.cpp.
+    A checkpoint whose activations are quantised is computed as it is written, for any number of rows. For others the
+    chip decides by the rows of the step.
 
     Args:
         reads: of the chip, see `chips`. If it does not read the form, the head's inputs are rounded, too.
         rounded_rows: of the chip, see `chips`.
     """
-    from model.quantization.forms import Activations, Rounding
+    from model.quantization.forms import Activations, EightBit, Rounding
 
     stated = None if stored is None else stored.activations
     if form is None or form.kind not in rounded_rows or stated is Activations.EXACT:
+        return None, None
+    in_blocks = not isinstance(form, EightBit)
+    if stated is Activations.BLOCKS and not in_blocks:
         return None, None
     is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
     rounding = Rounding(
         min_rows=rounded_rows[form.kind] if stated is None else 1, is_static=is_static, with_head=form.kind not in reads
     )
     scales = "with the checkpoint's scales" if is_static else "each token with its own scale"
+    scales = "each block of a token with its own scale" if in_blocks else scales
     steps = f" in steps of {rounding.min_rows} tokens or more" if rounding.min_rows > 1 else ""
-    return rounding, f"inputs of projections are rounded to {form}, too, {scales}{steps}"
+    return rounding, f"inputs of projections are rounded to {'int8' if in_blocks else form}, too, {scales}{steps}"
 
 
 def choose_kv_dtype(
@@ -169,7 +177,7 @@ def chip_products(platform: str) -> dict[str, Any]:
     """
     import jax
 
-    from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, arch_reads, arch_rounded_rows
+    from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_CPU_READS, arch_reads, arch_rounded_rows
 
     if platform == "gpu":
         major, minor = map(int, jax.devices()[0].compute_capability.split("."))
@@ -185,7 +193,7 @@ def chip_products(platform: str) -> dict[str, Any]:
     try:
         find_compiler()
     except UnavailableError:  # XLA's loops read int8 fastest with inputs as they are; the start says what is missing
-        return {"reads": CPU_READS, "rounded_rows": {}}
+        return {"reads": XLA_CPU_READS, "rounded_rows": {}}
     return {"reads": CPU_READS, "rounded_rows": CPU_ROUNDED_ROWS}
 
 

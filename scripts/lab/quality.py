@@ -13,11 +13,14 @@ from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import QUANTIZATIONS
 from scripts.lab.tables import Table, say, say_head
 
+CPU_FORMS = ("int4-g32-f16", "int4-g32-q4_1")  # of GGUF files: Q4_0 and Q4_1
+
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.lab quality", description=__doc__.splitlines()[0])
-    p.add_argument("--quantization", nargs="*", action=EachCounts, default=list(QUANTIZATIONS), choices=QUANTIZATIONS)
+    forms = (*QUANTIZATIONS, *CPU_FORMS)
+    p.add_argument("--quantization", nargs="*", action=EachCounts, default=list(forms), choices=forms)
     p.add_argument("--no-kv", dest="kv", action="store_false", help="leave out K/V in int8, alone and with each")
     p.add_argument("--num-stories", type=int, help="of new text, for the divergence (default: 500)")
     add_debug_flag(p)
@@ -25,8 +28,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Prints one line for each form of the weights, with the inputs of projections as they are and, for 8 bits, rounded
-    to the same form; and another one for K/V in int8. Returns the exit code."""
+    """Prints one line for each form of the weights, with the inputs of projections as they are and rounded: for 8 bits
+    to the same form, for 4 bits to int8 in blocks, as on CPUs; and another one for K/V in int8. Returns the exit code.
+    """
     if args.num_stories is not None and args.num_stories < 1:
         raise ValueError(f"--num-stories {args.num_stories} is not 1 or more")
     import jax
@@ -48,10 +52,10 @@ def bench(args: argparse.Namespace) -> int:
     suites = evaluate.suites()
     say_head()
     scores = {"KL, nats a token": "9.6f", "+-": "9.6f", "same top token": "7.4f", "sums": ">7", "comparisons": ">7"}
-    table = Table({"weights": "<9", "inputs": "<9", "K/V": "<8", **scores}, say)
+    table = Table({"weights": "<13", "inputs": "<9", "K/V": "<8", **scores}, say)
     weights: list[tuple[WeightForm | None, Rounding | None]] = [(None, None)]
     for named in (form_named(name, config.projection_inputs) for name in args.quantization):
-        weights += [(named, None), (named, Rounding())] if isinstance(named, EightBit) else [(named, None)]
+        weights += [(named, None), (named, Rounding())]
     for (form, rounding), is_narrow in product(weights, (False, True) if args.kv else (False,)):
         model = load_hf(DEMO_FOLDER, config, dtype="float32", quantization=form, rounding=rounding)
         if is_narrow:
@@ -61,7 +65,8 @@ def bench(args: argparse.Namespace) -> int:
             f"{sum(evaluate.exact(model, encoder, suites[name]))}/{len(suites[name])}"
             for name in ("held_out_sums", "held_out_comparisons")
         ]
-        stored = str(form or "float32"), str(form if rounding else "float32"), "int8" if is_narrow else "float32"
+        inputs = "float32" if rounding is None else str(form if isinstance(form, EightBit) else EightBit.INT8)
+        stored = str(form or "float32"), inputs, "int8" if is_narrow else "float32"
         table.row(*stored, near.divergence, near.divergence_error, near.same_top_token, *right)
     return 0
 

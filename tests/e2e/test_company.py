@@ -39,10 +39,11 @@ def answers(settings: str) -> dict[str, Any]:
         (INT8, {}),
         ({"dtype": "float32"}, {}),
         ({"dtype": "bfloat16"}, {}),
+        ({"quantization": "int4"}, {}),
         (INT8, {"num_scheduler_steps": 4}),
         (INT8, {"speculative_config": DRAFTS}),
     ],
-    ids=["int8", "float32", "bfloat16", "several steps", "drafts"],
+    ids=["int8", "float32", "bfloat16", "int4", "several steps", "drafts"],
 )
 def test_company_changes_no_bit(form, steps):
     compiler()

@@ -20,7 +20,7 @@ from model.compiling.compiler_options import compiler_options
 from model.loading.weights import random_weights
 from model.network.llama import Llama
 from model.network.packed import pack
-from model.quantization.forms import EightBit, Rounding
+from model.quantization.forms import EightBit, FourBit, Numbers, Rounding
 from model.sampling.logprobs import logprobs
 from model.sampling.sampling import most_likely, tempered_weights
 from model.sampling.vocab_split import VocabShard
@@ -36,6 +36,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": jnp.bfloat16},
     "int8 weights": {"dtype": jnp.float32, "quantization": EightBit.INT8},
     "int8": {"dtype": jnp.float32, "quantization": EightBit.INT8, "rounding": Rounding(with_head=True)},
+    "int4 weights": {"dtype": jnp.float32, "quantization": FourBit(group=32, numbers=Numbers.Q4_1)},
+    "int4": {"dtype": jnp.float32, "quantization": FourBit(group=32), "rounding": Rounding()},
 }
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 32, 33, 63, 64)
 

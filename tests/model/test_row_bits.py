@@ -22,6 +22,6 @@ def test_no_stage_has_bits_that_depend_on_the_number_of_rows():
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {of["form"]: of["differing"] for of in found} == {
-        "float32": {}, "bfloat16": {}, "int8 weights": {}, "int8": {},
+        "float32": {}, "bfloat16": {}, "int8 weights": {}, "int8": {}, "int4 weights": {}, "int4": {},
     }  # fmt: skip
     assert {of["stages"] for of in found} == {18}

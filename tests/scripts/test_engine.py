@@ -15,8 +15,8 @@ import pytest
 from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
-from model.quantization.forms import Activations, EightBit, FourBit, Rounding
-from pallas_kernels.chips import GPUS, TPUS
+from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, Rounding
+from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_CPU_READS
 from pallas_kernels.spec import Backend
 from scripts.building.build import OtherHosts, build_runner
 from scripts.building.choices import (
@@ -149,6 +149,39 @@ def test_four_bits_are_kept_or_made_where_the_chip_reads_them():
     assert choose_rounding(zeros, None, reads={"int8", "int4"}, rounded_rows={"int8": 1}) == (None, None)
     assert all("int4" in chip.reads for chip in GPUS.values())
     assert [chip.name for chip in TPUS.values() if "int4" in chip.reads] == ["v6e"]
+
+
+def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
+    config = dataclasses.replace(TINY, hidden_size=256, intermediate_size=640, head_dim=64)
+    rounded, exact = FourBit(group=128, has_zeros=True), FourBit(group=128, numbers=Numbers.FLOAT16, has_zeros=True)
+    blocks, finer = FourBit(group=32, numbers=Numbers.Q4_1), Mixed(most=exact, others=(("layers.0.mlp.down", INT8),))
+
+    def choose(asked, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS, **held):
+        stored = StoredWeights(
+            path=Path(), is_converted=False, config=config, dtypes=(), remark=None, quantization=INT8, **held
+        )
+        form, said = choose_quantization(asked, stored, config, reads=reads, rounded_rows=rounded_rows)
+        return form, *choose_rounding(form, stored, reads=reads, rounded_rows=rounded_rows), said
+
+    awq = {"packing": "AWQ int4", "activations": Activations.EXACT, "four_bit": rounded, "exact_four_bit": exact}
+    said = "AWQ int4 checkpoint, kept: projections are int4, groups of 128 with float16 scales and zero points, and"
+    assert choose(None, **awq) == choose("int4", **awq) == (exact, None, None, f"{said} the head is int8")
+    assert choose("int8", **awq)[:3] == choose(None, XLA_CPU_READS, {}, **awq)[:3] == (INT8, None, None)
+    assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **awq)[:3] == (rounded, None, None)
+    gguf = {"packing": "GGUF Q4_1", "activations": Activations.BLOCKS}
+    in_blocks = "inputs of projections are rounded to int8, too, each block of a token with its own scale"
+    for form in (blocks, finer):
+        kept = gguf | {"exact_four_bit": form, "four_bit_fault": "its types differ"}
+        assert choose(None, **kept)[:3] == choose("int4", **kept)[:3] == (form, Rounding(), in_blocks)
+        assert choose("int8", **kept)[:3] == choose(None, XLA_CPU_READS, {}, **kept)[:3] == (INT8, None, None)
+        assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **kept)[:3] == (INT8, None, None)
+        assert choose(None, TPUS["v5e"].reads, TPUS["v5e"].rounded_rows, **kept)[:3] == (INT8, None, None)
+    form, _ = choose_quantization("int4", None, config, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS)
+    rounding, _ = choose_rounding(form, None, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS)
+    assert (form, rounding) == (FourBit(group=128), Rounding())
+    small = {name: dataclasses.replace(awq[name], group=16) for name in ("four_bit", "exact_four_bit")}
+    assert choose(None, **awq | small)[0] is INT8  # there is no product in C
+    assert choose(None, GPUS["h100"].reads, {}, **awq | small)[0] == small["four_bit"]
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():

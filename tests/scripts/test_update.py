@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +19,18 @@ from safetensors.numpy import load_file
 from batcher.change import Change
 from batcher.engine import Engine
 from batcher.request import RequestOutput
+from model.config import LlamaConfig
 from model.loading.given_tensors import GivenWeights
 from model.loading.source import DEMO, DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
+from model.quantization.forms import Mixed
 from scripts.building import build
 from scripts.building.build import Built, build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from tests.batcher.harness import make_request
 from tests.conftest import COMPILED
-from tests.model import checkpoints
+from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.goldens import make as make_goldens
 
@@ -94,6 +97,7 @@ def bytes_there() -> int:
         ("tied", {}),
         ("gqa2", {"dtype": "bfloat16"}),
         ("tied", {"quantization": "int8"}),
+        ("gqa2", {"quantization": "int4"}),
         ("gqa2", {"kv_cache_dtype": "int8"}),
         ("gqa2", {"attention_backend": "reference"}),
         ("gqa2", {"tensor_parallel_size": 2}),
@@ -250,6 +254,25 @@ def test_a_check_compiles_what_the_update_needs(tmp_path):
     of.loader.update(weights)
     assert of.runner.num_compiles == compiled
     assert are_equal(of, expected)
+
+
+def test_a_check_compiles_what_each_form_of_projections_needs(tmp_path):
+    """In a GGUF file a later layer may have other types than the first one."""
+    folder = checkpoints.write(tmp_path / "source", "gqa2")
+
+    def packed(key: str, rows: np.ndarray) -> tuple[np.ndarray, gguf_files.Type]:
+        type = gguf_files.Type.Q8_0 if "layers.2.mlp.down" in key else gguf_files.Type.Q4_0
+        return gguf.quants.quantize(np.ascontiguousarray(rows, np.float32), type), type
+
+    config, tensors = LlamaConfig.from_file(folder), checkpoints.tensors("gqa2")
+    of = built(gguf_files.write(tmp_path / "model.gguf", config, tensors, packed=packed))
+    assert isinstance(of.weights.quantization, Mixed)
+    jax.clear_caches()
+    weights = given(of, on_device(other_tensors("gqa2")))
+    of.loader.check(weights)
+    compiled = of.runner.num_compiles
+    of.loader.update(weights)
+    assert of.runner.num_compiles == compiled
 
 
 def test_a_fault_half_way_is_no_refusal(tmp_path, monkeypatch):

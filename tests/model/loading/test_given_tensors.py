@@ -21,7 +21,7 @@ from model.loading.given_tensors import GivenWeights, moved
 from model.loading.weights import load_hf
 from model.network.packed import pack_for_tpu, packer
 from model.network.sharding import abstract_model, make_mesh
-from model.quantization.forms import EightBit, FourBit, Rounding
+from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, Rounding
 from tests.model import checkpoints
 from tests.model.loading.test_weights import config_of, flat
 
@@ -32,6 +32,12 @@ FORMS = {
     "int8": {"dtype": "bfloat16", "quantization": EightBit.INT8},
     "fp8": {"dtype": "float32", "quantization": EightBit.FP8},
     "int4": {"dtype": "float32", "quantization": FourBit(group=16)},
+    "mixed": {
+        "dtype": "float32",
+        "quantization": Mixed(
+            most=FourBit(group=16, numbers=Numbers.Q4_1), others=(("layers.1.mlp.down", EightBit.INT8),)
+        ),
+    },
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.network.four_bit import quantize_groups
-from model.quantization.forms import EightBit, FourBit, form_named, is_form_name, largest_group
+from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, form_named, is_form_name, largest_group
 from tests.examples import examples
 from tests.model.dequantized import dequantize_groups
 
@@ -56,13 +56,18 @@ def test_a_group_of_zeros_stays_zero_and_one_that_is_not_finite_shows():
 
 
 def test_forms_have_one_name_each():
-    for form in (*EightBit, FourBit(group=64), FourBit(group=128, has_zeros=True)):
+    exact = [FourBit(group=64, numbers=numbers) for numbers in Numbers if numbers is not Numbers.Q4_K]
+    zeros, k = FourBit(group=128, has_zeros=True), FourBit(group=16, numbers=Numbers.Q4_K)
+    others = (("layers.0.mlp.down", EightBit.INT8), ("layers.1.attention.qkv", zeros), ("layers.1.mlp.down", zeros))
+    for form in (*EightBit, FourBit(group=64), zeros, *exact, k, Mixed(most=k, others=others)):
         assert is_form_name(str(form)) and form_named(str(form), (256, 384)) == form
     assert form_named("int4", (4096, 14336)) == FourBit(group=128)
     assert form_named("int4", (256, 640, 352)) == FourBit(group=32)
     assert [largest_group(widths) for widths in ((64, 160), (48, 160), (40,))] == [32, 16, None]
-    for name in ("int5", "int4-", "int4-g64-zero", 4, None):
+    for name in ("int5", "int4-", "int4-g64-zero", "int4-g64+", "int4-g64+int8", "int4-g64+int8:", 4, None):
         assert not is_form_name(name)
-    for name, widths in (("int4", (40,)), ("int4-g128", (256, 64)), ("int4-g8", (64,)), ("int3", (64,))):
-        with pytest.raises(ValueError, match=r"int4|int3"):
+    wrong = [("int4", (40,)), ("int4-g128", (256, 64)), ("int4-g8", (64,)), ("int3", (64,))]
+    wrong += [("int4-g32-q4_k", (256, 640)), ("int4-g32-q4_k-zeros", (256,)), ("int8+int4-g64:head", (256,))]
+    for name, widths in wrong:
+        with pytest.raises(ValueError, match=r"int4|int3|int8"):
             form_named(name, widths)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from model.network.four_bit import multiply_groups
 from model.network.linear import Linear
-from model.quantization.forms import FourBit, Rounding
+from model.quantization.forms import FourBit
 from tests.model.dequantized import dequantize_groups
 
 SHAPE = (48, 96)
@@ -41,7 +41,7 @@ def test_products_are_those_of_the_dequantised_kernel(rows, has_zeros, dtype):
 def test_a_linear_keeps_scales_and_zeros_with_its_kernel():
     form = FourBit(group=32, has_zeros=True)
     axes = ("embed", "mlp")
-    linear = Linear(SHAPE, axes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), quantization=form, rounding=Rounding())
+    linear = Linear(SHAPE, axes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), quantization=form)
     for name, shape, dtype in (("kernel", SHAPE, jnp.int4), ("scale", (48, 3), jnp.bfloat16),
                                ("zero", (48, 3), jnp.bfloat16)):  # fmt: skip
         param = getattr(linear, name)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from pallas_kernels.cpu import attention, library, per_token, products
+from pallas_kernels.cpu import attention, four_bit, library, per_token, products
 from tests.c_compiler import NATIVE, compiler
 
 # The vectors of other CPUs, on one that has them, too.
@@ -17,6 +17,7 @@ TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
 CALLS = {
     attention: ["ATTEND"],
     products: ["MULTIPLY", "MULTIPLY_ROUNDED"],
+    four_bit: ["MULTIPLY_FOUR_BIT"],
     per_token: ["NORM", "GATE", "ROTATE", "LOG_SUM_EXP", "TEMPER"],
 }
 

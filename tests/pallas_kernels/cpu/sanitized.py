@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.cpu import library, per_token, products
+from pallas_kernels.cpu import four_bit, library, per_token, products
 from pallas_kernels.self_test import Program, SelfTest
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
@@ -78,6 +78,7 @@ if __name__ == "__main__":
         print(kind, flush=True)
     # one pass, several, and more than one block of rows and of inputs
     print(products.fault([(1, 2, 32), (5, 34, 96), (110, 1026, 64)]) or "products", flush=True)
+    print(four_bit.fault([(1, 32, 32), (5, 352, 64), (70, 1056, 96)]) or "four-bit", flush=True)
     # widths with and without a rest, several parts, and more than one chunk of logits
     print(per_token.fault([(1, 2), (5, 34), (70, 1026), (2, 9002)]) or "tokens", flush=True)
     code = os.spawnv(

@@ -1,0 +1,188 @@
+"""Products with 4-bit kernels in C against float64, on this CPU's vectors and on narrower ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.cpu import four_bit
+from pallas_kernels.cpu.four_bit import BLOCK, FORMS, MIDDLE, QUAD, random_groups
+from pallas_kernels.cpu.products import PANEL
+
+pytestmark = pytest.mark.usefixtures("target")
+
+UNIT = 2.0**-24  # of rounding in float32
+BOTH = pytest.mark.parametrize("round_inputs", [False, True])
+
+
+def values_of(num_out: int, depth: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-8, 8, (num_out, depth)).astype(np.int8)
+
+
+def inputs_of(rows: int, depth: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    """Rows of different sizes, with many values halfway between two integers of their block."""
+    rng = np.random.default_rng(seed)
+    halves = rng.integers(-254, 255, (rows, depth)) / 2
+    halves[:, ::BLOCK] = 127
+    free = rng.standard_normal((rows, depth))
+    size = np.exp2(rng.integers(-20, 20, (rows, 1)))
+    return (np.where(rng.random((rows, 1)) < 0.5, halves, free) * size).astype(dtype)
+
+
+def rounded(inputs: np.ndarray) -> np.ndarray:
+    """Inputs as they are multiplied once they are int8, in float64."""
+    blocks = inputs.astype(np.float32).reshape(len(inputs), -1, BLOCK)
+    largest = np.maximum(np.abs(blocks).max(axis=2, keepdims=True), np.float32(1e-30))
+    narrow = np.rint(np.clip(blocks * (np.float32(127) / largest), -127, 127))
+    return (narrow.astype(np.float64) * (largest * np.float32(1 / 127))).reshape(inputs.shape)
+
+
+def product(
+    inputs: np.ndarray,
+    values: np.ndarray,
+    numbers: dict[str, np.ndarray],
+    *,
+    round_inputs: bool,
+    dtype: Any = np.float32,
+) -> np.ndarray:
+    def multiply(inputs: jax.Array, values: jax.Array, numbers: dict[str, jax.Array]) -> jax.Array:
+        packed = {name: four_bit.pack_groups(x) for name, x in numbers.items()}
+        return four_bit.multiply(inputs, four_bit.pack(values), **packed, round_inputs=round_inputs, out_dtype=dtype)
+
+    return np.asarray(jax.jit(multiply)(inputs, values, numbers))  # traced anew, as the custom call has another name
+
+
+@BOTH
+@settings(deadline=None, max_examples=12)
+@given(
+    form=st.sampled_from(sorted(FORMS)),
+    rows=st.integers(1, 150),
+    blocks=st.integers(1, 30),
+    panels=st.integers(1, 5),
+    dtypes=st.tuples(*[st.sampled_from([np.float32, jnp.bfloat16])] * 2),
+    seed=st.integers(0, 99),
+)
+def test_it_is_the_product(round_inputs, form, rows, blocks, panels, dtypes, seed):
+    rng = np.random.default_rng(seed)
+    group = BLOCK * int(rng.choice([n for n in range(1, blocks + 1) if blocks % n == 0]))
+    values, inputs = values_of(panels * PANEL, blocks * BLOCK, seed), inputs_of(rows, blocks * BLOCK, dtypes[0], seed)
+    numbers, weights = random_groups(form, values, group, rng)
+    wide = rounded(inputs) if round_inputs else inputs.astype(np.float64)
+    expected, largest = wide @ weights.T, np.abs(wide) @ (np.abs(weights) + 16 * np.abs(weights).max()).T
+    found = product(inputs, values, numbers, round_inputs=round_inputs, dtype=dtypes[1])
+    of_output = 0 if dtypes[1] == np.float32 else 2.0**-8 * np.abs(expected)
+    assert (np.abs(found - expected) <= (BLOCK + blocks) * UNIT * largest + of_output).all()
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMS)
+def test_every_stored_number_counts_exactly(form, round_inputs):
+    """Each row has one input, a power of two, so each output is a weight, within roundings of float32."""
+    values = values_of(2 * PANEL, 4 * BLOCK)
+    numbers, weights = random_groups(form, values, 2 * BLOCK, np.random.default_rng(1))
+    inputs = np.diag(np.exp2(np.arange(4 * BLOCK) % 9 - 4)).astype(np.float32)
+    found = product(inputs, values, numbers, round_inputs=round_inputs).astype(np.float64)
+    largest = 16 * np.abs(weights).max() * np.diag(inputs)[:, None]
+    assert (np.abs(found - inputs.astype(np.float64) @ weights.T) <= 4 * UNIT * largest).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_scales_at_the_edges_of_their_type(dtype):
+    """The least and the largest numbers, infinite ones, and not a number."""
+    limits = jnp.finfo(dtype)
+    least = limits.smallest_subnormal if dtype == "float16" else limits.tiny
+    most = float(limits.max) / 2
+    edges = np.array([least, -least, limits.tiny, most, -most, 0, np.inf, -np.inf, np.nan]).astype(dtype)
+    scale = np.resize(edges, (PANEL, 1))
+    inputs = np.zeros((1, BLOCK), np.float32)
+    inputs[0, 3] = 2
+    found = product(inputs, np.ones((PANEL, BLOCK), np.int8), {"scale": scale}, round_inputs=False)
+    np.testing.assert_array_equal(found[0], scale[:, 0].astype(np.float32) * 2)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_sums(sign):
+    """An instruction that saturates would show."""
+    values = np.full((PANEL, 8192), -8, np.int8)
+    values[1::2] = 7
+    inputs = np.full((9, 8192), sign * 127, np.float32)
+    scale, zero = np.ones((PANEL, 256), np.float16), np.zeros((PANEL, 256), np.uint8)
+    expected = inputs @ values.T.astype(np.float32)
+    np.testing.assert_allclose(product(inputs, values, {"scale": scale}, round_inputs=True), expected, rtol=1e-5)
+    found = product(inputs, values, {"scale": scale, "offset": zero}, round_inputs=True)
+    np.testing.assert_allclose(found, inputs @ (values.T + np.float32(MIDDLE)), rtol=1e-5, atol=1e-3 * 8192)
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bits_of_a_row_do_not_depend_on_the_others(form, round_inputs):
+    values, inputs = values_of(70 * PANEL, 10 * BLOCK), inputs_of(150, 10 * BLOCK)
+    numbers, _ = random_groups(form, values, BLOCK, np.random.default_rng(0))
+    whole = product(inputs, values, numbers, round_inputs=round_inputs)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 64, 65, 129):
+        found = product(inputs[-rows:], values, numbers, round_inputs=round_inputs)
+        np.testing.assert_array_equal(found, whole[-rows:])
+
+
+@BOTH
+def test_zeros_stay_zeros_and_what_is_not_a_number_shows_in_its_own_row(round_inputs):
+    values, inputs = values_of(PANEL, 2 * BLOCK), inputs_of(5, 2 * BLOCK)
+    numbers, _ = random_groups("units", values, BLOCK, np.random.default_rng(0))
+    inputs[0], inputs[1, 3], inputs[2, 40], inputs[3, 7] = 0, np.nan, np.inf, 1e-42
+    found = product(inputs, values, numbers, round_inputs=round_inputs)
+    assert (found[0] == 0).all() and np.isnan(found[1]).all() and np.isfinite(found[3:]).all()
+    assert not np.isfinite(found[2]).any()
+
+
+def test_the_packed_form():
+    values = values_of(3 * PANEL, 2 * BLOCK)
+    panels, groups = np.asarray(four_bit.pack(values)), np.asarray(four_bit.pack_groups(values[:, :5]))
+    assert panels.shape == (3, 2 * BLOCK // QUAD, 64) and groups.shape == (3, 5, PANEL)
+    for output, depth in np.random.default_rng(0).integers((0, 0), values.shape, (200, 2)):
+        panel, place = divmod(output, PANEL)
+        byte = panels[panel, depth // QUAD, place % 16 * QUAD + depth % QUAD]
+        assert (byte >> 4 if place >= 16 else byte & 15) == values[output, depth] + MIDDLE
+        assert groups[panel, depth % 5, place] == values[output, depth % 5]
+
+
+def test_int4_is_packed_as_int8_is():
+    values = values_of(PANEL, BLOCK)
+    np.testing.assert_array_equal(four_bit.pack(jnp.asarray(values, jnp.int4)), four_bit.pack(values))
+
+
+def test_what_has_a_packed_form():
+    assert four_bit.can_pack((64, 256), 32)
+    assert four_bit.can_pack((64, 256), 128)
+    assert not four_bit.can_pack((48, 256), 32)
+    assert not four_bit.can_pack((64, 256), 16)
+    assert not four_bit.can_pack((64, 96), 64)
+    assert not four_bit.can_pack((64, 64, 64), 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"panels": jnp.zeros((2, 8, 64), jnp.uint8)}, "are not of 64 inputs"),
+        ({"scale": jnp.zeros((2, 2, 32), jnp.uint8)}, "scale: numbers of uint8 need a unit"),
+        ({"scale": jnp.zeros((2, 2, 32), jnp.int8)}, "not of int8"),
+        ({"scale": jnp.zeros((3, 2, 32), jnp.float16)}, "is not that of 2 panels"),
+        ({"scale": jnp.zeros((2, 4, 32), jnp.float16)}, "is not that of 2 panels"),
+        ({"offset": jnp.zeros((2, 2, 32), jnp.int32)}, "offset: it is of"),
+        ({"offset": jnp.zeros((2, 3, 32), jnp.float16)}, "offset: the shape"),
+        ({"scale_unit": jnp.zeros((2, 1, 31), jnp.float16)}, "scale: the shape"),
+    ],
+)
+def test_what_does_not_belong_together(change, message):
+    given = {
+        "inputs": jnp.zeros((1, 64)),
+        "panels": jnp.zeros((2, 16, 64), jnp.uint8),
+        "scale": jnp.zeros((2, 2, 32), jnp.float16),
+    }
+    with pytest.raises(ValueError, match=message):
+        four_bit.multiply(**given | change, round_inputs=True)
