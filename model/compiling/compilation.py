@@ -90,8 +90,9 @@ class Compilation[K: Hashable]:
     def _compile(self, key: K, lowered: jax.stages.Lowered) -> Any:
         before = self._counter.from_cache_in_this_thread
         program = lowered.compile(compiler_options=self._options)
+        from_disk = self._counter.from_cache_in_this_thread - before
         with self._lock:
-            self.num_from_disk += self._counter.from_cache_in_this_thread - before
-        if self._exported is not None:
+            self.num_from_disk += from_disk
+        if self._exported is not None and not from_disk:
             self._exported.store(key, program)
         return program

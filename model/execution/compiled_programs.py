@@ -42,7 +42,7 @@ class CompiledPrograms:
         self.read_pages: dict[int, Any] = {}  # by the number of pages; none: they do not move
         self.write_pages: dict[int, Any] = {}
         self.left: list[Bucket] = []  # for `compile_later`
-        self.untried: set[Bucket] = set()  # exported by an earlier start, loaded while serving, and not run yet
+        self.untried: set[Bucket] = set()  # exported by an earlier start, and not run yet
         self._described = described
         self._counter = CompileCounter()
         self._traced_folder = traced_folder
@@ -127,6 +127,7 @@ class CompiledPrograms:
         """Compiles all programs in place of the exported ones, whose files are deleted."""
         assert self._exported is not None
         self._exported.discard(list(self._exported.found))
+        self.untried.clear()
         self.compile([*self.steps, *self.left], report, self.left)
 
     def compile_in_place(self, bucket: Bucket) -> None:
@@ -137,9 +138,10 @@ class CompiledPrograms:
 
     def _compiled_now(self, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles a program that is not counted, and exports it."""
+        before = self._counter.from_cache_in_this_thread
         with self._counter.expecting(), nullcontext() if self._exported is None else compiling_anew():
             program = self._lower(bucket, self._described.step(bucket)).compile(compiler_options=self._options)
-        if self._exported is not None:
+        if self._exported is not None and self._counter.from_cache_in_this_thread == before:
             self._exported.store(bucket, program)
         return program
 
