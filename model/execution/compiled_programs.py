@@ -163,6 +163,8 @@ class CompiledPrograms:
             return  # the caller has chosen the memory
         largest = max(program.memory_analysis().temp_size_in_bytes for program in self.steps.values())
         free = device_memory(self._described.device).free
+        if self._described.state_when_used:  # nothing has used it
+            free -= sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._described.state_like))
         if largest > free:
             raise ValueError(
                 f"the largest program needs {largest / memory_plan.GIB:.2f} GiB besides its arguments and only "

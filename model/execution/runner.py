@@ -35,6 +35,7 @@ from model.network.llama import Llama
 from model.network.lora import AdapterSlots, LoraWeights
 from model.page_files.page_file import PageIdentity
 from pallas_kernels.api import PagedAttention
+from pallas_kernels.cpu.zeros import zeros
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,8 @@ class ModelRunner:
         self.programs = CompiledPrograms(self.described, traced_folder=traced_folder, export_folder=export_folder)
         self.state: DeviceState
         self.adapters: AdapterSlots
-        self._make_state = _maker_of(self.described.state_like)
-        self._make_adapters = _maker_of(self.described.adapters_like)
+        self._make_state = _maker_of(self.described.state_like, when_used=self.described.state_when_used)
+        self._make_adapters = _maker_of(self.described.adapters_like, when_used=False)
         self._staging = threading.Lock()
         self._staged: dict[int, AdapterSlots] = {}  # by the identity of the adapter
         if _is_in_place(model):
@@ -448,10 +449,17 @@ class ModelRunner:
         return memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
 
 
-def _maker_of[T](like: T) -> Callable[[], T]:
-    """Makes an empty state by one program: one for each array would be traced and compiled each."""
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings)
+def _maker_of[T](like: T, *, when_used: bool) -> Callable[[], T]:
+    """Makes an empty state by one program: one for each array would be traced and compiled each. `when_used`: arrays
+    take memory when they are used, little by little (C on a CPU)."""
+    shardings, (leaves, structure) = jax.tree.map(lambda x: x.sharding, like), jax.tree.flatten(like)
+
+    def make() -> T:
+        arrays = zeros(leaves) if when_used else [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        made: T = jax.tree.unflatten(structure, arrays)
+        return made
+
+    return jax.jit(make, out_shardings=shardings)
 
 
 def _is_in_place(model: Llama) -> bool:

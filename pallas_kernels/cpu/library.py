@@ -33,7 +33,8 @@ MULTIPLY_ROUNDED = "pallas_serve_multiply_rounded"
 NORM, GATE, ROTATE = "pallas_serve_norm", "pallas_serve_gate", "pallas_serve_rotate"
 ADD_ADAPTERS = "pallas_serve_add_adapters"
 LOG_SUM_EXP, TEMPER = "pallas_serve_log_sum_exp", "pallas_serve_temper"
-NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER)
+ZEROS = "pallas_serve_zeros"
+NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER, ZEROS)
 COMPILE_TIMEOUT_S = 300
 SOURCES = Path(__file__).parent
 
