@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Container, Iterable
 from contextlib import nullcontext
@@ -31,9 +32,18 @@ class CompiledPrograms:
     Args:
         described: the programs.
         traced_folder, export_folder: as for `ModelRunner`.
+        planned_room: bytes that the plan has left for temporaries. A host reports more as free: pages that no step has
+            used, and weights that are mapped from a file. Infinite: the device's own figure is right.
     """
 
-    def __init__(self, described: StepPrograms, *, traced_folder: Place | None, export_folder: Path | None) -> None:
+    def __init__(
+        self,
+        described: StepPrograms,
+        *,
+        traced_folder: Place | None,
+        export_folder: Path | None,
+        planned_room: float = math.inf,
+    ) -> None:
         self.steps: dict[Bucket, Any] = {}
         self.patch: Any
         self.bring_masks: Any
@@ -44,6 +54,7 @@ class CompiledPrograms:
         self.left: list[Bucket] = []  # for `compile_later`
         self.untried: set[Bucket] = set()  # exported by an earlier start, and not run yet
         self._described = described
+        self._planned_room = planned_room
         self._counter = CompileCounter()
         self._traced_folder = traced_folder
         self._traced: TracedPrograms | None = None
@@ -162,9 +173,7 @@ class CompiledPrograms:
         if self._described.config.num_pages is not None:
             return  # the caller has chosen the memory
         largest = max(program.memory_analysis().temp_size_in_bytes for program in self.steps.values())
-        free = device_memory(self._described.device).free
-        if self._described.state_when_used:  # nothing has used it
-            free -= sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._described.state_like))
+        free = min(device_memory(self._described.device).free, self._planned_room)
         if largest > free:
             raise ValueError(
                 f"the largest program needs {largest / memory_plan.GIB:.2f} GiB besides its arguments and only "

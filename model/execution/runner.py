@@ -99,14 +99,18 @@ class ModelRunner:
         self._adapter_weights = adapter_weights
         self._config = config
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
-        self._num_pages = self._plan_pages(model, draft) if config.num_pages is None else config.num_pages
+        self._num_pages, planned_room = config.num_pages or 0, math.inf
+        if config.num_pages is None:
+            self._num_pages, planned_room = self._plan_pages(model, draft)
         if self._num_pages < self._pages_per_seq:
             raise ValueError(
                 f"one request of {config.max_model_len=} tokens needs {self._pages_per_seq} pages of "
                 f"{attention.spec.page_size} tokens: {config.num_pages=}"
             )
         self.described = StepPrograms(model, attention, config, self._num_pages, draft)
-        self.programs = CompiledPrograms(self.described, traced_folder=traced_folder, export_folder=export_folder)
+        self.programs = CompiledPrograms(
+            self.described, traced_folder=traced_folder, export_folder=export_folder, planned_room=planned_room
+        )
         self.state: DeviceState
         self.adapters: AdapterSlots
         self._make_state = _maker_of(self.described.state_like, when_used=self.described.state_when_used)
@@ -441,12 +445,15 @@ class ModelRunner:
             if not array.is_deleted():
                 array.delete()
 
-    def _plan_pages(self, model: Llama, draft: tuple[Llama | EagleHead, PagedAttention] | None) -> int:
+    def _plan_pages(self, model: Llama, draft: tuple[Llama | EagleHead, PagedAttention] | None) -> tuple[int, float]:
+        """The number of pages, and `planned_room` of `CompiledPrograms`."""
         needs = memory_plan.memory_needs(model, self._attention, self._config, draft)
         memory = device_memory(device_of(jax.tree.leaves(nnx.state(model))[0].sharding))
         if not _is_in_place(model):
             memory = replace(memory, free=memory.free - needs.weights)
-        return memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
+        num_pages = memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
+        room = memory.free - needs.state - (num_pages + 1) * needs.page
+        return num_pages, room if memory.is_host else math.inf
 
 
 def _maker_of[T](like: T, *, when_used: bool) -> Callable[[], T]:

@@ -319,6 +319,7 @@ def build_runner(
         buckets=buckets,
         settings=settings,
         report=report,
+        prepared_folder=folders.weights(platform),
     )
     try:
         loader.load(weights)

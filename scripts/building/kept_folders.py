@@ -1,4 +1,4 @@
-"""The folders in which programs are kept between starts. They only make starts faster: none of them stops one.
+"""The folders of what is kept between starts. They only make starts faster: none of them stops one.
 
 A folder of programs holds code that the next start runs. So one that other users could write to is not used: if a flag
 names it, it is refused.
@@ -38,6 +38,10 @@ class KeptFolders:
             return None
         folder = self.compiled / "executables"
         return folder if _is_private(folder, asked=False) else None
+
+    def weights(self, platform: str) -> Path | None:
+        """The folder of prepared weights, which CPUs have only; None: they are not kept."""
+        return self.compiled / "weights" if platform == "cpu" and isinstance(self.compiled, Path) else None
 
 
 def kept_folders(settings: EngineSettings) -> KeptFolders:
