@@ -88,8 +88,13 @@ class CompiledPrograms:
         programs.update(described.updates())
         if self._export_folder is not None:
             names = {key: described.name(key) for key in programs}
-            made_from = executable_fingerprint(_PACKAGES, described.made_from, described.device, self._options)
-            self._exported = ExportedPrograms(self._export_folder, made_from, dict(programs), names)
+            made_from, of_machine = (
+                executable_fingerprint(packages, facts, described.device, self._options)
+                for packages, facts in ((_PACKAGES, described.made_from), ((), ()))
+            )
+            self._exported = ExportedPrograms(
+                self._export_folder, made_from, dict(programs), names, of_machine=of_machine
+            )
         for bucket in self.left:
             del programs[bucket]
         lower = {key: partial(self._lower, key, program) for key, program in programs.items()}
@@ -148,12 +153,16 @@ class CompiledPrograms:
         self.steps[bucket] = self._compiled_now(bucket)
 
     def _compiled_now(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Compiles a program that is not counted, and exports it."""
+        """Compiles a program that is not counted, and exports it, unless other code has exported the same."""
         before = self._counter.from_cache_in_this_thread
         with self._counter.expecting(), nullcontext() if self._exported is None else compiling_anew():
-            program = self._lower(bucket, self._described.step(bucket)).compile(compiler_options=self._options)
+            lowered = self._lower(bucket, self._described.step(bucket))
+            if self._exported is not None and (found := self._exported.load_lowered(bucket, lowered)) is not None:
+                self.untried.add(bucket)
+                return found
+            program = lowered.compile(compiler_options=self._options)
         if self._exported is not None and self._counter.from_cache_in_this_thread == before:
-            self._exported.store(bucket, program)
+            self._exported.store(bucket, program, lowered)
         return program
 
     @property
