@@ -88,10 +88,13 @@ class Compilation[K: Hashable]:
         return {key: program for key, program in loading.items() if key not in missing}, missing
 
     def _compile(self, key: K, lowered: jax.stages.Lowered) -> Any:
+        if self._exported is not None and (found := self._exported.load_lowered(key, lowered)) is not None:
+            return found
         before = self._counter.from_cache_in_this_thread
         program = lowered.compile(compiler_options=self._options)
+        from_disk = self._counter.from_cache_in_this_thread - before
         with self._lock:
-            self.num_from_disk += self._counter.from_cache_in_this_thread - before
-        if self._exported is not None:
-            self._exported.store(key, program)
+            self.num_from_disk += from_disk
+        if self._exported is not None and not from_disk:
+            self._exported.store(key, program, lowered)
         return program

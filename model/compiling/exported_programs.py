@@ -1,5 +1,8 @@
 """Keeps executables on disk between starts: a start that finds them neither traces nor compiles.
 
+They are found by what decides their trace, and also by the lowered program: where code has changed that does not change
+the program, it is traced and not compiled.
+
 JAX serialises an executable as a pickle, and whoever writes the file decides what code the next start runs. An
 executable runs only on the machine and under the versions that it was compiled for, which its fingerprint holds.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ class ExportedPrograms[K: Hashable]:
     Args:
         folder: for the executables of all fingerprints, as for `ProgramFiles`; made for this user alone if absent.
         fingerprint: of all that decides the executables besides names and arguments, see `executable_fingerprint`.
+        of_machine: the same of lowered programs, without what decides their trace.
         programs: all that may be asked for.
         names: of the same programs.
 
@@ -35,19 +40,31 @@ class ExportedPrograms[K: Hashable]:
         ValueError: another user could write to the folder.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, programs: Mapping[K, Program], names: Mapping[K, str]) -> None:
+    def __init__(
+        self, folder: Path, fingerprint: str, programs: Mapping[K, Program], names: Mapping[K, str], *, of_machine: str
+    ) -> None:
         self.found: set[K] = set()
         self._programs = programs
         self._names = names
         self._lock = threading.Lock()
-        self._files = ProgramFiles(
-            folder, fingerprint, kind="exported program", suffix=".exe", private_to="--export-cache"
-        )
+        make = partial(ProgramFiles, kind="exported program", suffix=".exe", private_to="--export-cache")
+        self._files, self._by_lowered = make(folder, fingerprint), make(folder, of_machine)
+        self._by_lowered.delete_unlinked()
 
     def load(self, key: K) -> jax.stages.Compiled | None:
         """The executable; None if it is not there or cannot be used."""
-        path = self._path(key)
-        program, serialized = self._programs[key], self._files.read(path)
+        return self._loaded(key, self._files, self._path(key))
+
+    def load_lowered(self, key: K, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
+        """As `load`, of the same program as other code has lowered it. It is then found by `load`, too."""
+        path = self._path_of_lowered(key, lowered)
+        executable = self._loaded(key, self._by_lowered, path)
+        if executable is not None:
+            self._files.link(self._path(key), path)
+        return executable
+
+    def _loaded(self, key: K, files: ProgramFiles, path: Path) -> jax.stages.Compiled | None:
+        program, serialized = self._programs[key], files.read(path)
         if serialized is None:
             return None
         try:
@@ -64,20 +81,29 @@ class ExportedPrograms[K: Hashable]:
             self.found.add(key)
         return executable
 
-    def store(self, key: K, executable: jax.stages.Compiled) -> None:
+    def store(self, key: K, executable: jax.stages.Compiled, lowered: jax.stages.Lowered) -> None:
         """Keeps an executable. It must have been compiled by this process: XLA's code for CPUs is not complete any
         more in an executable that came from JAX's cache."""
         serialized, _, _ = serialize_executable.serialize(executable)
-        self._files.write(self._path(key), serialized)
+        path = self._path_of_lowered(key, lowered)
+        self._by_lowered.write(path, serialized)
+        if self._by_lowered.keeps:
+            self._files.link(self._path(key), path)
 
     def discard(self, keys: Iterable[K]) -> None:
         """Deletes executables, which are not found any more."""
         for key in keys:
+            self._by_lowered.delete_links(self._path(key))
             self._path(key).unlink(missing_ok=True)
             self.found.discard(key)
 
     def _path(self, key: K) -> Path:
         path = self._files.path(self._names[key], *self._programs[key].shapes)
+        assert isinstance(path, Path)
+        return path
+
+    def _path_of_lowered(self, key: K, lowered: jax.stages.Lowered) -> Path:
+        path = self._by_lowered.path(lowered.as_text(), *self._programs[key].shapes)
         assert isinstance(path, Path)
         return path
 

@@ -13,6 +13,8 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from model.inputs.paths import Place, write_whole
@@ -106,6 +108,36 @@ class ProgramFiles:
             return
         if self._listed is not None:
             self._listed.add(path.name)
+
+    def link(self, path: Place, other: Path) -> None:
+        """Gives the file at `other`, a program of another fingerprint, the name `path`, too. A failure is a warning."""
+        assert isinstance(path, Path)
+        named = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            named.hardlink_to(other)
+            named.replace(path)
+        except OSError as error:
+            logger.warning("a %s cannot be kept: %s", self._kind, error)
+        finally:
+            named.unlink(missing_ok=True)  # a link to the same file is not replaced
+
+    def delete_links(self, other: Path) -> None:
+        """Deletes the files that `link` has given the name `other`, too."""
+        for path in self._files():
+            with suppress(FileNotFoundError):
+                if path.samefile(other):
+                    path.unlink()
+
+    def delete_unlinked(self) -> None:
+        """Deletes the files that have no other name any more, and that no start has just made."""
+        for path in self._files():
+            with suppress(FileNotFoundError):  # another start may be deleting it, too
+                status = path.stat()
+                if status.st_nlink == 1 and status.st_mtime < time.time() - _IN_USE_S:
+                    path.unlink()
+
+    def _files(self) -> Iterable[Path]:
+        return self.folder.glob(f"*{self._suffix}") if isinstance(self.folder, Path) else ()
 
 
 def check_private(path: Path, flag: str) -> None:

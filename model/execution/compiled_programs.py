@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Container, Iterable
 from contextlib import nullcontext
@@ -31,9 +32,18 @@ class CompiledPrograms:
     Args:
         described: the programs.
         traced_folder, export_folder: as for `ModelRunner`.
+        planned_room: bytes that the plan has left for temporaries. A host reports more as free: pages that no step has
+            used, and weights that are mapped from a file. Infinite: the device's own figure is right.
     """
 
-    def __init__(self, described: StepPrograms, *, traced_folder: Place | None, export_folder: Path | None) -> None:
+    def __init__(
+        self,
+        described: StepPrograms,
+        *,
+        traced_folder: Place | None,
+        export_folder: Path | None,
+        planned_room: float = math.inf,
+    ) -> None:
         self.steps: dict[Bucket, Any] = {}
         self.patch: Any
         self.bring_masks: Any
@@ -42,8 +52,9 @@ class CompiledPrograms:
         self.read_pages: dict[int, Any] = {}  # by the number of pages; none: they do not move
         self.write_pages: dict[int, Any] = {}
         self.left: list[Bucket] = []  # for `compile_later`
-        self.untried: set[Bucket] = set()  # exported by an earlier start, loaded while serving, and not run yet
+        self.untried: set[Bucket] = set()  # exported by an earlier start, and not run yet
         self._described = described
+        self._planned_room = planned_room
         self._counter = CompileCounter()
         self._traced_folder = traced_folder
         self._traced: TracedPrograms | None = None
@@ -77,8 +88,13 @@ class CompiledPrograms:
         programs.update(described.updates())
         if self._export_folder is not None:
             names = {key: described.name(key) for key in programs}
-            made_from = executable_fingerprint(_PACKAGES, described.made_from, described.device, self._options)
-            self._exported = ExportedPrograms(self._export_folder, made_from, dict(programs), names)
+            made_from, of_machine = (
+                executable_fingerprint(packages, facts, described.device, self._options)
+                for packages, facts in ((_PACKAGES, described.made_from), ((), ()))
+            )
+            self._exported = ExportedPrograms(
+                self._export_folder, made_from, dict(programs), names, of_machine=of_machine
+            )
         for bucket in self.left:
             del programs[bucket]
         lower = {key: partial(self._lower, key, program) for key, program in programs.items()}
@@ -127,6 +143,7 @@ class CompiledPrograms:
         """Compiles all programs in place of the exported ones, whose files are deleted."""
         assert self._exported is not None
         self._exported.discard(list(self._exported.found))
+        self.untried.clear()
         self.compile([*self.steps, *self.left], report, self.left)
 
     def compile_in_place(self, bucket: Bucket) -> None:
@@ -136,11 +153,16 @@ class CompiledPrograms:
         self.steps[bucket] = self._compiled_now(bucket)
 
     def _compiled_now(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Compiles a program that is not counted, and exports it."""
+        """Compiles a program that is not counted, and exports it, unless other code has exported the same."""
+        before = self._counter.from_cache_in_this_thread
         with self._counter.expecting(), nullcontext() if self._exported is None else compiling_anew():
-            program = self._lower(bucket, self._described.step(bucket)).compile(compiler_options=self._options)
-        if self._exported is not None:
-            self._exported.store(bucket, program)
+            lowered = self._lower(bucket, self._described.step(bucket))
+            if self._exported is not None and (found := self._exported.load_lowered(bucket, lowered)) is not None:
+                self.untried.add(bucket)
+                return found
+            program = lowered.compile(compiler_options=self._options)
+        if self._exported is not None and self._counter.from_cache_in_this_thread == before:
+            self._exported.store(bucket, program, lowered)
         return program
 
     @property
@@ -160,7 +182,7 @@ class CompiledPrograms:
         if self._described.config.num_pages is not None:
             return  # the caller has chosen the memory
         largest = max(program.memory_analysis().temp_size_in_bytes for program in self.steps.values())
-        free = device_memory(self._described.device).free
+        free = min(device_memory(self._described.device).free, self._planned_room)
         if largest > free:
             raise ValueError(
                 f"the largest program needs {largest / memory_plan.GIB:.2f} GiB besides its arguments and only "

@@ -35,10 +35,11 @@ from model.network.llama import Llama
 from model.network.lora import AdapterSlots, LoraWeights
 from model.page_files.page_file import PageIdentity
 from pallas_kernels.api import PagedAttention
+from pallas_kernels.cpu.zeros import zeros
 
 logger = logging.getLogger(__name__)
 
-CPU_FIRST_RUNS_S = 2.0
+CPU_FIRST_RUNS_S = 0.3
 
 
 class StepResult:
@@ -98,18 +99,22 @@ class ModelRunner:
         self._adapter_weights = adapter_weights
         self._config = config
         self._pages_per_seq = -(-config.max_model_len // attention.spec.page_size)
-        self._num_pages = self._plan_pages(model, draft) if config.num_pages is None else config.num_pages
+        self._num_pages, planned_room = config.num_pages or 0, math.inf
+        if config.num_pages is None:
+            self._num_pages, planned_room = self._plan_pages(model, draft)
         if self._num_pages < self._pages_per_seq:
             raise ValueError(
                 f"one request of {config.max_model_len=} tokens needs {self._pages_per_seq} pages of "
                 f"{attention.spec.page_size} tokens: {config.num_pages=}"
             )
         self.described = StepPrograms(model, attention, config, self._num_pages, draft)
-        self.programs = CompiledPrograms(self.described, traced_folder=traced_folder, export_folder=export_folder)
+        self.programs = CompiledPrograms(
+            self.described, traced_folder=traced_folder, export_folder=export_folder, planned_room=planned_room
+        )
         self.state: DeviceState
         self.adapters: AdapterSlots
-        self._make_state = _maker_of(self.described.state_like)
-        self._make_adapters = _maker_of(self.described.adapters_like)
+        self._make_state = _maker_of(self.described.state_like, when_used=self.described.state_when_used)
+        self._make_adapters = _maker_of(self.described.adapters_like, when_used=False)
         self._staging = threading.Lock()
         self._staged: dict[int, AdapterSlots] = {}  # by the identity of the adapter
         if _is_in_place(model):
@@ -247,8 +252,7 @@ class ModelRunner:
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
         """Compiles the program of a bucket that `warm_up` has left, or loads it if it was exported, while other threads
-        execute steps. Its memory is not checked: the largest programs are compiled before. An exported program runs
-        on padding before its first step.
+        execute steps. Its memory is not checked: the largest programs are compiled before.
 
         Raises:
             ValueError: as `dequantized_copies.check`.
@@ -257,8 +261,9 @@ class ModelRunner:
 
     def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
         """Runs every program once on padding, by `execute`: first calls are slow, and may fail. The smallest bucket
-        runs first. On a CPU a first call is only a tenth of a second slower, and one call may take much longer than
-        that: there, the runs stop after two seconds. Exported programs are all run. If one fails, all are compiled."""
+        runs first. On a CPU a first call is only a tenth of a second slower, and one call may take seconds: there, the
+        runs stop early, and the first step of an exported program that has not run is waited for. If an exported
+        program fails here, all are compiled."""
         started = time.perf_counter()
         exported = self.programs.exported
         try:
@@ -275,13 +280,15 @@ class ModelRunner:
             report(self._time_page_copies())
 
     def _run_each(self, execute: Callable[[StepInput], StepHandle], exported: Container[Bucket | str]) -> int:
-        """The number of programs that have run: as many as there is time for, and those in `exported`."""
+        """The number of programs that have run: as many as there is time for."""
         started, num_run = time.perf_counter(), 0
         enough_s = CPU_FIRST_RUNS_S if self.described.device.platform == "cpu" else math.inf
         for bucket in sorted(self.programs.steps):
-            if num_run == 0 or bucket in exported or time.perf_counter() - started <= enough_s:
+            if num_run == 0 or time.perf_counter() - started <= enough_s:
                 execute(self.described.padding(bucket)).result()
                 num_run += 1
+            elif bucket in exported:
+                self.programs.untried.add(bucket)
         self._run_page_copies()
         return num_run
 
@@ -315,8 +322,6 @@ class ModelRunner:
         described, programs = self.described, self.programs
         if step.bucket not in programs.steps:
             raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
-        if step.bucket in programs.untried:
-            self._try(step.bucket)
         for write in step.adapters:
             self._write_adapter(write)
         state = self.state
@@ -331,7 +336,9 @@ class ModelRunner:
             masks = programs.bring_masks(masks, block)
         state = DeviceState(slots=slots, history=history, masks=masks, kv=state.kv, text=state.text, draft=state.draft)
         adapters = (self.adapters,) if step.bucket.has_adapters else ()
-        self.state, output = programs.steps[step.bucket](self.weights, self._kv_scales, state, step.packed, *adapters)
+        arguments = (self.weights, self._kv_scales, state, step.packed, *adapters)
+        run = self._run_first if step.bucket in programs.untried else self._run
+        output = run(step.bucket, arguments)
         output.copy_to_host_async()
         layout = OutputLayout(
             step.bucket,
@@ -394,13 +401,17 @@ class ModelRunner:
         assert copies is not None, "the runner was made without moves_pages"
         return copies
 
-    def _try(self, bucket: Bucket) -> None:
-        """Runs an exported program on padding before its first step, and waits for it. If it fails, it is compiled
-        while all requests wait, and JAX's error is raised: the failure has cost the state, so the step fails, too."""
+    def _run(self, bucket: Bucket, arguments: tuple[Any, ...]) -> jax.Array:
+        """Dispatches the bucket's program. Returns its output."""
+        self.state, output = self.programs.steps[bucket](*arguments)
+        return output
+
+    def _run_first(self, bucket: Bucket, arguments: tuple[Any, ...]) -> jax.Array:
+        """As `_run`, of an exported program that has not run yet, and waits for it. If it fails, it is compiled while
+        all requests wait, and JAX's error is raised: the failure has cost the state, so the step fails, too."""
         self.programs.untried.discard(bucket)
-        padding = replace(self.described.padding(bucket), patches=(), penalty_resets=(), masks=())
         try:
-            self.execute(padding).result()
+            return jax.block_until_ready(self._run(bucket, arguments))
         except jax.errors.JaxRuntimeError as error:
             logger.warning("an exported program fails, and is compiled: %s: %s", bucket, one_line(str(error)))
             self.programs.compile_in_place(bucket)
@@ -434,18 +445,28 @@ class ModelRunner:
             if not array.is_deleted():
                 array.delete()
 
-    def _plan_pages(self, model: Llama, draft: tuple[Llama | EagleHead, PagedAttention] | None) -> int:
+    def _plan_pages(self, model: Llama, draft: tuple[Llama | EagleHead, PagedAttention] | None) -> tuple[int, float]:
+        """The number of pages, and `planned_room` of `CompiledPrograms`."""
         needs = memory_plan.memory_needs(model, self._attention, self._config, draft)
         memory = device_memory(device_of(jax.tree.leaves(nnx.state(model))[0].sharding))
         if not _is_in_place(model):
             memory = replace(memory, free=memory.free - needs.weights)
-        return memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
+        num_pages = memory_plan.plan_pages(memory, needs, self._config, page_size=self._attention.spec.page_size)
+        room = memory.free - needs.state - (num_pages + 1) * needs.page
+        return num_pages, room if memory.is_host else math.inf
 
 
-def _maker_of[T](like: T) -> Callable[[], T]:
-    """Makes an empty state by one program: one for each array would be traced and compiled each."""
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings)
+def _maker_of[T](like: T, *, when_used: bool) -> Callable[[], T]:
+    """Makes an empty state by one program: one for each array would be traced and compiled each. `when_used`: arrays
+    take memory when they are used, little by little (C on a CPU)."""
+    shardings, (leaves, structure) = jax.tree.map(lambda x: x.sharding, like), jax.tree.flatten(like)
+
+    def make() -> T:
+        arrays = zeros(leaves) if when_used else [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        made: T = jax.tree.unflatten(structure, arrays)
+        return made
+
+    return jax.jit(make, out_shardings=shardings)
 
 
 def _is_in_place(model: Llama) -> bool:

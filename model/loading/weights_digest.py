@@ -26,13 +26,16 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def weights_digest(stored: StoredWeights) -> str:
     """Of the weights and of the config that says how they compute. Raises OSError or ValueError if they cannot be
     read."""
+    return hashlib.sha256(f"{stored.config!r} {files_digest(files_of(stored))}".encode()).hexdigest()
+
+
+def files_of(stored: StoredWeights) -> list[Place]:
+    """The files whose content decides the weights."""
     if stored.is_converted:
-        files = [stored.path / DESCRIPTION_FILE]  # with the checksums of all parts of all arrays
-    elif is_gguf(stored.path):
-        files = [stored.path]
-    else:
-        files = [stored.path / name for name in files_in(stored.path)]
-    return hashlib.sha256(f"{stored.config!r} {files_digest(files)}".encode()).hexdigest()
+        return [stored.path / DESCRIPTION_FILE]  # with the checksums of all parts of all arrays
+    if is_gguf(stored.path):
+        return [stored.path]
+    return [stored.path / name for name in files_in(stored.path)]
 
 
 def files_digest(files: Sequence[Place]) -> str:

@@ -33,7 +33,10 @@ MULTIPLY_ROUNDED, MULTIPLY_FOUR_BIT = "pallas_serve_multiply_rounded", "pallas_s
 NORM, GATE, ROTATE = "pallas_serve_norm", "pallas_serve_gate", "pallas_serve_rotate"
 ADD_ADAPTERS = "pallas_serve_add_adapters"
 LOG_SUM_EXP, TEMPER = "pallas_serve_log_sum_exp", "pallas_serve_temper"
-NAMES = (ATTEND, MULTIPLY, MULTIPLY_ROUNDED, MULTIPLY_FOUR_BIT, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER)
+ZEROS = "pallas_serve_zeros"
+NAMES = (
+    ATTEND, MULTIPLY, MULTIPLY_ROUNDED, MULTIPLY_FOUR_BIT, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER, ZEROS,
+)  # fmt: skip
 COMPILE_TIMEOUT_S = 300
 SOURCES = Path(__file__).parent
 

@@ -292,7 +292,15 @@ def build_runner(
     of_draft = _planned_draft(chips, backends, attention)
     adapter_store = make_store(settings, weights.config)
     make_runner = partial(
-        _make_runner, chips.planned, attention, folders=folders, draft=of_draft, adapter_store=adapter_store
+        _make_runner,
+        chips.planned,
+        attention,
+        folders=folders,
+        export_folder=folders.executables(
+            platform, num_hosts=num_hosts, is_interpreted=attention.backend.is_interpreted
+        ),
+        draft=of_draft,
+        adapter_store=adapter_store,
     )
     runner = make_runner(limits=limits)
     if others is not None:
@@ -311,6 +319,7 @@ def build_runner(
         buckets=buckets,
         settings=settings,
         report=report,
+        prepared_folder=folders.weights(platform),
     )
     try:
         loader.load(weights)
@@ -407,6 +416,7 @@ def _make_runner(
     *,
     limits: RunnerConfig,
     folders: KeptFolders,
+    export_folder: Path | None,
     draft: tuple[Llama | EagleHead, PagedAttention] | None,
     adapter_store: RunnersStore | None,
 ) -> ModelRunner:
@@ -415,7 +425,7 @@ def _make_runner(
 
     # An interpreted kernel calls back into this process and cannot be stored.
     is_interpreted = attention.backend.is_interpreted
-    if is_interpreted and folders.exported is not None:
+    if is_interpreted and export_folder is not None:
         raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
     traced_folder = None if folders.compiled is None or is_interpreted else folders.compiled / "traced"
     return ModelRunner(
@@ -423,7 +433,7 @@ def _make_runner(
         attention,
         limits,
         traced_folder=traced_folder,
-        export_folder=folders.exported,
+        export_folder=export_folder,
         draft=draft,
         adapter_weights=None if adapter_store is None else adapter_store.weights,
     )

@@ -1,4 +1,4 @@
-"""The folders in which programs are kept between starts. They only make starts faster: none of them stops one.
+"""The folders of what is kept between starts. They only make starts faster: none of them stops one.
 
 A folder of programs holds code that the next start runs. So one that other users could write to is not used: if a flag
 names it, it is refused.
@@ -26,7 +26,22 @@ class KeptFolders:
 
     compiled: Place | None
     native: Path | None  # of C code, which is loaded from this machine only
-    exported: Path | None
+    exported: Path | None  # as --export-cache names it
+
+    def executables(self, platform: str, *, num_hosts: int, is_interpreted: bool) -> Path | None:
+        """The folder of executables. On a CPU without --export-cache it is inside the folder of compiled programs: a
+        start from that folder alone would trace or lower each program again, which takes longer the more layers there
+        are. None: they are not kept. Those of several hosts, and of interpreted kernels, cannot be."""
+        if self.exported is not None:
+            return self.exported
+        if platform != "cpu" or num_hosts > 1 or is_interpreted or not isinstance(self.compiled, Path):
+            return None
+        folder = self.compiled / "executables"
+        return folder if _is_private(folder, asked=False) else None
+
+    def weights(self, platform: str) -> Path | None:
+        """The folder of prepared weights, which CPUs have only; None: they are not kept."""
+        return self.compiled / "weights" if platform == "cpu" and isinstance(self.compiled, Path) else None
 
 
 def kept_folders(settings: EngineSettings) -> KeptFolders:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig
@@ -15,6 +16,7 @@ from scripts.building.chosen_weights import ChosenWeights
 from scripts.building.draft import ChosenDraft
 from scripts.building.head import ChosenHead
 from scripts.building.model_on_chips import ModelOnChips
+from scripts.building.prepared import prepared_file
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -56,6 +58,9 @@ class Loader:
     """Loads weights into a runner, at the start and later others of the same shapes.
 
     With several hosts all of them call the same methods. `read` waits for no other host, and `place` may do so.
+
+    Args:
+        prepared_folder: of weights that earlier starts have prepared; None: there is none.
     """
 
     runner: ModelRunner
@@ -65,20 +70,41 @@ class Loader:
     buckets: BucketConfig
     settings: EngineSettings
     report: Report
+    prepared_folder: Path | None
 
     def load(self, weights: ChosenWeights) -> None:
-        """`read`, then `place`."""
-        self.place(self.read(weights))
+        """`read`, then `place`. Weights that this start has prepared are kept for the next."""
+        self.place(self.read(weights, keeps=True))
 
-    def read(self, weights: ChosenWeights) -> Loaded:
-        """Reads the parts of the chips of this host. Raises ValueError or OSError if they cannot be read."""
+    def read(self, weights: ChosenWeights, *, keeps: bool = False) -> Loaded:
+        """Reads the parts of the chips of this host, or maps what an earlier start has kept. Raises ValueError or
+        OSError if they cannot be read."""
         with phase("load", self.report) as say:
-            model = _load_one(weights, self.chips, self.attention, say)
+            model = self._read_one(weights, self.chips, say, keeps=keeps)
         draft_model = None
         if self.draft is not None and self.chips.draft is not None:
             with phase("draft", self.report) as say:
-                draft_model = _load_one(self.draft.weights, self.chips.draft, self.attention, say)
+                draft_model = self._read_one(self.draft.weights, self.chips.draft, say, keeps=keeps)
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
+
+    def _read_one(self, weights: ChosenWeights | ChosenHead, chips: ModelOnChips, say: Report, *, keeps: bool) -> Any:
+        from model.execution.device_memory import return_freed_memory
+        from model.loading import prepared_weights
+
+        file = prepared_file(self.prepared_folder, weights, chips)
+        model = None if file is None else prepared_weights.mapped(chips.planned, file)
+        kept = None if model is None else f"mapped from {file}, where an earlier start has kept them"
+        if model is None:
+            model = weights.load(chips.form)
+            chips.pack_for(self.attention.backend, model)
+            return_freed_memory()
+            if keeps and file is not None and prepared_weights.keep(model, file):
+                kept = f"kept for the next start in {file}"
+        size, *others = weights.remarks()
+        say(f"{_size_of(model) / GIB:.2f} GiB {size}")
+        for line in filter(None, (*others, kept)):
+            say(line)
+        return model
 
     def place(self, loaded: Loaded) -> None:
         """Gives the weights to the runner, which then allocates its pages."""
@@ -149,19 +175,6 @@ class Loader:
         if not self.attention.spec.has_kv_scales or self.settings.calculate_kv_scales or weights.stored is None:
             return None
         return weights.stored.kv_ranges()
-
-
-def _load_one(weights: ChosenWeights | ChosenHead, chips: ModelOnChips, attention: PagedAttention, say: Report) -> Any:
-    from model.execution.device_memory import return_freed_memory
-
-    model = weights.load(chips.form)
-    chips.pack_for(attention.backend, model)
-    return_freed_memory()
-    size, *others = weights.remarks()
-    say(f"{_size_of(model) / GIB:.2f} GiB {size}")
-    for line in others:
-        say(line)
-    return model
 
 
 def _size_of(model: Llama | EagleHead) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -39,16 +40,18 @@ def double() -> Program:
 class Start:
     """One start of a program that is the sum and the double of its arguments."""
 
-    def __init__(self, folder: Path, fingerprint: str = "f", name: str = "double") -> None:
+    def __init__(self, folder: Path, fingerprint: str = "f", name: str = "double", of_machine: str = "m") -> None:
         program = double()
         self.num_traced = 0
+        counter = CompileCounter()
 
         def lower() -> jax.stages.Lowered:
             self.num_traced += 1
             return program.lower()
 
-        exported = ExportedPrograms(folder, fingerprint, {"k": program}, {"k": name})
-        executable = Compilation({"k": lower}, {}, CompileCounter(), exported).result()["k"]
+        exported = ExportedPrograms(folder, fingerprint, {"k": program}, {"k": name}, of_machine=of_machine)
+        executable = Compilation({"k": lower}, {}, counter, exported).result()["k"]
+        self.num_compiled = counter.total
         state = jnp.ones(3)
         total, twice = executable(state, jnp.arange(3.0))
         assert (total.tolist(), twice.tolist()) == ([1, 2, 3], [0, 2, 4])
@@ -61,9 +64,26 @@ def test_a_second_start_traces_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"fingerprint": "g"}, {"name": "other"}], ids=["fingerprint", "name"])
-def test_what_differs_is_compiled(tmp_path, other):
+def test_what_differs_is_traced_and_compiled_only_if_the_program_differs(tmp_path, other):
     Start(tmp_path)
-    assert Start(tmp_path, **other).num_traced == 1
+    for expected in ((1, 0), (0, 0)):
+        again = Start(tmp_path, **other)
+        assert (again.num_traced, again.num_compiled) == expected
+    elsewhere = Start(tmp_path, **other | {"fingerprint": "h", "of_machine": "n"})
+    assert (elsewhere.num_traced, elsewhere.num_compiled) == (1, 1)
+
+
+def test_executables_that_no_code_traces_any_more_are_deleted(tmp_path):
+    Start(tmp_path)
+    (kept,) = (tmp_path / "m").iterdir()
+    (found,) = (tmp_path / "f").iterdir()
+    assert kept.samefile(found)
+    for age_s, is_left in ((7200, True), (0, True), (7200, False)):
+        os.utime(kept, times=(0, time.time() - age_s))
+        Start(tmp_path, name="other", of_machine="m2")
+        ExportedPrograms(tmp_path, "f", {}, {}, of_machine="m")
+        assert kept.exists() == is_left
+        found.unlink(missing_ok=True)
 
 
 def cut(content: bytes) -> bytes:
@@ -78,11 +98,11 @@ def other_executable(content: bytes) -> bytes:
 @pytest.mark.parametrize(("damage", "said"), [(cut, "is damaged"), (other_executable, "cannot be used")])
 def test_a_damaged_file_is_named_and_made_again(tmp_path, caplog, damage: Callable[[bytes], bytes], said):
     Start(tmp_path)
-    (path,) = tmp_path.rglob("*.exe")
+    (path,) = (tmp_path / "f").iterdir()
     path.write_bytes(damage(path.read_bytes()))
     with caplog.at_level(logging.WARNING):
         assert Start(tmp_path).num_traced == 1
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}  # of both names of the file
     assert f"{path} {said}" in caplog.text and "made again" in caplog.text
     assert Start(tmp_path).num_traced == 0
 
@@ -97,7 +117,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path, mode):
 
 def test_a_file_that_others_can_write_to_is_made_again(tmp_path, caplog):
     Start(tmp_path)
-    (path,) = tmp_path.rglob("*.exe")
+    (path,) = (tmp_path / "f").iterdir()
     path.chmod(0o666)
     assert Start(tmp_path).num_traced == 1
     assert f"other users may write to {path}" in caplog.text
@@ -170,12 +190,18 @@ def test_programs_that_may_wait_are_exported_and_loaded_while_serving(tmp_path):
 def break_program(folder: Path) -> None:
     """On a CPU, an executable that came from JAX's cache is exported without a part of its code, and loads."""
     program = made_runner(None).described.step(BUCKETS[0])
-    exported = ExportedPrograms(folder, next(folder.iterdir()).name, {"k": program}, {"k": str(BUCKETS[0])})
-    assert exported._path("k").exists()
+    fingerprints = [(one.name, other.name) for one in folder.iterdir() for other in folder.iterdir() if one != other]
+    (exported,) = (
+        found
+        for own, of_machine in fingerprints
+        if (found := ExportedPrograms(folder, own, {"k": program}, {"k": str(BUCKETS[0])}, of_machine=of_machine))
+        and found._path("k").exists()
+    )
     options, counter = compiler_options("cpu"), CompileCounter()
     while not counter.from_cache_in_this_thread:
-        executable = program.lower().compile(compiler_options=options)
-    exported.store("k", executable)
+        lowered = program.lower()
+        executable = lowered.compile(compiler_options=options)
+    exported.store("k", executable, lowered)
 
 
 def test_a_program_that_fails_at_its_first_run_is_compiled(tmp_path):

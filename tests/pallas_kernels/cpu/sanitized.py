@@ -1,8 +1,8 @@
 """Runs the C code with the compiler's sanitizers: `python sanitized.py LIBRARY`, with their libraries preloaded.
 
-It prints every kind of pages that has passed, the products, and what is computed of each token. Then it runs a library
-whose check of page ids is gone, over a page that does not exist, in a process of its own: the sanitizer must end it, or
-this test sees nothing.
+It prints every kind of pages that has passed, the products, what is computed of each token, and zeros. Then it runs a
+library whose check of page ids is gone, over a page that does not exist, in a process of its own: the sanitizer must
+end it, or this test sees nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.cpu import four_bit, library, per_token, products
+from pallas_kernels.cpu.zeros import zeros
 from pallas_kernels.self_test import Program, SelfTest
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
@@ -81,6 +82,8 @@ if __name__ == "__main__":
     print(four_bit.fault([(1, 32, 32), (5, 352, 64), (70, 1056, 96)]) or "four-bit", flush=True)
     # widths with and without a rest, several parts, and more than one chunk of logits
     print(per_token.fault([(1, 2), (5, 34), (70, 1026), (2, 9002)]) or "tokens", flush=True)
+    ends = zeros([jax.ShapeDtypeStruct((size,), jnp.int8) for size in (1, 4095, 4096, 100_001)])
+    print("wrong zeros" if any(np.asarray(x).any() for x in ends) else "zeros", flush=True)
     code = os.spawnv(
         os.P_WAIT, sys.executable, [sys.executable, __file__, str(path.with_name("overrun.so")), "overrun"]
     )

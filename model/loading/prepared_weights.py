@@ -1,0 +1,114 @@
+"""Weights as the programs of a CPU read them, in a file that later starts map: nothing is read, cast, quantised, packed
+or copied then.
+
+The file holds the parameters one after the other, each from the beginning of a page of memory. Their shapes and types
+are those of the model that it is for, so nothing else is in it. As with safetensors, the numbers are not checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from model.inputs.private_folders import make_folder
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".weights"
+_ALIGNED = 4096  # bytes; XLA copies an array that does not begin at a multiple of 64
+_KEPT_FILES = 3  # the one that was not used for the longest time is deleted first
+_IN_USE_S = 3600.0  # a file that was used so recently stays: another start may be at it
+_FREE_SHARE = 3  # the disk must have room for so many files of the size
+
+
+def mapped[M: nnx.Module](planned: M, file: Path) -> M | None:
+    """The model over the file's arrays, which cannot be written to; None if there is no such file, or if it cannot be
+    used, which is a warning.
+
+    Args:
+        planned: abstract, in the form of the model that was kept, on one CPU device.
+    """
+    structure, state = nnx.split(planned)
+    parameters = nnx.to_flat_state(state)
+    places, size = _places([variable.get_value() for _, variable in parameters])
+    try:
+        with file.open("rb") as opened:
+            if (there := os.fstat(opened.fileno()).st_size) != size:
+                logger.warning("%s has %d bytes in place of %d: the weights are prepared again", file, there, size)
+                return None
+            memory = mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ)
+        os.utime(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("%s cannot be read, and the weights are prepared again: %s", file, error)
+        return None
+
+    def value(place: int, like: Any) -> jax.Array:
+        array = np.frombuffer(memory, like.dtype, like.size, place).reshape(like.shape)
+        return jax.device_put(array, like.sharding)
+
+    filled = [
+        (path, variable.replace(value(place, variable.get_value())))
+        for (path, variable), place in zip(parameters, places, strict=True)
+    ]
+    return nnx.merge(structure, nnx.from_flat_state(filled))
+
+
+def keep(model: nnx.Module, file: Path) -> bool:
+    """Writes the file for `mapped`, whole or not at all. Whether it is there: a disk with little room is left alone,
+    and an error is a warning."""
+    arrays = [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(model))]
+    places, size = _places(arrays)
+    try:
+        make_folder(file.parent)
+        _delete_unused(file.parent)
+        if shutil.disk_usage(file.parent).free < _FREE_SHARE * size:
+            return False
+        _write(file, arrays, places, size)
+    except OSError as error:
+        logger.warning("prepared weights cannot be kept: %s", error)
+        return False
+    return True
+
+
+def _write(file: Path, arrays: Sequence[Any], places: Sequence[int], size: int) -> None:
+    part = file.with_name(f"{file.name}.{os.getpid()}")  # several servers may start at once
+    try:
+        with part.open("wb") as opened:
+            for place, array in zip(places, arrays, strict=True):
+                opened.seek(place)
+                opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            opened.truncate(size)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _places(arrays: Sequence[Any]) -> tuple[list[int], int]:
+    """Where each array begins, and the size of the file, in bytes."""
+    places, end = [], 0
+    for array in arrays:
+        places.append(end)
+        end += -(-array.size * array.dtype.itemsize // _ALIGNED) * _ALIGNED
+    return places, end
+
+
+def _delete_unused(folder: Path) -> None:
+    """Leaves room for one file more."""
+    last_used = sorted(((path.stat().st_mtime, path) for path in folder.glob(f"*{SUFFIX}*")), reverse=True)
+    for used_s, path in last_used[_KEPT_FILES - 1 :]:
+        if used_s < time.time() - _IN_USE_S:
+            path.unlink(missing_ok=True)

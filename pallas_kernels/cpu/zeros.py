@@ -1,0 +1,16 @@
+"""Zeros that take no memory until they are used: a large array that is written little by little is there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from pallas_kernels.cpu import library
+from pallas_kernels.cpu.library import ZEROS
+
+
+def zeros(likes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Zeros of these shapes, of int8, bfloat16, float32 or int32."""
+    library.load(None)  # an engine has loaded it already, from its folder
+    return list(jax.ffi.ffi_call(ZEROS, [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in likes])())
