@@ -51,6 +51,7 @@ LONG_S = 60.0
 LIMIT_S = 300.0  # of a test: ten times what a form's first compilation takes on one core
 HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
 NOT_TESTED = "not needed: the reference is what kernels are compared with"
+NOT_HERE = "not run: the chip is not here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ def choose_attention(
     native_folder: Path | None,
     make_tested: Callable[[Backend], PagedAttention] | None = None,
     limit_s: float = LIMIT_S,
+    is_here: bool = True,
 ) -> Chosen:
     """The attention of the first of `candidates` that can be used and passes its self-test.
 
@@ -120,6 +122,7 @@ def choose_attention(
         native_folder: where compiled C code is kept; None: it is compiled for this process alone.
         make_tested: the attention that is tested in its place; None: that of `make` itself.
         limit_s: seconds of a test.
+        is_here: whether the device can run a test; otherwise each passes.
 
     Raises:
         ValueError: none passes.
@@ -139,7 +142,9 @@ def choose_attention(
                 platform=platform,
                 max_model_len=max_model_len,
             )
-            result, remark = test.of_kernels(limit_s, may_fail=backend is not candidates[-1])
+            result, remark = NOT_HERE, f"attention backend {backend}, without a test: the chip is not here"
+            if is_here:
+                result, remark = test.of_kernels(limit_s, may_fail=backend is not candidates[-1])
         except (SelfTestError, UnavailableError) as error:
             failed = "failed its self-test: " if isinstance(error, SelfTestError) else ""
             failures[str(backend)] = f"{failed}{error}"
