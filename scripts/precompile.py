@@ -3,9 +3,9 @@
     python -m scripts.precompile --target v6e:1x1 --model MODEL --max-model-len 8192 --compile-cache FOLDER
     scripts/serve --model MODEL --max-model-len 8192 --compile-cache FOLDER
 
-FOLDER may be in an image or in a bucket. All flags of the engine but `--device` are those of the start, because most of
-them decide the programs; so do the versions of this program, of jax and of libtpu. A start says how many of its programs
-it has found, and what differs if it has found none. Weights are looked at, but not loaded: with `--load-format dummy`,
+FOLDER may be in an image or in a bucket. Give it all flags of the engine that the start has: most of them decide
+the programs. So do the versions of this program, of jax and of libtpu. A start says how many of its programs it has
+found, and what differs if it has found none. Weights are looked at, but not loaded: with `--load-format dummy`,
 `config.json` is enough for a model whose checkpoint is not quantised.
 
 For GPUs there is no such command: XLA chooses their kernels by timing them on the GPU.
@@ -88,8 +88,8 @@ def _precompile(args: argparse.Namespace) -> int:
     """The command without its errors."""
     if ":" not in args.target:
         raise ValueError(
-            f"--target {args.target}: only TPUs are compiled for elsewhere, such as v6e:1x1. On a GPU, XLA chooses kernels "
-            "by timing them: start the server there once, and keep its --compile-cache"
+            f"--target {args.target}: only TPUs are compiled for elsewhere, such as v6e:1x1. On a GPU, XLA chooses "
+            "kernels by timing them: start the server there once, and keep its --compile-cache"
         )
     if args.device not in ("auto", "tpu"):
         raise ValueError(f"--device {args.device}: --target names the device")
@@ -97,6 +97,8 @@ def _precompile(args: argparse.Namespace) -> int:
         raise ValueError(
             "--export-cache: a start exports programs that it has loaded; --compile-cache can be filled here"
         )
+    if args.compile_cache == "none":
+        raise ValueError("--compile-cache none: it names the folder that is filled")
     args.device = "tpu"
     precompile(EngineSettings.from_namespace(args), tpu_topology(args.target), print)
     return 0

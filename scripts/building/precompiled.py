@@ -41,6 +41,11 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     facts: Annotated[dict[str, str], described_as("an object of texts")]
     programs: Annotated[int, described_as("an integer")]
 
+    @property
+    def num_pages(self) -> int:
+        """K/V pages; -1: the list does not say."""
+        return int(self.facts.get(PAGES, "-1"))
+
     def write(self, folder: Place) -> None:
         """Stores the list in the folder of compiled programs. Raises OSError."""
         path = _list(folder, self.facts)
@@ -109,13 +114,11 @@ def made_for(folder: Place | None, runner: ModelRunner, shapes: Mapping[str, str
     facts = program_facts(runner, shapes)
     room = int(facts[PAGES])
     least = room if runner.described.config.num_pages is not None else LEAST_SHARE * room
-    by_pages = {int(made.facts[PAGES]): made for made in known if made.differences(facts).keys() <= {PAGES}}
-    if fitting := [pages for pages in by_pages if least <= pages <= room]:
-        made = by_pages[max(fitting)]
-        return Found(
-            max(fitting),
-            f"{made.programs} programs for {max(fitting)} K/V pages were made elsewhere, for {made.target}",
-        )
+    usable = [made for made in known if made.differences(facts).keys() <= {PAGES} and least <= made.num_pages <= room]
+    if usable:
+        made = max(usable, key=lambda made: made.num_pages)
+        remark = f"{made.programs} programs for {made.num_pages} K/V pages were made elsewhere, for {made.target}"
+        return Found(made.num_pages, remark)
     nearest = min(known, key=lambda made: len(made.differences(facts)))
     reasons = (f"{name}: {there} there, {here} here" for name, (there, here) in nearest.differences(facts).items())
     return Found(None, f"the programs made elsewhere for {nearest.target} are not used: {'; '.join(reasons)}")
@@ -129,7 +132,8 @@ def is_made(folder: Place, facts: Mapping[str, str]) -> bool:
 def _read(folder: Place) -> list[Made]:
     """All lists. One that cannot be read is a warning."""
     lists: list[Made] = []
-    for path in sorted((folder / FOLDER).glob("*.json"), key=str):
+    paths: list[Place] = [*(folder / FOLDER).glob("*.json")]
+    for path in sorted(paths, key=str):
         try:
             lists.append(read_fields(path, Made))
         except (OSError, ValueError) as error:

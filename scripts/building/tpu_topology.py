@@ -13,9 +13,14 @@ from pallas_kernels.chips import TPUS, TpuChip
 if TYPE_CHECKING:
     import jax
 
-# libtpu asks no metadata server, and may be loaded by several processes. JAX sets its variables as on a TPU VM: they
-# are in the key of a compiled program.
-ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_FORCE_TPU_INIT": "1"}
+# libtpu asks no metadata server, and may be loaded by several processes. JAX sets libtpu's options and its own as on a
+# TPU VM: a program is looked up by them, too.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_FORCE_TPU_INIT": "1",
+}
 _MORE_THAN_OURS = 1000  # the priority of a backend; that of an attached TPU is 300
 
 
@@ -53,8 +58,13 @@ def be_on(topology: TpuTopology) -> None:
     Nothing can be run or allocated on them. To be called before jax is imported.
 
     Raises:
-        ValueError: libtpu is missing, or does not know the topology.
+        ValueError: they are of several hosts, or libtpu is missing or does not know them.
     """
+    if (most := topology.chip.max_host_chips) < math.prod(topology.bounds):
+        raise ValueError(
+            f"--target {topology.name}: a host has at most {most} of these chips, and programs of several hosts are "
+            "made by their own start"
+        )
     os.environ |= ENVIRONMENT
     from jax._src import xla_bridge  # private: JAX has no public name for devices that are described only
 
