@@ -20,12 +20,12 @@ import pytest
 from model.compiling.compile_cache import keep_compilations
 from model.presets import preset
 from scripts import precompile
-from scripts.building.build import Built, build_runner
+from scripts.building.build import build_runner
 from scripts.building.precompiled import CODE, PAGES, Made, made_for, program_facts
 from scripts.flags.settings import EngineSettings
 from tests.conftest import COMPILED
 from tests.model import checkpoints
-from tests.scripts.precompile_one import OneStep
+from tests.scripts.precompile_one import OneStep, described
 
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -44,12 +44,6 @@ def settings(model: Path, tmp_path: Path):
         model=str(model), device="cpu", attention_backend="reference", compile_cache=str(cache), **LIMITS
     )
     keep_compilations(COMPILED)
-
-
-def described(settings: EngineSettings) -> Built:
-    """A runner without weights."""
-    built = build_runner(settings, lambda line: None, only_programs=True)
-    return replace(built, ladder=OneStep(built.ladder.config))
 
 
 def test_a_start_finds_programs_that_were_made_without_weights(settings):
