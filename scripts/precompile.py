@@ -61,6 +61,7 @@ def precompile(settings: EngineSettings, topology: TpuTopology, report: Report) 
 def fill(built: Built, target: str, report: Report) -> None:
     """Compiles the programs of a runner, unless they are in the cache. Raises OSError if one cannot be stored there."""
     from model.compiling.compile_cache import filling
+    from scripts.building.attention_backend import compile_self_test
     from scripts.building.kept_folders import kept_folders
     from scripts.building.precompiled import Made, is_made, program_facts
 
@@ -74,8 +75,13 @@ def fill(built: Built, target: str, report: Report) -> None:
         return
     with filling():
         built.runner.compile(buckets, lambda line: report(f"  {line}"))
+        loader, info = built.loader, built.info
+        num_tests = compile_self_test(
+            built.settings, loader.attention, loader.buckets, platform=built.platform, max_model_len=info.max_model_len
+        )
     Made(target=target, facts=facts, programs=count).write(folder)
-    report(f"{folder} has {count} programs for {target}, made in {time.perf_counter() - started:.1f} s")
+    tests = f" and {num_tests} of the self-test" if num_tests else ""
+    report(f"{folder} has {count} programs{tests} for {target}, made in {time.perf_counter() - started:.1f} s")
 
 
 def main(argv: list[str] | None = None) -> int:

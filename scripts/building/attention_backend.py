@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from batcher.buckets import BucketConfig
     from model.config import LlamaConfig
     from pallas_kernels.api import PagedAttention
-    from pallas_kernels.self_test import Program, SelfTestError
+    from pallas_kernels.self_test import Program, SelfTest, SelfTestError
     from pallas_kernels.spec import Backend
 
 logger = logging.getLogger("pallas_serve")
@@ -155,6 +155,28 @@ def choose_attention(
     raise ValueError(f"--attention-backend {requested} cannot be used here: {_reasons(failures)}")
 
 
+def compile_self_test(
+    settings: EngineSettings,
+    attention: PagedAttention,
+    buckets: BucketConfig,
+    *,
+    platform: str,
+    max_model_len: int,
+) -> int:
+    """Compiles the programs of the test of `choose_attention`, for devices that may be described only, and returns
+    their number. Raises SelfTestError if one cannot be compiled."""
+    from pallas_kernels.spec import Backend
+
+    if attention.backend is Backend.REFERENCE and platform == "cpu":
+        return 0
+    test = _Test(
+        attention=attention, settings=settings, buckets=buckets, platform=platform, max_model_len=max_model_len
+    )
+    programs = self_test_programs(buckets)
+    test.made().compile(programs)
+    return len(programs)
+
+
 def self_test_programs(buckets: BucketConfig) -> list[Program]:
     """The shapes of the self-test: those of a mixed step of the engine, of its largest decode-only step, and of its
     largest speculative step if it has any."""
@@ -216,17 +238,11 @@ class _Test:
 
     def run(self) -> tuple[str, str]:
         """The test, in this process and thread. Raises SelfTestError."""
-        from model.compiling.compiler_options import compiler_options
-        from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest, SelfTestError
+        from pallas_kernels.self_test import SelfTestError
         from pallas_kernels.spec import Backend
 
         started, attention = time.perf_counter(), self.attention
-        test = SelfTest(
-            attention,
-            pages_per_seq=-(-self.max_model_len // attention.spec.page_size),
-            longest=LONGEST_ON_GPUS if self.platform == "gpu" else LONGEST,
-            compiler_options=compiler_options(self.platform),
-        )
+        test = self.made()
         if attention.backend is Backend.CPU:
             from pallas_kernels.cpu import per_token, products
 
@@ -236,6 +252,18 @@ class _Test:
         return "passed", (
             f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
             f"{passed.num_steps} steps ({time.perf_counter() - started:.1f} s)"
+        )
+
+    def made(self) -> SelfTest:
+        """The test of the operation. Nothing is compiled yet."""
+        from model.compiling.compiler_options import compiler_options
+        from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest
+
+        return SelfTest(
+            self.attention,
+            pages_per_seq=-(-self.max_model_len // self.attention.spec.page_size),
+            longest=LONGEST_ON_GPUS if self.platform == "gpu" else LONGEST,
+            compiler_options=compiler_options(self.platform),
         )
 
 

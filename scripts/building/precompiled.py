@@ -8,8 +8,10 @@ memory: a start takes the list's number if the memory has room for it.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +82,10 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
     except jax.errors.JaxRuntimeError:  # a platform whose devices have none
         topology = str(len(jax.devices()))
     return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "the package zstandard": "there"
+        if importlib.util.find_spec("zstandard")
+        else "missing",  # JAX compresses by it
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "flax": flax.__version__,

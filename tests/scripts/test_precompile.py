@@ -61,6 +61,20 @@ def test_a_start_finds_programs_that_were_made_without_weights(settings):
     assert "ran 1 of 1 programs once" in said[-1]
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_configuration_alone_decides_the_programs(settings, tmp_path, quantization):
+    """Of a checkpoint that is not quantised."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes(Path(settings.model, "config.json").read_bytes())
+    asked = replace(settings, quantization=quantization)
+    with_weights, without = (
+        program_facts(built.runner, built.shaped_by)
+        for built in map(described, (asked, replace(asked, model=str(alone), load_format="dummy")))
+    )
+    assert with_weights == without
+
+
 @pytest.mark.parametrize(
     ("fact", "there"),
     [
@@ -186,10 +200,13 @@ def for_tpus(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_tpus, tmp_path):
     said = precompiled(for_tpus, tmp_path / "first")
-    assert "jax on 1 x TPU v6 lite" in said and f"{tmp_path / 'first'} has 4 programs for v6e:1x1, made in" in said
+    assert (
+        "jax on 1 x TPU v6 lite" in said
+        and f"{tmp_path / 'first'} has 4 programs and 2 of the self-test for v6e:1x1" in said
+    )
     precompiled(for_tpus, tmp_path / "again")
     assert names(tmp_path / "first") == names(tmp_path / "again")
-    assert list(map(len, names(tmp_path / "first"))) == [4, 4]
+    assert list(map(len, names(tmp_path / "first"))) == [4, 6]
     assert precompiled(for_tpus, tmp_path / "first").endswith("has these 4 programs for v6e:1x1 already\n")
 
     # XLA's options decide what is compiled, but not what is traced.
@@ -203,7 +220,11 @@ def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_tpus, tmp_p
 @pytest.mark.slow
 def test_programs_for_several_tpus(for_tpus, tmp_path):
     said = precompiled(for_tpus, tmp_path, "--tensor-parallel-size", "4", target="v6e:2x2")
-    assert "jax on 4 x TPU v6 lite" in said and "4 of 4 chips" in said and "has 4 programs for v6e:2x2" in said
+    assert (
+        "jax on 4 x TPU v6 lite" in said
+        and "4 of 4 chips" in said
+        and "has 4 programs and 2 of the self-test for v6e:2x2" in said
+    )
 
 
 @needs_libtpu
