@@ -220,7 +220,7 @@ class SelfTest:
         for number, step in enumerate(steps):
             poisoned = number % 2 == 0
             arrays = self._operands(step, poisoned=poisoned)
-            program = self._program(step.program, arrays, pages)
+            program = self._program(step.program, self._placed(arrays), pages)
             results = []
             for kv_pages in (pages, jnp.copy(pages)) if repeat else (pages,):
                 before_step()
@@ -239,7 +239,33 @@ class SelfTest:
         self._check_other_layers(pages)
         return Passed(num_steps=len(steps), largest_error=largest)
 
-    def _program(self, program: Program, arrays: tuple[Any, ...], pages: jax.Array) -> Any:
+    def compile(self, programs: Sequence[Program]) -> None:
+        """Compiles what `run` does, for devices that may be described only. Raises SelfTestError if one cannot be."""
+        for program in programs:
+            pages = self._attention.kv_pages(self._first_page + self._num_pages)
+            self._program(program, self._described(program), pages)
+
+    def _described(self, program: Program) -> tuple[Any, ...]:
+        """The shapes of `_operands`, as `_placed` places them."""
+        spec, mesh = self._attention.spec, self._attention.mesh
+        sharding = None if mesh is None else NamedSharding(mesh, P())
+
+        def like(*shape: int, dtype: Any = jnp.int32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        batch = RaggedBatch(
+            page_table=like(program.num_rows, self._pages_per_seq),
+            kv_lens=like(program.num_rows),
+            query_starts=like(program.num_rows + 1),
+            num_singles=like(),
+            num_rows=like(),
+        )
+        queries = like(program.num_tokens, spec.num_query_heads, spec.head_dim, dtype=spec.dtype)
+        keys = like(program.num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
+        scales = like(2, spec.num_kv_heads, dtype=jnp.float32) if spec.has_kv_scales else None
+        return batch, queries, keys, keys, scales, like()
+
+    def _program(self, program: Program, placed: tuple[Any, ...], pages: Any) -> Any:
         if program in self._compiled:
             return self._compiled[program]
 
@@ -259,7 +285,7 @@ class SelfTest:
             return self._attention(queries, keys, values, pages, metadata, first_page, kv_scales=scales)
 
         try:
-            lowered = jax.jit(step, donate_argnums=6).lower(*self._placed(arrays), pages)
+            lowered = jax.jit(step, donate_argnums=6).lower(*placed, pages)
             self._compiled[program] = lowered.compile(compiler_options=self._compiler_options)
         except Exception as error:
             raise SelfTestError(f"{program} does not compile: {_first_line(error)}") from error

@@ -86,6 +86,48 @@ def keep_compilations(folder: Place) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+class _Filled(CacheInterface):
+    """A cache that is only written to."""
+
+    def __init__(self, cache: CacheInterface) -> None:
+        self._cache = cache
+        self._path = cache._path
+
+    @override
+    def get(self, key: str) -> bytes | None:
+        return None
+
+    @override
+    def put(self, key: str, value: bytes) -> None:
+        self._cache.put(key, value)
+        if self._cache.get(key) != value:
+            raise OSError(f"{self._path} cannot be written to")
+
+
+@contextmanager
+def filling() -> Iterator[None]:
+    """Until its end every program that this process compiles is stored, and none is looked up: a process whose devices
+    are described only cannot load one. One that cannot be stored is an error of its compilation, OSError."""
+    made, raises = jax_cache.get_file_cache, jax.config.jax_raise_persistent_cache_errors
+
+    def filled(path: str) -> tuple[CacheInterface, str] | None:
+        cache = made(path)
+        return None if cache is None else (_Filled(cache[0]), cache[1])
+
+    jax_cache.get_file_cache = filled
+    _raise_errors(True)
+    try:
+        yield
+    finally:
+        jax_cache.get_file_cache = made
+        _raise_errors(raises)
+
+
+def _raise_errors(raises: bool) -> None:
+    jax.config.update("jax_raise_persistent_cache_errors", raises)
+    compilation_cache.reset_cache()  # JAX makes its cache once
+
+
 @contextmanager
 def compiling_anew() -> Iterator[None]:
     """Until its end no program of this process, in any thread, is read from the cache or kept there."""

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels import chips
+
+# Of a chip that is not here: what its runtime and the loaded programs may take of the memory that a program may use.
+CHIP_RESERVE = chips.GIB // 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
@@ -18,10 +23,21 @@ class DeviceMemory:
     is_host: bool  # the machine's own memory: a CPU
 
 
+def is_described(device: jax.Device) -> bool:
+    """Whether the device is a description of a chip that is not here."""
+    return device.client.runtime_type == "compile_only_runtime"
+
+
 def device_memory(device: jax.Device) -> DeviceMemory:
-    """Raises ValueError if the device does not report its memory."""
+    """The memory of a described chip is that of the table, of which nothing is in use. Raises ValueError if the device
+    does not report its memory."""
     if device.platform == "cpu":
         return host_memory()
+    if is_described(device):
+        from pallas_kernels.tpu.blocks import this_chip
+
+        total = int(chips.TPUS[this_chip()].memory_gib * chips.GIB)
+        return DeviceMemory(total=total, free=total - CHIP_RESERVE, is_host=False)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(f"{device} does not report its memory; say how many pages to use with --num-pages")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from batcher.buckets import BucketConfig
     from model.config import LlamaConfig
     from pallas_kernels.api import PagedAttention
-    from pallas_kernels.self_test import Program, SelfTestError
+    from pallas_kernels.self_test import Program, SelfTest, SelfTestError
     from pallas_kernels.spec import Backend
 
 logger = logging.getLogger("pallas_serve")
@@ -51,6 +51,7 @@ LONG_S = 60.0
 LIMIT_S = 300.0  # of a test: ten times what a form's first compilation takes on one core
 HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
 NOT_TESTED = "not needed: the reference is what kernels are compared with"
+NOT_HERE = "not run: the chip is not here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ def choose_attention(
     native_folder: Path | None,
     make_tested: Callable[[Backend], PagedAttention] | None = None,
     limit_s: float = LIMIT_S,
+    is_here: bool = True,
 ) -> Chosen:
     """The attention of the first of `candidates` that can be used and passes its self-test.
 
@@ -120,6 +122,7 @@ def choose_attention(
         native_folder: where compiled C code is kept; None: it is compiled for this process alone.
         make_tested: the attention that is tested in its place; None: that of `make` itself.
         limit_s: seconds of a test.
+        is_here: whether the device can run a test; otherwise each passes.
 
     Raises:
         ValueError: none passes.
@@ -139,7 +142,9 @@ def choose_attention(
                 platform=platform,
                 max_model_len=max_model_len,
             )
-            result, remark = test.of_kernels(limit_s, may_fail=backend is not candidates[-1])
+            result, remark = NOT_HERE, f"attention backend {backend}, without a test: the chip is not here"
+            if is_here:
+                result, remark = test.of_kernels(limit_s, may_fail=backend is not candidates[-1])
         except (SelfTestError, UnavailableError) as error:
             failed = "failed its self-test: " if isinstance(error, SelfTestError) else ""
             failures[str(backend)] = f"{failed}{error}"
@@ -148,6 +153,28 @@ def choose_attention(
         info = AttentionInfo(requested=requested, backend=str(backend), self_test=result, failures=failures)
         return Chosen(attention=attention, info=info, remarks=(*_warnings(failures, backend), remark))
     raise ValueError(f"--attention-backend {requested} cannot be used here: {_reasons(failures)}")
+
+
+def compile_self_test(
+    settings: EngineSettings,
+    attention: PagedAttention,
+    buckets: BucketConfig,
+    *,
+    platform: str,
+    max_model_len: int,
+) -> int:
+    """Compiles the programs of the test of `choose_attention`, for devices that may be described only, and returns
+    their number. Raises SelfTestError if one cannot be compiled."""
+    from pallas_kernels.spec import Backend
+
+    if attention.backend is Backend.REFERENCE and platform == "cpu":
+        return 0
+    test = _Test(
+        attention=attention, settings=settings, buckets=buckets, platform=platform, max_model_len=max_model_len
+    )
+    programs = self_test_programs(buckets)
+    test.made().compile(programs)
+    return len(programs)
 
 
 def self_test_programs(buckets: BucketConfig) -> list[Program]:
@@ -211,17 +238,11 @@ class _Test:
 
     def run(self) -> tuple[str, str]:
         """The test, in this process and thread. Raises SelfTestError."""
-        from model.compiling.compiler_options import compiler_options
-        from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest, SelfTestError
+        from pallas_kernels.self_test import SelfTestError
         from pallas_kernels.spec import Backend
 
         started, attention = time.perf_counter(), self.attention
-        test = SelfTest(
-            attention,
-            pages_per_seq=-(-self.max_model_len // attention.spec.page_size),
-            longest=LONGEST_ON_GPUS if self.platform == "gpu" else LONGEST,
-            compiler_options=compiler_options(self.platform),
-        )
+        test = self.made()
         if attention.backend is Backend.CPU:
             from pallas_kernels.cpu import four_bit, per_token, products
 
@@ -231,6 +252,18 @@ class _Test:
         return "passed", (
             f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
             f"{passed.num_steps} steps ({time.perf_counter() - started:.1f} s)"
+        )
+
+    def made(self) -> SelfTest:
+        """The test of the operation. Nothing is compiled yet."""
+        from model.compiling.compiler_options import compiler_options
+        from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest
+
+        return SelfTest(
+            self.attention,
+            pages_per_seq=-(-self.max_model_len // self.attention.spec.page_size),
+            longest=LONGEST_ON_GPUS if self.platform == "gpu" else LONGEST,
+            compiler_options=compiler_options(self.platform),
         )
 
 

@@ -37,6 +37,7 @@ from scripts.building.load import Loader, Report, phase
 from scripts.building.model_on_chips import ModelOnChips
 from scripts.building.offloading import GIB, Digests, give_pages, identity_of_pages, make_offloading, start_digests
 from scripts.building.parallel import choose_chips_and_context, describe_idle
+from scripts.building.precompiled import made_for
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
 from scripts.building.updates import RunnerUpdates
@@ -75,6 +76,7 @@ class Built:
     loader: Loader  # of other weights
     adapter_store: AdapterStore | None  # None: requests have no adapters
     digests: Digests | None  # of the weights, for the files of pages; None: there are no files
+    shaped_by: Mapping[str, str]  # as of `program_facts`
     tokenizer: Path | None  # as of `build_runner`
 
     def changeable_weights(self) -> RunnerWeights:
@@ -214,6 +216,7 @@ def build_runner(
     compile_meanwhile: bool = False,
     backends: Backends | None = None,
     others: OtherHosts | None = None,
+    only_programs: bool = False,
 ) -> Built:
     """A runner with its weights on the device and its pages allocated.
 
@@ -223,6 +226,8 @@ def build_runner(
             otherwise nothing is compiled yet.
         backends: the candidates for the attention backend, if not those of `pallas_kernels.api`.
         others: the other hosts of this engine, which all build the same runner; None: there are none.
+        only_programs: nothing runs on the device, which may be described only: its kernels are not tested, and nothing
+            is loaded or allocated. The runner can compile the programs that it would have otherwise.
     """
     import jax
 
@@ -283,6 +288,7 @@ def build_runner(
             native_folder=folders.native,
             # A host cannot read the results of the other hosts' chips.
             make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
+            is_here=not only_programs,
         )
         say("; ".join(chosen.remarks))
     attention = chosen.attention
@@ -303,11 +309,15 @@ def build_runner(
         adapter_store=adapter_store,
     )
     runner = make_runner(limits=limits)
+    room, shaped_by = runner.capacity().num_pages, _facts(weights, draft, attention, ladder)
+    num_pages = room
     if others is not None:
-        room = runner.capacity().num_pages
-        num_pages = others.agree(room, _facts(weights, draft, attention, ladder))
-        if num_pages < room:
-            runner = make_runner(limits=replace(limits, num_pages=num_pages))
+        num_pages = others.agree(room, shaped_by)
+    elif not only_programs and (made := made_for(folders.compiled, runner, shaped_by)) is not None:
+        num_pages = made.num_pages or room
+        report(f"  precompiled       {made.remark}")
+    if num_pages < room:
+        runner = make_runner(limits=replace(limits, num_pages=num_pages))
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets(), later)
@@ -322,7 +332,8 @@ def build_runner(
         prepared_folder=folders.weights(platform),
     )
     try:
-        loader.load(weights)
+        if not only_programs:
+            loader.load(weights)
     except BaseException:
         runner.stop_compiling()
         raise
@@ -338,6 +349,7 @@ def build_runner(
         loader=loader,
         adapter_store=adapter_store,
         digests=digests,
+        shaped_by=shaped_by,
         tokenizer=tokenizer,
         ladder=ladder,
         may_wait=tuple(later),

@@ -16,8 +16,9 @@ from model.config import LlamaConfig
 from model.presets import preset
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
+from scripts.flags.errors import FailedError
 from scripts.lab import check
-from scripts.lab.chip import kernels
+from scripts.lab.chip import kernels, made_elsewhere
 from scripts.lab.chip.kit import make_kit, missing_packages
 from scripts.lab.chip.parts import PARTS, Options, Result
 from scripts.lab.chip.progress import Progress, write_report
@@ -62,6 +63,31 @@ def test_texts_may_part_at_a_near_tie_only():
         verdict = compare(expected, [token("a"), token(wrong)])
         assert verdict == f"WRONG: token 1 is '{wrong}', on the CPU 'b'"
     assert compare(expected, expected[:2]).startswith("WRONG")
+
+
+START = """jax on 1 x TPU v6 lite
+  precompiled       7 programs for 8 K/V pages were made elsewhere, for v6e:1x1
+  compiled 7 programs in 2.4 s ({found} came from the disk; tracing took 1.3 s, 7 were traced before)
+ready after 9.1 s: http://127.0.0.1:8000/v1
+"""
+
+
+@pytest.mark.parametrize(("found", "status"), [(7, "right"), (6, "wrong"), (0, "wrong")])
+def test_a_program_that_is_compiled_though_it_was_made_is_wrong(found, status):
+    result = Result()
+    made_elsewhere.read(START.format(found=found).splitlines(keepends=True), "v6e:1x1", result)
+    assert (result.status, result.figures) == (status, {"target": "v6e:1x1", "needed": 7, "found": found})
+    assert result.lines[-1].startswith(f"{found} of 7 programs came from those that were made for v6e:1x1")
+    assert "7 programs for 8 K/V pages were made elsewhere" in result.lines[0]
+    with pytest.raises(FailedError, match="ended before it was ready"):
+        made_elsewhere.read(START.splitlines()[:2], "v6e:1x1", Result())
+
+
+def test_the_chips_of_a_host_as_a_target():
+    assert made_elsewhere.target_of("v6e", [(0, 0, 0)]) == "v6e:1x1"
+    assert made_elsewhere.target_of("v6e", [(x, y, 0) for y in range(4) for x in range(2)]) == "v6e:2x4"
+    assert made_elsewhere.target_of("v5p", [(x, y, 0) for y in range(2) for x in range(2)]) == "v5p:2x2x1"
+    assert made_elsewhere.target_of("tpu7x", 2 * [(0, 0, 0)]) == "tpu7x:1x1x1"  # two devices a chip
 
 
 def test_a_part_that_fails_or_hangs_is_a_line_and_the_others_go_on(tmp_path):

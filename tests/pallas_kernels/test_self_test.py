@@ -174,3 +174,18 @@ def test_a_kernel_that_does_not_compile_is_named():
         SelfTestError, match="mixed step of 16 tokens in 3 rows does not compile: ValueError: Only interp"
     ):
         SelfTest(attention, pages_per_seq=5).run([MIXED, DECODE])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_its_programs_can_be_compiled_before_it_runs(monkeypatch, kv_dtype):
+    """By descriptions of their operands: the same programs."""
+    lowered: list[str] = []
+    compile_it = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda own, *a, **k: lowered.append(own.as_text()) or compile_it(own, *a, **k)
+    )
+    programs, attention = [MIXED, DECODE], PagedAttention(spec(kv_dtype=kv_dtype), Backend.REFERENCE, None)
+    SelfTest(attention, pages_per_seq=4).compile(programs)
+    described, lowered = lowered, []
+    SelfTest(attention, pages_per_seq=4).run(programs, seed=3)
+    assert len(set(described)) == 2 and described == lowered

@@ -7,7 +7,6 @@ target only. Set `TPU_SKIP_MDS_QUERY=1` (no metadata server) and `JAX_PLATFORMS=
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,25 +18,15 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
+from pallas_kernels.chips import GPUS, GpuChip
+from scripts.building.tpu_topology import TpuTopology, tpu_topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class TpuTarget:
+class TpuTarget(TpuTopology):
     """Chips of one generation, connected."""
 
-    name: str  # as libtpu names topologies
-    chip: TpuChip
-    bounds: tuple[int, ...]
-
     platform = "tpu"
-
-    def devices(self) -> list[jax.Device]:
-        """Descriptions of the chips. jax raises RuntimeError if libtpu is missing or does not know the topology."""
-        bounds = (*self.bounds, 1, 1)[:3]  # all chips on one host, as on a VM that is the whole slice
-        return list(
-            topologies.get_topology_desc(platform="tpu", topology_name=self.name, chips_per_host_bounds=bounds).devices
-        )
 
     def compiling(self, mesh: Mesh) -> contextlib.AbstractContextManager[None]:
         """Nothing: the devices of the mesh say enough."""
@@ -58,14 +47,8 @@ class TpuTarget:
 
 
 def tpu_target(name: str) -> TpuTarget:
-    """`name`: generation and chips, such as v6e:1x1, v6e:2x4, v5p:2x2x1."""
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
-    if match is None or match[1] not in TPUS:
-        raise ValueError(f"not a TPU target: {name=}; it is one of {sorted(TPUS)} and chips, as v6e:2x4")
-    bounds = tuple(int(n) for n in match[2].split("x"))
-    if math.prod(bounds) < 1 or len(bounds) > 3:
-        raise ValueError(f"not a TPU topology: {name=}")
-    return TpuTarget(name=name, chip=TPUS[match[1]], bounds=bounds)
+    """As `tpu_topology`."""
+    return TpuTarget(**vars(tpu_topology(name)))
 
 
 # ---- GPUs: XLA and Mosaic compile from a description of the chip, with the CUDA plug-in installed but no GPU. ----

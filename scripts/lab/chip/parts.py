@@ -31,6 +31,7 @@ PARTS = {
     "pool": Part("Kernels in a pool of serving size", 100, "kernels:run_in_a_large_pool"),
     "text": Part("Text of the served demo against a CPU's", 120, "text:run"),
     "engines": Part("Two engines from the compile cache", 120, "text:run_two_engines"),
+    "elsewhere": Part("Programs made without the chip", 180, "made_elsewhere:run"),
     "speed": Part("Kernels' speed", 150, "speed:run"),
     "steps": Part("Whole steps", 200, "steps:run"),
     "load": Part("Throughput", 240, "load:run"),

@@ -1,0 +1,152 @@
+"""Programs that were made elsewhere for this chip (`scripts.precompile`): a list of them lies next to them.
+
+A program is looked up by a digest, which cannot say why it is not there. So the list has all facts that decide the
+programs, and a start says which of them differ. One of them is the number of K/V pages, which depends on the free
+memory: a start takes the list's number if the memory has room for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from model.inputs.json_file import read_fields
+from model.inputs.paths import Place, write_whole
+from model.inputs.private_folders import make_folder
+from model.inputs.schema import TEXT, described_as
+
+if TYPE_CHECKING:
+    from model.execution.runner import ModelRunner
+
+logger = logging.getLogger("pallas_serve")
+
+FOLDER = "precompiled"  # in that of compiled programs
+PAGES = "K/V pages"
+CODE = "the code, or an option of jax"  # the digest also holds most other facts
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables from which XLA reads options
+LEAST_SHARE = 0.95  # of the pages that there is room for: a start does without the programs rather than take fewer
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """The programs of one start."""
+
+    target: TEXT  # as `scripts.precompile` was asked for
+    facts: Annotated[dict[str, str], described_as("an object of texts")]
+    programs: Annotated[int, described_as("an integer")]
+
+    @property
+    def num_pages(self) -> int:
+        """K/V pages; -1: the list does not say."""
+        return int(self.facts.get(PAGES, "-1"))
+
+    def write(self, folder: Place) -> None:
+        """Stores the list in the folder of compiled programs. Raises OSError."""
+        path = _list(folder, self.facts)
+        if isinstance(path, Path):
+            make_folder(path.parent)
+        write_whole(path, msgspec.json.encode(self))
+
+    def differences(self, facts: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """The facts that differ: there, and here."""
+        names = dict.fromkeys([*self.facts, *facts])
+        pairs = {name: (self.facts.get(name, "none"), facts.get(name, "none")) for name in names}
+        different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        if len(different) > 1:
+            different.pop(CODE, None)
+        return different
+
+
+def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, str]:
+    """All that decides the programs of a start, by names for messages.
+
+    Args:
+        shapes: of the model, its attention and its steps.
+    """
+    import flax
+    import jax
+    import jaxlib
+    from jaxlib import xla_client
+
+    device, limits = runner.described.device, runner.described.config
+    try:
+        topology = str(xla_client.get_topology_for_devices(jax.devices()).fingerprint())
+    except jax.errors.JaxRuntimeError:  # a platform whose devices have none
+        topology = str(len(jax.devices()))
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "the package zstandard": "there"
+        if importlib.util.find_spec("zstandard")
+        else "missing",  # JAX compresses by it
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        "the compiler": " ".join(device.client.platform_version.split()),
+        "the chip": device.device_kind,
+        "the chips' topology": topology,
+        **{name: " ".join(sorted(os.environ.get(name, "").split())) for name in FLAGS},
+        **shapes,
+        "the limits": str(replace(limits, num_pages=None, memory_utilization=1.0)),
+        PAGES: str(runner.capacity().num_pages),
+        CODE: runner.programs.fingerprint(),
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """Programs that were made elsewhere."""
+
+    num_pages: int | None  # K/V pages that they need; None: they cannot be used
+    remark: str  # for the report: what they are, or why they cannot be used
+
+
+def made_for(folder: Place | None, runner: ModelRunner, shapes: Mapping[str, str]) -> Found | None:
+    """Looks for programs that were made for this start. None: nothing was made elsewhere.
+
+    Args:
+        folder: of compiled programs; None: there is none.
+        shapes: as for `program_facts`.
+    """
+    if folder is None or not (known := _read(folder)):
+        return None
+    facts = program_facts(runner, shapes)
+    room = int(facts[PAGES])
+    least = room if runner.described.config.num_pages is not None else LEAST_SHARE * room
+    usable = [made for made in known if made.differences(facts).keys() <= {PAGES} and least <= made.num_pages <= room]
+    if usable:
+        made = max(usable, key=lambda made: made.num_pages)
+        remark = f"{made.programs} programs for {made.num_pages} K/V pages were made elsewhere, for {made.target}"
+        return Found(made.num_pages, remark)
+    nearest = min(known, key=lambda made: len(made.differences(facts)))
+    reasons = (f"{name}: {there} there, {here} here" for name, (there, here) in nearest.differences(facts).items())
+    return Found(None, f"the programs made elsewhere for {nearest.target} are not used: {'; '.join(reasons)}")
+
+
+def is_made(folder: Place, facts: Mapping[str, str]) -> bool:
+    """Whether all programs of a start with these facts are there."""
+    return any(made.facts == facts for made in _read(folder))
+
+
+def _read(folder: Place) -> list[Made]:
+    """All lists. One that cannot be read is a warning."""
+    lists: list[Made] = []
+    paths: list[Place] = [*(folder / FOLDER).glob("*.json")]
+    for path in sorted(paths, key=str):
+        try:
+            lists.append(read_fields(path, Made))
+        except (OSError, ValueError) as error:
+            logger.warning("a list of programs that were made elsewhere cannot be read: %s", error)
+    return lists
+
+
+def _list(folder: Place, facts: Mapping[str, str]) -> Place:
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    return folder / FOLDER / f"{digest[:32]}.json"

@@ -1,0 +1,81 @@
+"""TPUs that are not here: their names, and a process whose devices they are as far as compiling goes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pallas_kernels.chips import TPUS, TpuChip
+
+if TYPE_CHECKING:
+    import jax
+
+# libtpu asks no metadata server, and may be loaded by several processes. JAX sets libtpu's options and its own as on a
+# TPU VM: a program is looked up by them, too.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_FORCE_TPU_INIT": "1",
+}
+_MORE_THAN_OURS = 1000  # the priority of a backend; that of an attached TPU is 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuTopology:
+    """Chips of one generation, connected, on one host."""
+
+    name: str  # as libtpu names topologies
+    chip: TpuChip
+    bounds: tuple[int, ...]
+
+    def devices(self) -> list[jax.Device]:
+        """Descriptions of the chips. jax raises RuntimeError if libtpu is missing or does not know the topology."""
+        from jax.experimental import topologies
+
+        bounds = (*self.bounds, 1, 1)[:3]  # all chips on one host, as on a VM that is the whole slice
+        return list(
+            topologies.get_topology_desc(platform="tpu", topology_name=self.name, chips_per_host_bounds=bounds).devices
+        )
+
+
+def tpu_topology(name: str) -> TpuTopology:
+    """`name`: generation and chips, such as v6e:1x1, v6e:2x4, v5p:2x2x1. Raises ValueError if it is another name."""
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
+    if match is None or match[1] not in TPUS:
+        raise ValueError(f"not a TPU target: {name=}; it is one of {sorted(TPUS)} and chips, as v6e:2x4")
+    bounds = tuple(int(n) for n in match[2].split("x"))
+    if math.prod(bounds) < 1 or len(bounds) > 3:
+        raise ValueError(f"not a TPU topology: {name=}")
+    return TpuTopology(name=name, chip=TPUS[match[1]], bounds=bounds)
+
+
+def be_on(topology: TpuTopology) -> None:
+    """Makes the chips the TPUs of this process: `jax.devices()` are descriptions, for which programs can be compiled.
+    Nothing can be run or allocated on them. To be called before jax is imported.
+
+    Raises:
+        ValueError: they are of several hosts, or libtpu is missing or does not know them.
+    """
+    if (most := topology.chip.max_host_chips) < math.prod(topology.bounds):
+        raise ValueError(
+            f"--target {topology.name}: a host has at most {most} of these chips, and programs of several hosts are "
+            "made by their own start"
+        )
+    os.environ |= ENVIRONMENT
+    from jax._src import xla_bridge  # private: JAX has no public name for devices that are described only
+
+    def client() -> Any:
+        described: Any = topology.devices()[0].client
+        # `jax.export` asks the client, and those of attached devices say so.
+        type(described).serialize_with_sdy = True
+        return described
+
+    try:
+        client()
+    except RuntimeError as error:
+        raise ValueError(f"--target {topology.name}: libtpu cannot compile for it here: {error}") from error
+    xla_bridge.register_backend_factory("tpu", client, priority=_MORE_THAN_OURS)

@@ -1,0 +1,71 @@
+"""Programs that are made without the chip (`scripts.precompile`), and a server on the chip that starts with them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+
+from scripts.building.child import in_child
+from scripts.building.device import start_jax
+from scripts.flags.errors import FailedError
+from scripts.flags.settings import EngineSettings
+from scripts.lab.chip.parts import ROOT, Options, Result
+from scripts.lab.chip.text import small_server
+from scripts.lab.load.servers import READY, launched
+
+LIMIT_S = 60.0  # until the chip has said what it is
+FOUND = re.compile(r"compiled (\d+) programs .*\((\d+) came from the disk")
+REMARK = re.compile(r"^  precompiled +(.*)")
+
+
+def run(options: Options, result: Result) -> None:
+    """Fills the result. It is wrong if the server compiles a program that was made."""
+    if options.device != "tpu":
+        result.say("Not checked: programs are made elsewhere for TPUs only.")
+        return
+    target = in_child(attached_target, options.device, limit_s=LIMIT_S)
+    limits, _ = small_server(rehearse=True)
+    with tempfile.TemporaryDirectory() as cache:
+        flags = [*limits, "--tensor-parallel-size", "1", "--compile-cache", cache]
+        command = [sys.executable, "-m", "scripts.precompile", "--target", target, *flags]
+        subprocess.run(command, cwd=ROOT, check=True)
+        with launched("--device", options.device, *flags) as server:
+            assert server.stdout is not None
+            read(server.stdout, target, result)
+
+
+def read(lines: Iterable[str], target: str, result: Result) -> None:
+    """Reads a start's lines until it is ready. Raises FailedError if it ends before."""
+    needed = found = 0
+    for line in lines:
+        print(line, end="", flush=True)
+        if (remark := REMARK.match(line)) is not None:
+            result.say(f"The start: {remark[1]}.")
+        elif (counts := FOUND.search(line)) is not None:
+            needed, found = int(counts[1]), int(counts[2])
+        elif READY.match(line):
+            result.figures |= {"target": target, "needed": needed, "found": found}
+            result.say(f"{found} of {needed} programs came from those that were made for {target} without the chip.")
+            if found < needed or not needed:
+                result.wrong(f"{needed - found} of {needed} programs that were made for {target} were compiled again")
+            return
+    raise FailedError("the server ended before it was ready")
+
+
+def attached_target(device: str) -> str:
+    """The chips of this host as a target of `scripts.precompile`."""
+    start_jax(EngineSettings(device=device, compile_cache="none"))
+    import jax
+
+    from pallas_kernels.tpu.blocks import this_chip
+
+    return target_of(this_chip(), [device.coords for device in jax.local_devices()])
+
+
+def target_of(chip: str, coords: Iterable[tuple[int, int, int]]) -> str:
+    """The name of all chips at these places. The generations with links in three dimensions have three numbers."""
+    x, y, z = (1 + max(places) - min(places) for places in zip(*coords, strict=True))
+    return f"{chip}:{x}x{y}x{z}" if chip in ("v5p", "tpu7x") else f"{chip}:{x}x{y}"

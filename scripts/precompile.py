@@ -1,0 +1,114 @@
+"""Compiles a server's programs for TPUs that are not here, so that its first start finds them:
+
+    python -m scripts.precompile --target v6e:1x1 --model MODEL --max-model-len 8192 --compile-cache FOLDER
+    scripts/serve --model MODEL --max-model-len 8192 --compile-cache FOLDER
+
+FOLDER may be in an image or in a bucket. Give it all flags of the engine that the start has: most of them decide
+the programs. So do the versions of this program, of jax and of libtpu. A start says how many of its programs it has
+found, and what differs if it has found none. Weights are looked at, but not loaded: with `--load-format dummy`,
+`config.json` is enough for a model whose checkpoint is not quantised.
+
+For GPUs there is no such command: XLA chooses their kernels by timing them on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from scripts.building.tpu_topology import TpuTopology, be_on, tpu_topology
+from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.settings import EngineSettings, add_engine_flags
+
+if TYPE_CHECKING:
+    from scripts.building.build import Built
+    from scripts.building.load import Report
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(
+        prog="python -m scripts.precompile", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    p.add_argument(
+        "--target", required=True, metavar="CHIPS", help="all chips of the host: v6e:1x1, v6e:2x4, v5p:2x2x1"
+    )
+    add_engine_flags(p)
+    add_debug_flag(p)
+    return p
+
+
+def precompile(settings: EngineSettings, topology: TpuTopology, report: Report) -> None:
+    """Compiles what is not there yet. It must be called before jax is imported.
+
+    Raises:
+        ValueError: the settings cannot be used, or the compiler for the target is missing.
+        OSError: a program cannot be stored.
+    """
+    from scripts.building.build import build_runner
+
+    be_on(topology)
+    built = build_runner(settings, report, only_programs=True)
+    if settings.max_model_len is None and built.info.max_model_len < built.weights.config.max_position_embeddings:
+        report(
+            f"  context           give the start --max-model-len {built.info.max_model_len}, too: its memory may differ"
+        )
+    fill(built, topology.name, report)
+
+
+def fill(built: Built, target: str, report: Report) -> None:
+    """Compiles the programs of a runner, unless they are in the cache. Raises OSError if one cannot be stored there."""
+    from model.compiling.compile_cache import filling
+    from scripts.building.attention_backend import compile_self_test
+    from scripts.building.kept_folders import kept_folders
+    from scripts.building.precompiled import Made, is_made, program_facts
+
+    started, folder = time.perf_counter(), kept_folders(built.settings).compiled
+    if folder is None:
+        raise ValueError("--compile-cache: there is no folder in which programs can be kept; name one of your own")
+    facts, buckets = program_facts(built.runner, built.shaped_by), built.ladder.buckets()
+    count = len(buckets) + len(built.runner.described.updates())
+    if is_made(folder, facts):
+        report(f"{folder} has these {count} programs for {target} already")
+        return
+    with filling():
+        built.runner.compile(buckets, lambda line: report(f"  {line}"))
+        loader, info = built.loader, built.info
+        num_tests = compile_self_test(
+            built.settings, loader.attention, loader.buckets, platform=built.platform, max_model_len=info.max_model_len
+        )
+    Made(target=target, facts=facts, programs=count).write(folder)
+    tests = f" and {num_tests} of the self-test" if num_tests else ""
+    report(f"{folder} has {count} programs{tests} for {target}, made in {time.perf_counter() - started:.1f} s")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = parser().parse_args(argv)
+    return run_command("precompile", lambda: _precompile(args), debug=args.debug)
+
+
+def _precompile(args: argparse.Namespace) -> int:
+    """The command without its errors."""
+    if ":" not in args.target:
+        raise ValueError(
+            f"--target {args.target}: only TPUs are compiled for elsewhere, such as v6e:1x1. On a GPU, XLA chooses "
+            "kernels by timing them: start the server there once, and keep its --compile-cache"
+        )
+    if args.device not in ("auto", "tpu"):
+        raise ValueError(f"--device {args.device}: --target names the device")
+    if args.export_cache is not None:
+        raise ValueError(
+            "--export-cache: a start exports programs that it has loaded; --compile-cache can be filled here"
+        )
+    if args.compile_cache == "none":
+        raise ValueError("--compile-cache none: it names the folder that is filled")
+    args.device = "tpu"
+    precompile(EngineSettings.from_namespace(args), tpu_topology(args.target), print)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Programs that are made elsewhere: `scripts.precompile`, and the start that finds them.
+
+A TPU's programs cannot be loaded here. That a start finds those that were made from descriptions is shown on a CPU. Of
+a TPU's it is shown that another process makes them under the same names, and under other names for other flags.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from model.compiling.compile_cache import keep_compilations
+from model.presets import preset
+from scripts import precompile
+from scripts.building.build import build_runner
+from scripts.building.precompiled import CODE, PAGES, Made, made_for, program_facts
+from scripts.flags.settings import EngineSettings
+from tests.conftest import COMPILED
+from tests.model import checkpoints
+from tests.scripts.precompile_one import OneStep, described
+
+LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return checkpoints.write(tmp_path_factory.mktemp("model"), "gqa2")
+
+
+@pytest.fixture
+def settings(model: Path, tmp_path: Path):
+    """With a cache of its own, which is the process's until the test ends."""
+    cache = tmp_path / "cache"
+    yield EngineSettings(
+        model=str(model), device="cpu", attention_backend="reference", compile_cache=str(cache), **LIMITS
+    )
+    keep_compilations(COMPILED)
+
+
+def test_a_start_finds_programs_that_were_made_without_weights(settings):
+    said: list[str] = []
+    precompile.fill(described(settings), "a CPU", said.append)
+    assert "(0 came from the disk" in said[0] and f"{settings.compile_cache} has 4 programs for a CPU" in said[1]
+    precompile.fill(described(settings), "a CPU", said.append)
+    assert said[2:] == [f"{settings.compile_cache} has these 4 programs for a CPU already"]
+
+    built = build_runner(settings, said.append)
+    assert any("precompiled       4 programs for" in line for line in said[3:])
+    built.runner.warm_up(OneStep(built.ladder.config).buckets(), said.append)
+    assert "compiled 4 programs" in said[-2] and "(4 came from the disk" in said[-2]
+    assert said[-2].endswith("4 were traced before)")
+    assert "ran 1 of 1 programs once" in said[-1]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_configuration_alone_decides_the_programs(settings, tmp_path, quantization):
+    """Of a checkpoint that is not quantised."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes(Path(settings.model, "config.json").read_bytes())
+    asked = replace(settings, quantization=quantization)
+    with_weights, without = (
+        program_facts(built.runner, built.shaped_by)
+        for built in map(described, (asked, replace(asked, model=str(alone), load_format="dummy")))
+    )
+    assert with_weights == without
+
+
+@pytest.mark.parametrize(
+    ("fact", "there"),
+    [
+        ("jax", "0.0.1"),
+        ("jaxlib", "0.0.1"),
+        ("the compiler", "older"),
+        ("the chip", "TPU v5 lite"),
+        ("XLA_FLAGS", "--xla"),
+    ],
+)
+def test_a_start_says_what_differs(settings, fact, there):
+    built = described(settings)
+    facts = program_facts(built.runner, built.shaped_by)
+    folder = Path(settings.compile_cache)
+    # The digest of the code holds most facts, and is not named for them.
+    Made(target="v6e:1x1", facts=facts | {fact: there, CODE: "another"}, programs=4).write(folder)
+    found = made_for(folder, built.runner, built.shaped_by)
+    assert found.num_pages is None
+    expected = f"the programs made elsewhere for v6e:1x1 are not used: {fact}: {there} there, {facts[fact]} here"
+    assert found.remark == expected
+
+
+def test_other_flags_and_other_code_are_named(settings):
+    built = described(settings)
+    folder, facts = Path(settings.compile_cache), program_facts(built.runner, built.shaped_by)
+    assert made_for(folder, built.runner, built.shaped_by) is None
+    Made(target="v6e:1x1", facts=facts | {CODE: "another"}, programs=4).write(folder)
+    assert (
+        f"not used: {CODE}: another there, {facts[CODE]} here" in made_for(folder, built.runner, built.shaped_by).remark
+    )
+    other = described(replace(settings, max_model_len=16))
+    remark = made_for(folder, other.runner, other.shaped_by).remark
+    assert "the limits: " in remark and "max_model_len=32" in remark and "max_model_len=16" in remark
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "expected"),
+    [
+        (1.0, False, 1.0),
+        (0.96, False, 0.96),  # the start takes the fewer pages
+        (0.9, False, None),  # too few to be worth it
+        (1.01, False, None),  # they do not fit
+        (0.96, True, None),  # --num-pages says another number
+        (1.0, True, 1.0),
+    ],
+)
+def test_a_start_takes_the_pages_of_the_programs(settings, there, asked, expected):
+    built = described(replace(settings, num_pages=1000))
+    if not asked:
+        built.runner.described.config = replace(built.runner.described.config, num_pages=None)
+    folder, facts = Path(settings.compile_cache), program_facts(built.runner, built.shaped_by)
+    Made(target="v6e:1x1", facts=facts | {PAGES: str(int(1000 * there))}, programs=4).write(folder)
+    found = made_for(folder, built.runner, built.shaped_by)
+    assert found.num_pages == (None if expected is None else int(1000 * expected))
+    if expected is None:
+        assert f"{PAGES}: {int(1000 * there)} there, 1000 here" in found.remark
+
+
+def test_a_broken_list_is_a_warning(settings, caplog):
+    built = described(settings)
+    folder = Path(settings.compile_cache)
+    Made(target="v6e:1x1", facts={}, programs=4).write(folder)
+    (path,) = (folder / "precompiled").iterdir()
+    path.write_bytes(msgspec.json.encode({"target": 1}))
+    assert made_for(folder, built.runner, built.shaped_by) is None
+    assert str(path) in caplog.text and "facts is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--target h100", "--target h100: only TPUs are compiled for elsewhere"),
+        ("--target v9:1x1", "not a TPU target: name='v9:1x1'; it is one of ['tpu7x', 'v5e', 'v5p', 'v6e']"),
+        ("--target v6e:0x1", "not a TPU topology"),
+        ("--target v6e:4x4", "--target v6e:4x4: a host has at most 8 of these chips"),
+        ("--target v6e:1x1 --device cpu", "--device cpu: --target names the device"),
+        ("--target v6e:1x1 --compile-cache none", "--compile-cache none: "),
+        ("--target v6e:1x1 --export-cache x", "--export-cache: "),
+    ],
+)
+def test_refusals(capsys, flags, message):
+    assert precompile.main(flags.split()) == 2
+    assert capsys.readouterr().err.startswith(f"precompile: {message}")
+
+
+# ---- with the compiler of TPUs, each in a process of its own ----
+
+
+def precompiled(model: Path, cache: Path, *flags: str, target: str = "v6e:1x1", **environment: str) -> str:
+    """What the command says. It compiles for the chips that are described, whatever JAX_PLATFORMS says."""
+    limits = "--max-num-seqs 8 --max-num-batched-tokens 64 --max-model-len 256 --load-format dummy".split()
+    command = [sys.executable, "-m", "tests.scripts.precompile_one", "--target", target, "--model", str(model)]
+    process = subprocess.run(
+        [*command, *limits, "--compile-cache", str(cache), *flags],
+        env=os.environ | {"XLA_FLAGS": ""} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return process.stdout + (process.stderr if process.returncode else "")
+
+
+def names(cache: Path) -> tuple[set[str], set[str]]:
+    """Of the traced programs, and of the compiled ones."""
+    return tuple(
+        {path.name for path in (cache / folder).rglob(f"*.{suffix}")}
+        for folder, suffix in (("traced", "stablehlo"), ("xla", "xla"))
+    )
+
+
+@pytest.fixture(scope="module")
+def for_tpus(tmp_path_factory) -> Path:
+    """A configuration without weights, of heads that a TPU's kernels take."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 1, "num_heads": 8, "num_kv_heads": 8}
+    config = replace(preset("llama-3.2-1b"), **sizes, vocab_size=512, bos_token_id=1, eos_token_ids=(2,))
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    return folder
+
+
+@needs_libtpu
+@pytest.mark.targets
+@pytest.mark.slow
+def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_tpus, tmp_path):
+    said = precompiled(for_tpus, tmp_path / "first")
+    assert (
+        "jax on 1 x TPU v6 lite" in said
+        and f"{tmp_path / 'first'} has 4 programs and 2 of the self-test for v6e:1x1" in said
+    )
+    precompiled(for_tpus, tmp_path / "again")
+    assert names(tmp_path / "first") == names(tmp_path / "again")
+    assert list(map(len, names(tmp_path / "first"))) == [4, 6]
+    assert precompiled(for_tpus, tmp_path / "first").endswith("has these 4 programs for v6e:1x1 already\n")
+
+    # XLA's options decide what is compiled, but not what is traced.
+    precompiled(for_tpus, tmp_path / "other", LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=32768")
+    first, other = names(tmp_path / "first"), names(tmp_path / "other")
+    assert first[0] == other[0] and not first[1] & other[1]
+
+
+@needs_libtpu
+@pytest.mark.targets
+@pytest.mark.slow
+def test_programs_for_several_tpus(for_tpus, tmp_path):
+    said = precompiled(for_tpus, tmp_path, "--tensor-parallel-size", "4", target="v6e:2x2")
+    assert (
+        "jax on 4 x TPU v6 lite" in said
+        and "4 of 4 chips" in said
+        and "has 4 programs and 2 of the self-test for v6e:2x2" in said
+    )
+
+
+@needs_libtpu
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "/nowhere"), "/nowhere"),
+        (("--load-format", "auto"), "no safetensors files in"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_refused(for_tpus, tmp_path, flags, message):
+    *_, line = precompiled(for_tpus, tmp_path, *flags).splitlines()
+    assert line.startswith("precompile: ") and message in line
+
+
+@needs_libtpu
+@pytest.mark.targets
+def test_a_folder_that_others_can_write_to_is_refused(for_tpus, tmp_path):
+    tmp_path.chmod(0o777)
+    assert "--compile-cache: other users may write to" in precompiled(for_tpus, tmp_path)
