@@ -17,8 +17,11 @@ class BucketConfig:
     max_num_seqs: int
     min_decode_rows: int = 1  # of the smallest decode program; raise it where one row costs as much as several
     min_mixed_tokens: int = 16  # of the smallest program that takes prompt tokens
-    half_steps: bool = True  # from 64 tokens on, also 1.5 times each power of two
-    few_rows: int = 8  # each mixed T also has a program with about this many rows, for a lightly loaded server
+    half_steps: bool = True  # also 1.5 times each power of two
+    min_half_step: int = 64  # of the smallest power of two that has a half step
+    few_rows: int | None = (
+        8  # each mixed T also has a program with about so many rows, for light loads; None: it has not
+    )
     embeds: bool = False  # there are programs that pool hidden states
     num_drafts: int = 0  # per row, of speculative programs; 0: there are none
     max_draft_rows: int = 0  # of the largest speculative program
@@ -34,7 +37,8 @@ class BucketConfig:
                 "a step must take one token of every running request and at least one prompt token besides: "
                 f"{self.max_num_batched_tokens=} must exceed {self.max_num_seqs=}"
             )
-        if min(self.min_decode_rows, self.min_mixed_tokens, self.few_rows) < 1:
+        few_rows = 1 if self.few_rows is None else self.few_rows
+        if min(self.min_decode_rows, self.min_mixed_tokens, few_rows) < 1:
             raise ValueError(
                 f"smallest shapes are positive: {self.min_decode_rows=} {self.min_mixed_tokens=} {self.few_rows=}"
             )
@@ -91,14 +95,17 @@ class BucketLadder:
         self._decode = _powers(config.min_decode_rows, config.max_num_seqs)
         tokens = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)
         if config.half_steps:
-            halves = {t + t // 2 for t in tokens if t >= 64 and t + t // 2 < config.max_num_batched_tokens}
+            halves = {
+                t + t // 2 for t in tokens if t >= config.min_half_step and t + t // 2 < config.max_num_batched_tokens
+            }
             tokens = sorted({*tokens, *halves})
         rows = _powers(1, config.max_num_seqs)
         self._mixed: list[tuple[int, list[int]]] = []
+        few_rows = config.max_num_seqs if config.few_rows is None else config.few_rows
         for t in tokens:
             fitting = [s for s in rows if s < t]
             if fitting:
-                few = [s for s in rows if s >= config.few_rows and s < fitting[-1]][:1]
+                few = [s for s in rows if few_rows <= s < fitting[-1]][:1]
                 self._mixed.append((t, [*few, fitting[-1]]))
         self._tokens = [t for t, _ in self._mixed]
         thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]

@@ -34,12 +34,15 @@ _DEFAULTS = {
         min_mixed_tokens=64,
         half_steps=True,
     ),
+    # A program takes half a minute of its compiler. Up to 128 tokens take as long as one on every generation, and on
+    # v6e up to 512 at most a fifth longer (`scripts/lab/results/2026-11-26-ladder.md`).
     "tpu": BucketConfig(
         max_num_seqs=256,
         max_num_batched_tokens=2048,
         min_decode_rows=8,
-        min_mixed_tokens=64,
+        min_mixed_tokens=128,
         half_steps=True,
+        min_half_step=512,
     ),
 }
 
@@ -57,9 +60,15 @@ _DRAFT_PASS = 4  # a draft model's pass over tokens that it has not seen, in sma
 _MAX_DRAWN = 256
 
 
-def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
-    """The limits and shapes of the steps: from the settings, or by default from the platform."""
+def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> BucketConfig:
+    """The limits and shapes of the steps: from the settings, or by default from the platform.
+
+    Args:
+        num_chips: over which the model is split. They decide `few_rows` only.
+    """
     defaults = _DEFAULTS[platform]
+    if platform == "tpu" and num_chips == 1:  # it draws for the rows in use only (`model/sampling/row_blocks.py`)
+        defaults = replace(defaults, few_rows=None)
     max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
     if settings.max_num_seqs is None and asked_tokens is not None:
         max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # a default must not make the other flag invalid

@@ -36,6 +36,8 @@ def test_the_whole_ladder_by_hand() -> None:
 def test_fewer_and_coarser_rungs_where_programs_are_dear() -> None:
     ladder = make_ladder(256, 16, min_decode_rows=8, min_mixed_tokens=64, half_steps=False, few_rows=16)
     assert shapes(ladder, SAMPLE) == [(8, 8), (16, 16), (64, 16), (128, 16), (256, 16)]
+    ladder = make_ladder(300, 16, min_decode_rows=16, min_mixed_tokens=64, min_half_step=128, few_rows=None)
+    assert shapes(ladder, SAMPLE) == [(16, 16), (64, 16), (128, 16), (192, 16), (256, 16), (300, 16)]
 
 
 def test_the_usual_ladder_stays_modest() -> None:
@@ -150,7 +152,7 @@ def test_the_programs_of_a_start_hold_every_step(data: st.DataObject) -> None:
         num_seqs,
         min_decode_rows=data.draw(st.integers(1, 8)),
         half_steps=data.draw(st.booleans()),
-        few_rows=data.draw(st.integers(1, 20)),
+        few_rows=data.draw(st.none() | st.integers(1, 20)),
         embeds=data.draw(st.booleans()),
         adapters=data.draw(st.booleans()),
         num_drafts=3 if drafts else 0,
@@ -196,7 +198,7 @@ def test_what_is_better_left_to_the_next_step(num_tokens: int, next_decodes: int
     room=st.integers(1, 200),
     min_decode_rows=st.integers(1, 70),
     min_mixed_tokens=st.integers(1, 300),
-    few_rows=st.integers(1, 64),
+    few_rows=st.none() | st.integers(1, 64),
     half_steps=st.booleans(),
 )
 def test_no_legal_step_lacks_a_program(max_num_seqs: int, room: int, **options: int) -> None:
