@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -80,7 +81,7 @@ def account(args: argparse.Namespace, flags: Sequence[str]) -> int:
         depths=depths,
     )  # fmt: skip
     try:
-        found = costs(question, depth)
+        found = costs(question, depth, lambda line: print(line, file=sys.stderr, flush=True))
     except CompilerError as error:
         raise FailedError(str(error)) from error
     whole = entries(buckets, UPDATES, found)

@@ -62,12 +62,17 @@ def test_a_program_takes_the_cost_of_the_nearest_of_its_kind():
 
 
 def test_two_depths_are_taken_as_linear(monkeypatch):
-    printed = [{"name": "greedy:8", "trace": 1.0, "lower": 0.5, "compile": compiling} for compiling in (3.0, 7.0)]
-    monkeypatch.setattr(ladder, "printed_by", lambda module, stdin: printed)
+    printed = [
+        {"name": "greedy:8", "num_layers": layers, "cost": {"trace": 1.0, "lower": 0.5, "compile": 1.5 * layers}}
+        for layers in (2, 4)
+    ]
+    monkeypatch.setattr(ladder, "printing", lambda module, stdin: iter(printed))
     question = Question(
         settings=EngineSettings(), target=parse_target("v6e"), chips=1, num_pages=1, names=["greedy:8"], depths=[2, 4]
     )
-    assert costs(question, 32) == {"greedy:8": Cost(trace=1.0, lower=0.5, compile=63.0)}
+    said: list[str] = []
+    assert costs(question, 32, said.append) == {"greedy:8": Cost(trace=1.0, lower=0.5, compile=48.0)}
+    assert said == ["greedy:8 with 2 layers: 4.5 CPU s", "greedy:8 with 4 layers: 7.5 CPU s"]
 
 
 def test_what_is_said_of_a_sample():
@@ -80,7 +85,7 @@ def test_what_is_said_of_a_sample():
 
 
 @pytest.mark.parametrize(
-    ("platform", "chips", "steps"), [("tpu", 1, 20), ("tpu", 8, 27), ("gpu", 1, 37), ("cpu", 1, 25)]
+    ("platform", "chips", "steps"), [("tpu", 1, 16), ("tpu", 8, 27), ("gpu", 1, 37), ("cpu", 1, 25)]
 )
 def test_programs_of_a_server(platform, chips, steps):
     """One TPU draws for the rows in use only, so its prompts need no programs for a few rows."""

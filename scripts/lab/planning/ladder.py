@@ -8,14 +8,14 @@ import math
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketLadder
 from batcher.step import Bucket
-from scripts.lab.accounts.process import printed_by
+from scripts.lab.accounts.process import printing
 from scripts.lab.planning.compiled import Described
 
 if TYPE_CHECKING:
@@ -81,15 +81,20 @@ def name_of(key: Bucket | str) -> str:
     return f"{key.variant}:{shape}{drafts}{steps}{'+adapters' if key.has_adapters else ''}"
 
 
-def costs(question: Question, depth: int) -> dict[str, Cost]:
+def costs(question: Question, depth: int, report: Callable[[str], None]) -> dict[str, Cost]:
     """What each program takes in a model of `depth` layers: as compiled at one depth, or linear in those of two.
+
+    Args:
+        report: gets a line when a program is compiled.
 
     Raises:
         CompilerError: the compiler refuses, or there is no such program.
     """
     of_depths: dict[str, list[Cost]] = {}
-    for line in printed_by(__name__, stdin=pickle.dumps(question)):
-        of_depths.setdefault(line.pop("name"), []).append(Cost(**line))
+    for line in printing(__name__, stdin=pickle.dumps(question)):
+        name, num_layers, cost = line["name"], line["num_layers"], Cost(**line["cost"])
+        of_depths.setdefault(name, []).append(cost)
+        report(f"{name} with {num_layers} layers: {cost.total:.1f} CPU s")
     return {name: _at_depth(found, question.depths, depth) for name, found in of_depths.items()}
 
 
@@ -159,7 +164,8 @@ def _answer(asked: Question) -> None:
             if number == 0:
                 _cost(programs[PATCH], options)  # the compiler's own start is none of a program's
             for name in asked.names:
-                print(json.dumps({"name": name} | asdict(_cost(programs[name], options))), flush=True)
+                cost = asdict(_cost(programs[name], options))
+                print(json.dumps({"name": name, "num_layers": num_layers, "cost": cost}), flush=True)
 
 
 def _cost(program: Program, options: dict[str, Any]) -> Cost:
