@@ -16,9 +16,13 @@ class BucketConfig:
     max_num_batched_tokens: int
     max_num_seqs: int
     min_decode_rows: int = 1  # of the smallest decode program; raise it where one row costs as much as several
+    decode_rungs_apart: int = 2  # a decode program has at most so many times the rows of the next smaller one
     min_mixed_tokens: int = 16  # of the smallest program that takes prompt tokens
-    half_steps: bool = True  # from 64 tokens on, also 1.5 times each power of two
-    few_rows: int = 8  # each mixed T also has a program with about this many rows, for a lightly loaded server
+    half_steps: bool = True  # also 1.5 times each power of two
+    min_half_step: int = 64  # of the smallest power of two that has a half step
+    few_rows: int | None = (
+        8  # each mixed T also has a program with about so many rows, for light loads; None: it has not
+    )
     embeds: bool = False  # there are programs that pool hidden states
     num_drafts: int = 0  # per row, of speculative programs; 0: there are none
     max_draft_rows: int = 0  # of the largest speculative program
@@ -34,10 +38,13 @@ class BucketConfig:
                 "a step must take one token of every running request and at least one prompt token besides: "
                 f"{self.max_num_batched_tokens=} must exceed {self.max_num_seqs=}"
             )
-        if min(self.min_decode_rows, self.min_mixed_tokens, self.few_rows) < 1:
+        few_rows = 1 if self.few_rows is None else self.few_rows
+        if min(self.min_decode_rows, self.min_mixed_tokens, few_rows) < 1:
             raise ValueError(
                 f"smallest shapes are positive: {self.min_decode_rows=} {self.min_mixed_tokens=} {self.few_rows=}"
             )
+        if self.decode_rungs_apart < 2:
+            raise ValueError(f"rungs differ: {self.decode_rungs_apart=}")
         if self.num_drafts < 0 or (self.num_drafts > 0) != (self.max_draft_rows > 0):
             raise ValueError(f"speculation has drafts and rows: {self.num_drafts=} {self.max_draft_rows=}")
         if self.num_steps < 1 or (self.num_steps > 1) != (self.max_multi_step_rows > 0):
@@ -75,8 +82,8 @@ _LIGHT_TOKENS = 64  # of a step with a short prompt
 class BucketLadder:
     """All buckets, and the choice among them.
 
-    Decode-only buckets (T == S): powers of two up to `max_num_seqs`. Mixed buckets: a ladder of T, each with S of
-    `few_rows` and of the most rows of the row ladder that are fewer than T (T == S would mean decode-only).
+    Decode-only buckets (T == S): rungs up to `max_num_seqs`. Mixed buckets: a ladder of T, each with S of the
+    most rows of the row ladder that are fewer than T (T == S would mean decode-only), and of `few_rows` if it is given.
 
     Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
@@ -88,25 +95,34 @@ class BucketLadder:
 
     def __init__(self, config: BucketConfig) -> None:
         self.config = config
-        self._decode = _powers(config.min_decode_rows, config.max_num_seqs)
+        self._decode = self._decode_rungs(config.max_num_seqs)
         tokens = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)
         if config.half_steps:
-            halves = {t + t // 2 for t in tokens if t >= 64 and t + t // 2 < config.max_num_batched_tokens}
+            halves = {
+                t + t // 2 for t in tokens if t >= config.min_half_step and t + t // 2 < config.max_num_batched_tokens
+            }
             tokens = sorted({*tokens, *halves})
         rows = _powers(1, config.max_num_seqs)
         self._mixed: list[tuple[int, list[int]]] = []
+        few_rows = config.max_num_seqs if config.few_rows is None else config.few_rows
         for t in tokens:
             fitting = [s for s in rows if s < t]
             if fitting:
-                few = [s for s in rows if s >= config.few_rows and s < fitting[-1]][:1]
+                few = [s for s in rows if few_rows <= s < fitting[-1]][:1]
                 self._mixed.append((t, [*few, fitting[-1]]))
         self._tokens = [t for t, _ in self._mixed]
         thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]
-        self._draft = [s for s in self._decode if s <= config.max_draft_rows]
-        self._multi_step = [s for s in self._decode if s <= config.max_multi_step_rows]
+        self._draft = self._decode_rungs(config.max_draft_rows)
+        self._multi_step = self._decode_rungs(config.max_multi_step_rows)
         self._embed = sorted(Bucket(t, min(config.max_num_seqs, t - 1), Variant.EMBED) for t in thinned if t > 1)
         self._score = Bucket(config.max_num_batched_tokens, config.max_num_seqs, Variant.SCORE)
         self._buckets = self._all()
+
+    def _decode_rungs(self, most: int) -> list[int]:
+        """Those of decodes up to `most` rows, and the largest power of two (or limit) that is not above."""
+        c = self.config
+        largest = max((s for s in _powers(c.min_decode_rows, c.max_num_seqs) if s <= most), default=0)
+        return _powers(c.min_decode_rows, largest, c.decode_rungs_apart) if largest else []
 
     def buckets(self) -> list[Bucket]:
         """All of them, cheapest first."""
@@ -241,11 +257,11 @@ def _holds(large: Bucket, small: Bucket) -> bool:
     )
 
 
-def _powers(smallest: int, largest: int) -> list[int]:
-    """The powers of two from `smallest` (rounded up to one) up, then `largest` itself."""
+def _powers(smallest: int, largest: int, apart: int = 2) -> list[int]:
+    """From `smallest` (rounded up to a power of two) each so many times the one before, then `largest` itself."""
     rung = 1 << (smallest - 1).bit_length()
     out = []
     while rung < largest:
         out.append(rung)
-        rung *= 2
+        rung *= apart
     return [*out, largest]

@@ -60,8 +60,8 @@ class Program:
             return tuple(sharding.mesh.devices.flat)
         return tuple(sharding.device_set)
 
-    def lower(self) -> jax.stages.Lowered:
-        """Traces the function. JAX keeps what it has compiled by function: a new one is compiled by this call."""
+    def trace(self) -> jax.stages.Traced:
+        """Traces the function. JAX keeps what it has traced and compiled by function: this is a new one."""
 
         @wraps(self.function)  # profiles and dumps show its name
         def function(*arguments: Any) -> Any:
@@ -69,7 +69,11 @@ class Program:
 
         donated = () if self.donated is None else self.donated
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=self.out_shardings)
-        return jitted.lower(*self.arguments)
+        return jitted.trace(*self.arguments)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program as the compiler takes it."""
+        return self.trace().lower()
 
     def traced(self) -> export.Exported:
         """Traces the function, with arguments and results as flat lists: trees of our own types are not serialised."""

@@ -81,7 +81,10 @@ class CompiledPrograms:
         described = self._described
         if self._traced_folder is not None:
             self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
-        programs: dict[Bucket | str, Program] = {bucket: described.step(bucket) for bucket in buckets}
+        # The largest take longest to compile: they are traced first, and compiled while others are traced.
+        programs: dict[Bucket | str, Program] = {
+            bucket: described.step(bucket) for bucket in sorted(buckets, reverse=True)
+        }
         self.left = list(may_wait)
         if self._export_folder is None:
             self.left = [bucket for bucket in may_wait if not self._is_on_disk(bucket, programs[bucket])]

@@ -182,7 +182,7 @@ def _sample_draft(
     positions: jax.Array,
 ) -> jax.Array:
     def with_drafts() -> jax.Array:
-        return _count_drafts(shard, history.at[rows.slots].get(mode="clip"), drafts)
+        return _count_drafts(shard, sampling.history_of(history, rows.slots), drafts)
 
     of_masks = partial(masks.at[rows.slots].get, mode="clip")
     has_drafts = jnp.diff(rows.starts) > 1
@@ -261,7 +261,7 @@ def draw_after_drafts(
 
     def with_drafts() -> jax.Array:
         """The history at each place: the drafts before it are counted like output, which they are if they matter."""
-        counts = history.at[places.slots].get(mode="clip")
+        counts = sampling.history_of(history, places.slots)
         place = jnp.tile(jnp.arange(num_places), num_rows)
         for i in range(num_places - 1):  # comparisons fuse with what reads the counts; a scatter would copy them
             before = jnp.where(i < place, jnp.repeat(drafts[:, i], num_places), NO_TOKEN)

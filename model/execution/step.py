@@ -41,7 +41,7 @@ from model.execution.rows import (
 from model.network.layers import Attend, AttendProjected
 from model.network.llama import Llama
 from model.network.lora import AdapterSlots, StepAdapters
-from model.sampling import sampling
+from model.sampling import row_blocks, sampling
 from model.sampling.greedy import all_finite, greedy_and_finite
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
@@ -292,37 +292,69 @@ def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array,
 
 def vocabulary_of(history: jax.Array, attention: PagedAttention) -> VocabSplit:
     """The vocabulary of a state's history, i32[num_slots, V]."""
-    return VocabSplit(history.shape[1], attention.mesh, in_c=attention.backend is Backend.CPU)
+    # Several chips exchange results for each row of the step, at once.
+    in_blocks = attention.backend in (Backend.TPU, Backend.TPU_INTERPRET) and attention.num_shards == 1
+    return VocabSplit(history.shape[1], attention.mesh, in_c=attention.backend is Backend.CPU, in_blocks=in_blocks)
 
 
 def draw(
     vocabulary: VocabSplit, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows, mode: LogprobsMode
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """The rows' next tokens i32[S], their log-probabilities by the names of `OutputLayout`, and the history with
-    them."""
-    return vocabulary.run(
-        partial(_draw, mode=mode),
-        logits,
-        history,
-        masks,
-        rows,
-        in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED),
-        out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
-    )
+    """The next tokens i32[S] of the rows that emit, their log-probabilities by the names of `OutputLayout`, and the
+    history with them."""
+    drawing = _DrawingRows(slots=rows.slots, state=rows.state, kv_lens=rows.kv_lens, emits=rows.emits)
+
+    def draw_rows(part: tuple[jax.Array, _DrawingRows], history: jax.Array) -> tuple[Any, jax.Array]:
+        *drawn, history = vocabulary.run(
+            partial(_draw, mode=mode),
+            part[0],
+            history,
+            masks,
+            part[1],
+            in_specs=(BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED),
+            out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
+        )
+        return drawn, history
+
+    if vocabulary.in_blocks:
+        num_used = jnp.max(jnp.where(rows.emits, 1 + jnp.arange(len(rows.emits), dtype=jnp.int32), 0))
+        (drawn, found), history = row_blocks.in_blocks(draw_rows, (logits, drawing), history, num_used)
+    else:
+        (drawn, found), history = draw_rows((logits, drawing), history)
+    return drawn, found, history
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class _DrawingRows:
+    """What decides the tokens of a step's rows: the fields of `StepRows` that have an entry for each of them."""
+
+    slots: jax.Array
+    state: jax.Array
+    kv_lens: jax.Array
+    emits: jax.Array
 
 
 def _draw(
-    shard: VocabShard, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows, *, mode: LogprobsMode
+    shard: VocabShard,
+    logits: jax.Array,
+    history: jax.Array,
+    masks: jax.Array,
+    rows: _DrawingRows,
+    *,
+    mode: LogprobsMode,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
     asked = sampling.sampling_rows(rows.state)
-    of_history, of_masks = (partial(array.at[rows.slots].get, mode="clip") for array in (history, masks))
+    of_history = partial(sampling.history_of, history, rows.slots)
+    of_masks = partial(masks.at[rows.slots].get, mode="clip")
     of_row = (shard, logits, asked, rows.kv_lens, rows.emits, of_history, of_masks)
     drawn, sampled = sampling.sample(*of_row)
     scored = partial(sampling.processed, *of_row) if mode.is_processed else lambda: logits
     found = logprobs(shard, scored, drawn, rows.emits & asked.wants_logprobs, mode)
-    counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, history.shape[0])
-    history = history.at[counted, shard.locate(drawn)].add(1, mode="drop")
+    nowhere = history.shape[0] + jnp.arange(len(drawn), dtype=jnp.int32)  # no two alike: chips need not sort them
+    counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, nowhere)
+    history = history.at[counted, shard.locate(drawn)].add(1, mode="drop", unique_indices=True)
     return drawn, named("", found) | {"sampled_logprobs": sampled}, history
 
 

@@ -34,10 +34,18 @@ def exact_sum(weights: jax.Array) -> jax.Array:
     """
     if weights.shape[-1] > MAX_TERMS:
         raise ValueError(f"exact sums have at most {MAX_TERMS} terms: {weights.shape=}")
+    # A TPU computes three reductions in one pass as well, and its compiler takes half as long for them.
+    return lax.platform_dependent(weights, tpu=_in_three_sums, default=_in_one_sum)
+
+
+def _in_three_sums(weights: jax.Array) -> jax.Array:
+    return jnp.stack([jnp.sum(part, axis=-1, dtype=jnp.uint32) for part in cut(weights)])
+
+
+def _in_one_sum(weights: jax.Array) -> jax.Array:
+    """One reduction of three operands: of three separate reductions, each would read the weights."""
     zeros = (jnp.uint32(0),) * 3
-    # One reduction of three operands: three separate reductions would read the weights three times.
-    sums = lax.reduce(cut(weights), zeros, lambda x, y: tuple(map(lax.add, x, y)), (weights.ndim - 1,))
-    return jnp.stack(sums)
+    return jnp.stack(lax.reduce(cut(weights), zeros, lambda x, y: tuple(map(lax.add, x, y)), (weights.ndim - 1,)))
 
 
 def as_float(sums: jax.Array) -> jax.Array:

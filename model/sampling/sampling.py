@@ -74,6 +74,19 @@ def _read(state: jax.Array, column: Column) -> jax.Array:
     return bits != 0 if column.dtype == "bool" else lax.bitcast_convert_type(bits, column.dtype)
 
 
+def history_of(history: jax.Array, slots: jax.Array) -> jax.Array:
+    """i32[S, V]: the rows of `history` i32[num_slots, V] at `slots` i32[S], which are clipped."""
+
+    def one_by_one(history: jax.Array, slots: jax.Array) -> jax.Array:
+        return lax.map(lambda slot: lax.dynamic_index_in_dim(history, slot, keepdims=False), slots)
+
+    def at_once(history: jax.Array, slots: jax.Array) -> jax.Array:
+        return history.at[slots].get(mode="clip")
+
+    # A TPU would copy the whole history for a gather.
+    return lax.platform_dependent(history, slots, tpu=one_by_one, default=at_once)
+
+
 def sample(
     shard: VocabShard,
     logits: jax.Array,  # f32[S, V]
@@ -173,9 +186,12 @@ def _where_asked(asked: jax.Array, change: Callable[[jax.Array], jax.Array], log
 
 def _add_bias(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> jax.Array:
     row = jnp.arange(logits.shape[0])[:, None]
-    is_set = jnp.arange(MAX_LOGIT_BIAS) < rows.num_bias[:, None]
-    index = jnp.where(is_set, shard.locate(rows.bias_ids), shard.size)  # [S, MAX_LOGIT_BIAS]
-    return logits.at[row, index].add(rows.bias_values, mode="drop")
+    place = jnp.arange(MAX_LOGIT_BIAS, dtype=jnp.int32)
+    index = shard.locate(rows.bias_ids)  # [S, MAX_LOGIT_BIAS]
+    is_added = (place < rows.num_bias[:, None]) & (index < shard.size)
+    # A request has one bias for a token. If no two indices are equal, chips do not sort them first.
+    index = jnp.where(is_added, index, shard.size + place)
+    return logits.at[row, index].add(rows.bias_values, mode="drop", unique_indices=True)
 
 
 def _penalise(logits: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -120,17 +119,23 @@ def raise_threshold(
 
 def _cut_range(low: jax.Array, high: jax.Array, num_parts: int) -> jax.Array:
     """i32[S, num_parts + 1]: from `low` to `high` inclusive, in steps as even as integers allow."""
-    width = (high - low)[:, None]
+    width, parts = (high - low)[:, None], jnp.int32(num_parts)
     index = jnp.arange(num_parts + 1, dtype=jnp.int32)
-    return low[:, None] + width // num_parts * index + width % num_parts * index // num_parts
+    # Nothing is negative here: the operators of Python would be several operations each.
+    return low[:, None] + lax.div(width, parts) * index + lax.div(lax.rem(width, parts) * index, parts)
 
 
 def _bounds(bits: jax.Array, sums: jax.Array, enough: jax.Array) -> Bounds:
     """The adjacent two of `bits` i32[S, n], with sums u32[3, S, n], between which the measure falls below `enough`."""
     num_enough = jnp.sum(as_float(sums[:, :, 1:-1]) >= enough, axis=1, dtype=jnp.int32)
-    at = partial(jnp.take_along_axis, axis=-1)
-    low, high = num_enough[:, None], num_enough[:, None] + 1
-    return at(bits, low)[:, 0], at(bits, high)[:, 0], at(sums, low[None])[..., 0], at(sums, high[None])[..., 0]
+    low, high = num_enough, num_enough + 1
+    return _column(bits, low), _column(bits, high), _column(sums, low), _column(sums, high)
+
+
+def _column(table: jax.Array, index: jax.Array) -> jax.Array:
+    """The entries [..., S] of `table` [..., S, n] in the columns `index` i32[S]. A gather is slower to compile."""
+    is_asked = jnp.arange(table.shape[-1], dtype=jnp.int32) == index[:, None]
+    return jnp.sum(jnp.where(is_asked, table, 0), axis=-1, dtype=table.dtype)
 
 
 def _repeat_while(

@@ -74,11 +74,13 @@ class VocabSplit:
 
     Attributes:
         in_c: the C code of CPUs is there, and computes the exponentials of logits.
+        in_blocks: one device draws for a block of rows at a time (`row_blocks`).
     """
 
     vocab_size: int
     mesh: Mesh | None = None
     in_c: bool = False
+    in_blocks: bool = False
 
     def run(self, function: Callable[..., Any], *args: Any, in_specs: Sequence[P], out_specs: Any) -> Any:
         """Calls `function(shard, *args)` on every chip, with the chip's parts of arguments that are split `BY_VOCAB`.

@@ -249,11 +249,10 @@ def build_runner(
     max_model_len = choose_model_len(settings.max_model_len, weights.config.max_position_embeddings)
     draft = choose_draft(settings, weights, platform, max_model_len)
     digests = start_digests(settings, weights, draft)
-    buckets = bucket_config(settings, platform)
 
     @cache
     def on_chips(number: int, context: int) -> ModelOnChips:
-        limits = runner_config(settings, buckets, context)
+        limits = runner_config(settings, bucket_config(settings, platform, number), context)
         of_draft = None
         if draft is not None:
             plan = draft.weights.plan if isinstance(draft.weights, ChosenHead) else None
@@ -268,6 +267,7 @@ def build_runner(
         lambda number, context: on_chips(number, context).check_fits(backends.make, candidates),
         num_hosts=num_hosts,
     )
+    buckets = bucket_config(settings, platform, num_chips)
     limits = runner_config(settings, buckets, max_model_len)
     report(f"  chips             {describe_idle(num_chips, num_devices)}")
     if settings.max_model_len is None and max_model_len < weights.config.max_position_embeddings:

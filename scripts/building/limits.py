@@ -34,12 +34,15 @@ _DEFAULTS = {
         min_mixed_tokens=64,
         half_steps=True,
     ),
+    # A program takes half a minute of its compiler. Up to 128 tokens take as long as one on every generation, and on
+    # v6e up to 512 at most a fifth longer (`scripts/lab/results/2026-11-26-ladder.md`).
     "tpu": BucketConfig(
         max_num_seqs=256,
         max_num_batched_tokens=2048,
         min_decode_rows=8,
-        min_mixed_tokens=64,
+        min_mixed_tokens=128,
         half_steps=True,
+        min_half_step=512,
     ),
 }
 
@@ -52,14 +55,23 @@ _MAX_DRAFT_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
 LEAST_DRAFT_WEIGHTS = {"cpu": 630_000, "gpu": 0, "tpu": 0}
 # Rows of the largest program with several steps: with more rows, a step takes longer than the host's work.
 _MULTI_STEP_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
-_DRAFT_PASS = 4  # a draft model's pass over tokens that it has not seen, in smallest mixed steps
+# A draft model's pass over tokens that it has not seen: in smallest mixed steps, and tokens at most.
+_DRAFT_PASS, _MAX_DRAFT_PASS = 4, 256
 # Drawn tokens of one step with drafts: the logits of all of them are in memory at once.
 _MAX_DRAWN = 256
 
 
-def bucket_config(settings: EngineSettings, platform: str) -> BucketConfig:
-    """The limits and shapes of the steps: from the settings, or by default from the platform."""
+def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> BucketConfig:
+    """The limits and shapes of the steps: from the settings, or by default from the platform.
+
+    Args:
+        num_chips: over which the model is split. They decide the numbers of rows that have a program.
+    """
     defaults = _DEFAULTS[platform]
+    # One TPU draws for the rows in use only (`model/sampling/row_blocks.py`). The products of up to 128 rows take as
+    # long as those of one.
+    if platform == "tpu" and num_chips == 1:
+        defaults = replace(defaults, few_rows=None, decode_rungs_apart=4)
     max_num_seqs, asked_tokens = settings.max_num_seqs or defaults.max_num_seqs, settings.max_num_batched_tokens
     if settings.max_num_seqs is None and asked_tokens is not None:
         max_num_seqs = min(max_num_seqs, max(1, asked_tokens // 2))  # a default must not make the other flag invalid
@@ -122,7 +134,7 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         pooling=settings.pooling,
         lookup=lookup,
         max_draft_rows=buckets.max_draft_rows,
-        draft_pass_tokens=min(_DRAFT_PASS * buckets.min_mixed_tokens, buckets.max_num_batched_tokens),
+        draft_pass_tokens=min(_DRAFT_PASS * buckets.min_mixed_tokens, _MAX_DRAFT_PASS, buckets.max_num_batched_tokens),
         max_drawn=buckets.max_draft_rows * (1 + buckets.num_drafts),
         max_loras=settings.num_adapter_slots,
         max_lora_rank=settings.max_lora_rank,

@@ -2,11 +2,16 @@
 
     python -m scripts.lab startup
     python -m scripts.lab startup --kinds warm exported --starts 5 -- --model ~/ckpt/1b --dtype bfloat16
+    python -m scripts.lab startup --target v6e:1x1 --model 8b --max-model-len 8192
 
 `cold`: an empty --compile-cache. `warm`: a --compile-cache with all programs. `exported`: an --export-cache with all
 programs. The caches lie in a temporary folder, and the starts that fill them are not counted. The phases are those that
 the server prints; some overlap. CPU seconds and the peak of resident memory are those of all its processes when it is
 ready.
+
+With `--target` no server is started. The programs of a start on these chips are compiled here, by the chips' own
+compiler: CPU seconds of each, and the time until all are there. `--programs` compiles a few; the others of the table
+then have the seconds of one of their kind.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +31,7 @@ import psutil
 from model.inputs.paths import local_path
 from scripts.flags.errors import FailedError, add_debug_flag, run_command
 from scripts.flags.parsing import EachCounts
+from scripts.lab import startup_account
 from scripts.lab.load.servers import READY, launched
 from scripts.lab.tables import Table, say, say_head
 
@@ -54,11 +61,14 @@ KINDS: dict[str, Callable[[Path], list[str]]] = {
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    p = argparse.ArgumentParser(prog="python -m scripts.lab startup", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m scripts.lab startup", description=__doc__.splitlines()[0], allow_abbrev=False,
+        usage="%(prog)s [FLAG ...] -- [FLAG of scripts/serve ...]",
+    )  # fmt: skip
     p.add_argument("--kinds", nargs="+", action=EachCounts, choices=KINDS, default=list(KINDS), help="default: all")
     p.add_argument("--starts", type=int, default=3, help="of each kind (default: 3)")
     p.add_argument("--output-json", type=local_path)
-    p.add_argument("flags", nargs="*", metavar="FLAG", help="of scripts/serve, after --")
+    startup_account.add_flags(p.add_argument_group("chips that are not here"))
     add_debug_flag(p)
     return p
 
@@ -118,11 +128,11 @@ def table(results: dict[str, list[Start]]) -> str:
     return "\n".join(table.lines)
 
 
-def bench(args: argparse.Namespace) -> int:
-    """Starts the servers, prints the table, and returns the exit code."""
+def bench(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Starts the servers with these flags, prints the table, and returns the exit code."""
     if args.starts < 1:
         raise ValueError(f"--starts {args.starts}: it is at least 1")
-    results = {kind: starts(kind, args.starts, args.flags, say) for kind in args.kinds}
+    results = {kind: starts(kind, args.starts, flags, say) for kind in args.kinds}
     say_head()
     print(table(results))
     if args.output_json:
@@ -133,5 +143,12 @@ def bench(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = parser().parse_args(argv)
-    return run_command("startup", lambda: bench(args), debug=args.debug)
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    args, others = parser().parse_known_args(argv[:end])
+    flags = [*others, *argv[end + 1 :]]
+    if others and args.target is None:
+        parser().error(f"unrecognized arguments: {' '.join(others)} (flags of scripts/serve come after --)")
+    if args.target is not None:
+        return run_command("startup", lambda: startup_account.account(args, flags), debug=args.debug)
+    return run_command("startup", lambda: bench(args, flags), debug=args.debug)

@@ -36,6 +36,12 @@ def test_the_whole_ladder_by_hand() -> None:
 def test_fewer_and_coarser_rungs_where_programs_are_dear() -> None:
     ladder = make_ladder(256, 16, min_decode_rows=8, min_mixed_tokens=64, half_steps=False, few_rows=16)
     assert shapes(ladder, SAMPLE) == [(8, 8), (16, 16), (64, 16), (128, 16), (256, 16)]
+    drafts = {"num_drafts": 1, "max_draft_rows": 70}
+    ladder = make_ladder(512, 256, min_decode_rows=8, decode_rungs_apart=4, **drafts)
+    decodes = [(8, 8), (32, 32), (128, 128), (256, 256)]
+    assert shapes(ladder, GREEDY) == sorted([*decodes, (16, 8), (64, 32), (128, 64)])
+    ladder = make_ladder(300, 16, min_decode_rows=16, min_mixed_tokens=64, min_half_step=128, few_rows=None)
+    assert shapes(ladder, SAMPLE) == [(16, 16), (64, 16), (128, 16), (192, 16), (256, 16), (300, 16)]
 
 
 def test_the_usual_ladder_stays_modest() -> None:
@@ -149,8 +155,9 @@ def test_the_programs_of_a_start_hold_every_step(data: st.DataObject) -> None:
         num_seqs + data.draw(st.integers(1, 600)) + 4 * drafts,
         num_seqs,
         min_decode_rows=data.draw(st.integers(1, 8)),
+        decode_rungs_apart=data.draw(st.integers(2, 5)),
         half_steps=data.draw(st.booleans()),
-        few_rows=data.draw(st.integers(1, 20)),
+        few_rows=data.draw(st.none() | st.integers(1, 20)),
         embeds=data.draw(st.booleans()),
         adapters=data.draw(st.booleans()),
         num_drafts=3 if drafts else 0,
@@ -195,8 +202,9 @@ def test_what_is_better_left_to_the_next_step(num_tokens: int, next_decodes: int
     max_num_seqs=st.integers(1, 40),
     room=st.integers(1, 200),
     min_decode_rows=st.integers(1, 70),
+    decode_rungs_apart=st.integers(2, 5),
     min_mixed_tokens=st.integers(1, 300),
-    few_rows=st.integers(1, 64),
+    few_rows=st.none() | st.integers(1, 64),
     half_steps=st.booleans(),
 )
 def test_no_legal_step_lacks_a_program(max_num_seqs: int, room: int, **options: int) -> None:

@@ -37,7 +37,7 @@ def settings(tmp_path_factory) -> EngineSettings:
 
 
 def test_the_programs_are_the_ladders_own():
-    programs = [(p.num_tokens, p.num_rows) for p in self_test_programs(bucket_config(EngineSettings(), "gpu"))]
+    programs = [(p.num_tokens, p.num_rows) for p in self_test_programs(bucket_config(EngineSettings(), "gpu", 1))]
     assert programs == [(384, 256), (256, 256)]
     small = BucketConfig(max_num_batched_tokens=16, max_num_seqs=2)
     assert [str(program) for program in self_test_programs(small)] == [

@@ -70,7 +70,7 @@ def test_static_batches_are_refused():
 
 def programs(platform: str, **settings: object) -> list[tuple[int, int]]:
     """(tokens, rows) of the speculative programs, in one of the two variants."""
-    buckets = bucket_config(EngineSettings(speculative_config=NGRAM, **settings), platform)
+    buckets = bucket_config(EngineSettings(speculative_config=NGRAM, **settings), platform, 1)
     shapes = [(b.num_tokens, b.num_rows) for b in BucketLadder(buckets).buckets() if b.num_drafts]
     assert shapes == [shape for shape in sorted(set(shapes)) for _ in range(2)]
     return sorted(set(shapes))
@@ -90,11 +90,11 @@ def test_drafts_that_no_step_has_room_for_are_refused():
 
 def test_the_memory_plan_counts_the_text_and_the_logits_of_the_drafts():
     settings = EngineSettings(speculative_config=NGRAM, max_num_seqs=2, max_num_batched_tokens=16)
-    limits = runner_config(settings, bucket_config(settings, "cpu"), 64)
+    limits = runner_config(settings, bucket_config(settings, "cpu", 1), 64)
     assert (limits.lookup.min_tokens, limits.lookup.max_tokens, limits.max_drawn) == (2, 4, 8)
     assert limits.draft_pass_tokens == 16  # those of a step, where a CPU has 64 and a chip 256
     head = EngineSettings(speculative_config=NGRAM | {"method": "eagle3", "model": "a/b"})
-    assert runner_config(head, bucket_config(head, "cpu"), 64).lookup is None
+    assert runner_config(head, bucket_config(head, "cpu", 1), 64).lookup is None
     plain = EngineSettings(max_num_seqs=2)
-    assert runner_config(plain, bucket_config(plain, "cpu"), 64).lookup is None
+    assert runner_config(plain, bucket_config(plain, "cpu", 1), 64).lookup is None
     assert SpeculativeConfig.parse(NGRAM) == settings.speculation

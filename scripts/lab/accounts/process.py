@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 # So that several may run on one machine, and none asks for a metadata server or a chip.
@@ -22,13 +24,28 @@ class CompilerError(RuntimeError):
 
 def printed_by(module: str, *arguments: str, stdin: bytes = b"", **environment: str) -> list[dict[str, Any]]:
     """What `python -m module` prints. Raises CompilerError if it fails."""
-    process = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=os.environ | ENVIRONMENT | environment,
-        input=stdin,
-        capture_output=True,
-        check=False,
-    )
-    if process.returncode:
-        raise CompilerError(f"{' '.join([module, *arguments])}: {process.stderr.decode()[-4000:]}")
-    return [json.loads(line) for line in process.stdout.decode().splitlines() if line.startswith("{")]
+    return list(printing(module, *arguments, stdin=stdin, **environment))
+
+
+def printing(module: str, *arguments: str, stdin: bytes = b"", **environment: str) -> Iterator[dict[str, Any]]:
+    """As `printed_by`, each object when it is there."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        given.write(stdin)
+        given.seek(0)
+        with subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=os.environ | ENVIRONMENT | environment,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            try:
+                yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+            except BaseException:
+                process.kill()  # nobody waits for the rest
+                raise
+        if process.returncode:
+            errors.seek(0)
+            raise CompilerError(f"{' '.join([module, *arguments])}: {errors.read().decode()[-4000:]}")

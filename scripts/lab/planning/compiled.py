@@ -8,16 +8,18 @@ import pickle
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batcher.buckets import BucketLadder
+from batcher.buckets import BucketConfig, BucketLadder
 from batcher.step import Bucket, Variant
 from scripts.estimates.target import Target
 from scripts.lab.accounts.process import CompilerError, printed_by
 from scripts.lab.planning.memory import Account, MemoryPlan, Sizes, size_up
 
 if TYPE_CHECKING:
+    from model.execution.step_programs import StepPrograms
     from scripts.flags.settings import EngineSettings
 
 SHALLOW = (1, 2)  # layers
@@ -28,14 +30,46 @@ _SLICES = {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What the compiler's process is asked for: one program of a plan, at several depths."""
+class Described:
+    """What decides the programs of a server, for a process that compiles them."""
 
     settings: EngineSettings
     target: Target
     chips: int
-    topology: str | None  # as libtpu names it; None: GPUs
     num_pages: int
+
+    def programs(self, num_layers: int) -> tuple[StepPrograms, AbstractContextManager[None]]:
+        """The programs of a model with so many layers, and a context that compiles for the target. Only in a process
+        that has the compiler's environment before it imports jax."""
+        from model.execution.step_programs import StepPrograms
+        from model.network.packed import pack_for_tpu
+        from model.network.sharding import make_mesh
+        from scripts.building.limits import runner_config
+        from scripts.lab.accounts.targets import target_named
+
+        target, chips, settings = self.target, self.chips, self.settings
+        named = _slice(target, chips) if target.platform == "tpu" else f"{chips}x{target.chip.name}"
+        assert named is not None, "there is an obstacle"
+        described = target_named(named)
+        mesh = make_mesh(chips, described.devices()[:chips])
+        sizes = size_up(settings, target, chips, mesh=mesh, num_layers=num_layers)
+        if target.platform == "tpu":
+            pack_for_tpu(sizes.model, mesh)
+        limits = runner_config(settings, self.buckets, sizes.max_model_len)
+        return StepPrograms(sizes.model, sizes.attention, limits, self.num_pages, None), described.compiling(mesh)
+
+    @property
+    def buckets(self) -> BucketConfig:
+        """The shapes of its steps."""
+        from scripts.building.limits import bucket_config
+
+        return bucket_config(self.settings, self.target.platform, self.chips)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Described):
+    """What the compiler's process is asked for: one program of a plan, at several depths."""
+
     bucket: Bucket
     depths: Sequence[int]  # numbers of layers
 
@@ -65,7 +99,6 @@ def compiled_account(sizes: Sizes, settings: EngineSettings, memory: MemoryPlan,
         settings=settings,
         target=sizes.target,
         chips=sizes.chips,
-        topology=_slice(sizes.target, sizes.chips) if sizes.target.platform == "tpu" else None,
         num_pages=memory.num_pages,
         bucket=score,
         depths=(depth,) if whole else SHALLOW,
@@ -117,26 +150,14 @@ def slice_name(chip: str, count: int) -> str | None:
 def _answer(asked: Question) -> None:
     """Prints an account of each depth: in a process that has the compiler's environment before it imports jax."""
     from model.compiling.compiler_options import compiler_options
-    from model.execution.step_programs import StepPrograms
-    from model.network.packed import pack_for_tpu
-    from model.network.sharding import make_mesh
-    from scripts.building.limits import bucket_config, runner_config
-    from scripts.lab.accounts.targets import target_named
 
-    target, chips, settings = asked.target, asked.chips, asked.settings
-    described = target_named(asked.topology or f"{chips}x{target.chip.name}")
-    mesh = make_mesh(chips, described.devices()[:chips])
-    buckets = bucket_config(settings, target.platform)
     for num_layers in asked.depths:
-        sizes = size_up(settings, target, chips, mesh=mesh, num_layers=num_layers)
-        if target.platform == "tpu":
-            pack_for_tpu(sizes.model, mesh)
-        limits = runner_config(settings, buckets, sizes.max_model_len)
-        programs = StepPrograms(sizes.model, sizes.attention, limits, asked.num_pages, None)
+        programs, compiling = asked.programs(num_layers)
         begin = time.process_time()
-        with described.compiling(mesh):
+        with compiling:
             lowered = programs.step(asked.bucket).lower()
-            memory: Any = lowered.compile(compiler_options=compiler_options(target.platform)).memory_analysis()
+            options = compiler_options(asked.target.platform)
+            memory: Any = lowered.compile(compiler_options=options).memory_analysis()
         answer = {
             "num_layers": num_layers,
             "arguments": memory.argument_size_in_bytes,

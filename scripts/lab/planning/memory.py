@@ -93,7 +93,7 @@ class Sizes:
         from model.execution.memory_plan import memory_needs, plan_pages
         from scripts.building.limits import bucket_config, runner_config
 
-        buckets = bucket_config(settings, self.target.platform)
+        buckets = bucket_config(settings, self.target.platform, self.chips)
         limits = runner_config(settings, buckets, self.max_model_len)
         needs = memory_needs(self.model, self.attention, limits)
         if account is not None:

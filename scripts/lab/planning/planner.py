@@ -83,12 +83,7 @@ class Planner:
             raise ValueError(f"--compile {args.compile}: {fault}")
 
     def _read_settings(self) -> EngineSettings:
-        args = argparse.Namespace(**vars(self.args))
-        if (preset := NAMES.get(args.model.lower())) is not None:
-            args.model, args.load_format = f"preset:{preset}", "dummy"
-        if args.tensor_parallel_size is None:
-            args.tensor_parallel_size = 1
-        settings = EngineSettings.from_namespace(args)
+        settings = read_settings(self.args)
         if self.workload is None or settings.max_model_len is not None:
             return settings
         return replace(settings, max_model_len=_context(settings.model, self.workload))
@@ -298,6 +293,16 @@ class Planner:
         if self.args.plot is not None and self.found is not None:
             title = f"{self.chosen.sizes.name} on {self.target.name}, {self.args.workload}"
             plot(self.found.tried, self._best, self.args.plot, title)
+
+
+def read_settings(args: argparse.Namespace) -> EngineSettings:
+    """The engine flags, of which `--model` may be one of `NAMES`: weights are not read."""
+    args = argparse.Namespace(**vars(args))
+    if (preset := NAMES.get(args.model.lower())) is not None:
+        args.model, args.load_format = f"preset:{preset}", "dummy"
+    if args.tensor_parallel_size is None:
+        args.tensor_parallel_size = 1
+    return EngineSettings.from_namespace(args)
 
 
 def limits_to_try(rows: int | None, tokens: int | None) -> tuple[Sequence[int], Sequence[int]]:

@@ -1,0 +1,184 @@
+"""What the programs of a start cost to compile, by the target's own compiler and without the chip."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from batcher.buckets import BucketLadder
+from batcher.step import Bucket
+from scripts.lab.accounts.process import printing
+from scripts.lab.planning.compiled import Described
+
+if TYPE_CHECKING:
+    from model.compiling.traced_programs import Program
+
+PATCH = "patch"  # the smallest program, as `StepPrograms` names it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """CPU seconds of one program."""
+
+    trace: float  # to JAX's own form
+    lower: float  # to StableHLO
+    compile: float  # to code of the chip
+
+    @property
+    def python(self) -> float:
+        """What holds the interpreter's lock: programs do this one after the other."""
+        return self.trace + self.lower
+
+    @property
+    def total(self) -> float:
+        """Of all three."""
+        return self.python + self.compile
+
+    def plus(self, other: Cost, times: float = 1.0) -> Cost:
+        """This one and so many times the other."""
+        return Cost(
+            trace=self.trace + times * other.trace,
+            lower=self.lower + times * other.lower,
+            compile=self.compile + times * other.compile,
+        )
+
+
+NOTHING = Cost(trace=0.0, lower=0.0, compile=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A program of the ladder."""
+
+    name: str
+    cost: Cost | None  # None: it was not compiled, and neither was one of its kind
+    taken_from: str | None = None  # the program of its kind whose cost this is; None: its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Described):
+    """What the compiler's process is asked for: programs of a start, at several depths."""
+
+    names: Sequence[str]  # of the programs
+    depths: Sequence[int]  # numbers of layers, one or two
+
+
+def name_of(key: Bucket | str) -> str:
+    """`greedy:64` is a decode of 64 rows, and `sample:512x8` a step of 512 tokens and 8 rows."""
+    if isinstance(key, str):
+        return key
+    drafts = f"+{key.num_drafts} drafts" if key.num_drafts else ""
+    steps = f" in {key.num_steps} steps" if key.num_steps > 1 else ""
+    shape = key.num_tokens if key.decode_only else f"{key.num_tokens}x{key.num_rows}"
+    return f"{key.variant}:{shape}{drafts}{steps}{'+adapters' if key.has_adapters else ''}"
+
+
+def costs(question: Question, depth: int, report: Callable[[str], None]) -> dict[str, Cost]:
+    """What each program takes in a model of `depth` layers: as compiled at one depth, or linear in those of two.
+
+    Args:
+        report: gets a line when a program is compiled.
+
+    Raises:
+        CompilerError: the compiler refuses, or there is no such program.
+    """
+    of_depths: dict[str, list[Cost]] = {}
+    for line in printing(__name__, stdin=pickle.dumps(question)):
+        name, num_layers, cost = line["name"], line["num_layers"], Cost(**line["cost"])
+        of_depths.setdefault(name, []).append(cost)
+        report(f"{name} with {num_layers} layers: {cost.total:.1f} CPU s")
+    return {name: _at_depth(found, question.depths, depth) for name, found in of_depths.items()}
+
+
+def _at_depth(found: Sequence[Cost], depths: Sequence[int], depth: int) -> Cost:
+    if len(depths) == 1:
+        return found[0]
+    layer = NOTHING.plus(found[1]).plus(found[0], -1)
+    return found[1].plus(layer, (depth - depths[1]) / (depths[1] - depths[0]))
+
+
+def entries(buckets: Sequence[Bucket], updates: Iterable[str], found: Mapping[str, Cost]) -> list[Entry]:
+    """Of all programs, in the order in which a start traces them. One that was not compiled takes the cost of the one
+    of its kind (variant, decode or not) with the nearest number of tokens, then of rows."""
+    compiled = [bucket for bucket in buckets if name_of(bucket) in found]
+    whole = []
+    for bucket in sorted(buckets, reverse=True):
+        alike = [other for other in compiled if _kind(other) == _kind(bucket)]
+        nearest = min(alike, key=lambda other: _distance(other, bucket), default=None)
+        if nearest is None:
+            whole.append(Entry(name=name_of(bucket), cost=None))
+        else:
+            name, other = name_of(bucket), name_of(nearest)
+            whole.append(Entry(name=name, cost=found[other], taken_from=None if other == name else other))
+    return whole + [Entry(name=name, cost=found.get(name)) for name in updates]
+
+
+def _kind(bucket: Bucket) -> tuple[object, ...]:
+    return bucket.variant, bucket.decode_only, bucket.num_drafts > 0, bucket.num_steps > 1, bucket.has_adapters
+
+
+def _distance(one: Bucket, other: Bucket) -> tuple[float, float]:
+    return (
+        abs(math.log2(one.num_tokens / other.num_tokens)),
+        abs(math.log2(one.num_rows / other.num_rows)),
+    )
+
+
+def ready_after(programs: Iterable[Cost], num_cores: int) -> float:
+    """Seconds until all are compiled on idle cores: they are traced one after the other on one core, and each is then
+    compiled by the first core that is free. Compilers that use several cores for one program take less."""
+    free = [0.0] * (num_cores - 1)
+    traced = end = 0.0
+    waiting: list[tuple[float, float]] = []
+    for cost in programs:
+        traced += cost.python
+        waiting.append((traced, cost.compile))
+    heapq.heapify(free)
+    heapq.heappush(free, traced)  # the core that traces
+    for since, seconds in waiting:
+        finished = max(heapq.heappop(free), since) + seconds
+        heapq.heappush(free, finished)
+        end = max(end, finished)
+    return max(end, traced)
+
+
+def _answer(asked: Question) -> None:
+    """Prints the cost of each program at each depth: in a process that has the compiler's environment before it imports
+    jax."""
+    from model.compiling.compiler_options import compiler_options
+
+    options = compiler_options(asked.target.platform)
+    for number, num_layers in enumerate(asked.depths):
+        described, compiling = asked.programs(num_layers)
+        programs: dict[str, Program] = {name_of(b): described.step(b) for b in BucketLadder(asked.buckets).buckets()}
+        programs |= described.updates()
+        with compiling:
+            if number == 0:
+                _cost(programs[PATCH], options)  # the compiler's own start is none of a program's
+            for name in asked.names:
+                cost = asdict(_cost(programs[name], options))
+                print(json.dumps({"name": name, "num_layers": num_layers, "cost": cost}), flush=True)
+
+
+def _cost(program: Program, options: dict[str, Any]) -> Cost:
+    marks = [time.process_time()]
+    traced = program.trace()
+    marks.append(time.process_time())
+    lowered = traced.lower()
+    marks.append(time.process_time())
+    lowered.compile(compiler_options=options)
+    marks.append(time.process_time())
+    trace, lower, compiling = (end - begin for begin, end in pairwise(marks))
+    return Cost(trace=trace, lower=lower, compile=compiling)
+
+
+if __name__ == "__main__":
+    _answer(pickle.load(sys.stdin.buffer))  # from the process that has started this one
