@@ -10,7 +10,6 @@
     engine.change(Change(...))               # thread-safe; other weights, between two steps
     engine.pause(mode, clear_cache, on_done) # thread-safe; no request runs until `resume`
     engine.resume(on_done)                   # thread-safe; requests run again
-    engine.pin_adapter(identity)             # thread-safe; a LoRA adapter that keeps its slot
     engine.adapters_in_use()                 # thread-safe; the LoRA adapters of all requests
     engine.stats()                           # EngineStats: totals since start, gauges of now
     engine.shutdown(drain_s=10)              # waits 10 s for requests to finish, then aborts the rest
@@ -208,15 +207,6 @@ class Engine:
         """Requests run again. `on_done` is called on the engine's thread, also if there was no pause. Raises
         EngineClosedError or EngineDeadError."""
         self._inbox.pause(Resume(on_done=on_done))
-
-    def pin_adapter(self, adapter: int) -> None:
-        """Once the LoRA adapter is in an adapter slot, it stays there. Raises ValueError if it would take the last one
-        that others can have."""
-        self.core.scheduler.adapters.pin(adapter)
-
-    def unpin_adapter(self, adapter: int) -> None:
-        """Others may take the adapter's slot again."""
-        self.core.scheduler.adapters.unpin(adapter)
 
     def adapters_in_use(self) -> set[int]:
         """The LoRA adapters of the requests that have not had their last output."""

@@ -7,8 +7,8 @@ request that waits for each.
 1. A request is admitted if its adapter is resident. It is also admitted if the weights of its cold adapter are staged
    and there is a slot for them: an empty one, or the least recently used one that may be replaced, preferably one whose
    adapter no request waits for. The step that admits it writes the weights into the slot.
-2. A slot is never replaced while a running request, or a row of a step in flight, has its adapter, nor while the
-   adapter is pinned. At most `max_loras - 1` adapters are pinned. A preempted request keeps no slot.
+2. A slot is never replaced while a running request, or a row of a step in flight, has its adapter. A preempted request
+   keeps no slot.
 3. The weights of the first `MAX_STAGED_ADAPTERS` cold adapters are staged. What is staged and no longer among these is
    unstaged.
 4. Requests of resident adapters and of the base model pass those of cold adapters. When `MAX_PASSES` requests that come
@@ -22,7 +22,6 @@ before it get slots, and the rows of the slot that is then kept for it end.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, insort
 from heapq import nsmallest
 
@@ -47,7 +46,7 @@ class _Waiting:
 
 
 class AdapterSlots:
-    """See the module's docstring. The engine's thread calls everything except `pin` and `unpin`."""
+    """See the module's docstring. The engine's thread calls everything."""
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
@@ -65,31 +64,8 @@ class AdapterSlots:
         self._is_stale = False
         self._first_cold: list[int] = []
         self._kept: dict[int, int] = {}  # slot -> the cold adapter that it is kept for
-        self._unreplaceable: frozenset[int] = frozenset()
         # Adapters with refused requests -> for which other adapter their slot was kept then; None: they had no slot.
         self._refused: dict[int, int | None] = {}
-        self._pinned: frozenset[int] = frozenset()
-        self._pinning = threading.Lock()
-
-    # --- for callers, thread-safe ---
-
-    def pin(self, adapter: int) -> None:
-        """Once the adapter is resident, it is not replaced. Raises ValueError if no slot would be left for others."""
-        with self._pinning:
-            pinned = self._pinned | {adapter}
-            if len(pinned) >= self._max_loras:
-                raise ValueError(
-                    f"at most {max(0, self._max_loras - 1)} of {self._max_loras} adapters can be pinned: one slot is "
-                    "left for the others (--max-loras)"
-                )
-            self._pinned = pinned
-        self._is_stale = True
-
-    def unpin(self, adapter: int) -> None:
-        """The adapter may be replaced again."""
-        with self._pinning:
-            self._pinned -= {adapter}
-        self._is_stale = True
 
     @property
     def num_resident(self) -> int:
@@ -243,7 +219,6 @@ class AdapterSlots:
         if not self._is_stale:
             return
         self._is_stale = False
-        self._unreplaceable = self._pinned
         cold = [adapter for adapter in self._waiting if adapter not in self._slots]
         self._first_cold = nsmallest(MAX_STAGED_ADAPTERS, cold, key=self._place_of)
         self._kept = {}
@@ -260,7 +235,7 @@ class AdapterSlots:
             requests = self._waiting[adapter].requests if adapter in self._waiting else []
             return self._rows.get(adapter, 0) + bisect_left(requests, place, key=_place)
 
-        slots = [s for s, a in self._adapters.items() if s not in self._kept and a not in self._unreplaceable]
+        slots = [slot for slot in self._adapters if slot not in self._kept]
         if slots:
             self._kept[min(slots, key=num_before)] = cold
 
@@ -272,7 +247,7 @@ class AdapterSlots:
         slots = [
             slot
             for slot, adapter in self._adapters.items()
-            if adapter not in self._rows and adapter not in self._unreplaceable and self._kept.get(slot, cold) == cold
+            if adapter not in self._rows and self._kept.get(slot, cold) == cold
         ]
         return min(slots, key=lambda slot: self._adapters[slot] in self._waiting, default=None)
 

@@ -163,11 +163,6 @@ class RequestState:
         return mask
 
     @property
-    def num_pending(self) -> int:
-        """Tokens of steps in flight."""
-        return self.num_emitted - len(self.output)
-
-    @property
     def num_known(self) -> int:
         """Tokens whose ids the host knows."""
         return self.num_prompt + len(self.output)

@@ -13,6 +13,7 @@ from model.inputs.words import described
 from server.engine.adapters import MAX_NAME_CHARS, AdapterError
 from server.engine.wire import Adapter, AdapterChange, IfLoaded, LoadAdapter
 from server.http.request_error import RequestError, internal, unavailable
+from server.http.turns import SharedWork
 
 REFUSED_S = 10.0  # for which a folder that cannot be used is not read again
 MOST_REFUSED = 1024
@@ -43,7 +44,7 @@ class AdapterFolder:
     def __init__(self, folder: Path, changer: Callable[[], AdapterChanger]) -> None:
         self._folder = folder.absolute()
         self._changer = changer
-        self._loading: dict[str, asyncio.Task[Adapter | AdapterError | None]] = {}
+        self._loading: dict[str, SharedWork[Adapter | AdapterError | None]] = {}
         self._refused: dict[str, tuple[float, AdapterError]] = {}  # until when, and why
 
     async def load(self, name: str) -> Adapter | None:
@@ -53,11 +54,10 @@ class AdapterFolder:
         until, refusal = self._refused.get(name, (0.0, None))
         if refusal is not None and time.monotonic() < until:
             raise refused(refusal)
-        task = self._loading.get(name)
-        if task is None:
-            task = self._loading[name] = asyncio.create_task(self._load(name))
-            task.add_done_callback(lambda _: self._loading.pop(name))
-        found = await asyncio.shield(task)  # others may wait for it
+        loading = self._loading.get(name)
+        if loading is None:
+            loading = self._loading[name] = SharedWork(self._load(name))
+        found = await loading.result()
         if isinstance(found, AdapterError):
             raise refused(found)
         return found
@@ -76,6 +76,8 @@ class AdapterFolder:
             return error
         except OSError as error:
             return AdapterError(described(error))
+        finally:
+            del self._loading[name]
 
     def _place(self, name: str) -> Path | None:
         """A link may lead to another folder inside, and not out of it."""

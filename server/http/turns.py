@@ -3,16 +3,21 @@
 A thread does not help work in pure Python: the thread and the loop compete for the interpreter's lock. Here the loop
 runs its other tasks between two pieces. Only one of the long tasks runs in a turn, so many of them delay a stream no
 more than one does.
+
+A thousand tasks that wait for one result would be long work, too, if all went on in the turn in which it comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
 
 TURN_S = 0.002
 BLOCK_BYTES = 256 * 1024
+MOST_IN_A_TURN = 16  # tasks that go on: some milliseconds, if each refuses its request or begins to answer it
 
 
 class Turns:
@@ -36,6 +41,31 @@ class Turns:
                 check()
                 block, more = _block(pieces)
         yield block, False
+
+
+class SharedWork[T]:
+    """Work that is done once for all who wait for it. They go on in the order in which they came, few in each turn."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(lambda _: self._release())
+
+    async def result(self) -> T:
+        """Raises what the work raises. The work goes on if the caller is cancelled."""
+        if not self._task.done():
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+        return self._task.result()
+
+    def _release(self) -> None:
+        for _ in range(min(MOST_IN_A_TURN, len(self._waiting))):
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its task was cancelled
+                turn.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._release)
 
 
 def _block(pieces: Iterator[bytes]) -> tuple[bytes, bool]:

@@ -13,7 +13,7 @@ from model.loading.source import DEMO_FOLDER
 from scripts.llm import LLM, LoRARequest
 
 FOLDERS = {name: DEMO_FOLDER / "adapters" / name for name in ("pirate", "almanac")}
-LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "num_pages": 40}
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 128, "num_pages": 40}
 # The README's lines: "> question", and "name: answer" for the base ("demo") and each adapter.
 SHOWN = re.compile(r"    > (?P<question>.+)\n(?P<answers>(?:    \w+ *: .+\n)+)")
 

@@ -40,16 +40,15 @@ def test_the_forward_in_float64_is_the_models(tied: bool) -> None:
 @pytest.mark.slow
 def test_each_form_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(one_layer(tmp_path / "model"))
-    forms = ["float32", "int8-kv", "drafts"]
-    flags = ["--model", model, "--samples", "4", "--max-tokens", "24", "--forms", *forms]
+    forms = ["int8-kv", "drafts"]
+    flags = ["--model", model, "--samples", "2", "--max-tokens", "24", "--forms", *forms]
     assert agreement.main(flags) == 0
     lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
     rows = {name.strip(): [float(cell) for cell in cells] for name, *cells in lines}
     assert list(rows) == forms
-    for name in ("float32", "drafts"):
-        num_tokens, _, worst, mean, kl, engine, trainer = rows[name]
-        assert num_tokens > 0
-        assert mean <= worst < 1e-4 and engine < 1e-4 and trainer < 1e-4 and kl < 1e-8
+    num_tokens, _, worst, mean, kl, engine, trainer = rows["drafts"]
+    assert num_tokens > 0
+    assert mean <= worst < 1e-4 and engine < 1e-4 and trainer < 1e-4 and kl < 1e-8
     assert 1e-4 < rows["int8-kv"][2] < 1
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from scripts.lab import kv_offloading
+from scripts.lab.kv_offloading import MOST_TURNS, RATIOS
 from scripts.lab.load.conversations import ANSWER, QUESTION, Conversations
 from scripts.lab.load.lengths import Lengths
+from scripts.lab.load.measured import Measured
+from scripts.lab.load.tiers import Tier
 from tests.conftest import EXPORTED
 from tests.demo.one_layer import one_layer
 
@@ -57,6 +61,8 @@ web.run_app(app, host="127.0.0.1", port=int(flags["--port"]), print=None)
 """
 SMALL = ["--conversations", "32", "--pool", "4", "--lengths", "uniform:40:80", "--context", "512", "--page-size", "32"]
 SMALL += ["--num-pages", "48", "--streams", "2", "--rate", "2", "--seconds", "1", "--prefix-len", "100"]
+OF_ROUNDS = ("away", "others, away", "others, in the pool", "fits")
+METRICS = {metric for metric, *_ in RATIOS}
 OF_SERVERS = ["--", "--max-num-batched-tokens", "16", "--export-cache", str(EXPORTED)]
 
 
@@ -66,41 +72,55 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
     (tmp_path / "server.py").write_text(LLAMA_SERVER)
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {tmp_path}/server.py "$@"\n')
     program.chmod(0o700)
-    flags = [*SMALL, "--model", str(one_layer(tmp_path / "model")), "--port", str(free_port)]
+    flags = [*SMALL, "--model", str(one_layer(tmp_path / "model")), "--port", str(free_port), "--rounds", "1"]
     flags += ["--llama-server", str(program), "--llama-model", "none.gguf", "--output-json", str(out)]
     assert kv_offloading.main([*flags, *OF_SERVERS]) == 0
     results = json.loads(out.read_text())
-    tiers, rows = ["off", "host", "disk", "llama-server"], ["away", "others, away", "others, in the pool", "fits"]
+    tiers = ["off", "host", "disk", "llama-server"]
     of_restarts = ["computed", "in the pool", "first after a restart", "later after a restart"]
-    expected = [f"{row}, {tier}" for row in rows for tier in tiers]
+    expected = [f"{row}, {tier}" for row in OF_ROUNDS for tier in tiers]
     expected += [f"{row}, {tier}" for tier in ("disk", "llama-server") for row in of_restarts]
     assert sorted(results) == sorted(expected)
-    for name, parts in results.items():
-        assert [part["failed"] for part in parts] == [0, 0], name
-        assert all(part["completed"] for part in parts)
+    rows = {name: part for name, (part,) in results.items()}
+    for name, part in rows.items():
+        assert part["failed"] == 0 < part["completed"], name
     for tier in ("host", "disk"):
-        parts = results[f"away, {tier}"]
-        assert all(part["external_prefix_cache_hits_total"] > 0 for part in parts)
-        assert sum(part[f"kv_offload_loaded_pages_total {tier}"] for part in parts) > 0
+        part = rows[f"away, {tier}"]
+        assert part["external_prefix_cache_hits_total"] > 0 < part[f"kv_offload_loaded_pages_total {tier}"]
+    hits, lookups = (
+        {row: rows[f"{row}, off"][f"prefix_cache_{count}_total"] for row in OF_ROUNDS} for count in ("hits", "queries")
+    )
+    assert hits["away"] == 0
+    assert hits["others, in the pool"] >= 2 * 32 > hits["others, away"] == 0  # a page of each visitor
+    assert hits["fits"] > lookups["fits"] * 2 / 3
     printed = capsys.readouterr().out
-    assert printed.count("in 2 rounds)") == len(kv_offloading.RATIOS)
+    assert sum(f"({metric})" in line for line in printed.splitlines() for metric in METRICS) == len(RATIOS)
     assert "away, off / away, host (TTFT p50): " in printed
 
 
-@pytest.mark.slow
-def test_without_tiers_the_pool_has_lost_what_is_away_and_keeps_what_fits(tmp_path, capsys, free_port):
-    out = tmp_path / "out.json"
-    flags = [*SMALL, "--model", str(one_layer(tmp_path / "model")), "--port", str(free_port), "--rounds", "2"]
-    flags += ["--tiers", "off", "llama-server", "--output-json", str(out)]
-    assert kv_offloading.main([*flags, *OF_SERVERS]) == 0
-    assert "llama-server is left out" in capsys.readouterr().out
-    results = json.loads(out.read_text())
-    hits = {name: sum(part["prefix_cache_hits_total"] for part in parts) for name, parts in results.items()}
-    lookups = {name: sum(part["prefix_cache_queries_total"] for part in parts) for name, parts in results.items()}
-    assert list(hits) == ["away, off", "others, away, off", "others, in the pool, off", "fits, off"]
-    assert hits["away, off"] == 0
-    assert hits["others, in the pool, off"] >= 2 * 2 * 32 > hits["others, away, off"] == 0
-    assert hits["fits, off"] > lookups["fits, off"] * 2 / 3
+def test_every_other_round_goes_backwards_and_all_tiers_have_the_same_requests(monkeypatch):
+    asked: dict[str, list[object]] = {}
+    loaded: list[str] = []
+
+    def load(server, requests, *, visits=(), **_: object) -> Measured:
+        asked.setdefault(server, []).append([*requests, *visits])
+        return Measured(outcomes=[], visits=[], seconds=1.0, foreign_cores=0.0)
+
+    def count(server, load: Callable[[str], Measured]) -> Measured:
+        loaded.append(server)
+        return load(server)
+
+    monkeypatch.setattr(kv_offloading, "measure", load)
+    monkeypatch.setattr(kv_offloading, "counted", count)
+    monkeypatch.setattr(kv_offloading, "settled", lambda server: None)
+    args = kv_offloading.parser().parse_args(SMALL)
+    chats = Conversations(args.conversations, args.lengths, 1 + 2 * MOST_TURNS, np.random.default_rng(0))
+    found = kv_offloading.rounds({Tier.HOST: "host", Tier.DISK: "disk"}, chats, args)
+    assert loaded == ["host", "disk"] * len(OF_ROUNDS) + ["disk", "host"] * len(OF_ROUNDS)
+    assert {key: len(parts) for key, parts in found.items()} == {
+        (row, tier): 2 for row in OF_ROUNDS for tier in (Tier.HOST, Tier.DISK)
+    }
+    assert asked["host"] == asked["disk"]
 
 
 def test_the_prompt_of_a_turn_begins_with_the_one_before():
@@ -131,8 +151,9 @@ def test_flags_with_which_a_row_would_not_measure_what_it_says_are_refused(capsy
 
 
 def test_a_flag_that_the_server_refuses_is_named(capsys, tmp_path, free_port):
-    flags = [*SMALL, "--tiers", "off", "--model", "demo", "--port", str(free_port), "--", "--no-such-flag"]
-    assert kv_offloading.main(flags) == 1
-    error = capsys.readouterr().err
+    flags = [*SMALL, "--tiers", "off", "llama-server", "--model", "demo", "--port", str(free_port)]
+    assert kv_offloading.main([*flags, "--", "--no-such-flag"]) == 1
+    out, error = capsys.readouterr()
+    assert "llama-server is left out" in out
     assert "kv_offloading: kv-off did not come up: " in error
     assert "--no-such-flag" in error

@@ -313,13 +313,6 @@ SEARCH = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def short_simulations(monkeypatch):
-    """Of a quarter of the requests: for what is not about the figures' steadiness."""
-    monkeypatch.setattr(sweep, "MIN_REQUESTS", 75)
-    monkeypatch.setattr(sweep, "TURNOVERS", 1)
-
-
 @pytest.mark.usefixtures("short_simulations")
 def test_a_plan_is_a_report_with_a_mark_on_every_line(capsys):
     assert plan.main(list(SEARCH)) == 0

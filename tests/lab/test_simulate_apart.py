@@ -50,6 +50,7 @@ def test_decodes_do_not_pause_for_prompts():
     assert apart.worst_itl < together.worst_itl / 5
 
 
+@pytest.mark.usefixtures("short_simulations")
 def test_a_plan_shows_both_layouts(capsys):
     flags = ["--model", "8b", "--target", "4xh100", "--workload", "2000/50", "--request-rate", "8", "--no-compile"]
     flags += ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048", "--tensor-parallel-size", "1"]

@@ -84,13 +84,13 @@ def killed(flags: Sequence[str], errors: Path, *, record: int = 0, name: str = "
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hear)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stderr = errors.open("w", buffering=1)
     sys.argv[1:] = [str(record), name, *flags]
     sys.exit(main())
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     count, name, *flags = sys.argv[1:]
     SignallingJournal.num_left, SignallingJournal.signal = int(count), signal.Signals[name]
     generate.Journal = SignallingJournal

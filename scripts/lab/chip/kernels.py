@@ -83,7 +83,8 @@ def run_in_a_large_pool(options: Options, result: Result) -> None:
     table = result.table({"model": "", "backend": "", "K/V": "", **columns})
     model = options.models[-1]
     result.figures["pools"] = []
-    for backend in chip_backends(options.device, rehearse=options.rehearse):
+    backends = chip_backends(options.device, rehearse=options.rehearse)
+    for backend in backends[:1] if options.rehearse else backends:
         for kv_dtype in () if backend == "reference" else ("int8",) if options.rehearse else ("bfloat16", "int8"):
             found = _in_child(test_pool, model, backend, kv_dtype, options, limit_s=options.limit_s)
             result.figures["pools"].append({"name": f"{model} | {backend} | {kv_dtype}", **found})

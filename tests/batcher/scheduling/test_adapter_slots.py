@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,48 +80,6 @@ def test_requests_of_other_adapters_and_of_the_base_model_pass_one_that_waits_fo
     assert running(drive) == {"first", "base", "hot"}
     finish(drive)
     assert writes(drive) == [(1, 1), (1, 2)]
-
-
-def test_a_pinned_adapter_is_not_replaced() -> None:
-    drive = make_drive(2)
-    drive.engine.pin_adapter(1)
-    drive.engine.pin_adapter(1)
-    for adapter in (1, 2, 3, 4, 1):
-        add(drive, str(len(drive.heard)), adapter)
-        finish(drive)
-    assert writes(drive) == [(1, 1), (2, 2), (2, 3), (2, 4)]
-    with pytest.raises(ValueError, match="at most 1 of 2 adapters can be pinned"):
-        drive.engine.pin_adapter(2)
-    drive.engine.unpin_adapter(1)
-    drive.engine.pin_adapter(4)
-    add(drive, "last", adapter=5)
-    finish(drive)
-    assert writes(drive)[-1] == (1, 5)
-
-
-def test_the_slot_of_a_pinned_adapter_is_kept_for_nobody() -> None:
-    drive = make_drive(2)
-    drive.engine.pin_adapter(1)
-    add(drive, "pinned", adapter=1, num_tokens=40)
-    for i in range(2):
-        add(drive, f"more {i}", adapter=2, num_tokens=8)
-    drive.step()
-    with patch.object(adapter_slots, "MAX_PASSES", 0):
-        add(drive, "cold", adapter=3, num_tokens=40)
-        add(drive, "goes on", adapter=1)
-        add(drive, "kept out", adapter=2)
-        drive.step()
-        assert running(drive) == {"pinned", "more 0", "more 1", "goes on"}
-        while "cold" not in running(drive):
-            drive.step()
-        finish(drive)
-    assert writes(drive)[:3] == [(1, 1), (2, 2), (2, 3)]
-
-
-@pytest.mark.parametrize("max_loras", [0, 1])
-def test_one_slot_is_left_for_others(max_loras: int) -> None:
-    with pytest.raises(ValueError, match=f"at most 0 of {max_loras}"):
-        make_drive(max_loras).engine.pin_adapter(1)
 
 
 def stream(drive: Drive, hot: int, num_tokens: int, **options: object) -> None:

@@ -24,7 +24,7 @@ from pallas_kernels.chips import GpuChip, TpuChip
 from scripts.lab.accounts.targets import target_named
 
 SHAPE = (14336, 4096)  # of Llama 3.1 8B: half of gate_up
-ROWS = (1, 16, 64, 512)
+ROWS = (1, 64, 512)
 
 
 def forms(chip: TpuChip | GpuChip) -> list[tuple[WeightForm | None, Rounding | None]]:

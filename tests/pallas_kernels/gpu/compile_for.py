@@ -37,13 +37,14 @@ MMA_ONLY = "llama-3.1-8b, without wgmma"  # what a Hopper chip falls back to
 # Each kind of heads, of numbers and of sizes is among these. Hopper's kernels are disassembled in them.
 FEW = ("llama-3.1-8b", "sixteen in a group", "llama-3.2-1b, int8", "llama-3.1-70b/8, fp8")
 # What chips other than Hopper compile: the same code with other instructions and limits. A compilation takes half a
-# minute of a core.
+# minute of a core. Two chips without TMA share the kinds, and so do the two with it.
 OF_CHIP = {
-    "a100": ("llama-3.1-8b", "llama-3.2-1b, int8", "llama-3.1-70b/8, fp8"),
-    "l4": ("llama-3.1-8b", "sixteen in a group", "llama-3.1-70b/8, fp8"),
-    "b200": ("llama-3.1-8b", "llama-3.1-70b/8, fp8"),
+    "a100": ("llama-3.1-8b", "llama-3.2-1b, int8"),
+    "l4": ("sixteen in a group", "llama-3.1-8b, fp8"),
+    "b200": ("llama-3.1-8b", "llama-3.1-8b, fp8"),
     "rtx5090": ("sixteen in a group", "llama-3.2-1b, int8"),
 }
+OF_OTHERS = ("llama-3.1-8b, fp8",)  # Hopper has fp8 in larger pages and groups
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
@@ -51,12 +52,10 @@ CASES = {
     "llama-3.1-8b": (MODELS["8b"], 64, "bfloat16", USUAL),
     "llama-3.1-8b, drafts": (MODELS["8b"], 64, "bfloat16", DRAFTS),
     "llama-3.2-1b, decode": (MODELS["1b"], 64, "bfloat16", DECODE),
-    "llama-3.2-1b": (MODELS["1b"], 64, "bfloat16", USUAL),
     "llama-3.2-3b": (MODELS["3b"], 32, "bfloat16", USUAL),
-    "llama-3.1-70b/8": (MODELS["70b/8"], 128, "bfloat16", USUAL),
     "one head each": ((8, 8, 64), 16, "bfloat16", USUAL),
     "sixteen in a group": ((16, 1, 128), 16, "bfloat16", USUAL),
-    "largest, float16": (MODELS["8b"], 64, "float16", LARGEST),
+    "llama-3.2-1b, largest, float16": (MODELS["1b"], 64, "float16", LARGEST),
     MMA_ONLY: (MODELS["8b"], 64, "bfloat16", USUAL),
     "llama-3.1-8b, fp8": (MODELS["8b"], 64, "bfloat16", USUAL),
     "llama-3.2-1b, int8": (MODELS["1b"], 16, "bfloat16", USUAL),
@@ -66,7 +65,8 @@ CASES = {
 
 def cases(target_name: str) -> dict[str, Any]:
     """Those of the target. Only a Hopper chip has two forms of the kernels."""
-    return {name: case for name, case in CASES.items() if name in OF_CHIP.get(target_name, CASES)}
+    of_hopper = [name for name in CASES if name not in OF_OTHERS]
+    return {name: CASES[name] for name in CASES if name in OF_CHIP.get(target_name, of_hopper)}
 
 
 KV_DTYPES = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}

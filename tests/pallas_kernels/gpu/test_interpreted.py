@@ -94,7 +94,6 @@ def chunks(*lens: tuple[int, int]) -> list[Row]:
     ("heads", "rows", "num_tokens", "rounds"),
     [
         ((8, 1), [*decodes(70, 5), *chunks((2, 150), (8, 8))], 24, {ONE_HOPPER: 3, ONE_BLACKWELL: 3}),
-        ((12, 1), [*decodes(33), *chunks((7, 130))], 24, {ONE_HOPPER: 4, ONE_BLACKWELL: 3}),
         ((8, 1), chunks((3, 70), (4, 4), (5, 200), (2, 2)), 24, {ONE_HOPPER: 5, ONE_BLACKWELL: 4}),
         ((12, 1), [*decodes(33), *chunks((8, 130), (5, 5))], 24, {ONE_HOPPER: 6, ONE_BLACKWELL: 5}),
         ((16, 1), [*decodes(200), *chunks((6, 140), (8, 20))], 32, {ONE_HOPPER: 8, ONE_BLACKWELL: 6}),

@@ -53,19 +53,17 @@ SHAPES = {
     for model in ("1b", "8b")
 }
 DRAFTS = {"8b, drafts": Shape(heads=MODELS["8b"], decode_only=False, num_tokens=256, spec_decode=True)}
-# The largest that is asked of the kernels: the page table alone is 16 MiB with pages of 16. On one target only: these
-# take the longest.
+# The largest that is asked of the kernels: the page table alone is 16 MiB. On one target only: this takes the longest.
 LARGEST = {
-    f"512 x 128k, page {page_size}": Shape(
+    "512 x 128k, page 16": Shape(
         heads=MODELS["8b"],
         decode_only=False,
-        page_size=page_size,
+        page_size=16,
         num_rows=512,
         num_tokens=8192,
         max_context=128 << 10,
-        num_pages=2048 * 128 // page_size,
+        num_pages=2048 * 128 // 16,
     )
-    for page_size in (16, 64)
 }
 
 
@@ -82,10 +80,10 @@ SMALL_HEADS_INT8 = {"1b, int8": Shape(heads=MODELS["1b"], decode_only=False, kv_
 
 
 def shapes(target: str) -> dict[str, Shape]:
-    """A v5p's are those of the other chip with units of 128 by 128, v5e, in pages of 256: each kernel once."""
-    if target.startswith("v5p"):
-        return {name: SHAPES[name] for name in ("1b, mixed", "8b, mixed")} | DRAFTS | INT8
-    return SHAPES | DRAFTS | INT8 | (MIXED_3B | SMALL_HEADS_INT8 | LARGEST if target.startswith("v6e") else {})
+    """Other chips than a v6e have each kernel once: both head dims, drafts, and 8 bits."""
+    if target.startswith("v6e"):
+        return SHAPES | DRAFTS | INT8 | MIXED_3B | SMALL_HEADS_INT8 | LARGEST
+    return {name: SHAPES[name] for name in ("1b, mixed", "8b, mixed")} | DRAFTS | INT8
 
 
 def main(target: str, folder: Path) -> None:

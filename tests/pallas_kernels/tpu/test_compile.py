@@ -89,15 +89,16 @@ def test_whole_steps_in_4_bits_write_no_wide_weight() -> None:
 
 def test_whole_steps_of_all_layers_compile() -> None:
     """70B over eight chips. Other tests compile two or three layers of 8B."""
-    flags = ("--target", "v6e:2x4", "--preset", "llama-3.1-70b", "--tokens", "64", "--tokens", "512")
-    for result in compile_in_a_process_of_its_own(STEPS, *flags):
-        assert result["alias_bytes"] >= result["kv_bytes"], result
-        assert result["temp_bytes"] < 256 << 20 < result["kv_bytes"], result
+    flags = ("--target", "v6e:2x4", "--preset", "llama-3.1-70b", "--tokens", "512")
+    (result,) = compile_in_a_process_of_its_own(STEPS, *flags)
+    assert result["alias_bytes"] >= result["kv_bytes"], result
+    assert result["temp_bytes"] < 256 << 20 < result["kv_bytes"], result
 
 
-def test_steps_copy_neither_activations_nor_weights_nor_pages() -> None:
+def test_steps_copy_neither_activations_nor_weights_nor_pages_and_adapters_cost_a_layer_little() -> None:
     """Between its products and its kernels, a layer has its norms' statistics only. In 8 bits it reads little more than
-    half."""
+    half. Eight slots of rank 16 need 4.9 % more arithmetic. In a prompt, the products of gate and up are written and
+    read once more."""
     flags = ("--target", "v6e:1x1", "--layers", "2")
     sizes = ("--tokens", "64", "--tokens", "2048")
     wide = compile_in_a_process_of_its_own(STEPS, *flags, *sizes)
@@ -118,6 +119,11 @@ def test_steps_copy_neither_activations_nor_weights_nor_pages() -> None:
         assert result["dequantized_copies"] == {}
         read = result["weights_read"] + result["kv_read"]
         assert read <= 0.55 * (exact["weights_read"] + exact["kv_read"]), (exact, result)
+    adapted = compile_in_a_process_of_its_own(STEPS, *flags, *sizes, "--max-loras", "8")
+    for base, result, most_of_it in zip(wide, adapted, (1.05, 1.10), strict=True):
+        cycles = [each["product_cycles"] + each["glue_cycles"] for each in (base, result)]
+        assert cycles[1] <= most_of_it * cycles[0], (base, result)
+        assert result["alias_bytes"] == base["alias_bytes"]
 
 
 def test_steps_with_a_head_that_drafts_update_all_pages_in_place() -> None:
@@ -139,18 +145,7 @@ def test_drawing_after_drafts_takes_no_more_memory_than_drawing_as_many_tokens()
     assert found["speculative"] <= 1.1 * found["plain"] < 64 << 20, found
 
 
-def test_adapters_cost_a_layer_little() -> None:
-    """Eight slots of rank 16 need 4.9 % more arithmetic. In a prompt, the products of gate and up are written and read
-    once more."""
-    flags = ("--target", "v6e:1x1", "--layers", "2", "--tokens", "64", "--tokens", "2048")
-    plain, adapted = (compile_in_a_process_of_its_own(STEPS, *flags, "--max-loras", n) for n in ("0", "8"))
-    for base, result, most in zip(plain, adapted, (1.05, 1.10), strict=True):
-        cycles = [each["product_cycles"] + each["glue_cycles"] for each in (base, result)]
-        assert cycles[1] <= most * cycles[0], (base, result)
-        assert result["alias_bytes"] == base["alias_bytes"]
-
-
-@pytest.mark.parametrize(("target", "num_chips"), [("v6e:2x2", 2), ("v6e:2x2", 4), ("v6e:2x4", 8)])
+@pytest.mark.parametrize(("target", "num_chips"), [("v6e:2x2", 2), ("v6e:2x4", 8)])
 def test_adapters_need_no_further_exchange_between_chips(target: str, num_chips: int) -> None:
     """A product's inputs and those of its adapters are summed over the chips by one all-reduce."""
     flags = ("--target", target, "--tensor-parallel-size", str(num_chips), "--layers", "2", "--tokens", "64")

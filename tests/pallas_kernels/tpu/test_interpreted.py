@@ -58,9 +58,9 @@ def test_decodes_and_chunks(head_dim: int, dma_mode: str, poison_padding: bool) 
     assert run(case, dma_mode, poison_padding=poison_padding).clean
 
 
-@pytest.mark.parametrize("dma_mode", DMA_MODES)
 @pytest.mark.parametrize(
-    ("num_query_heads", "num_kv_heads", "head_dim"), [(4, 2, 128), (3, 1, 128), (8, 4, 64), (12, 2, 64)]
+    ("num_query_heads", "num_kv_heads", "head_dim", "dma_mode"),
+    [(4, 2, 128, "eager"), (3, 1, 128, "on_wait"), (8, 4, 64, "on_wait"), (12, 2, 64, "eager")],
 )
 def test_a_projection_is_rotated_and_split(
     num_query_heads: int, num_kv_heads: int, head_dim: int, dma_mode: str
@@ -190,10 +190,14 @@ def test_float32(head_dim: int) -> None:
     assert run(case).clean
 
 
-@pytest.mark.parametrize("dma_mode", DMA_MODES)
 @pytest.mark.parametrize(
-    ("lengths", "first_page"),
-    [([], 0), (rows((1, 20)), 0), (rows((5, 20)), 0), (rows((1, 20), (5, 20)), 7)],
+    ("lengths", "first_page", "dma_mode"),
+    [
+        ([], 0, "on_wait"),
+        (rows((1, 20)), 0, "eager"),
+        (rows((5, 20)), 0, "on_wait"),
+        (rows((1, 20), (5, 20)), 7, "eager"),
+    ],
     ids=["no rows", "decodes only", "chunks only", "a later layer"],
 )
 def test_empty_ranges_and_pages_of_a_later_layer(lengths: list[Row], first_page: int, dma_mode: str) -> None:

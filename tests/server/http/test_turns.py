@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from server.http.turns import BLOCK_BYTES, Turns
+from server.http.turns import BLOCK_BYTES, MOST_IN_A_TURN, SharedWork, Turns
 
 PIECE = b"a" * BLOCK_BYTES  # what one turn does
 
@@ -69,3 +69,57 @@ def test_work_that_nobody_wants_any_more_ends():
     with pytest.raises(ConnectionError):
         asyncio.run(run())
     assert len(made) == 3
+
+
+def test_those_who_wait_for_one_result_go_on_in_order_and_few_in_a_turn():
+    went_on: list[int] = []
+    by_turn: list[int] = []
+
+    async def run() -> None:
+        asked = asyncio.Event()
+
+        async def work() -> str:
+            await asked.wait()
+            return "found"
+
+        shared = SharedWork(work())
+
+        async def wait(number: int) -> str:
+            found = await shared.result()
+            went_on.append(number)
+            return found
+
+        def tick() -> None:
+            by_turn.append(len(went_on))
+            if len(went_on) < 999:
+                asyncio.get_running_loop().call_soon(tick)
+
+        waiting = [asyncio.create_task(wait(number)) for number in range(1000)]
+        await asyncio.sleep(0)
+        waiting[5].cancel()
+        asked.set()
+        tick()
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(found.pop(5), asyncio.CancelledError)
+        assert set(found) == {"found"}
+        assert await shared.result() == "found"
+
+    asyncio.run(run())
+    assert went_on == [number for number in range(1000) if number != 5]
+    assert max(b - a for a, b in pairwise(by_turn)) <= MOST_IN_A_TURN
+
+
+def test_an_error_of_shared_work_is_raised_by_all_who_wait_and_a_caller_that_leaves_ends_nothing():
+    async def run() -> list[object]:
+        async def work() -> None:
+            await asyncio.sleep(0)
+            raise ConnectionError
+
+        shared = SharedWork(work())
+        leaving = asyncio.create_task(shared.result())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        found = await asyncio.gather(shared.result(), shared.result(), leaving, return_exceptions=True)
+        return [type(error) for error in found]
+
+    assert asyncio.run(run()) == [ConnectionError, ConnectionError, asyncio.CancelledError]
