@@ -80,7 +80,8 @@ def random_weights(
 
     def make(path: str, likes: Described) -> Mapping[str, jax.Array]:
         first, *_ = [next(remaining) for _ in likes]
-        return random_values(first, likes=tuple(likes.items()), method=methods.get(path))
+        made = random_values(first, likes=tuple(likes.items()), method=methods.get(path))
+        return {name: _narrowed(value, likes[name]) for name, value in made.items()}
 
     return fill(model, make, threads=1)
 
@@ -190,6 +191,7 @@ def _read_module(
             method=method,
             shardings=tuple((name, like.sharding) for name, like in likes.items()),
         )
+        values = {name: _narrowed(value, likes[name]) for name, value in values.items()}
     else:
         values = {name: join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding)}
     if of_inputs is not None:  # fused projections have the same inputs, and one scale that is large enough for all
@@ -225,12 +227,30 @@ def _read_four_bit(
 
 
 def _join_as(like: jax.ShapeDtypeStruct, raw: list[jax.Array], groups: int) -> jax.Array:
-    """As `join`. XLA's CPU backend makes int4 weight by weight; a copy from the host makes it seven times as fast."""
-    sharding = like.sharding
-    if like.dtype != jnp.int4 or jax.default_backend() != "cpu" or not sharding.is_fully_addressable:
-        return join(raw, groups=groups, dtype=like.dtype, sharding=sharding)
-    values = np.asarray(join(raw, groups=groups, dtype=jnp.int8, sharding=sharding))
-    return jax.device_put(values.view(ml_dtypes.int4), sharding)
+    """As `join`, in the type of `like`."""
+    dtype = jnp.int8 if _is_narrowed_later(like.dtype, like.sharding) else like.dtype
+    return _narrowed(join(raw, groups=groups, dtype=dtype, sharding=like.sharding), like)
+
+
+def _is_narrowed_later(dtype: Any, sharding: Sharding) -> bool:
+    """Whether int4 leaves a program as int8. XLA's CPU backend makes int4 weight by weight. A copy from the host makes
+    it seven times as fast."""
+    return dtype == jnp.int4 and jax.default_backend() == "cpu" and sharding.is_fully_addressable
+
+
+def _narrowed(value: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    if value.dtype == like.dtype or value.dtype != jnp.int8:
+        return value
+    return jax.device_put(np.asarray(value).view(ml_dtypes.int4), like.sharding)
+
+
+def _constrained(made: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+    """The results of a program, before they are narrowed."""
+    leaving = {
+        name: value.astype(jnp.int8) if _is_narrowed_later(value.dtype, shardings[name]) else value
+        for name, value in made.items()
+    }
+    return jax.lax.with_sharding_constraint(leaving, dict(shardings))
 
 
 def _read_rows(
@@ -319,7 +339,7 @@ def _join_quantized(
     else:
         weights = [_dequantized(kernel, scale, block) for kernel, scale in zip(raw, scales, strict=True)]
         made = method.quantize(_joined(weights, groups))
-    return jax.lax.with_sharding_constraint(made, dict(shardings))
+    return _constrained(made, dict(shardings))
 
 
 def _dequantized(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int | None) -> jax.Array:
@@ -349,7 +369,7 @@ def random_values(
         made = {name: _noise(seed, like.shape).astype(like.dtype)}
     else:
         made = method.quantize(_noise(seed, like.shape))
-    return jax.lax.with_sharding_constraint(made, {name: like.sharding for name, like in likes})
+    return _constrained(made, {name: like.sharding for name, like in likes})
 
 
 def _noise(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:

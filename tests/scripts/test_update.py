@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from batcher.change import Change
@@ -24,6 +25,7 @@ from model.loading.given_tensors import GivenWeights
 from model.loading.source import DEMO, DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
+from model.network.packed import pack
 from model.quantization.forms import Mixed
 from scripts.building import build
 from scripts.building.build import Built, build_runner, warm_engine
@@ -97,7 +99,6 @@ def bytes_there() -> int:
         ("tied", {}),
         ("gqa2", {"dtype": "bfloat16"}),
         ("tied", {"quantization": "int8"}),
-        ("gqa2", {"quantization": "int4"}),
         ("gqa2", {"kv_cache_dtype": "int8"}),
         ("gqa2", {"attention_backend": "reference"}),
         ("gqa2", {"tensor_parallel_size": 2}),
@@ -273,6 +274,9 @@ def test_a_check_compiles_what_each_form_of_projections_needs(tmp_path):
     compiled = of.runner.num_compiles
     of.loader.update(weights)
     assert of.runner.num_compiles == compiled
+    expected = pack(given(of, other_tensors("gqa2")).load(**of.loader.chips.form))
+    leaves = [jax.tree.leaves(x) for x in (of.runner.weights, nnx.state(expected))]
+    assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(*leaves, strict=True))
 
 
 def test_a_fault_half_way_is_no_refusal(tmp_path, monkeypatch):
