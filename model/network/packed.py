@@ -20,6 +20,7 @@ from model.network.linear import Linear
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import RULES, sharding_of
+from pallas_kernels.cpu import huge_pages
 
 _EMBEDDED = Unquantized()  # of an embedding that is also the head
 
@@ -42,6 +43,7 @@ def pack[M: Llama | EagleHead](model: M) -> M:
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Attention | Mlp | RMSNorm):
             module.in_c = True
+    huge_pages.use(x for x in jax.tree.leaves(nnx.state(model)) if isinstance(x, jax.Array))
     return model
 
 

@@ -59,13 +59,15 @@ static inline void help(void* job) {
 }
 
 static inline void relax(int spins) {
-#if defined(__x86_64__)
-  if (spins < 4000) {
-    __builtin_ia32_pause();
+  if (spins >= 4000) {
+    sched_yield();
     return;
   }
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
 #endif
-  sched_yield();
 }
 
 // Does all parts, and returns when they are done. It waits only for parts that a thread has begun, so a pool whose

@@ -97,7 +97,7 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
             else own[r][g] += (floats)input * of_row[g];
         }
       }
-      if (!is_unpacked) __builtin_prefetch(weights + AHEAD);
+      if (!is_unpacked && rows > 4) __builtin_prefetch(weights + AHEAD);  // fewer rows wait for memory anyway
       inputs += QUAD * size;
       weights += row_size_of(is_rounded, is_unpacked);
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,6 +26,13 @@ from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 SANITIZERS = ("-fsanitize=address,undefined", "-O1")
 FOUND = 99  # the exit code that the test asks of the sanitizers
 PROGRAMS = [Program(num_tokens=64, num_rows=4), Program(num_tokens=4, num_rows=4)]
+FAULTS = {
+    # one pass, several, and more than one block of rows and of inputs
+    "products": partial(products.fault, [(1, 2, 32), (5, 34, 96), (110, 1026, 64)]),
+    "four-bit": partial(four_bit.fault, [(1, 32, 32), (5, 352, 64), (70, 1056, 96)]),
+    # widths with and without a rest, several parts, and more than one chunk of logits
+    "tokens": partial(per_token.fault, [(1, 2), (5, 34), (70, 1026), (2, 9002)]),
+}
 KINDS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "float32"}
 
 
@@ -77,11 +85,8 @@ if __name__ == "__main__":
     for kind in KINDS:
         SelfTest(attention(kind), pages_per_seq=44).run(PROGRAMS)
         print(kind, flush=True)
-    # one pass, several, and more than one block of rows and of inputs
-    print(products.fault([(1, 2, 32), (5, 34, 96), (110, 1026, 64)]) or "products", flush=True)
-    print(four_bit.fault([(1, 32, 32), (5, 352, 64), (70, 1056, 96)]) or "four-bit", flush=True)
-    # widths with and without a rest, several parts, and more than one chunk of logits
-    print(per_token.fault([(1, 2), (5, 34), (70, 1026), (2, 9002)]) or "tokens", flush=True)
+    for name, fault in FAULTS.items():
+        print(fault() or name, flush=True)
     ends = zeros([jax.ShapeDtypeStruct((size,), jnp.int8) for size in (1, 4095, 4096, 100_001)])
     print("wrong zeros" if any(np.asarray(x).any() for x in ends) else "zeros", flush=True)
     code = os.spawnv(
