@@ -4,17 +4,22 @@
 // whole vectors; a piece of V as [16, head_dim]. A part of the work is one KV head of one tile: up to 16 tokens of one
 // row, with all their query heads. It goes over the row's K/V in blocks of 64 tokens with an online softmax. What a
 // query adds up, and in which order, depends on its own row only, not on the tile or on other rows.
+//
+// In bfloat16 a block is copied first, so that two numbers that are multiplied and added together are one word, and its
+// weights are rounded to bfloat16. Other pages are widened to float32 as they are read.
 #include "ffi.h"
 
 enum {
   PIECE = 16,
   BLOCK = 64,
   PIECES = BLOCK / PIECE,
+  PAIR_OF_KEYS = 2 * PIECE * sizeof(uint16_t),  // bytes
   VECTORS_OF_PIECE = PIECE / LANES,
   TILE_TOKENS = 16,
   TILE_QUERIES = 64,  // query heads of a tile's tokens: the rows of its two products
   MAX_HEAD_DIM = 256,
   SPAN = 4,           // vectors of sums of each row of a product that are in registers at once
+  PIECES_AT_ONCE = SPAN / VECTORS_OF_PIECE,
 };
 #if VECTOR_REGISTERS == 32
 #define ROWS_AT_ONCE 6
@@ -22,6 +27,9 @@ enum {
 #define ROWS_AT_ONCE 2
 #endif
 #define MASKED -1e30f  // below every score, but finite
+
+// Two neighbouring bfloat16s: of a query's dims, or the weights of two tokens.
+typedef uint32_t word __attribute__((may_alias));
 
 typedef struct {
   const void* queries;            // [T, N, H]
@@ -71,25 +79,28 @@ static void append_head(const void* arguments, int64_t head) {
       }
 }
 
-// scores [rows, BLOCK] of queries [rows, dim] and the keys of a block. Reads the values of the block ahead.
-INLINE void score(const int rows, const float* queries, int64_t dim, const char* const* pieces, int64_t to_values,
-                  float* scores, const int reads_ahead, const enum Kind kind) {
-  enum { PIECES_AT_ONCE = SPAN / VECTORS_OF_PIECE };
-  UNROLL for (int first = 0; first < PIECES; first += PIECES_AT_ONCE) {
+// Into the second cache: what is ahead of a step of many rows is more than the first holds.
+INLINE void read_ahead(const char* from) { __builtin_prefetch(from, 0, 2); }
+
+// scores [rows, BLOCK] of queries [rows, dim] and the keys of a block's first pieces. Reads their values ahead.
+INLINE void score(const int rows, const int at_once, const float* queries, int64_t dim, const char* const* pieces,
+                  int64_t num_pieces, int64_t to_values, float* scores, const int reads_ahead, const enum Kind kind) {
+  const int vectors = at_once * VECTORS_OF_PIECE;
+  for (int64_t first = 0; first < num_pieces; first += at_once) {
     floats sums[ROWS_AT_ONCE][SPAN];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < SPAN; v++) sums[r][v] = all(0);
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = all(0);
     for (int64_t d = 0; d < dim; d++) {
       floats keys[SPAN];
-      UNROLL for (int v = 0; v < SPAN; v++)
+      UNROLL for (int v = 0; v < vectors; v++)
         keys[v] = load(pieces[first + v / VECTORS_OF_PIECE], d * PIECE + v % VECTORS_OF_PIECE * LANES, kind);
-      if (reads_ahead) UNROLL for (int p = 0; p < PIECES_AT_ONCE; p++)
-        __builtin_prefetch(pieces[first + p] + to_values + d * PIECE * size_of(kind));
+      if (reads_ahead) UNROLL for (int p = 0; p < at_once; p++)
+        read_ahead(pieces[first + p] + to_values + d * PIECE * size_of(kind));
       UNROLL for (int r = 0; r < rows; r++) {
         floats query = all(queries[r * dim + d]);
-        UNROLL for (int v = 0; v < SPAN; v++) sums[r][v] += query * keys[v];
+        UNROLL for (int v = 0; v < vectors; v++) sums[r][v] += query * keys[v];
       }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < SPAN; v++)
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++)
       *(floats*)(scores + r * BLOCK + first * PIECE + v * LANES) = sums[r][v];
   }
 }
@@ -108,7 +119,7 @@ INLINE void weigh_dims(const int rows, const int vectors, const float* weights, 
     UNROLL for (int v = 0; v < vectors; v++)
       values[v] = load(pieces[i / PIECE] + to_values, at + v * LANES, kind);
     if (reads_ahead) UNROLL for (int line = 0; line < vectors * LANES * size_of(kind); line += 64)
-      __builtin_prefetch(next[i / PIECE] + at * size_of(kind) + line);
+      read_ahead(next[i / PIECE] + at * size_of(kind) + line);
     UNROLL for (int r = 0; r < rows; r++) {
       floats weight = all(weights[r * BLOCK + i]);
       UNROLL for (int v = 0; v < vectors; v++) own[r][v] += weight * values[v];
@@ -128,6 +139,74 @@ INLINE void weigh(const int rows, const float* weights, const char* const* piece
     weigh_dims(rows, 1, weights, pieces, next, to_values, sums, dim, from, count, reads_ahead, kind);
 }
 
+// LANES numbers of two rows of bfloat16s as words: each has one of both.
+INLINE words paired(const uint16_t* even, const uint16_t* odd) {
+#if defined(__AVX512BW__)
+  const words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  __m256i low = _mm256_loadu_si256((const __m256i_u*)even), high = _mm256_loadu_si256((const __m256i_u*)odd);
+  __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  return (words)_mm512_permutexvar_epi16((__m512i)(lanes | (lanes + LANES) << 16), both);
+#else
+  return widened_halves(even) | widened_halves(odd) << 16;
+#endif
+}
+
+// The keys of a block's first pieces in pairs of dims: [dim / 2, BLOCK].
+INLINE void pair_keys(const char* const* pieces, int64_t num_pieces, int64_t dim, word* keys) {
+  for (int64_t piece = 0; piece < num_pieces; piece++)
+    for (int64_t d = 0; d < dim; d += 2) UNROLL for (int i = 0; i < PIECE; i += LANES) {
+      const uint16_t* even = (const uint16_t*)pieces[piece] + d * PIECE + i;
+      *(words*)(keys + d / 2 * BLOCK + piece * PIECE + i) = paired(even, even + PIECE);
+    }
+}
+
+// The block's first `count` values in pairs of tokens: [BLOCK / 2, dim]. What the last one is paired with is 0.
+INLINE void pair_values(const char* const* pieces, int64_t to_values, int64_t count, int64_t dim, word* values) {
+  for (int64_t i = 0; i < count; i += 2)
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const uint16_t* even = (const uint16_t*)(pieces[i / PIECE] + to_values) + i % PIECE * dim + d;
+      *(words*)(values + i / 2 * dim + d) = i + 1 < count ? paired(even, even + dim) : widened_halves(even);
+    }
+}
+
+// A product of pairs. In each step of its depth it reads so many bytes of a block's pieces ahead.
+typedef struct {
+  const word* inputs;        // [rows, stride], the first `depth` of each row
+  const word* pairs;         // [depth, width]
+  float* sums;               // [rows, width]
+  const char* const* ahead;  // from `offset_ahead` on
+  int64_t stride, depth, width, bytes_ahead, offset_ahead;
+} Pairs;
+
+// `continues`: adds to what is in `sums`. Of the width it does `vectors` vectors from `from` on.
+INLINE void multiply_vectors(const Pairs* p, const int rows, const int vectors, int64_t from, const int continues) {
+  floats own[ROWS_AT_ONCE][SPAN];
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++)
+    own[r][v] = continues ? *(floats*)(p->sums + r * p->width + from + v * LANES) : all(0);
+  for (int64_t d = 0; d < p->depth; d++) {
+    if (p->bytes_ahead) UNROLL for (int piece = 0; piece < PIECES; piece++)
+      read_ahead(p->ahead[piece] + p->offset_ahead + d * p->bytes_ahead + from);
+    UNROLL for (int term = 0; term < TERMS_OF_PAIR; term++) {
+      floats factors[SPAN];
+      UNROLL for (int v = 0; v < vectors; v++)
+        factors[v] = term_of(*(words*)(p->pairs + d * p->width + from + v * LANES), term);
+      UNROLL for (int r = 0; r < rows; r++) {
+        floats input = term_of(p->inputs[r * p->stride + d] - (words){0}, term);
+        UNROLL for (int v = 0; v < vectors; v++) own[r][v] = add_terms(own[r][v], input, factors[v]);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++)
+    *(floats*)(p->sums + r * p->width + from + v * LANES) = own[r][v];
+}
+
+// The same for the width up to `end`.
+INLINE void multiply_pairs(const Pairs* p, const int rows, int64_t end, const int continues) {
+  int64_t from = 0;
+  for (; from + SPAN * LANES <= end; from += SPAN * LANES) multiply_vectors(p, rows, SPAN, from, continues);
+  for (; from < end; from += LANES) multiply_vectors(p, rows, 1, from, continues);
+}
+
 // Runs a call for `left` rows, at most ROWS_AT_ONCE, with their number `R` as a constant: the sums are then in registers.
 #define CASE(n, CALL) \
   case n: {           \
@@ -142,8 +221,12 @@ INLINE void weigh(const int rows, const float* weights, const char* const* piece
   switch (left) { CASE(1, CALL) CASE(2, CALL) }
 #endif
 
-// One step of the online softmax of one query: its scores become weights. `count` of the block's tokens are visible.
-INLINE void soften(float* scores, int64_t count, float* sums, int64_t dim, float* maximum, float* total) {
+// One step of the online softmax of one query: its scores become weights, in bfloat16 if the block is `paired`. `count` of
+// the block's tokens are visible.
+INLINE void soften(const Attention* a, float* scores, int64_t count, float* sums, float* maximum, float* total,
+                   const int paired) {
+  if (paired)
+    for (int i = 0; i < BLOCK; i += LANES) *(floats*)(scores + i) *= a->scale;
   for (int64_t i = count < 0 ? 0 : count; i < BLOCK; i++) scores[i] = MASKED;
   floats greatest = *(floats*)scores;
   for (int i = LANES; i < BLOCK; i += LANES) greatest = greater_of(*(floats*)(scores + i), greatest);
@@ -153,23 +236,30 @@ INLINE void soften(float* scores, int64_t count, float* sums, int64_t dim, float
   for (int64_t i = count < 0 ? 0 : count; i < BLOCK; i++) scores[i] = 0;
   floats added = *(floats*)scores;
   for (int i = LANES; i < BLOCK; i += LANES) added += *(floats*)(scores + i);
-  floats shrink = exponential(all(before) - now);
-  *total = *total * shrink[0] + sum_of(added);
+  if (now != before) {
+    floats shrink = exponential(all(before) - now);
+    *total *= shrink[0];
+    for (int64_t d = 0; d < a->head_dim; d += LANES) *(floats*)(sums + d) *= shrink;
+  }
+  *total += sum_of(added);
   *maximum = now;
-  if (now != before)
-    for (int64_t d = 0; d < dim; d += LANES) *(floats*)(sums + d) *= shrink;
+  if (paired)
+    for (int i = 0; i < BLOCK; i += LANES) store(scores, i, *(floats*)(scores + i), BFLOAT16);
 }
 
 INLINE void attend_tile(const Attention* a, int64_t row, int64_t first, int64_t head, const enum Kind kind) {
   float queries[TILE_QUERIES * MAX_HEAD_DIM], sums[TILE_QUERIES * MAX_HEAD_DIM], scores[TILE_QUERIES * BLOCK];
   float maxima[TILE_QUERIES], totals[TILE_QUERIES];
+  const int paired = kind == BFLOAT16;
+  word keys[paired ? MAX_HEAD_DIM / 2 * BLOCK : 1], values[paired ? BLOCK / 2 * MAX_HEAD_DIM : 1];
   int64_t dim = a->head_dim, group = a->num_heads / a->num_kv_heads, end = a->starts[row + 1], len = a->lens[row];
   int64_t tokens = end - first < a->tokens_of_tile ? end - first : a->tokens_of_tile, rows = tokens * group;
   int64_t position = len - (end - first), visible = position + tokens, to_values = values_after(a);
 
   for (int64_t r = 0; r < rows; r++) {
     int64_t at = ((first + r / group) * a->num_heads + head * group + r % group) * dim;
-    for (int64_t d = 0; d < dim; d += LANES)
+    if (paired) memcpy(queries + r * dim, (const uint16_t*)a->queries + at, dim * sizeof(uint16_t));
+    else for (int64_t d = 0; d < dim; d += LANES)
       *(floats*)(queries + r * dim + d) = load(a->queries, at + d, a->of_queries) * a->scale;
     maxima[r] = MASKED;
     totals[r] = 0;
@@ -177,21 +267,41 @@ INLINE void attend_tile(const Attention* a, int64_t row, int64_t first, int64_t 
   memset(sums, 0, rows * dim * sizeof *sums);
 
   for (int64_t from = 0; from < visible; from += BLOCK) {
-    int64_t count = visible - from < BLOCK ? visible - from : BLOCK;
+    int64_t count = visible - from < BLOCK ? visible - from : BLOCK, num_pieces = (count + PIECE - 1) / PIECE;
     const char *pieces[PIECES], *next[PIECES];
     for (int p = 0; p < PIECES; p++) {
       pieces[p] = piece_at(a, row, head, from + p * PIECE, visible);
       next[p] = piece_at(a, row, head, from + BLOCK + p * PIECE, visible);
     }
+    if (paired) pair_keys(pieces, num_pieces, dim, keys);
     for (int64_t r = 0; r < rows; r += ROWS_AT_ONCE) {
       int64_t left = rows - r < ROWS_AT_ONCE ? rows - r : ROWS_AT_ONCE;
-      OF_ROWS(left, score(R, queries + r * dim, dim, pieces, to_values, scores + r * BLOCK, r == 0, kind))
+      const float* of_rows = queries + r * dim;
+      float* to = scores + r * BLOCK;
+      if (paired) {
+        Pairs pairs = {.inputs = (const word*)of_rows, .stride = dim, .depth = dim / 2, .pairs = keys, .width = BLOCK,
+                       .sums = to, .ahead = pieces, .offset_ahead = to_values, .bytes_ahead = r == 0 ? PAIR_OF_KEYS : 0};
+        OF_ROWS(left, multiply_pairs(&pairs, R, num_pieces * PIECE, 0))
+      } else if (num_pieces == PIECES) {
+        OF_ROWS(left, score(R, PIECES_AT_ONCE, of_rows, dim, pieces, PIECES, to_values, to, r == 0, kind))
+      } else {
+        OF_ROWS(left, score(R, 1, of_rows, dim, pieces, num_pieces, to_values, to, r == 0, kind))
+      }
     }
     for (int64_t r = 0; r < rows; r++)
-      soften(scores + r * BLOCK, position + r / group + 1 - from, sums + r * dim, dim, maxima + r, totals + r);
+      soften(a, scores + r * BLOCK, position + r / group + 1 - from, sums + r * dim, maxima + r, totals + r, paired);
+    if (paired) pair_values(pieces, to_values, count, dim, values);
     for (int64_t r = 0; r < rows; r += ROWS_AT_ONCE) {
       int64_t left = rows - r < ROWS_AT_ONCE ? rows - r : ROWS_AT_ONCE;
-      OF_ROWS(left, weigh(R, scores + r * BLOCK, pieces, next, to_values, sums + r * dim, dim, count, r == 0, kind))
+      const float* weights = scores + r * BLOCK;
+      float* to = sums + r * dim;
+      if (paired) {
+        Pairs pairs = {.inputs = (const word*)weights, .stride = BLOCK, .depth = (count + 1) / 2, .pairs = values,
+                       .width = dim, .sums = to, .ahead = next, .bytes_ahead = r == 0 ? dim : 0};
+        OF_ROWS(left, multiply_pairs(&pairs, R, dim, 1))
+      } else {
+        OF_ROWS(left, weigh(R, weights, pieces, next, to_values, to, dim, count, r == 0, kind))
+      }
     }
   }
 

@@ -15,16 +15,19 @@ enum { QUADS = INT8 + 1 };  // a kind of products: int8 on both sides
 // Many rows are multiplied a block at a time, with a part of a panel at a time: both stay in a core's second cache.
 #define ROWS_OF_BLOCK (8 * MAX_ROWS)
 #define DEPTH_OF_BLOCK 512
+// Rows of inputs that are a multiple of 4 KiB long push each other out of a core's first cache. A copy of them has gaps.
+#define GAP 16  // words
+#define ROWS_OF_COPY 16
 
 typedef struct {
-  const word* inputs;  // [rows, depth]
+  const word* inputs;  // [rows, stride], of which `depth` are used
   const char* kernel;  // [panels, depth, PANEL], of what one input is multiplied with
   char* out;           // [rows, panels * PANEL]
   const Rounding* of_inputs;  // QUADS
   const float* scales;        // [panels * PANEL]; NULL: the sums are not multiplied
   int kind;
   enum Kind of_out;
-  int64_t rows, depth, panels, panels_of_part;
+  int64_t rows, depth, stride, panels, rows_of_part, panels_of_part;
 } Product;
 
 INLINE int64_t row_size_of(const int kind) { return PANEL * (kind == INT8 ? 1 : sizeof(word)); }
@@ -81,7 +84,7 @@ INLINE void multiply_panel(const Product* p, int64_t panel, int64_t row, int64_t
     int64_t depth = p->depth - from < block ? p->depth - from : block;
     for (int64_t pass = 0, done = 0; pass < passes; pass++) {
       int64_t count = (rows - done + passes - pass - 1) / (passes - pass);
-      multiply_rows(count, p->inputs + (row + done) * p->depth + from, p->depth, weights + from * row_size_of(kind),
+      multiply_rows(count, p->inputs + (row + done) * p->stride + from, p->stride, weights + from * row_size_of(kind),
                     depth, sums + done * PANEL, from > 0, kind);
       done += count;
     }
@@ -93,9 +96,12 @@ INLINE void multiply_panel(const Product* p, int64_t panel, int64_t row, int64_t
   }
 }
 
+INLINE int64_t row_parts_of(const Product* p) { return (p->rows + p->rows_of_part - 1) / p->rows_of_part; }
+
 INLINE void multiply_part(const Product* p, int64_t part, const int kind) {
-  int64_t first = part * p->panels_of_part, end = first + p->panels_of_part;
-  for (int64_t row = 0; row < p->rows; row += ROWS_OF_BLOCK)
+  int64_t first = part / row_parts_of(p) * p->panels_of_part, end = first + p->panels_of_part;
+  int64_t from = part % row_parts_of(p) * p->rows_of_part, to = from + p->rows_of_part;
+  for (int64_t row = from; row < to && row < p->rows; row += ROWS_OF_BLOCK)
     for (int64_t panel = first; panel < end && panel < p->panels; panel++)
       multiply_panel(p, panel, row, p->rows - row < ROWS_OF_BLOCK ? p->rows - row : ROWS_OF_BLOCK, kind);
 }
@@ -109,8 +115,10 @@ static void multiply(const void* product, int64_t part) {
   }
 }
 
+// Few panels are shared between threads by blocks of rows, too.
 INLINE Product product_of(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Buffer *inputs = argument(frame, 0), *kernel = argument(frame, 1), *out = result(frame, 0);
+  int64_t at_once = panels_of_part(kernel->dims[0]);
   return (Product){
       .inputs = inputs->data,
       .kernel = kernel->data,
@@ -119,29 +127,51 @@ INLINE Product product_of(XLA_FFI_CallFrame* frame) {
       .of_out = kind_of(out),
       .rows = inputs->dims[0],
       .depth = kernel->dims[1],
+      .stride = kernel->dims[1],
       .panels = kernel->dims[0],
-      .panels_of_part = panels_of_part(kernel->dims[0]),
+      .rows_of_part = at_once > 1 && inputs->dims[0] ? inputs->dims[0] : ROWS_OF_BLOCK,
+      .panels_of_part = at_once,
   };
 }
 
-static void multiply_all(XLA_FFI_CallFrame* frame, const Product* p) {
-  in_parallel(frame, (p->panels + p->panels_of_part - 1) / p->panels_of_part, multiply, p);
+typedef struct {
+  const word* from;  // [rows, depth]
+  word* to;          // [rows, depth + GAP]
+  int64_t rows, depth;
+} Copy;
+
+static void copy_rows(const void* copy, int64_t part) {
+  const Copy* c = copy;
+  for (int64_t row = part * ROWS_OF_COPY; row < (part + 1) * ROWS_OF_COPY && row < c->rows; row++)
+    memcpy(c->to + row * (c->depth + GAP), c->from + row * c->depth, c->depth * sizeof(word));
 }
 
-// (inputs [T, in], kernel [out / PANEL, in, PANEL], perhaps scales of its outputs f32[out]) -> [T, out], which is of
-// float32 or bfloat16. The inputs are of float32; with a kernel [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of
-// bfloat16.
+// `gapped`: room for a copy of the inputs with gaps, if they need one; else it has no rows.
+static void multiply_all(XLA_FFI_CallFrame* frame, Product* p, const XLA_FFI_Buffer* gapped) {
+  if (gapped->dims[0]) {
+    Copy copy = {p->inputs, gapped->data, p->rows, p->depth};
+    in_parallel(frame, (p->rows + ROWS_OF_COPY - 1) / ROWS_OF_COPY, copy_rows, &copy);
+    p->inputs = gapped->data;
+    p->stride += GAP;
+  }
+  int64_t panel_parts = (p->panels + p->panels_of_part - 1) / p->panels_of_part;
+  in_parallel(frame, panel_parts * row_parts_of(p), multiply, p);
+}
+
+// (inputs [T, in], kernel [out / PANEL, in, PANEL], perhaps scales of its outputs f32[out]) -> (out [T, out] of float32 or
+// bfloat16, and what only this function uses: the inputs with gaps, or [0]). The inputs are of float32; with a kernel
+// [out / PANEL, in / 2, PANEL * 2] of bfloat16, they are of bfloat16.
 XLA_FFI_Error* pallas_serve_multiply(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   Product product = product_of(frame);
   if (frame->args.size == 3) product.scales = argument(frame, 2)->data;
-  multiply_all(frame, &product);
+  multiply_all(frame, &product, result(frame, 1));
   return NULL;
 }
 
 // (inputs [T, in] of float32 or bfloat16, kernel i8[out / PANEL, in / 4, PANEL * 4], its scales f32[out], the scale of
 // the inputs f32[1]; f32[0]: each row has its own) -> (out [T, out] of float32 or bfloat16, and what only this function
-// uses: the rounded inputs i8[T, in], their scales f32[T] and sums i32[T]).
+// uses: the rounded inputs i8[T, in], their scales f32[T] and sums i32[T], and the rounded inputs with gaps, or [0]).
 XLA_FFI_Error* pallas_serve_multiply_rounded(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   XLA_FFI_Buffer *inputs = argument(frame, 0), *stored = argument(frame, 3);
@@ -162,6 +192,6 @@ XLA_FFI_Error* pallas_serve_multiply_rounded(XLA_FFI_CallFrame* frame) {
   product.of_inputs = &rounding;
   product.scales = argument(frame, 2)->data;
   round_all(frame, &rounding);
-  multiply_all(frame, &product);
+  multiply_all(frame, &product, result(frame, 4));
   return NULL;
 }

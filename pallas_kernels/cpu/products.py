@@ -17,6 +17,8 @@ PANEL = 32  # outputs of a panel (products.c)
 TESTED = ((1, 34, 32), (13, 34, 96))  # rows, inputs and outputs of the self-test's products
 # Dtype of a kernel -> neighbouring inputs whose weights are stored together.
 TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 1}
+CACHE_WAY = 4096  # bytes: addresses so far apart share a few lines of a core's first cache
+GAP = 64  # bytes between the rows of a copy (products.c)
 TOGETHER_ROUNDED = 4  # the same, of int8 that is multiplied with inputs rounded to int8
 
 
@@ -53,9 +55,10 @@ def multiply(
     """
     library.load(None)  # an engine has loaded it already, from its folder
     of_inputs = jnp.bfloat16 if panels.dtype == jnp.bfloat16 else jnp.float32
-    result = jax.ShapeDtypeStruct((inputs.shape[0], panels.shape[0] * PANEL), out_dtype)
+    inputs = inputs.astype(of_inputs)
+    out = jax.ShapeDtypeStruct((inputs.shape[0], panels.shape[0] * PANEL), out_dtype)
     scales = () if scale is None else (scale,)
-    return jax.ffi.ffi_call(MULTIPLY, result)(inputs.astype(of_inputs), panels, *scales)
+    return jax.ffi.ffi_call(MULTIPLY, (out, _gapped(inputs.shape, inputs.dtype)))(inputs, panels, *scales)[0]
 
 
 def multiply_rounded(
@@ -83,9 +86,17 @@ def multiply_rounded(
         like(inputs.shape, jnp.int8),
         like((rows,), jnp.float32),
         like((rows,), jnp.int32),
+        _gapped(inputs.shape, jnp.dtype(jnp.int8)),
     )
     stored = jnp.zeros(0, jnp.float32) if input_scale is None else input_scale.reshape(1)
     return jax.ffi.ffi_call(MULTIPLY_ROUNDED, results)(inputs, panels, scale, stored)[0]
+
+
+def _gapped(shape: Sequence[int], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    """Room for a copy of the inputs with gaps between their rows, where rows would push each other out of the cache."""
+    rows, size = shape[0], shape[1] * dtype.itemsize
+    needed = rows > 1 and size % CACHE_WAY == 0
+    return jax.ShapeDtypeStruct((rows, (size + GAP) // dtype.itemsize) if needed else (0,), dtype)
 
 
 def rows_of(panels: jax.Array, rows: jax.Array) -> jax.Array:

@@ -129,18 +129,27 @@ INLINE floats greater_of(floats a, floats b) {
   return (floats)((is_greater & (ints)a) | (~is_greater & (ints)b));
 }
 
+// Of all lanes: halves of what is left are added until one is. AVX-512's instructions do the same, without the stack.
 INLINE float sum_of(floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float s[LANES];
   memcpy(s, &v, sizeof s);
   for (int n = LANES / 2; n; n /= 2)
     for (int i = 0; i < n; i++) s[i] += s[i + n];
   return s[0];
+#endif
 }
 
 INLINE float greatest_of(floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float greatest = v[0];
   for (int i = 1; i < LANES; i++) greatest = v[i] > greatest ? v[i] : greatest;
   return greatest;
+#endif
 }
 
 // e^x for x <= 0, within 2e-7 of it; below -87 it is e^-87. A NaN stays one.
