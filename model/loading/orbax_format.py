@@ -29,6 +29,7 @@ from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
 from model.loading.kv_ranges import save_kv_ranges
 from model.loading.parts import Parts
+from model.loading.stored_weights import DESCRIPTION_FILE
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
@@ -36,7 +37,6 @@ from model.quantization.forms import Activations, Rounding, form_named, is_form_
 
 FORMAT = 7
 DTYPES = ("bfloat16", "float32")
-DESCRIPTION_FILE = "stored.json"
 _ARRAYS = "arrays"
 _DRIVERS = {GCS: "gcs", "s3": "s3"}  # of TensorStore, by the schemes of URLs
 _INDEX_CACHE_BYTES = 100 << 20  # of TensorStore, for the tables that locate arrays in its files

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from model.inputs.gguf import is_gguf
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
-from model.loading.orbax_format import DESCRIPTION_FILE
-from model.loading.stored_weights import StoredWeights
+from model.loading.stored_weights import DESCRIPTION_FILE, StoredWeights
 from model.loading.tensor_files import files_in
 
 _FILES_AT_ONCE = 8

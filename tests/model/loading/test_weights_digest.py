@@ -14,9 +14,8 @@ import pytest
 from model.config import LlamaConfig
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
-from model.loading.orbax_format import DESCRIPTION_FILE
 from model.loading.source import DEMO_FOLDER
-from model.loading.stored_weights import find_weights
+from model.loading.stored_weights import DESCRIPTION_FILE, find_weights
 from model.loading.weights_digest import files_digest, weights_digest
 
 WEIGHTS = "model.safetensors"
