@@ -101,8 +101,8 @@ def test_a_start_says_what_differs(settings, fact, there):
     Made(target="v6e:1x1", facts=facts | {fact: there, CODE: "another"}, programs=4).write(folder)
     found = made_for(folder, start.runner, start.shaped_by)
     assert found.num_pages is None
-    expected = f"the programs made elsewhere for v6e:1x1 are not used: {fact}: {there} there, {facts[fact]} here"
-    assert found.remark == expected
+    assert found.remark.startswith(f"the programs made elsewhere for v6e:1x1 are not used: {fact}: {there} there, ")
+    assert "; " not in found.remark
 
 
 def test_other_flags_and_other_code_are_named(settings):
@@ -115,7 +115,8 @@ def test_other_flags_and_other_code_are_named(settings):
     )
     other = described(replace(settings, max_model_len=16))
     remark = made_for(folder, other.runner, other.shaped_by).remark
-    assert "the limits: " in remark and "max_model_len=32" in remark and "max_model_len=16" in remark
+    assert "the limits: max_model_len=32 there, max_model_len=16 here" in remark
+    assert len(remark) < 400
 
 
 @pytest.mark.parametrize(
