@@ -15,6 +15,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -33,6 +34,7 @@ FOLDER = "precompiled"  # in that of compiled programs
 PAGES = "K/V pages"
 CODE = "the code, or an option of jax"  # the digest also holds most other facts
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables from which XLA reads options
+MOST_SHOWN = 160  # characters of a fact in a message
 LEAST_SHARE = 0.95  # of the pages that there is room for: a start does without the programs rather than take fewer
 
 
@@ -126,8 +128,8 @@ def made_for(folder: Place | None, runner: ModelRunner, shapes: Mapping[str, str
         remark = f"{made.programs} programs for {made.num_pages} K/V pages were made elsewhere, for {made.target}"
         return Found(made.num_pages, remark)
     nearest = min(known, key=lambda made: len(made.differences(facts)))
-    reasons = (f"{name}: {there} there, {here} here" for name, (there, here) in nearest.differences(facts).items())
-    return Found(None, f"the programs made elsewhere for {nearest.target} are not used: {'; '.join(reasons)}")
+    reasons = "; ".join(f"{name}: {_told_apart(*pair)}" for name, pair in nearest.differences(facts).items())
+    return Found(None, f"the programs made elsewhere for {nearest.target} are not used: {reasons}")
 
 
 def is_made(folder: Place, facts: Mapping[str, str]) -> bool:
@@ -145,6 +147,13 @@ def _read(folder: Place) -> list[Made]:
         except (OSError, ValueError) as error:
             logger.warning("a list of programs that were made elsewhere cannot be read: %s", error)
     return lists
+
+
+def _told_apart(there: str, here: str) -> str:
+    """What each text has and the other has not, of the parts between commas."""
+    parts = [text.split(", ") for text in (there, here)]
+    own = (", ".join(part for part in parts[i] if part not in parts[1 - i]) or "nothing more" for i in range(2))
+    return " there, ".join(shorten(text, MOST_SHOWN, placeholder="...") for text in own) + " here"
 
 
 def _list(folder: Place, facts: Mapping[str, str]) -> Place:

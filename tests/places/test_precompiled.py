@@ -6,11 +6,10 @@ import pytest
 
 from model.compiling.compile_cache import keep_compilations
 from scripts import precompile
-from scripts.building.build import build_runner
 from scripts.flags.settings import EngineSettings
 from tests.conftest import COMPILED
 from tests.model import checkpoints
-from tests.scripts.precompile_one import OneStep, described
+from tests.scripts.precompile_one import built, described
 
 pytestmark = pytest.mark.clients
 
@@ -30,9 +29,9 @@ def test_a_start_finds_programs_in_a_bucket(store, tmp_path):
         precompile.fill(described(asked), "a CPU", said.append)
         assert said[-1] == "gs://results/programs has these 4 programs for a CPU already"
 
-        built = build_runner(asked, said.append)
+        started = built(asked, said)
         assert any("4 programs for" in line and "made elsewhere, for a CPU" in line for line in said)
-        built.runner.warm_up(OneStep(built.ladder.config).buckets(), said.append)
+        started.runner.warm_up(started.ladder.buckets(), said.append)
         assert "(4 came from the disk" in said[-2] and said[-2].endswith("4 were traced before)")
     finally:
         keep_compilations(COMPILED)

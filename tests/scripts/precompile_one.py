@@ -20,10 +20,16 @@ class OneStep(BucketLadder):
         return [bucket for bucket in super().buckets() if bucket.decode_only and bucket.variant is Variant.GREEDY][:1]
 
 
+def built(settings: EngineSettings, said: list[str], **options: bool) -> build.Built:
+    """A runner with the one step. It keeps programs in JAX's cache alone, as on a TPU."""
+    start = build.build_runner(settings, said.append, **options)
+    start.runner.programs._export_folder = None
+    return replace(start, ladder=OneStep(start.ladder.config))
+
+
 def described(settings: EngineSettings) -> build.Built:
-    """A runner without weights, with the one step."""
-    built = build.build_runner(settings, lambda line: None, only_programs=True)
-    return replace(built, ladder=OneStep(built.ladder.config))
+    """As `built`, without weights."""
+    return built(settings, [], only_programs=True)
 
 
 if __name__ == "__main__":
