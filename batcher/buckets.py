@@ -88,14 +88,14 @@ class BucketLadder:
     Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
     limits: it is rare, and its programs are heavy. EMBED has every `_EMBED_STRIDE`-th T from the largest down, with the
-    most rows of each. Speculative buckets and those of several steps have the row rungs of decodes up to their limits,
-    in both variants. With `adapters` each of these buckets exists twice. A step takes the bucket with `has_adapters` if
+    most rows of each. Speculative buckets and those of several steps have powers of two up to their limits, in both
+    variants. With `adapters` each of these buckets exists twice. A step takes the bucket with `has_adapters` if
     one of its rows has an adapter; other steps are faster in the bucket without.
     """
 
     def __init__(self, config: BucketConfig) -> None:
         self.config = config
-        self._decode = self._decode_rungs(config.max_num_seqs)
+        self._decode = _powers(config.min_decode_rows, config.max_num_seqs, config.decode_rungs_apart)
         tokens = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)
         if config.half_steps:
             halves = {
@@ -112,17 +112,12 @@ class BucketLadder:
                 self._mixed.append((t, [*few, fitting[-1]]))
         self._tokens = [t for t, _ in self._mixed]
         thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]
-        self._draft = self._decode_rungs(config.max_draft_rows)
-        self._multi_step = self._decode_rungs(config.max_multi_step_rows)
+        each = _powers(config.min_decode_rows, config.max_num_seqs)
+        self._draft = [s for s in each if s <= config.max_draft_rows]
+        self._multi_step = [s for s in each if s <= config.max_multi_step_rows]
         self._embed = sorted(Bucket(t, min(config.max_num_seqs, t - 1), Variant.EMBED) for t in thinned if t > 1)
         self._score = Bucket(config.max_num_batched_tokens, config.max_num_seqs, Variant.SCORE)
         self._buckets = self._all()
-
-    def _decode_rungs(self, most: int) -> list[int]:
-        """Those of decodes up to `most` rows, and the largest power of two (or limit) that is not above."""
-        c = self.config
-        largest = max((s for s in _powers(c.min_decode_rows, c.max_num_seqs) if s <= most), default=0)
-        return _powers(c.min_decode_rows, largest, c.decode_rungs_apart) if largest else []
 
     def buckets(self) -> list[Bucket]:
         """All of them, cheapest first."""
