@@ -16,7 +16,7 @@ PROMPTS = [
     for count in ("two", "seven")
     for kind in ("boy", "girl", "dog", "cat", "bird", "king", "frog", "bear")
 ]
-GREEDY = {"temperature": 0, "max_tokens": 60, "logprobs": 2}
+GREEDY = {"temperature": 0, "max_tokens": 40, "logprobs": 2}
 SHORT = GREEDY | {"min_tokens": 16, "logit_bias": {"1521": 100}}  # longer outputs then come unforeseen
 # A prompt takes several steps, and rows are preempted: they do not all fit in the pages.
 LIMITS = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 24, "page_size": 16, "num_pages": 24}
