@@ -29,7 +29,7 @@ from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
 from model.loading.kv_ranges import save_kv_ranges
 from model.loading.parts import Parts
-from model.loading.stored_weights import DESCRIPTION_FILE
+from model.loading.source import CONVERSION_FILE
 from model.loading.weights import fill_each
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
@@ -56,9 +56,9 @@ class Description:
     @classmethod
     def read(cls, folder: Place) -> Self:
         """Raises ValueError if the conversion is unfinished, of another format, or damaged."""
-        path = folder / DESCRIPTION_FILE
+        path = folder / CONVERSION_FILE
         if not path.exists():
-            raise ValueError(f"{folder} holds no finished conversion ({DESCRIPTION_FILE} is missing): convert again")
+            raise ValueError(f"{folder} holds no finished conversion ({CONVERSION_FILE} is missing): convert again")
         try:
             raw = read_object(path)
         except ValueError as error:
@@ -84,7 +84,7 @@ class Description:
 
     def write(self, folder: Place) -> None:
         """Writes the file whole or not at all."""
-        write_whole(folder / DESCRIPTION_FILE, (json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n").encode())
+        write_whole(folder / CONVERSION_FILE, (json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n").encode())
 
     def check(self, folder: Place, config: LlamaConfig) -> None:
         """Raises ValueError if `folder` holds another model."""
@@ -175,7 +175,7 @@ def load_orbax(
         parts = Parts.of(name, axes, stored.shape, config)
         checksums = description.checksums.get(name)
         if checksums is None or len(checksums) != parts.count:
-            raise ValueError(f"{folder / DESCRIPTION_FILE} lacks checksums of {name}: convert again")
+            raise ValueError(f"{folder / CONVERSION_FILE} lacks checksums of {name}: convert again")
         array = _StoredArray(folder, name, parts, stored.dtype, checksums, context)
         return array.on_chips(like, num_shards_of(mesh))
 

@@ -26,6 +26,8 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 COPIES = Path(constants.HF_HOME) / "pallas-serve"  # of files in buckets, next to what comes from the hub
 
+# In a folder of converted weights. `orbax_format` reads it, whose import takes most of a second.
+CONVERSION_FILE = "stored.json"
 UNFINISHED = "unfinished-conversion.json"  # in a folder that scripts/convert_checkpoint.py has not finished
 
 _WEIGHT_FILES = ["*.safetensors"]

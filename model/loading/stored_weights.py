@@ -20,7 +20,6 @@ from model.network.llama import Llama
 from model.quantization.forms import Activations, FourBit, Mixed, Rounding, WeightForm, form_named
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
-DESCRIPTION_FILE = "stored.json"  # in it; `orbax_format` reads it, whose import takes most of a second
 
 
 @dataclass(frozen=True, kw_only=True)

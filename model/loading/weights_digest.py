@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from model.inputs.gguf import is_gguf
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
-from model.loading.stored_weights import DESCRIPTION_FILE, StoredWeights
+from model.loading.source import CONVERSION_FILE
+from model.loading.stored_weights import StoredWeights
 from model.loading.tensor_files import files_in
 
 _FILES_AT_ONCE = 8
@@ -31,7 +32,7 @@ def weights_digest(stored: StoredWeights) -> str:
 def files_of(stored: StoredWeights) -> list[Place]:
     """The files whose content decides the weights."""
     if stored.is_converted:
-        return [stored.path / DESCRIPTION_FILE]  # with the checksums of all parts of all arrays
+        return [stored.path / CONVERSION_FILE]  # with the checksums of all parts of all arrays
     if is_gguf(stored.path):
         return [stored.path]
     return [stored.path / name for name in files_in(stored.path)]

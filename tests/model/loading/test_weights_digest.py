@@ -14,8 +14,7 @@ import pytest
 from model.config import LlamaConfig
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
-from model.loading.source import DEMO_FOLDER
-from model.loading.stored_weights import DESCRIPTION_FILE, find_weights
+from model.loading.source import CONVERSION_FILE, DEMO_FOLDER, find_weights
 from model.loading.weights_digest import files_digest, weights_digest
 
 WEIGHTS = "model.safetensors"
@@ -89,11 +88,11 @@ def test_names_and_their_order(tmp_path):
 
 def test_a_converted_checkpoint_has_the_checksums_of_its_arrays(copy):
     stored = replace(find_weights(copy, LlamaConfig.from_file(copy)), is_converted=True)
-    (copy / DESCRIPTION_FILE).write_text("checksums")
+    (copy / CONVERSION_FILE).write_text("checksums")
     before = weights_digest(stored)
     (copy / WEIGHTS).unlink()
     assert weights_digest(stored) == before
-    (copy / DESCRIPTION_FILE).write_text("other checksums")
+    (copy / CONVERSION_FILE).write_text("other checksums")
     assert weights_digest(stored) != before
 
 
