@@ -14,7 +14,8 @@ import pytest
 from model.config import LlamaConfig
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
-from model.loading.source import CONVERSION_FILE, DEMO_FOLDER, find_weights
+from model.loading.source import CONVERSION_FILE, DEMO_FOLDER
+from model.loading.stored_weights import find_weights
 from model.loading.weights_digest import files_digest, weights_digest
 
 WEIGHTS = "model.safetensors"
