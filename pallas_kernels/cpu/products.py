@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from pallas_kernels.cpu.library import MULTIPLY, MULTIPLY_ROUNDED
 
 PANEL = 32  # outputs of a panel (products.c)
 TESTED = ((1, 34, 32), (13, 34, 96))  # rows, inputs and outputs of the self-test's products
+OUT_DTYPES = (jnp.float32, jnp.bfloat16)
 # Dtype of a kernel -> neighbouring inputs whose weights are stored together.
 TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 1}
 CACHE_WAY = 4096  # bytes: addresses so far apart share a few lines of a core's first cache
@@ -117,26 +119,46 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
         shapes: rows, inputs and outputs of each product.
     """
     rng = np.random.default_rng(0)
-    for of_kernel in TOGETHER:
+    plain, rounded, expected, names = [], [], [], []
+    for of_kernel, (rows, num_in, num_out) in itertools.product(TOGETHER, shapes):
         of_inputs = of_kernel if of_kernel == jnp.bfloat16 else jnp.dtype(jnp.float32)
-        for rows, num_in, num_out in shapes:
-            kernel = rng.integers(-8, 9, (num_out, num_in)).astype(of_kernel)
-            inputs = rng.integers(-8, 9, (rows, num_in)).astype(of_inputs)
-            panels, expected = pack(jnp.asarray(kernel)), inputs.astype(np.float64) @ kernel.T.astype(np.float64)
-            for out_dtype in (jnp.float32, jnp.bfloat16):
-                if not np.array_equal(multiply(jnp.asarray(inputs), panels, out_dtype), expected.astype(out_dtype)):
-                    return f"the product of {rows} rows with a kernel {num_out} x {num_in} of {of_kernel} is wrong"
+        kernel = rng.integers(-8, 9, (num_out, num_in)).astype(of_kernel)
+        inputs = rng.integers(-8, 9, (rows, num_in)).astype(of_inputs)
+        plain.append((inputs, kernel))
+        product = inputs.astype(np.float64) @ kernel.T.astype(np.float64)
+        expected.append([product.astype(out_dtype) for out_dtype in OUT_DTYPES])
+        names.append(f"{rows} rows with a kernel {num_out} x {num_in} of {of_kernel}")
     for rows, num_in, num_out in shapes:
         kernel = rng.integers(-127, 128, (num_out, num_in - num_in % TOGETHER_ROUNDED)).astype(np.int8)
         if kernel.size == 0:
             continue
         inputs = rng.integers(-127, 128, (rows, kernel.shape[1])).astype(np.float32)
         inputs[:, 0] = 127
-        sums, panels = inputs.astype(np.int64) @ kernel.T.astype(np.int64), pack(jnp.asarray(kernel), TOGETHER_ROUNDED)
-        for input_scale in (None, jnp.float32(1)):
-            one = np.float32(1) if input_scale is not None else np.float32(127) * np.float32(1 / 127)
-            ones = jnp.ones(num_out, jnp.float32)
-            found = multiply_rounded(jnp.asarray(inputs), panels, ones, input_scale)
-            if not np.array_equal(found, sums.astype(np.float32) * one):
-                return f"the product of {rows} rows of int8 with a kernel {num_out} x {num_in} of int8 is wrong"
+        rounded.append((inputs, kernel))
+        sums = (inputs.astype(np.int64) @ kernel.T.astype(np.int64)).astype(np.float32)
+        expected.append([sums * (np.float32(127) * np.float32(1 / 127)), sums])
+        names.append(f"{rows} rows of int8 with a kernel {num_out} x {num_in} of int8")
+    for name, wanted, found in zip(names, expected, _tested(plain, rounded), strict=True):
+        if not all(map(np.array_equal, found, wanted)):
+            return f"the product of {name} is wrong"
     return None
+
+
+def _tested(plain: Any, rounded: Any) -> list[list[jax.Array]]:
+    """What `fault` compares, compiled as one program: each of many would be looked up on the disk.
+
+    Args:
+        plain, rounded: inputs and kernel of each product.
+    """
+
+    def compute(plain: Any, rounded: Any) -> list[list[jax.Array]]:
+        found = []
+        for inputs, kernel in plain:
+            panels = pack(kernel)
+            found.append([multiply(inputs, panels, out_dtype) for out_dtype in OUT_DTYPES])
+        for inputs, kernel in rounded:
+            panels, ones = pack(kernel, TOGETHER_ROUNDED), jnp.ones(kernel.shape[0], jnp.float32)
+            found.append([multiply_rounded(inputs, panels, ones, of_inputs) for of_inputs in (None, jnp.float32(1))])
+        return found
+
+    return jax.jit(compute)(plain, rounded)
