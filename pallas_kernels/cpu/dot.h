@@ -56,8 +56,8 @@ INLINE words add_quads(words sums, words weights, words inputs) {
 #endif
 #endif
 
-// The same with weights of 0 to 15, for up to 8 words. Where a CPU multiplies unsigned with signed int8 and adds pairs of
-// products only, the sums are int16 (8 * 2 * 15 * 127 is less than 2^15) until they are `whole_sums`.
+// The same with weights of 0 to 15, for up to 8 words. Where a CPU multiplies unsigned with signed int8 and adds pairs
+// of products only, the sums are int16 (8 * 2 * 15 * 127 is less than 2^15) until they are `whole_sums`.
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
 #define ADD_SMALL_PAIRS(sums, a, b) \
   (words)_mm512_add_epi16((__m512i)(sums), _mm512_maddubs_epi16((__m512i)(a), (__m512i)(b)))

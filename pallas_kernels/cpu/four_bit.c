@@ -1,10 +1,10 @@
-// Products with a packed kernel in 4 bits. A panel's row has the weights of 32 outputs for 4 neighbouring inputs, a quad:
-// a word for each of 16 outputs, with a byte for each input. The low half of a byte is of that output, the high half of
-// the output 16 further on. A weight is stored as 0 to 15, which stands for -8 to 7.
+// Products with a packed kernel in 4 bits. A panel's row has the weights of 32 outputs for 4 neighbouring inputs, a
+// quad: a word for each of 16 outputs, with a byte for each input. The low half of a byte is of that output, the high
+// half of the output 16 further on. A weight is stored as 0 to 15, which stands for -8 to 7.
 //
-// Inputs and groups go in blocks of 32 inputs. A block's sums are exact integers if inputs are rounded to int8, each block
-// with a scale of its own; else weights are widened to float32. They are then multiplied with the group's scale, and added
-// up in float32, block by block. What a row adds up does not depend on the other rows.
+// Inputs and groups go in blocks of 32 inputs. A block's sums are exact integers if inputs are rounded to int8, each
+// block with a scale of its own; else weights are widened to float32. They are then multiplied with the group's scale,
+// and added up in float32, block by block. What a row adds up does not depend on the other rows.
 #include "dot.h"
 #include "panels.h"
 #include "rounding.h"
@@ -54,13 +54,16 @@ INLINE int64_t row_size_of(const int is_rounded, const int is_unpacked) {
   return !is_unpacked ? 16 * QUAD : PANEL * sizeof(float) * (is_rounded ? 1 : QUAD);
 }
 
-// Vectors of words with -8 to 7 as floats, of the lowest 4 bits of each word.
-INLINE floats widened_lowest(words packed) {
+// The 4 bits of each word from a bit on, as floats from -8 to 7. AVX-512 looks them up; elsewhere they become the last
+// digits of a number with a large exponent.
+INLINE floats widened_bits(words packed, int from) {
 #if defined(__AVX512F__)
   const floats values = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-  return (floats)_mm512_permutexvar_ps((__m512i)packed, (__m512)values);
+  return (floats)_mm512_permutexvar_ps((__m512i)(packed >> from), (__m512)values);
 #else
-  return (floats)((packed & 15) | 0x4b000000) - (0x1p23f + MIDDLE);
+  if (from > 16) packed >>= 16, from -= 16;
+  words exponent = (words){0} + (0x4b000000u - ((uint32_t)from << 23));
+  return (floats)((packed & 15u << from) | exponent) - (float)((1 << (23 - from)) + MIDDLE);
 #endif
 }
 
@@ -69,7 +72,7 @@ INLINE floats weights_of(const char* row, int input, int group, const int is_rou
   if (is_unpacked) return ((const floats*)row)[input * GROUPS + group];
   words both = ((const words*)row)[group % WORDS];
   int shift = group < WORDS ? 0 : 4;
-  return is_rounded ? (floats)(both >> shift & 0x0f0f0f0f) : widened_lowest(both >> (8 * input + shift));
+  return is_rounded ? (floats)(both >> shift & 0x0f0f0f0f) : widened_bits(both, 8 * input + shift);
 }
 
 // sums [rows, PANEL] += rows of inputs, from one on, times a part of a panel.
@@ -120,9 +123,10 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
 }
 
 // The same for any number of rows up to MAX_ROWS, which is a constant in each case.
-#define MULTIPLY_ROWS(name, is_rounded, is_unpacked)                                                                    \
-  static __attribute__((noinline)) void name(int64_t rows, const FourBit* p, const Part* part, int64_t row, float* sums) { \
-    WITH_ROWS(rows, MAX_ROWS, multiply_tile(R, p, part, row, sums, is_rounded, is_unpacked))                            \
+#define MULTIPLY_ROWS(name, is_rounded, is_unpacked)                                                         \
+  static __attribute__((noinline)) void name(int64_t rows, const FourBit* p, const Part* part, int64_t row,  \
+                                             float* sums) {                                                  \
+    WITH_ROWS(rows, MAX_ROWS, multiply_tile(R, p, part, row, sums, is_rounded, is_unpacked))                 \
   }
 MULTIPLY_ROWS(multiply_rounded_packed, 1, 0)
 MULTIPLY_ROWS(multiply_rounded_unpacked, 1, 1)
@@ -254,11 +258,11 @@ INLINE Numbers numbers_of(XLA_FFI_CallFrame* frame, int i, int64_t blocks) {
 
 // (inputs [T, in], kernel u8[out / PANEL, in / QUAD, 16 * QUAD], scale [out / PANEL, groups, PANEL], its unit
 // [out / PANEL, fewer groups, PANEL], offset, its unit) -> (out [T, out] of float32 or bfloat16, and what only this
-// function uses: the sums of the inputs' blocks f32[T, in / BLOCK]). What is not given is [0]. Offsets are of weights that
-// begin at 0. Of uint8, they are multiplied with their unit or else with the scale.
+// function uses: the sums of the inputs' blocks f32[T, in / BLOCK]). What is not given is [0]. Offsets are of weights
+// that begin at 0. Of uint8, they are multiplied with their unit or else with the scale.
 //
-// Inputs of float32 or bfloat16 are rounded, if there are results for them: i8[T, in], the blocks' scales f32[T, in / BLOCK]
-// and their sums i32[T, in / BLOCK]. Else inputs are float32.
+// Inputs of float32 or bfloat16 are rounded, if there are results for them: i8[T, in], the blocks' scales
+// f32[T, in / BLOCK] and their sums i32[T, in / BLOCK]. Else inputs are float32.
 XLA_FFI_Error* pallas_serve_multiply_four_bit(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   XLA_FFI_Buffer *inputs = argument(frame, 0), *kernel = argument(frame, 1), *out = result(frame, 0);

@@ -2,8 +2,8 @@
 // returns goes to the standard output, an error to the standard error.
 //
 // Input, in 64-bit numbers: the counts of arguments, results and attributes; of each argument its type, rank and
-// dimensions, its size in bytes, and its bytes; of each result likewise, with the argument whose memory it has, or -1, in
-// place of the bytes; of each attribute its 4 bytes and 4 more.
+// dimensions, its size in bytes, and its bytes; of each result likewise, with the argument whose memory it has, or -1,
+// in place of the bytes; of each attribute its 4 bytes and 4 more.
 #include <pthread.h>
 
 #include "ffi.h"

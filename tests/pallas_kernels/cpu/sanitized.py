@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,9 +44,9 @@ def attention(kind: str) -> PagedAttention:
     )
 
 
-def register(path: Path) -> None:
+def register(path: Path, names: Sequence[str] = library.NAMES) -> None:
     library._loaded = ctypes.CDLL(str(path))
-    for name in library.NAMES:
+    for name in names:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library._loaded[name]), platform="cpu")
 
 
@@ -53,11 +54,11 @@ def overrun(path: Path) -> None:
     """Attends over a page far behind the last one."""
     sources = path.parent / "unchecked"
     sources.mkdir()
-    for source in Path(library.__file__).parent.glob("*.[ch]"):
+    for source in (*library.SOURCES.glob("*.h"), library.SOURCES / "attention.c"):
         text = source.read_text().replace("if (page < 0 || page >= a->num_pages)", "if (0)")
         (sources / source.name).write_text(text)
     library.compile_library(library.find_compiler(), path, *SANITIZERS, sources=sources)
-    register(path)
+    register(path, [library.ATTEND])
     batch = RaggedBatch(
         page_table=np.full((1, 4), 3, np.int32),
         kv_lens=np.array([20], np.int32),
