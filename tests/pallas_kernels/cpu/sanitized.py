@@ -77,8 +77,8 @@ if __name__ == "__main__":
     for kind in KINDS:
         SelfTest(attention(kind), pages_per_seq=44).run(PROGRAMS)
         print(kind, flush=True)
-    # one pass, several, and more than one block of rows and of inputs
-    print(products.fault([(1, 2, 32), (5, 34, 96), (110, 1026, 64)]) or "products", flush=True)
+    # one pass, several, more than one block of rows and of inputs, and rows that are copied with gaps
+    print(products.fault([(1, 2, 32), (5, 34, 96), (110, 1026, 64), (13, 4096, 32)]) or "products", flush=True)
     print(four_bit.fault([(1, 32, 32), (5, 352, 64), (70, 1056, 96)]) or "four-bit", flush=True)
     # widths with and without a rest, several parts, and more than one chunk of logits
     print(per_token.fault([(1, 2), (5, 34), (70, 1026), (2, 9002)]) or "tokens", flush=True)
