@@ -28,9 +28,6 @@ enum {
 #endif
 #define MASKED -1e30f  // below every score, but finite
 
-// Two neighbouring bfloat16s: of a query's dims, or the weights of two tokens.
-typedef uint32_t word __attribute__((may_alias));
-
 typedef struct {
   const void* queries;            // [T, N, H]
   const void *keys, *values;      // [T, K, H], the step's
@@ -171,7 +168,7 @@ INLINE void pair_values(const char* const* pieces, int64_t to_values, int64_t co
 
 // A product of pairs. In each step of its depth it reads so many bytes of a block's pieces ahead.
 typedef struct {
-  const word* inputs;        // [rows, stride], the first `depth` of each row
+  const word* inputs;        // [rows, stride], the first `depth` of each row: pairs of dims, or of tokens' weights
   const word* pairs;         // [depth, width]
   float* sums;               // [rows, width]
   const char* const* ahead;  // from `offset_ahead` on

@@ -5,9 +5,6 @@
 #define PANEL 32
 #define GROUPS (PANEL / LANES)  // vectors of a panel's row
 
-// An input is a word: a float, or two neighbouring bfloat16s, or four int8.
-typedef uint32_t word __attribute__((may_alias));
-
 // Runs a call for `rows` rows, at most `most`, with their number `R` as a constant: so that sums are in registers.
 #define CASE(n, most, CALL)          \
   case n: {                          \

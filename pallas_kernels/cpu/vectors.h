@@ -30,6 +30,9 @@ typedef uint32_t words VECTOR(uint32_t);
 typedef uint16_t halves VECTOR(uint16_t);
 typedef int8_t bytes VECTOR(int8_t);
 
+// An input is a word: a float, or two neighbouring bfloat16s, or four int8.
+typedef uint32_t word __attribute__((may_alias));
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 

@@ -28,8 +28,8 @@ SANITIZERS = ("-fsanitize=address,undefined", "-O1")
 FOUND = 99  # the exit code that the test asks of the sanitizers
 PROGRAMS = [Program(num_tokens=64, num_rows=4), Program(num_tokens=4, num_rows=4)]
 FAULTS = {
-    # one pass, several, and more than one block of rows and of inputs
-    "products": partial(products.fault, [(1, 2, 32), (5, 34, 96), (110, 1026, 64)]),
+    # one pass, several, more than one block of rows and of inputs, and rows that are copied with gaps
+    "products": partial(products.fault, [(1, 2, 32), (5, 34, 96), (110, 1026, 64), (13, 4096, 32)]),
     "four-bit": partial(four_bit.fault, [(1, 32, 32), (5, 352, 64), (70, 1056, 96)]),
     # widths with and without a rest, several parts, and more than one chunk of logits
     "tokens": partial(per_token.fault, [(1, 2), (5, 34), (70, 1026), (2, 9002)]),

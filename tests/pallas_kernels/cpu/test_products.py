@@ -91,6 +91,16 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_a_row_do_not_depend_on_the_gaps_between_rows(kind):
+    """Rows of whole cache sets are copied with gaps, one row is not. Of a kernel with few panels, and with many."""
+    for panels in (3, 65):
+        kernel, inputs = random_kernel((panels * PANEL, 2048), kind), random_inputs((110, 2048), kind)
+        whole = product(inputs, kernel)
+        for row in (0, 57, 109):
+            np.testing.assert_array_equal(product(inputs[row : row + 1], kernel), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_packed_kernel(kind):
     kernel = random_kernel((3 * PANEL, 40), kind)
     panels, rows = products.pack(jnp.asarray(kernel)), np.array([0, 95, 31, 32, 64])
