@@ -48,15 +48,22 @@ class Described:
         from scripts.lab.accounts.targets import target_named
 
         target, chips, settings = self.target, self.chips, self.settings
-        named = _slice(target, chips) if target.platform == "tpu" else f"{chips}x{target.chip.name}"
-        assert named is not None, "there is an obstacle"
-        described = target_named(named)
+        described = target_named(self.topology)
         mesh = make_mesh(chips, described.devices()[:chips])
         sizes = size_up(settings, target, chips, mesh=mesh, num_layers=num_layers)
         if target.platform == "tpu":
             pack_for_tpu(sizes.model, mesh)
         limits = runner_config(settings, self.buckets, sizes.max_model_len)
         return StepPrograms(sizes.model, sizes.attention, limits, self.num_pages, None), described.compiling(mesh)
+
+    @property
+    def topology(self) -> str:
+        """The chips of one replica, as `target_named` reads them. There is no `obstacle`."""
+        if self.target.platform != "tpu":
+            return f"{self.chips}x{self.target.chip.name}"
+        name = _slice(self.target, self.chips)
+        assert name is not None, "there is an obstacle"
+        return name
 
     @property
     def buckets(self) -> BucketConfig:

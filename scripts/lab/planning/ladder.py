@@ -101,8 +101,9 @@ def costs(question: Question, depth: int, report: Callable[[str], None]) -> dict
 def _at_depth(found: Sequence[Cost], depths: Sequence[int], depth: int) -> Cost:
     if len(depths) == 1:
         return found[0]
-    layer = NOTHING.plus(found[1]).plus(found[0], -1)
-    return found[1].plus(layer, (depth - depths[1]) / (depths[1] - depths[0]))
+    layer = found[1].plus(found[0], -1)
+    more = Cost(trace=max(0.0, layer.trace), lower=max(0.0, layer.lower), compile=max(0.0, layer.compile))
+    return found[1].plus(more, (depth - depths[1]) / (depths[1] - depths[0]))
 
 
 def entries(buckets: Sequence[Bucket], updates: Iterable[str], found: Mapping[str, Cost]) -> list[Entry]:
@@ -161,8 +162,9 @@ def _answer(asked: Question) -> None:
         programs: dict[str, Program] = {name_of(b): described.step(b) for b in BucketLadder(asked.buckets).buckets()}
         programs |= described.updates()
         with compiling:
-            if number == 0:
-                _cost(programs[PATCH], options)  # the compiler's own start is none of a program's
+            if number == 0:  # what JAX and the compiler do once is none of a program's
+                _cost(programs[PATCH], options)
+                programs[asked.names[0]].lower()
             for name in asked.names:
                 cost = asdict(_cost(programs[name], options))
                 print(json.dumps({"name": name, "num_layers": num_layers, "cost": cost}), flush=True)
