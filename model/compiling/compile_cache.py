@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import override
 
@@ -144,6 +145,9 @@ def _enable(enabled: bool) -> None:
     compilation_cache.reset_cache()  # JAX reads the option once
 
 
+_expecting: ContextVar[tuple[CompileCounter, ...]] = ContextVar("counters that expect what is compiled", default=())
+
+
 class CompileCounter:
     """Counts all programs that this process has compiled, or read from the disk, since the counter was made.
 
@@ -155,18 +159,17 @@ class CompileCounter:
         self._lock = threading.Lock()  # programs are compiled in several threads
         self._total = 0
         self._cached_here = threading.local()
-        self._expected_here = threading.local()
         jax.monitoring.register_event_duration_secs_listener(_forward_duration(weakref.ref(self)))
         jax.monitoring.register_event_listener(_forward_event(weakref.ref(self)))
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """Programs that the calling thread compiles meanwhile are not counted."""
-        self._expected_here.now = True
+        """What the calling thread compiles meanwhile is not counted, nor what threads with its context do."""
+        before = _expecting.set((*_expecting.get(), self))
         try:
             yield
         finally:
-            self._expected_here.now = False
+            _expecting.reset(before)
 
     @property
     def total(self) -> int:
@@ -179,7 +182,7 @@ class CompileCounter:
         return getattr(self._cached_here, "count", 0)
 
     def count(self, event: str) -> None:
-        if event == COMPILED and not getattr(self._expected_here, "now", False):
+        if event == COMPILED and self not in _expecting.get():
             with self._lock:
                 self._total += 1
         elif event == CACHE_HIT:

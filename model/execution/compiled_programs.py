@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Container, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,10 @@ class CompiledPrograms:
     def num_compiles(self) -> int:
         """See `ModelRunner.num_compiles`."""
         return self._counter.total
+
+    def expecting(self) -> AbstractContextManager[None]:
+        """See `ModelRunner.expecting_compiles`."""
+        return self._counter.expecting()
 
     @property
     def exported(self) -> Container[Bucket | str]:

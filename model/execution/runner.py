@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -215,6 +216,11 @@ class ModelRunner:
         """Programs compiled, or read from the disk, by this process since the runner was made: unplanned ones, too, and
         none of `compile_later`."""
         return self.programs.num_compiles
+
+    def expecting_compiles(self) -> AbstractContextManager[None]:
+        """What the calling thread compiles meanwhile is not counted: the programs that make weights, which a start that
+        maps its weights has not compiled."""
+        return self.programs.expecting()
 
     def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = ()) -> None:
         """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that does not

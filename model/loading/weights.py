@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -109,8 +110,13 @@ def fill[M: nnx.Module](model: M, make: MakeModule, threads: int = MAX_PARAMETER
     """
     graphdef, state = nnx.split(model)
     modules = described(model)
+    context = copy_context()  # says who expects programs to be compiled
+
+    def made_by(*module: Any) -> Mapping[str, jax.Array]:
+        return context.copy().run(make, *module)
+
     with ThreadPoolExecutor(threads) as pool:
-        made = dict(zip(modules, pool.map(make, modules, modules.values()), strict=True))
+        made = dict(zip(modules, pool.map(made_by, modules, modules.values()), strict=True))
 
     def value(path: tuple[Any, ...]) -> jax.Array:
         *module, name = map(str, path)

@@ -79,11 +79,11 @@ class Loader:
     def read(self, weights: ChosenWeights, *, keeps: bool = False) -> Loaded:
         """Reads the parts of the chips of this host, or maps what an earlier start has kept. Raises ValueError or
         OSError if they cannot be read."""
-        with phase("load", self.report) as say:
+        with phase("load", self.report) as say, self.runner.expecting_compiles():
             model = self._read_one(weights, self.chips, say, keeps=keeps)
         draft_model = None
         if self.draft is not None and self.chips.draft is not None:
-            with phase("draft", self.report) as say:
+            with phase("draft", self.report) as say, self.runner.expecting_compiles():
                 draft_model = self._read_one(self.draft.weights, self.chips.draft, say, keeps=keeps)
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
 
@@ -140,8 +140,9 @@ class Loader:
         """
         packed = self._packed()
         try:
-            for module, values in given.modules(self.chips.form, rehearses=True):
-                packed(module, values)
+            with self.runner.expecting_compiles():
+                for module, values in given.modules(self.chips.form, rehearses=True):
+                    packed(module, values)
         except RuntimeError as error:
             raise ValueError(f"the new weights cannot be made on the device: {one_line(str(error))}") from error
 

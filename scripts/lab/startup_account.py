@@ -17,6 +17,7 @@ from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant
 from scripts.estimates.target import parse_target
 from scripts.flags.errors import FailedError
+from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import add_engine_flags
 from scripts.lab.accounts.process import CompilerError
 from scripts.lab.planning.compiled import obstacle
@@ -31,9 +32,21 @@ UPDATES = ("patch", "bring masks", "reset history")  # the programs besides the 
 def add_flags(p: argparse._ArgumentGroup) -> None:
     """The flags of this account."""
     p.add_argument("--target", metavar="CHIPS", help="count the programs for v6e:1x1, h100, ... and start no server")
-    p.add_argument("--programs", nargs="+", default=[], metavar="NAME", help="compile these only, as greedy:64")
     p.add_argument(
-        "--layers", nargs="+", type=int, metavar="N", help="compile one or two depths in place of all layers"
+        "--programs",
+        nargs="+",
+        action=EachCounts,
+        default=[],
+        metavar="NAME",
+        help="compile these only, as greedy:64",
+    )
+    p.add_argument(
+        "--layers",
+        nargs="+",
+        action=EachCounts,
+        type=int,
+        metavar="N",
+        help="compile one or two depths in place of all layers",
     )
     p.add_argument("--cores", type=int, default=44, help="of the machine that compiles (default: 44)")
 
