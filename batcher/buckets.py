@@ -20,9 +20,7 @@ class BucketConfig:
     min_mixed_tokens: int = 16  # of the smallest program that takes prompt tokens
     half_steps: bool = True  # also 1.5 times each power of two
     min_half_step: int = 64  # of the smallest power of two that has a half step
-    few_rows: int | None = (
-        8  # each mixed T also has a program with about so many rows, for light loads; None: it has not
-    )
+    few_rows: int | None = 8  # each mixed T also has a program of about so many rows, for light loads; None: it has not
     embeds: bool = False  # there are programs that pool hidden states
     num_drafts: int = 0  # per row, of speculative programs; 0: there are none
     max_draft_rows: int = 0  # of the largest speculative program

@@ -79,15 +79,14 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
     from jaxlib import xla_client
 
     device, limits = runner.described.device, runner.described.config
+    compresses = importlib.util.find_spec("zstandard") is not None  # JAX does, with it
     try:
         topology = str(xla_client.get_topology_for_devices(jax.devices()).fingerprint())
     except jax.errors.JaxRuntimeError:  # a platform whose devices have none
         topology = str(len(jax.devices()))
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        "the package zstandard": "there"
-        if importlib.util.find_spec("zstandard")
-        else "missing",  # JAX compresses by it
+        "the package zstandard": "there" if compresses else "missing",
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "flax": flax.__version__,
