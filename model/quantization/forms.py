@@ -303,7 +303,7 @@ class Activations(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
     """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits. Of a
-    4-bit kernel they are rounded to int8, in blocks with scales of their own."""
+    4-bit kernel they are rounded to int8, and each block of 256 inputs of a token has a scale of its own."""
 
     min_rows: int = 1  # products of fewer rows keep the activations' type
     is_static: bool = False  # each projection has an `input_scale`; the head has none

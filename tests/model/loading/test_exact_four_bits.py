@@ -244,8 +244,8 @@ def numbers_of(form):
 
 
 def rounded_to_int8(inputs):
-    """Each block of 32 with its own scale, in float32 as the C code computes it; the products in float64."""
-    blocks = inputs.reshape(inputs.shape[0], -1, 32)
+    """Each block of 256 with its own scale, in float32 as the C code computes it; the products in float64."""
+    blocks = inputs.reshape(inputs.shape[0], -1, 256)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     steps = np.rint(blocks * (np.float32(127) / largest))
     return (steps.astype(np.float64) * (largest * np.float32(1 / 127))).reshape(inputs.shape)
