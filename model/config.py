@@ -106,6 +106,12 @@ class LlamaConfig:
         """The numbers of inputs of the projections: of qkv and gate_up, of out, and of down."""
         return self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size
 
+    def outputs_of(self, name: str) -> int:
+        """The number of outputs of one tensor of a fused projection, such as "v_proj"."""
+        if name in ("gate_proj", "up_proj"):
+            return self.intermediate_size
+        return (self.num_heads if name == "q_proj" else self.num_kv_heads) * self.head_dim
+
     @classmethod
     def from_file(cls, path: Path | str) -> LlamaConfig:
         """Reads `config.json`. `path` is the file or its folder."""

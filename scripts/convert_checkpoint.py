@@ -107,7 +107,7 @@ def _convert(
     kept, reason = choose_dtype(dtype, stored)
     form: WeightForm | None = stored.quantization
     if quantization == EXACT:
-        form = stored.exact_four_bit
+        form = stored.exact_form
         if form is None:
             raise ValueError(f"--quantization {EXACT}: {source.name} has no projections in 4 bits that can be kept")
     elif quantization is not None:
@@ -128,7 +128,7 @@ def _convert(
     written = time.perf_counter()
     print(f"{folder}: read in {loaded - started:.1f} s, written in {written - loaded:.1f} s as {kept} ({reason})")
     if form is not None:
-        how = "kept" if form in (stored.four_bit, stored.exact_four_bit) else "requantised"
+        how = "kept" if form in (stored.four_bit, stored.exact_form) else "requantised"
         print(described(form) + (f", {how} from {stored.packing}" if stored.packing else ""))
     if stored.remark:
         print(stored.remark)

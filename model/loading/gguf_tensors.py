@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -24,7 +24,17 @@ from model.loading import gguf_config
 from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, fused_projections, sources
 from model.loading.tensor_files import Reader
-from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, largest_group
+from model.quantization.forms import (
+    HEAD_PATH,
+    Activations,
+    EightBit,
+    FourBit,
+    Mixed,
+    Numbers,
+    OneForm,
+    largest_group,
+)
+from pallas_kernels.cpu.products import PANEL
 
 Type = GGMLQuantizationType
 FLOATS: Mapping[Type, np.dtype] = {
@@ -32,6 +42,7 @@ FLOATS: Mapping[Type, np.dtype] = {
     Type.F16: np.dtype("<f2"),
     Type.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+_OF_FOUR_BITS = {*EXACT_FOUR_BIT, Type.IQ4_NL, Type.IQ4_XS}
 BLOCKS = (
     Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL,
     Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS,
@@ -95,7 +106,7 @@ class GgufTensors:
         """As `Checkpoint.in_four_bits`."""
         kernels = expected_kernels(self._config).keys() - {HEAD.key}
         types = {self._type(key) for key in kernels}
-        if not types & set(BLOCKS):
+        if not types & _OF_FOUR_BITS:
             return None, None
         if len(types) > 1 or not types <= FOUR_BIT.keys():
             return None, f"its projections are not all {' or all '.join(type.name for type in FOUR_BIT)}"
@@ -103,20 +114,34 @@ class GgufTensors:
         is_whole = largest_group((form.group, *self._config.projection_inputs)) == form.group
         return (form, None) if is_whole else (None, f"groups of {form.group} do not divide the numbers of inputs")
 
-    def in_exact_four_bits(self) -> FourBit | Mixed | None:
-        """As `Checkpoint.in_exact_four_bits`. A projection whose tensors are of several types, such as the fused
-        queries, keys and values, is in int8."""
-        forms = {module: self._exact_form(module) for module in fused_projections(self._config)}
+    def in_exact_form(self) -> FourBit | Mixed | None:
+        """As `Checkpoint.in_exact_form`. Tensors of other types are in int8."""
+        forms = dict(self._exact_forms())
         counts = Counter(form for form in forms.values() if isinstance(form, FourBit))
         if not counts:
             return None
         (most, _), *_ = counts.most_common(1)
-        others = tuple(sorted((module, form) for module, form in forms.items() if form != most))
-        return Mixed(most=most, others=others) if others else most
+        head = self._exact_form_of(HEAD.key, panels_only=True)
+        others = {path: form for path, form in forms.items() if form != most}
+        others |= {HEAD_PATH: head} if head != most.in_head else {}
+        return Mixed(most=most, others=tuple(sorted(others.items()))) if others else most
 
-    def _exact_form(self, module: str) -> EightBit | FourBit:
-        types = {self._type(source.key) for source in sources(f"{module}.kernel")}
-        return EXACT_FOUR_BIT.get(types.pop(), EightBit.INT8) if len(types) == 1 else EightBit.INT8
+    def _exact_forms(self) -> Iterator[tuple[str, OneForm]]:
+        """The paths of the projections, as `Mixed` has them, and their forms."""
+        for module in fused_projections(self._config):
+            forms = {source.key: self._exact_form_of(source.key) for source in sources(f"{module}.kernel")}
+            if len(set(forms.values())) == 1:
+                yield module, next(iter(forms.values()))
+                continue
+            yield from ((f"{module}.{key.split('.')[-2]}", form) for key, form in forms.items())
+
+    def _exact_form_of(self, key: str, *, panels_only: bool = False) -> OneForm:
+        """Of a tensor. `panels_only`: if its outputs are no whole panels of C, it is in int8, which XLA multiplies
+        faster."""
+        form = EXACT_FOUR_BIT.get(self._type(key), EightBit.INT8)
+        is_cut = any(width % form.whole for width in self._config.projection_inputs) and key != HEAD.key
+        is_slow = panels_only and self.shape(key)[0] % PANEL != 0
+        return EightBit.INT8 if is_cut or is_slow else form
 
     @property
     def activations(self) -> Activations | None:
@@ -167,11 +192,11 @@ class GgufTensors:
         values = values_of(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
-    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
         """Reads as `PackedKernel.part`."""
-        return partial(self._read_four_bit, name, key, form)
+        return partial(self._read_kept, name, key, form)
 
-    def _read_four_bit(self, name: str, key: str, form: FourBit, index: tuple[slice, ...]) -> np.ndarray:
+    def _read_kept(self, name: str, key: str, form: FourBit, index: tuple[slice, ...]) -> np.ndarray:
         tensor = self._tensor(key)
         num_out, num_in = tensor.shape
         # Inputs of a number. Whole groups are read: a shard of a kernel holds them, too (`sharding.check_groups`).

@@ -129,7 +129,7 @@ class GivenTensors:
         """Neither: the arrays are not packed."""
         return None, None
 
-    def in_exact_four_bits(self) -> None:
+    def in_exact_form(self) -> None:
         """None: as `in_four_bits`."""
 
     @property
@@ -172,7 +172,7 @@ class GivenTensors:
         """Raises ValueError: activations are not rounded."""
         raise ValueError(f"{key} has no scale of its inputs")
 
-    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
         """Raises ValueError: see `in_four_bits`."""
         raise ValueError(f"{key} is not packed")
 

@@ -50,6 +50,13 @@ _LAYER: dict[str, tuple[Source, ...]] = {
     "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
     "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
+# The tensors of fused projections as parameters of their own (`network.linear.SplitLinear`).
+_SPLIT = {
+    f"{name.removesuffix('kernel')}{source.key.split('.')[1]}.kernel": (source,)
+    for name, fused in _LAYER.items()
+    if len(fused) > 1
+    for source in fused
+}
 # Constants that older exporters wrote among the weights; the config has them, too. Also scales that are read only where
 # they are needed: those of K/V (`kv_ranges`), and those of inputs.
 IGNORED = re.compile(
@@ -85,11 +92,12 @@ def adapter_refusal(base: object, kind: str) -> str:
 
 
 def sources(path: str) -> tuple[Source, ...]:
-    """The tensors of the parameter at `path` ("layers.3.mlp.down.kernel"), in the order in which they are joined."""
+    """The tensors of the parameter at `path` ("layers.3.mlp.down.kernel", or "layers.3.attention.qkv.v_proj.kernel" of
+    one tensor of a fused projection), in the order in which they are joined."""
     if path in _TOP:
         return _TOP[path]
     _, layer, name = path.split(".", 2)
-    return tuple(Source(f"model.layers.{layer}.{s.key}", s.is_kv) for s in _LAYER[name])
+    return tuple(Source(f"model.layers.{layer}.{s.key}", s.is_kv) for s in (_LAYER | _SPLIT)[name])
 
 
 def fused_projections(config: LlamaConfig) -> list[str]:

@@ -46,6 +46,8 @@ class Parts:
         module = name.rpartition(".")[0]
         if axis == 0 and module.endswith("attention.qkv"):
             tensors: tuple[int, ...] = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        elif axis == 0 and module.endswith(("k_proj", "v_proj")):
+            tensors = (config.num_kv_heads,)
         elif axis == 0 and module.endswith("mlp.gate_up"):
             tensors = (finest, finest)
         else:

@@ -35,8 +35,8 @@ class StoredWeights:
     activations: Activations | None = None  # of a quantised checkpoint
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
     four_bit: FourBit | None = None  # the form of chips that holds packed projections without quantising them again
-    exact_four_bit: FourBit | Mixed | None = None  # the form with all of their numbers as they are stored
-    four_bit_fault: str | None = None  # why packed projections have no such form
+    exact_form: FourBit | Mixed | None = None  # of 4 bits, with all of their numbers as they are stored
+    four_bit_fault: str | None = None  # why packed projections have no form of chips
 
     @property
     def exact_dtype(self) -> str:
@@ -110,7 +110,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
     with open_checkpoint(path, config) as files:
         found, dtypes, form, packing = files.with_own_head(), files.dtypes, files.form, files.packing
         activations, (four_bit, fault) = files.activations, files.in_four_bits()
-        exact = files.in_exact_four_bits()
+        exact = files.in_exact_form()
     remark = None
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
@@ -127,7 +127,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
         activations=activations,
         packing=packing,
         four_bit=four_bit,
-        exact_four_bit=exact,
+        exact_form=exact,
         four_bit_fault=fault,
     )
 

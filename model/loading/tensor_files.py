@@ -123,8 +123,8 @@ class TensorFiles:
         form = self._packed_form
         return (None, None) if form is None else form.in_four_bits(self._config.projection_inputs)
 
-    def in_exact_four_bits(self) -> FourBit | None:
-        """As `Checkpoint.in_exact_four_bits`."""
+    def in_exact_form(self) -> FourBit | None:
+        """As `Checkpoint.in_exact_form`."""
         if (form := self._packed_form) is None:
             return None
         modules = {key.removesuffix("weight") for key in expected_kernels(self._config)} - {
@@ -168,7 +168,7 @@ class TensorFiles:
             return stored.rows(start, stop).__getitem__
         return stored.__getitem__
 
-    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
         """Reads parts of a packed kernel, see `PackedKernel.part`."""
         kernel = self._kernels[key].read_once() if self._remote else self._kernels[key]
         return lambda index: kernel.part(name, index, form)

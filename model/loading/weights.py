@@ -28,7 +28,7 @@ from model.network.linear import INIT_STDDEV, methods_of
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import EightBit, FourBit, Mixed, Rounding, WeightForm
+from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -148,8 +148,9 @@ def module_reader(
         config: the checkpoint's own.
         read: as `read_source`, of these files.
     """
-    methods, kept = methods_of(model), (files.in_four_bits()[0], files.in_exact_four_bits())
-    return partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, kept=kept, read=read)
+    is_kept = model.quantization in (files.in_four_bits()[0], files.in_exact_form())
+    methods = methods_of(model)
+    return partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, is_kept=is_kept, read=read)
 
 
 def sources_of(module: str, likes: Described) -> tuple[Source, ...]:
@@ -166,25 +167,22 @@ def _read_module(
     config: LlamaConfig,
     mesh: Mesh | None,
     methods: Mapping[str, LinearMethod],
-    kept: Sequence[FourBit | Mixed | None],
+    is_kept: bool,
     read: ReadSource,
 ) -> Mapping[str, jax.Array]:
     """A module's parameters.
 
     Args:
         methods: of the modules that are a `Linear`.
-        kept: forms in which the files hold 4-bit kernels that are read as they are.
+        is_kept: kernels of 4 bits are read as the files hold them.
     """
     parts, likes = sources_of(module, likes), dict(likes)
     of_inputs = likes.pop("input_scale", None)
     name, like = next(iter(likes.items()))
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
     method = methods.get(module, Unquantized())
-    four_bit = method.form if isinstance(method.form, FourBit) else None
-    if four_bit is not None and any(form is not None and form.at(module) == four_bit for form in kept):
-        stored = {
-            name: _read_four_bit(name, like, four_bit, files, parts, config, mesh) for name, like in likes.items()
-        }
+    if is_kept and isinstance(form := method.form, FourBit):
+        stored = {name: _read_kept(name, like, form, files, parts, config, mesh) for name, like in likes.items()}
         return jax.block_until_ready({name: _join_as(likes[name], raw, groups) for name, raw in stored.items()})
     raw = [read(part, config, num_shards_of(mesh), like.sharding) for part in parts]
     if method.form is not None:
@@ -212,7 +210,7 @@ def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards:
     return _read_rows(partial(files.reader, source.key), files.shape(source.key), source, config, num_shards, sharding)
 
 
-def _read_four_bit(
+def _read_kept(
     name: str,
     like: jax.ShapeDtypeStruct,
     form: FourBit,
@@ -226,7 +224,7 @@ def _read_four_bit(
 
     def one(part: Source) -> jax.Array:
         shape = (files.shape(part.key)[0], like.shape[1])
-        reader = files.four_bit_reader(name, part.key, form)
+        reader = files.kept_reader(name, part.key, form)
         return _read_rows(lambda rows: reader, shape, part, config, num_shards, like.sharding)
 
     return [one(part) for part in parts]

@@ -43,7 +43,7 @@ class FourBitMethod(LinearMethod):
     """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets, which are split as the kernel is.
 
     Args:
-        rounding: of the inputs, to int8 in blocks (`round_blocks`); None: they keep their type.
+        rounding: of the inputs (`round_blocks`); None: they keep their type.
     """
 
     form: FourBit
@@ -69,7 +69,7 @@ class FourBitMethod(LinearMethod):
             return self._in_c(inputs, weights, out_dtype)
         kernel, scale, zero = weights["kernel"], weights["scale"], weights.get("zero")
         if self.rounding is not None:
-            inputs = round_blocks(inputs, self.form.group)
+            inputs = round_blocks(inputs)
         elif numbers is not Numbers.CHIP:
             inputs = inputs.astype(jnp.float32)
         if numbers.has_offsets:
@@ -200,12 +200,13 @@ def scale_and_offset(weights: Weights) -> tuple[jax.Array, jax.Array]:
     return scale * of_scale, offset * of_offset
 
 
-def round_blocks(inputs: jax.Array, group: int) -> jax.Array:
-    """inputs [T, in], each block rounded to int8 with a scale of its own, and widened again: f32[T, in]. A block has 32
-    inputs, or a group if that is smaller."""
-    blocks = inputs.astype(jnp.float32).reshape(inputs.shape[0], -1, min(group, four_bit.BLOCK))
-    rounded, scale = round_rows(blocks.reshape(-1, blocks.shape[2]), EightBit.INT8)
-    return (rounded.astype(jnp.float32) * scale).reshape(inputs.shape)
+def round_blocks(inputs: jax.Array) -> jax.Array:
+    """inputs [T, in], each block of 256 neighbours rounded to int8 with a scale of its own, and widened again:
+    f32[T, in]. The last block may have fewer."""
+    rows, width = inputs.shape
+    whole = jnp.pad(inputs.astype(jnp.float32), ((0, 0), (0, -width % four_bit.PART)))
+    rounded, scale = round_rows(whole.reshape(-1, four_bit.PART), EightBit.INT8)
+    return (rounded.astype(jnp.float32) * scale).reshape(rows, -1)[:, :width]
 
 
 def multiply_with_offsets(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:

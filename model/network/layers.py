@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.network.linear import Linear
+from model.network.linear import Linear, SplitLinear
 from model.network.lora import LayerAdapters, with_adapters
 from model.network.rope import rotate
 from pallas_kernels.cpu import per_token
@@ -34,7 +34,7 @@ class AttendProjected:
 # q [T, N, H], k [T, K, H], v [T, K, H], one layer's K/V -> output [T, N, H], the layer's K/V
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 # (path in the layer, shape (out, in), logical axes of both) -> a Linear in the dtype of the model, and in its own form
-MakeLinear = Callable[[str, tuple[int, int], tuple[str, str]], Linear]
+MakeLinear = Callable[[str, tuple[int, int], tuple[str, str]], Linear | SplitLinear]
 
 
 class RMSNorm(nnx.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from model.network.eight_bit import EightBitMethod
 from model.network.four_bit import FourBitMethod
 from model.network.linear_method import LinearMethod, Unquantized
-from model.quantization.forms import EightBit, FourBit, Rounding
+from model.quantization.forms import EightBit, OneForm, Rounding
 from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
@@ -26,9 +27,7 @@ def normal_param(
     return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 
-def linear_method(
-    form: EightBit | FourBit | None, rounding: Rounding | None = None, *, for_cpu: bool = False
-) -> LinearMethod:
+def linear_method(form: OneForm | None, rounding: Rounding | None = None, *, for_cpu: bool = False) -> LinearMethod:
     """The method of the form of one kernel; arguments as for `Linear`."""
     if form is None:
         return Unquantized(for_cpu)
@@ -59,7 +58,7 @@ class Linear(nnx.Module):
         *,
         dtype: Any,
         rngs: nnx.Rngs | None,
-        quantization: EightBit | FourBit | None = None,
+        quantization: OneForm | None = None,
         rounding: Rounding | None = None,
         for_cpu: bool = False,
     ):
@@ -77,6 +76,27 @@ class Linear(nnx.Module):
     def parameters(self) -> dict[str, nnx.Param[jax.Array]]:
         """By name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+
+
+class SplitLinear(nnx.Module):
+    """A fused projection whose tensors have several forms: each one is a `Linear`, an attribute of the tensor's name.
+
+    Args:
+        parts: in the order of the outputs.
+        num_shards: groups into which the outputs are divided (`layers.Attention`).
+    """
+
+    def __init__(self, parts: Mapping[str, Linear], num_shards: int):
+        self.names = tuple(parts)
+        self.num_shards = num_shards
+        self.for_cpu = all(part.for_cpu for part in parts.values())
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def __call__(self, inputs: jax.Array, out_dtype: Any = None) -> jax.Array:
+        parts: list[jax.Array] = [getattr(self, name)(inputs, out_dtype) for name in self.names]
+        groups = [part.reshape(part.shape[0], self.num_shards, -1) for part in parts]
+        return jnp.concatenate(groups, axis=2).reshape(inputs.shape[0], -1)
 
 
 def methods_of(model: nnx.Module) -> dict[str, LinearMethod]:

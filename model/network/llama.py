@@ -17,11 +17,11 @@ from flax import nnx
 
 from model.config import LlamaConfig
 from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
-from model.network.linear import Linear, normal_param, rows_of
+from model.network.linear import Linear, SplitLinear, normal_param, rows_of
 from model.network.linear_method import multiply
-from model.network.lora import StepAdapters
+from model.network.lora import TARGETS, StepAdapters
 from model.network.rope import inverse_frequencies, rotation
-from model.quantization.forms import Rounding, WeightForm
+from model.quantization.forms import Mixed, Rounding, WeightForm
 
 
 class Llama(nnx.Module):
@@ -62,9 +62,17 @@ class Llama(nnx.Module):
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
         linear = partial(Linear, dtype=dtype, rngs=rngs, for_cpu=for_cpu)
 
-        def projection(layer: int, name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
-            form = None if quantization is None else quantization.at(f"layers.{layer}.{name}")
-            return linear(shape, axes, quantization=form, rounding=rounding)
+        def projection(layer: int, name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear | SplitLinear:
+            path = f"layers.{layer}.{name}"
+            if not isinstance(quantization, Mixed) or not quantization.is_split(path):
+                form = None if quantization is None else quantization.at(path)
+                return linear(shape, axes, quantization=form, rounding=rounding)
+            forms = {part: quantization.at(f"{path}.{part}") for part in TARGETS[name]}
+            of_part = partial(linear, axes=axes, rounding=rounding)
+            parts = {
+                part: of_part((config.outputs_of(part), shape[1]), quantization=form) for part, form in forms.items()
+            }
+            return SplitLinear(parts, num_shards)
 
         self.layers = nnx.List(
             DecoderLayer(config, partial(projection, number), dtype=dtype, num_shards=num_shards)

@@ -148,48 +148,78 @@ class FourBit:
         return groups + (f" with {' and '.join(with_them)}" if with_them else "")
 
 
+OneForm = EightBit | FourBit  # of one kernel
+HEAD_PATH = "head"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """Projections of several forms, as in many GGUF files. The head is in int8."""
+    """Projections of several forms, as in many GGUF files, and a head that may have another form than `most.in_head`.
+
+    The path of a projection is "layers.3.mlp.down", or that of one tensor of a fused projection whose tensors have
+    several forms: "layers.3.attention.qkv.v_proj".
+    """
 
     most: FourBit  # of the projections that are not in `others`
-    others: tuple[tuple[str, EightBit | FourBit], ...]  # path of a projection -> its form, in the order of the paths
-    # As of `EightBit`.
-    kind: ClassVar[str] = FourBit.kind
-    bits: ClassVar[int] = FourBit.bits
-    in_head: ClassVar[EightBit] = FourBit.in_head
-    product: ClassVar[str] = f"{FourBit.kind}-exact"
+    others: tuple[
+        tuple[str, OneForm], ...
+    ]  # path of a projection, or of the head -> its form, in the order of the paths
 
     def __str__(self) -> str:
         return "+".join([str(self.most), *(f"{form}:{','.join(paths)}" for form, paths in self._paths.items())])
 
     @property
-    def whole(self) -> int:
+    def kind(self) -> str:
         """As of `EightBit`."""
-        return max(form.whole for form in (self.most, *self._paths))
+        return self.most.kind
 
-    def at(self, path: str) -> EightBit | FourBit:
+    @property
+    def product(self) -> str:
+        """As of `EightBit`. Chips that read the most exactly read the others, too."""
+        return self.most.product
+
+    @property
+    def bits(self) -> int:
+        """As of `EightBit`, of most projections."""
+        return self.most.bits
+
+    @property
+    def whole(self) -> int:
+        """As of `EightBit`. The head is never split by inputs."""
+        return max([self.most.whole, *(form.whole for path, form in self.others if path != HEAD_PATH)])
+
+    @property
+    def in_head(self) -> OneForm:
         """As of `EightBit`."""
-        return self._forms.get(path, self.most)
+        return self.at(HEAD_PATH)
+
+    def at(self, path: str) -> OneForm:
+        """As of `EightBit`, also of the head."""
+        return self._forms.get(path, self.most.in_head if path == HEAD_PATH else self.most)
+
+    def is_split(self, path: str) -> bool:
+        """Whether the tensors of the fused projection at `path` have several forms."""
+        return any(other.startswith(f"{path}.") for other, _ in self.others)
 
     def in_words(self) -> str:
-        """For messages."""
-        others = [f"{len(paths)} in {form.in_words()}" for form, paths in self._paths.items()]
-        return f"{self.most.in_words()} ({'; '.join(others)})"
+        """For messages. The head is left out."""
+        counts = {form: len(set(paths) - {HEAD_PATH}) for form, paths in self._paths.items()}
+        others = [f"{count} in {form.in_words()}" for form, count in counts.items() if count]
+        return self.most.in_words() + (f" ({'; '.join(others)})" if others else "")
 
     @cached_property
-    def _forms(self) -> Mapping[str, EightBit | FourBit]:
+    def _forms(self) -> Mapping[str, OneForm]:
         return dict(self.others)
 
     @cached_property
-    def _paths(self) -> Mapping[EightBit | FourBit, list[str]]:
-        paths: dict[EightBit | FourBit, list[str]] = {}
+    def _paths(self) -> Mapping[OneForm, list[str]]:
+        paths: dict[OneForm, list[str]] = {}
         for path, form in self.others:
             paths.setdefault(form, []).append(path)
         return paths
 
 
-WeightForm = EightBit | FourBit | Mixed
+WeightForm = OneForm | Mixed
 FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # as a user names them
 # Of inputs. With larger groups hardly any bytes are saved: a scale has 16 bits, and 128 weights have 512.
 MAX_GROUP, MIN_GROUP = 128, 16
@@ -232,11 +262,15 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
         return form
     if not isinstance(form, FourBit):
         raise ValueError(f"{most}: only projections in int4 have others next to them")
-    forms = {path: _one_named(other, widths) for other, _, paths in _cut(others) for path in paths.split(",")}
+    forms = {
+        path: _one_named(other, () if path == HEAD_PATH else widths)
+        for other, _, paths in _cut(others)
+        for path in paths.split(",")
+    }
     return Mixed(most=form, others=tuple(sorted(forms.items(), key=lambda item: item[0])))
 
 
-def _one_named(name: str, widths: tuple[int, ...]) -> EightBit | FourBit:
+def _one_named(name: str, widths: tuple[int, ...]) -> OneForm:
     if name in tuple(EightBit):
         return EightBit(name)
     match = _FORM_NAME.fullmatch(name)
@@ -261,7 +295,7 @@ class Activations(StrEnum):
     """What a quantised checkpoint says of the inputs of its projections."""
 
     EXACT = "exact"  # only the weights are quantised
-    BLOCKS = "blocks"  # the same; but where a product with int4 rounds blocks of its inputs, it may: GGUF
+    BLOCKS = "blocks"  # the same; but a CPU may round inputs, as llama.cpp does: GGUF
     DYNAMIC = "dynamic"  # each token is rounded to the weights' type, with a scale of its own
     STATIC = "static"  # all tokens are rounded with one scale, which is stored for each projection
 
@@ -269,7 +303,7 @@ class Activations(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
     """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits. Of a
-    4-bit kernel they are rounded to int8, in blocks with scales of their own."""
+    4-bit kernel they are rounded to int8, and each block of 256 inputs of a token has a scale of its own."""
 
     min_rows: int = 1  # products of fewer rows keep the activations' type
     is_static: bool = False  # each projection has an `input_scale`; the head has none

@@ -10,6 +10,7 @@ Shape legend: `T` tokens, `G` groups of inputs of an output, `U` units, of one o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ from pallas_kernels.cpu.products import PANEL
 
 QUAD = 4  # inputs whose weights are next to each other (four_bit.c)
 MIDDLE = 8  # is stored for a weight of 0
-BLOCK = 32  # inputs that are summed before they are scaled
+BLOCK = 32  # inputs: groups are whole blocks
+PART = 256  # inputs that are rounded with one scale
 FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
-TESTED = ((1, 64, 32), (13, 288, 96))  # rows, inputs and outputs of the self-test's products
+TESTED = ((1, 128, 32), (13, 288, 96))  # rows, inputs and outputs of the self-test's products
 TOLERANCE = 1e-5  # of the self-test, of the sum of the products' magnitudes
 # What the self-test's weights have, as arguments of `multiply`.
 FORMS: dict[str, dict[str, Any]] = {
@@ -74,8 +76,8 @@ def multiply(
         scale: [out / PANEL, G, PANEL]; of uint8, it is in units of `scale_unit`.
         offset: likewise; of uint8 without a unit, it is in units of the scale: a zero point, 0 to 15.
         scale_unit, offset_unit: [out / PANEL, U, PANEL]. U divides G.
-        round_inputs: to int8, each block of 32 inputs with a scale of its own. Sums of a block are then exact.
-            Otherwise the weights are widened to float32.
+        round_inputs: to int8, each 256 neighbouring inputs, and what is left, with a scale of their own. Sums of those
+            of a group are then exact. Otherwise the weights are widened to float32.
         out_dtype: float32 or bfloat16.
 
     Raises:
@@ -88,11 +90,12 @@ def multiply(
     if offset is not None:
         _check("offset", offset, scale if offset_unit is None else offset_unit, panels, depth)
     library.load(None)  # an engine has loaded it already, from its folder
-    rows, like, of_blocks = inputs.shape[0], jax.ShapeDtypeStruct, (inputs.shape[0], depth // BLOCK)
-    # what the C code works in: sums of blocks, and the rounded inputs with their scales and sums
-    used = [like(of_blocks, jnp.float32)]
+    rows, like, parts = inputs.shape[0], jax.ShapeDtypeStruct, -(-depth // PART)
+    # what the C code works in: sums of steps, and the rounded inputs with their scales and what sums begin with
+    of_steps = (parts, rows, PART // BLOCK)
+    used = [like(of_steps, jnp.float32)]
     if round_inputs:
-        used += [like(inputs.shape, jnp.int8), like(of_blocks, jnp.float32), like(of_blocks, jnp.int32)]
+        used += [like((parts, rows, PART), jnp.int8), like((parts, rows), jnp.float32), like(of_steps, jnp.int32)]
     call = jax.ffi.ffi_call(MULTIPLY_FOUR_BIT, (like((rows, panels.shape[0] * PANEL), out_dtype), *used))
     given = [jnp.zeros(0, jnp.float32) if x is None else x for x in (scale, scale_unit, offset, offset_unit)]
     return call(inputs if round_inputs else inputs.astype(jnp.float32), panels, *given)[0]
@@ -101,7 +104,8 @@ def multiply(
 def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
     """The first wrong product of this machine's C code, in words; None: all agree with float64.
 
-    Whole numbers are multiplied. The largest of each block is 127, so that rounding changes none.
+    Whole numbers are multiplied. The largest of each part is 127, so that rounding changes none. Groups are the largest
+    for one row, and the smallest for several.
 
     Args:
         shapes: rows, inputs and outputs of each product.
@@ -110,8 +114,9 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
     cases, names, expected = [], [], []
     for (rows, num_in, num_out), form in itertools.product(shapes, FORMS):
         values, inputs = rng.integers(-MIDDLE, MIDDLE, (num_out, num_in)), rng.integers(-127, 128, (rows, num_in))
-        inputs[:, ::BLOCK] = 127
-        numbers, weights = random_groups(form, values, BLOCK, rng)
+        inputs[:, ::PART] = 127
+        group = math.gcd(num_in, PART) if rows == 1 else BLOCK
+        numbers, weights = random_groups(form, values, group, rng)
         cases.append((inputs.astype(np.float32), values.astype(np.int8), numbers))
         expected.append((inputs @ weights.T, TOLERANCE * (np.abs(inputs) @ np.abs(weights.T))))
         names.append(f"{rows} rows with {num_out} x {num_in} 4-bit weights with {form}")

@@ -30,47 +30,47 @@ INLINE float input_at(const void* inputs, int64_t index, const enum Kind kind) {
   return kind == FLOAT32 ? ((const float*)inputs)[index] : float_of((uint32_t)((const uint16_t*)inputs)[index] << 16);
 }
 
-INLINE void round_row(const Rounding* r, int64_t row, const int64_t depth, const enum Kind kind) {
-  const char* inputs = (const char*)r->inputs + row * depth * size_of(kind);
-  int8_t* narrow = r->narrow + row * depth;
+// Rounds `count` numbers, with the scale of 1 / `*stored` if there is one. Returns their scale, and gives their sum.
+INLINE float round_numbers(const void* inputs, int64_t first, int64_t count, const float* stored, int8_t* narrow,
+                           int32_t* sum, const enum Kind kind) {
   uint32_t most = 0;  // as bits: what is not a number is larger than infinity
-  for (int64_t i = 0; i < depth; i++) {
+  for (int64_t i = first; i < first + count; i++) {
     uint32_t bits = bits_of(input_at(inputs, i, kind)) & 0x7fffffff;
     most = bits > most ? bits : most;
   }
   float largest = float_of(most);
   if (largest < LEAST_RANGE) largest = LEAST_RANGE;
-  float factor = r->stored ? 1 / *r->stored : LARGEST / largest;
+  float factor = stored ? 1 / *stored : LARGEST / largest;
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits
-  uint32_t sum = 0;
-  for (int64_t i = 0; i < depth; i++) {
-    float x = input_at(inputs, i, kind) * factor;
+  uint32_t total = 0;
+  for (int64_t i = 0; i < count; i++) {
+    float x = input_at(inputs, first + i, kind) * factor;
     x = x < LARGEST ? x : LARGEST;
     x = x > -LARGEST ? x : -LARGEST;
     uint32_t rounded = bits_of(x + round) - bits_of(round);
     narrow[i] = (int8_t)rounded;
-    sum += rounded;
+    total += rounded;
   }
-  r->sums[row] = (int32_t)sum;
-  r->scales[row] = !r->stored ? largest * (1.0f / LARGEST) : largest == largest ? *r->stored : largest;
+  *sum = (int32_t)total;
+  return !stored ? largest * (1.0f / LARGEST) : largest == largest ? *stored : largest;
 }
 
-// `depth`: that of the rows. Short rows are rounded faster if it is a constant.
-INLINE void round_rows(const Rounding* r, int64_t first, int64_t end, const int64_t depth) {
-  for (int64_t row = first; row < end; row++) switch (r->kind) {
-      case BFLOAT16: round_row(r, row, depth, BFLOAT16); break;
-      default: round_row(r, row, depth, FLOAT32);
-    }
+INLINE float round_any(const void* inputs, int64_t first, int64_t count, const float* stored, int8_t* narrow,
+                       int32_t* sum, enum Kind kind) {
+  if (kind == BFLOAT16) return round_numbers(inputs, first, count, stored, narrow, sum, BFLOAT16);
+  return round_numbers(inputs, first, count, stored, narrow, sum, FLOAT32);
 }
 
 static void round_part(const void* rounding, int64_t part) {
   const Rounding* r = rounding;
   int64_t first = part * r->rows_of_part, left = r->rows - first;
   int64_t end = first + (left < r->rows_of_part ? left : r->rows_of_part);
-  if (r->depth == 32) round_rows(r, first, end, 32);
-  else round_rows(r, first, end, r->depth);
+  for (int64_t row = first; row < end; row++) {
+    int64_t at = row * r->depth;
+    r->scales[row] = round_any(r->inputs, at, r->depth, r->stored, r->narrow + at, r->sums + row, r->kind);
+  }
 }
 
-static void round_all(XLA_FFI_CallFrame* frame, const Rounding* r) {
+INLINE void round_all(XLA_FFI_CallFrame* frame, const Rounding* r) {
   in_parallel(frame, (r->rows + r->rows_of_part - 1) / r->rows_of_part, round_part, r);
 }

@@ -72,8 +72,8 @@ def choose_quantization(
     held = None if stored is None else stored.quantization
     kept = None
     if stored is not None:
-        is_exact = stored.exact_four_bit is not None and stored.exact_four_bit.product in reads
-        kept = stored.exact_four_bit if is_exact else stored.four_bit
+        is_exact = stored.exact_form is not None and stored.exact_form.product in reads
+        kept = stored.exact_form if is_exact else stored.four_bit
     if asked is None:
         form = kept if kept is not None and kept.product in reads else held
     else:
@@ -110,7 +110,7 @@ def choose_rounding(
     """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
 
     Of forms that the chip has no product for, with rounded inputs, they are not. A checkpoint whose activations are
-    exact keeps them so. With the int4 of a GGUF file they are rounded in blocks, where that is fast: so does llama.cpp.
+    exact keeps them so. Those of a GGUF file are rounded on CPUs, as by llama.cpp: with int4 in blocks.
     A checkpoint whose activations are quantised is computed as it is written, for any number of rows. For others the
     chip decides by the rows of the step.
 
@@ -118,14 +118,14 @@ def choose_rounding(
         reads: of the chip, see `chips`. If it does not read the form, the head's inputs are rounded, too.
         rounded_rows: of the chip, see `chips`.
     """
-    from model.quantization.forms import Activations, EightBit, Rounding
+    from model.quantization.forms import Activations, EightBit, FourBit, Rounding
 
     stated = None if stored is None else stored.activations
     if form is None or form.kind not in rounded_rows or stated is Activations.EXACT:
         return None, None
-    in_blocks = not isinstance(form, EightBit)
-    if stated is Activations.BLOCKS and not in_blocks:
+    if stated is Activations.BLOCKS and FourBit.kind not in rounded_rows:
         return None, None
+    in_blocks = not isinstance(form, EightBit)
     is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
     rounding = Rounding(
         min_rows=rounded_rows[form.kind] if stated is None else 1, is_static=is_static, with_head=form.kind not in reads

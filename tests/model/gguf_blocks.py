@@ -85,6 +85,19 @@ def q3_k(block: bytes) -> list[np.float32]:
     return values
 
 
+def q6_k(block: bytes) -> list[np.float32]:
+    """Sixteen groups of 16, each with a scale in a signed byte, `block[192:208]`. Each half of the values has its lower
+    four bits in 64 bytes, and its upper two in 32 bytes after all of these."""
+    values = []
+    for place in range(256):
+        part, i = divmod(place, 128)
+        low = block[64 * part + i % 64] >> 4 * (i // 64) & 15
+        high = block[128 + 32 * part + i % 32] >> 2 * (i // 32) & 3
+        (scale,) = struct.unpack_from("<b", block, 192 + place // 16)
+        values.append(half(block, 208) * F32(scale) * F32((low | high << 4) - 32))
+    return values
+
+
 DECODERS: Mapping[Type, Callable[[bytes], list[np.float32]]] = {
     Type.Q4_1: q4_1,
     Type.Q5_0: q5_0,
@@ -93,4 +106,5 @@ DECODERS: Mapping[Type, Callable[[bytes], list[np.float32]]] = {
     Type.IQ4_XS: iq4_xs,
     Type.Q2_K: q2_k,
     Type.Q3_K: q3_k,
+    Type.Q6_K: q6_k,
 }

@@ -102,7 +102,7 @@ def read_model(folder: Path) -> None:
     source = resolve(str(folder))
     find_end_tokens(source)
     stored = find_weights(source.path, source.config)
-    for form in {stored.quantization, *filter(None, (stored.four_bit, stored.exact_four_bit))}:
+    for form in {stored.quantization, *filter(None, (stored.four_bit, stored.exact_form))}:
         stored.load(dtype=jnp.float32, quantization=form)
 
 

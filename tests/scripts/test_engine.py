@@ -163,23 +163,25 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
         form, said = choose_quantization(asked, stored, config, reads=reads, rounded_rows=rounded_rows)
         return form, *choose_rounding(form, stored, reads=reads, rounded_rows=rounded_rows), said
 
-    awq = {"packing": "AWQ int4", "activations": Activations.EXACT, "four_bit": rounded, "exact_four_bit": exact}
+    awq = {"packing": "AWQ int4", "activations": Activations.EXACT, "four_bit": rounded, "exact_form": exact}
     said = "AWQ int4 checkpoint, kept: projections are int4, groups of 128 with float16 scales and zero points, and"
     assert choose(None, **awq) == choose("int4", **awq) == (exact, None, None, f"{said} the head is int8")
     assert choose("int8", **awq)[:3] == choose(None, XLA_CPU_READS, {}, **awq)[:3] == (INT8, None, None)
     assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **awq)[:3] == (rounded, None, None)
     gguf = {"packing": "GGUF Q4_1", "activations": Activations.BLOCKS}
     in_blocks = "inputs of projections are rounded to int8, too, each block of a token with its own scale"
+    of_tokens = "inputs of projections are rounded to int8, too, each token with its own scale"
     for form in (blocks, finer):
-        kept = gguf | {"exact_four_bit": form, "four_bit_fault": "its types differ"}
+        kept = gguf | {"exact_form": form, "four_bit_fault": "its types differ"}
         assert choose(None, **kept)[:3] == choose("int4", **kept)[:3] == (form, Rounding(), in_blocks)
-        assert choose("int8", **kept)[:3] == choose(None, XLA_CPU_READS, {}, **kept)[:3] == (INT8, None, None)
+        assert choose("int8", **kept)[:3] == (INT8, Rounding(), of_tokens)
+        assert choose(None, XLA_CPU_READS, {}, **kept)[:3] == (INT8, None, None)
         assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **kept)[:3] == (INT8, None, None)
         assert choose(None, TPUS["v5e"].reads, TPUS["v5e"].rounded_rows, **kept)[:3] == (INT8, None, None)
     form, _ = choose_quantization("int4", None, config, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS)
     rounding, _ = choose_rounding(form, None, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS)
     assert (form, rounding) == (FourBit(group=128), Rounding())
-    small = {name: dataclasses.replace(awq[name], group=16) for name in ("four_bit", "exact_four_bit")}
+    small = {name: dataclasses.replace(awq[name], group=16) for name in ("four_bit", "exact_form")}
     assert choose(None, **awq | small)[0] is INT8  # there is no product in C
     assert choose(None, GPUS["h100"].reads, {}, **awq | small)[0] == small["four_bit"]
 

@@ -285,6 +285,19 @@ def test_a_quantised_base_has_the_adapters_sums_besides_its_own(make, oracle) ->
     assert asked[0].output[0] in np.argsort(expected)[-3:]  # 8 bits change the sums a little
 
 
+def test_a_projection_in_parts_takes_adapters_as_a_whole_one_does(make) -> None:
+    fused = "int4-g16-f16"
+    parts = ",".join(
+        f"layers.{layer}.{part}" for layer in range(3) for part in ("attention.qkv.v_proj", "mlp.gate_up.up_proj")
+    )
+    found = []
+    for quantization in (fused, f"{fused}+{fused}:{parts}"):
+        runner = make(quantization=quantization)
+        runner.warm_up([PROMPT, replace(DECODE, variant=Variant.SAMPLE)], print)
+        found.append(logprobs_of(runner, (1,), PROMPT, 1))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+
+
 def test_a_slot_is_written_by_one_program_in_place(runner) -> None:
     program = runner.described.updates()[WRITE_ADAPTER]
     analysis = program.lower().compile().memory_analysis()

@@ -49,13 +49,31 @@ def load(path, form, rounding=None):
 def exact_model(path, model):
     """The file's weights in float32, except for those that `model` has in int8."""
     exact = load(path, None)
-    exact.head = model.head
+    if model.head.method.form is EightBit.INT8:
+        exact.head = model.head
     wanted = dict(nnx.iter_graph(exact))
     for name, linear in nnx.iter_graph(model):
         if isinstance(linear, Linear) and linear.method.form is EightBit.INT8 and linear is not model.head:
             values = linear.kernel[...].astype(jnp.float32) * linear.scale[...][:, None]
-            wanted[name].kernel.set_value(values)
+            if name in wanted:
+                wanted[name].kernel.set_value(values)
+                continue
+            fused, rows = wanted[name[:-1]].kernel, rows_of(model.config, name[-1])
+            fused.set_value(fused[...].at[rows].set(values))
     return exact
+
+
+def rows_of(config, name):
+    """Of a tensor, in its fused projection."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    first = {
+        "q_proj": 0,
+        "k_proj": queries,
+        "v_proj": queries + keys,
+        "gate_proj": 0,
+        "up_proj": config.intermediate_size,
+    }
+    return slice(first[name], first[name] + config.outputs_of(name))
 
 
 def assert_logits_are_exact(path, form):
@@ -85,14 +103,14 @@ def test_packed_weights_keep_their_scales_and_zeros(tmp_path, name, group, in_bf
         narrow = {key: value.astype(ml_dtypes.bfloat16) for key, value in tensors.items() if key.endswith("_scale")}
         checkpoints.write_tensors(tmp_path, tensors | narrow)
     stored = find_weights(tmp_path, LlamaConfig.from_file(tmp_path))
-    assert stored.exact_four_bit == form
+    assert stored.exact_form == form
     assert_logits_are_exact(tmp_path, form)
 
 
-def write_gguf(folder, type_of):
+def write_gguf(folder, type_of, tokenizer=None, **others):
     """A file of blocks of the types that `type_of` gives for a tensor's name, with weights around zero."""
     source = checkpoints.write(folder / "source", "gqa2")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 2, "vocab_size": 96}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 2, "vocab_size": 96} | others
     config = dataclasses.replace(LlamaConfig.from_file(source), **sizes)
     rng = np.random.default_rng(0)
 
@@ -112,7 +130,7 @@ def write_gguf(folder, type_of):
         key: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, 0.05, shape).astype(np.float32)
         for key, shape in expected_shapes(config).items()
     }
-    return gguf_files.write(folder / "model.gguf", config, wide, packed=packed)
+    return gguf_files.write(folder / "model.gguf", config, wide, packed=packed, tokenizer=tokenizer)
 
 
 def as_llama_quantize(key):
@@ -125,30 +143,63 @@ def with_importance(key):
     return Type.Q4_1 if "layers.0.mlp.down" in key else Type.Q4_0
 
 
-Q4_K_M = Mixed(most=Q4_K, others=(("layers.0.attention.qkv", EightBit.INT8), ("layers.1.mlp.down", EightBit.INT8)))
+def with_other_types(key):
+    """The parts of fused projections differ in all ways, and some tensors have types that are not kept."""
+    of = {"layers.0.self_attn.k": Type.Q8_0, "layers.0.self_attn.v": Type.Q6_K, "layers.0.mlp.up": Type.Q4_1}
+    of |= {"layers.1.self_attn.q": Type.Q5_K, "layers.1.self_attn.v": Type.Q5_K, "layers.1.mlp.down": Type.Q5_K}
+    of |= {"layers.1.self_attn.k": Type.Q8_0}
+    return next((type for part, type in of.items() if part in key), Type.Q6_K if "layers.1.mlp" in key else Type.Q4_K)
+
+
+INT8 = EightBit.INT8
+Q4_K_M = Mixed(most=Q4_K, others=(("layers.0.attention.qkv.v_proj", INT8), ("layers.1.mlp.down", INT8)))
+OTHER_TYPES = Mixed(
+    most=Q4_K,
+    others=(
+        ("head", Q4_K),
+        ("layers.0.attention.qkv.k_proj", EightBit.INT8),
+        ("layers.0.attention.qkv.v_proj", EightBit.INT8),
+        ("layers.0.mlp.gate_up.up_proj", Q4_1),
+        ("layers.1.attention.qkv", EightBit.INT8),
+        ("layers.1.mlp.down", EightBit.INT8),
+        ("layers.1.mlp.gate_up", EightBit.INT8),
+    ),
+)
+
+
+def with_head(form):
+    return Mixed(most=form, others=(("head", form),))
 
 
 @pytest.mark.parametrize(
     ("type_of", "form"),
     [
-        (lambda _: Type.Q4_0, Q4_0),
-        (lambda _: Type.Q4_1, Q4_1),
-        (lambda _: Type.Q4_K, Q4_K),
-        (with_importance, Mixed(most=Q4_0, others=(("layers.0.mlp.down", Q4_1),))),
+        (lambda key: Type.Q8_0 if "head" in key or "embed" in key else Type.Q4_0, Q4_0),
+        (lambda _: Type.Q4_1, with_head(Q4_1)),
+        (lambda _: Type.Q4_K, with_head(Q4_K)),
+        (with_importance, Mixed(most=Q4_0, others=(("head", Q4_0), ("layers.0.mlp.down", Q4_1)))),
         (as_llama_quantize, Q4_K_M),
+        (with_other_types, OTHER_TYPES),
     ],
-    ids=["Q4_0", "Q4_1", "Q4_K", "Q4_0 and Q4_1", "Q4_K_M"],
+    ids=["Q4_0", "Q4_1", "Q4_K", "Q4_0 and Q4_1", "Q4_K_M", "others"],
 )
 def test_each_projection_of_a_gguf_keeps_its_numbers(tmp_path, type_of, form):
     path = write_gguf(tmp_path, type_of)
     stored = find_weights(path, resolve(str(path)).config)
-    assert (stored.exact_four_bit, stored.quantization) == (form, EightBit.INT8)
+    assert (stored.exact_form, stored.quantization) == (form, EightBit.INT8)
     assert_logits_are_exact(path, form)
 
 
-def test_a_gguf_without_4_bits_has_no_such_form(tmp_path):
+def test_a_gguf_without_4_bits_has_no_such_form_and_needs_no_reason(tmp_path):
     path = write_gguf(tmp_path, lambda _: Type.Q8_0)
-    assert find_weights(path, resolve(str(path)).config).exact_four_bit is None
+    stored = find_weights(path, resolve(str(path)).config)
+    assert (stored.exact_form, stored.four_bit, stored.four_bit_fault) == (None, None, None)
+
+
+def test_a_head_whose_outputs_are_no_whole_panels_is_in_int8(tmp_path):
+    """XLA would write it in float32 at every step."""
+    path = write_gguf(tmp_path, lambda _: Type.Q4_K, vocab_size=100)
+    assert find_weights(path, resolve(str(path)).config).exact_form == Q4_K
 
 
 def test_rounded_inputs_cost_what_int8_costs(tmp_path):
@@ -193,8 +244,8 @@ def numbers_of(form):
 
 
 def rounded_to_int8(inputs):
-    """Each block of 32 with its own scale, in float32 as the C code computes it; the products in float64."""
-    blocks = inputs.reshape(inputs.shape[0], -1, 32)
+    """Each block of 256 with its own scale, in float32 as the C code computes it; the products in float64."""
+    blocks = inputs.reshape(inputs.shape[0], -1, 256)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     steps = np.rint(blocks * (np.float32(127) / largest))
     return (steps.astype(np.float64) * (largest * np.float32(1 / 127))).reshape(inputs.shape)
@@ -247,7 +298,7 @@ def test_a_conversion_holds_the_same_bits(tmp_path, capsys, monkeypatch, name, s
     convert(source, source.weights, out, dtype="float32", quantization="int4-exact")
     assert said in capsys.readouterr().out
     stored = find_weights(out, LlamaConfig.from_file(out))
-    form = find_weights(path, source.config).exact_four_bit
+    form = find_weights(path, source.config).exact_form
     assert stored.quantization == form
     found, wanted = flat(stored.load(dtype=jnp.float32, quantization=form)), flat(load(path, form))
     assert found.keys() == wanted.keys()

@@ -35,7 +35,8 @@ FORMS = {
     "mixed": {
         "dtype": "float32",
         "quantization": Mixed(
-            most=FourBit(group=16, numbers=Numbers.Q4_1), others=(("layers.1.mlp.down", EightBit.INT8),)
+            most=FourBit(group=16, numbers=Numbers.Q4_1),
+            others=(("layers.0.attention.qkv.v_proj", EightBit.INT8), ("layers.1.mlp.down", EightBit.INT8)),
         ),
     },
 }

@@ -15,7 +15,7 @@ from model.config import LlamaConfig
 from model.loading.orbax_format import load_orbax, save_orbax
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
-from model.quantization.forms import EightBit, FourBit
+from model.quantization.forms import EightBit, FourBit, Mixed
 from tests.model import checkpoints
 from tests.model.goldens import make as make_goldens
 from tests.model.loading.test_packed_checkpoints import FORMATS
@@ -149,7 +149,15 @@ def wide(folder, variant, **sizes):
     return folder
 
 
-FORMS = [None, EightBit.INT8, EightBit.FP8, FourBit(group=16), FourBit(group=16, has_zeros=True)]
+IN_PARTS = Mixed(  # of two fused projections, the tensors
+    most=FourBit(group=16),
+    others=(
+        ("layers.0.attention.qkv.k_proj", EightBit.INT8),
+        ("layers.1.attention.qkv.v_proj", EightBit.INT8),
+        ("layers.1.mlp.gate_up.gate_proj", EightBit.INT8),
+    ),
+)
+FORMS = [None, EightBit.INT8, EightBit.FP8, FourBit(group=16), FourBit(group=16, has_zeros=True), IN_PARTS]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

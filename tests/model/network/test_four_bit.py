@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.network.four_bit import quantize_groups
-from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, form_named, is_form_name, largest_group
+from model.quantization.forms import (
+    EightBit,
+    FourBit,
+    Mixed,
+    Numbers,
+    described,
+    form_named,
+    is_form_name,
+    largest_group,
+)
 from tests.examples import examples
 from tests.model.dequantized import dequantize_groups
 
@@ -61,6 +70,13 @@ def test_forms_have_one_name_each():
     others = (("layers.0.mlp.down", EightBit.INT8), ("layers.1.attention.qkv", zeros), ("layers.1.mlp.down", zeros))
     for form in (*EightBit, FourBit(group=64), zeros, *exact, k, Mixed(most=k, others=others)):
         assert is_form_name(str(form)) and form_named(str(form), (256, 384)) == form
+    parts = (
+        ("head", FourBit(group=64)),
+        ("layers.0.attention.qkv.v_proj", FourBit(group=64)),
+        ("layers.1.mlp.down", EightBit.INT8),
+    )
+    for form in (Mixed(most=k, others=parts), Mixed(most=FourBit(group=64), others=(("head", zeros),))):
+        assert is_form_name(str(form)) and form_named(str(form), (256, 512)) == form
     assert form_named("int4", (4096, 14336)) == FourBit(group=128)
     assert form_named("int4", (256, 640, 352)) == FourBit(group=32)
     assert [largest_group(widths) for widths in ((64, 160), (48, 160), (40,))] == [32, 16, None]
@@ -71,3 +87,23 @@ def test_forms_have_one_name_each():
     for name, widths in wrong:
         with pytest.raises(ValueError, match=r"int4|int3|int8"):
             form_named(name, widths)
+
+
+def test_a_mixed_form_says_what_each_projection_has():
+    k, int8 = FourBit(group=32, numbers=Numbers.Q4_K), EightBit.INT8
+    others = (
+        ("head", FourBit(group=64)),
+        ("layers.0.attention.qkv.v_proj", FourBit(group=64)),
+        ("layers.1.mlp.down", int8),
+    )
+    form = Mixed(most=k, others=others)
+    paths = ("layers.0.attention.qkv.q_proj", "layers.0.attention.qkv.v_proj", "layers.1.mlp.down", "layers.0.mlp.down")
+    assert [form.at(path) for path in paths] == [k, FourBit(group=64), int8, k]
+    assert form.is_split("layers.0.attention.qkv") and not form.is_split("layers.1.attention.qkv")
+    assert described(form) == (
+        "projections are int4, groups of 32 as in Q4_K (1 in int4, groups of 64; 1 in int8), "
+        "and the head is int4, groups of 64"
+    )
+    only_head = Mixed(most=FourBit(group=32), others=(("head", FourBit(group=64)),))
+    assert described(only_head) == "projections are int4, groups of 32, and the head is int4, groups of 64"
+    assert (only_head.whole, form.whole, Mixed(most=k, others=others[2:]).in_head) == (32, 256, int8)

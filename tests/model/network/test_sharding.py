@@ -20,6 +20,7 @@ from model.execution.step import SCORE_BLOCK
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config
+from model.quantization.forms import FourBit, Mixed
 from tests.model import checkpoints
 from tests.model.collectives import collectives
 from tests.model.dense_attention import causal_attention, dense_logits
@@ -66,6 +67,19 @@ def test_logits_over_chips_equal_the_goldens(variant, num_shards, tmp_path):
     logits = dense_logits(model, checkpoints.golden_sequence(variant))
     golden = checkpoints.goldens()[f"{variant}.logits"]
     assert np.abs(np.asarray(logits)[:PROMPT_LENGTH] - golden).max() < 2e-4
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_fused_projections_in_parts_compute_what_whole_ones_do(num_shards, tmp_path):
+    """The only KV head is repeated for two chips."""
+    folder = checkpoints.write(tmp_path, "mqa")
+    options = {"dtype": jnp.float32, "mesh": make_mesh(num_shards) if num_shards > 1 else None}
+    form, names = FourBit(group=16), ("layers.0.attention.qkv.v_proj", "layers.1.mlp.gate_up.gate_proj")
+    forms = form, Mixed(most=form, others=tuple((name, form) for name in names))
+    whole, parts = (load_hf(folder, LlamaConfig.from_file(folder), quantization=form, **options) for form in forms)
+    tokens = checkpoints.golden_sequence("mqa")
+    expected, found = (np.asarray(dense_logits(model, tokens)) for model in (whole, parts))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_each_chip_holds_its_part_only(tmp_path):

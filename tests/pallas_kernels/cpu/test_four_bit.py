@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.cpu import four_bit
-from pallas_kernels.cpu.four_bit import BLOCK, FORMS, MIDDLE, QUAD, random_groups
+from pallas_kernels.cpu.four_bit import BLOCK, FORMS, MIDDLE, PART, QUAD, random_groups
 from pallas_kernels.cpu.products import PANEL
 
 pytestmark = pytest.mark.usefixtures("target")
@@ -26,10 +26,10 @@ def values_of(num_out: int, depth: int, seed: int = 0) -> np.ndarray:
 
 
 def inputs_of(rows: int, depth: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
-    """Rows of different sizes, with many values halfway between two integers of their block."""
+    """Rows of different sizes, with many values halfway between two integers of their part."""
     rng = np.random.default_rng(seed)
     halves = rng.integers(-254, 255, (rows, depth)) / 2
-    halves[:, ::BLOCK] = 127
+    halves[:, ::PART] = 127
     free = rng.standard_normal((rows, depth))
     size = np.exp2(rng.integers(-20, 20, (rows, 1)))
     return (np.where(rng.random((rows, 1)) < 0.5, halves, free) * size).astype(dtype)
@@ -37,10 +37,13 @@ def inputs_of(rows: int, depth: int, dtype: Any = np.float32, seed: int = 0) -> 
 
 def rounded(inputs: np.ndarray) -> np.ndarray:
     """Inputs as they are multiplied once they are int8, in float64."""
-    blocks = inputs.astype(np.float32).reshape(len(inputs), -1, BLOCK)
-    largest = np.maximum(np.abs(blocks).max(axis=2, keepdims=True), np.float32(1e-30))
-    narrow = np.rint(np.clip(blocks * (np.float32(127) / largest), -127, 127))
-    return (narrow.astype(np.float64) * (largest * np.float32(1 / 127))).reshape(inputs.shape)
+    found = np.empty(inputs.shape)
+    for first in range(0, inputs.shape[1], PART):
+        part = inputs[:, first : first + PART].astype(np.float32)
+        largest = np.maximum(np.abs(part).max(axis=1, keepdims=True), np.float32(1e-30))
+        narrow = np.rint(np.clip(part * (np.float32(127) / largest), -127, 127))
+        found[:, first : first + PART] = narrow.astype(np.float64) * (largest * np.float32(1 / 127))
+    return found
 
 
 def product(
@@ -77,7 +80,7 @@ def test_it_is_the_product(round_inputs, form, rows, blocks, panels, dtypes, see
     expected, largest = wide @ weights.T, np.abs(wide) @ (np.abs(weights) + 16 * np.abs(weights).max()).T
     found = product(inputs, values, numbers, round_inputs=round_inputs, dtype=dtypes[1])
     of_output = 0 if dtypes[1] == np.float32 else 2.0**-8 * np.abs(expected)
-    assert (np.abs(found - expected) <= (BLOCK + blocks) * UNIT * largest + of_output).all()
+    assert (np.abs(found - expected) <= (PART + blocks) * UNIT * largest + of_output).all()
 
 
 @BOTH
@@ -106,13 +109,15 @@ def test_scales_at_the_edges_of_their_type(dtype):
     np.testing.assert_array_equal(found[0], scale[:, 0].astype(np.float32) * 2)
 
 
+@pytest.mark.parametrize("group", [BLOCK, 8192])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_largest_sums(sign):
+def test_the_largest_sums(sign, group):
     """An instruction that saturates would show."""
     values = np.full((PANEL, 8192), -8, np.int8)
     values[1::2] = 7
     inputs = np.full((9, 8192), sign * 127, np.float32)
-    scale, zero = np.ones((PANEL, 256), np.float16), np.zeros((PANEL, 256), np.uint8)
+    of_groups = (PANEL, 8192 // group)
+    scale, zero = np.ones(of_groups, np.float16), np.zeros(of_groups, np.uint8)
     expected = inputs @ values.T.astype(np.float32)
     np.testing.assert_allclose(product(inputs, values, {"scale": scale}, round_inputs=True), expected, rtol=1e-5)
     found = product(inputs, values, {"scale": scale, "offset": zero}, round_inputs=True)
@@ -122,8 +127,9 @@ def test_the_largest_sums(sign):
 @BOTH
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(form, round_inputs):
-    values, inputs = values_of(70 * PANEL, 10 * BLOCK), inputs_of(150, 10 * BLOCK)
-    numbers, _ = random_groups(form, values, BLOCK, np.random.default_rng(0))
+    values, inputs = values_of(70 * PANEL, 12 * BLOCK), inputs_of(150, 12 * BLOCK)
+    group = 4 * BLOCK if form == "zero points" else BLOCK
+    numbers, _ = random_groups(form, values, group, np.random.default_rng(0))
     whole = product(inputs, values, numbers, round_inputs=round_inputs)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 64, 65, 129):
         found = product(inputs[-rows:], values, numbers, round_inputs=round_inputs)
@@ -149,6 +155,18 @@ def test_the_packed_form():
         byte = panels[panel, depth // QUAD, place % 16 * QUAD + depth % QUAD]
         assert (byte >> 4 if place >= 16 else byte & 15) == values[output, depth] + MIDDLE
         assert groups[panel, depth % 5, place] == values[output, depth % 5]
+
+
+def test_groups_share_exact_sums():
+    """Groups with the same numbers are as good as one group, bit for bit, where no number of theirs is rounded."""
+    values, inputs = values_of(2 * PANEL, 3 * PART), inputs_of(5, 3 * PART)
+    found = []
+    for group in (BLOCK, 2 * BLOCK, 3 * BLOCK, PART, 3 * PART):
+        of_groups = (2 * PANEL, 3 * PART // group)
+        numbers = {"scale": np.full(of_groups, 0.5, np.float16), "offset": np.full(of_groups, 2, np.float16)}
+        found.append(product(inputs, values, numbers, round_inputs=True))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 def test_int4_is_packed_as_int8_is():
