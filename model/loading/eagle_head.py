@@ -8,7 +8,7 @@ names. Tables of a smaller draft vocabulary are `d2t`, what to add to a draft's 
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.inputs.words import shown
 from model.loading.checkpoint import Tensors
 from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source
-from model.loading.tensor_files import DTYPES, Reader, files_in, opened, slice_of
-from model.loading.torch_file import read_torch_file
+from model.loading.remote_tensors import RemoteSlice, RemoteTensors
+from model.loading.tensor_files import DTYPES, Reader, files_in
+from model.loading.torch_file import TorchTensor, read_torch_file
 from model.loading.weights import fill_each, join, random_values, read_source
 from model.network.eagle import EagleHead
 from model.network.sharding import abstract_head, num_shards_of
@@ -67,21 +68,14 @@ class HeadFiles:
     def __init__(self, folder: Path, config: EagleConfig):
         self._folder = folder
         self._config = config
-        self._stack = ExitStack()
-        self._slices: dict[str, Any] = {}
+        self._slices: dict[str, RemoteSlice | TorchTensor] = {}
         self._names: dict[str, str] = {}  # as they are stored
 
     def __enter__(self) -> Self:
-        try:
-            self._check([problem for name, value in self._stored() for problem in self._add(name, value)])
-        except BaseException:
-            self._stack.close()
-            raise
+        self._check([problem for name, value in self._stored() for problem in self._add(name, value)])
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._slices.clear()
-        self._stack.close()
+    def __exit__(self, *exc: object) -> None: ...
 
     @property
     def has_embedding(self) -> bool:
@@ -99,9 +93,12 @@ class HeadFiles:
         return tuple(self._slices[key].get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of a tensor."""
-        reader: Reader = self._slices[key].__getitem__
-        return reader
+        """Reads parts of these rows."""
+        stored = self._slices[key]
+        if isinstance(stored, RemoteSlice):
+            start, stop, _ = rows.indices(self.shape(key)[0])
+            return stored.rows(start, stop).__getitem__
+        return stored.__getitem__
 
     def tokens(self) -> np.ndarray:
         """i32[draft_vocab_size]: the model's token of each draft token. ValueError if the tables contradict."""
@@ -131,18 +128,15 @@ class HeadFiles:
                 return False
         return True
 
-    def _stored(self) -> list[tuple[str, Any]]:
+    def _stored(self) -> Iterator[tuple[str, RemoteSlice | TorchTensor]]:
         has_safetensors = any((self._folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
         if not has_safetensors and (self._folder / TORCH_FILE).exists():
-            return list(read_torch_file(self._folder / TORCH_FILE).items())
-        found = []
+            yield from read_torch_file(self._folder / TORCH_FILE).items()
+            return
         for name in files_in(self._folder):
-            path = self._folder / name
-            file = self._stack.enter_context(opened(path))
-            found += [(key, slice_of(file, path, key)) for key in file.keys()]  # noqa: SIM118, not a mapping
-        return found
+            yield from RemoteTensors(self._folder / name).slices().items()
 
-    def _add(self, stored: str, value: Any) -> list[str]:
+    def _add(self, stored: str, value: RemoteSlice | TorchTensor) -> list[str]:
         match = _PREFIXES.match(stored)
         assert match is not None, "the pattern matches every text"
         name = ("layer." if match[2] else "") + stored[match.end() :]
