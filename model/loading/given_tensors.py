@@ -23,15 +23,16 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
 from model.loading import trainer_layouts
+from model.loading.checkpoint import Checkpoint, Reader
 from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, Source, expected_shapes
-from model.loading.tensor_files import DTYPES, Reader, by_message, grouped
+from model.loading.tensor_files import DTYPES, by_message, grouped
 from model.loading.trainer_layouts import Array, Cut, Layout
 from model.loading.weights import Described, copies_of, described, fill, module_reader, read_source, sources_of
 from model.network.linear import methods_of
 from model.network.linear_method import LinearMethod
 from model.network.llama import Llama
 from model.network.sharding import abstract_model
-from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm
+from model.quantization.forms import Rounding, WeightForm
 
 Names = Literal["hf", "own", "tunix", "maxtext"]
 _LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
@@ -46,8 +47,8 @@ _OF_A_LAYER = re.compile(r"layers\.\d+\.")
 _BYTES_AT_ONCE = 64 << 20  # of a NumPy array that is checked; bounds the memory of the device
 
 
-class GivenTensors:
-    """A `Checkpoint` of arrays.
+class GivenTensors(Checkpoint):
+    """A checkpoint of arrays.
 
     Args:
         arrays: by their names in `layout`.
@@ -58,8 +59,6 @@ class GivenTensors:
         ValueError, on entering: arrays are missing, unexpected, mis-shaped, of a type that cannot be cast, deleted, not
         of this host alone, not finite, or too large for bfloat16. One message lists all of them.
     """
-
-    columns_of_a_scale = None  # nothing is quantised
 
     def __init__(self, arrays: Mapping[str, Array], config: LlamaConfig, layout: Layout | None = None) -> None:
         self._arrays = dict(arrays)
@@ -74,8 +73,6 @@ class GivenTensors:
     def __enter__(self) -> Self:
         self.check()
         return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
     def check(self) -> None:
         """As on entering. Values are checked once."""
@@ -121,34 +118,11 @@ class GivenTensors:
         return self._config
 
     @property
-    def form(self) -> EightBit | None:
-        """None: the arrays are not quantised."""
-        return None
-
-    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """Neither: the arrays are not packed."""
-        return None, None
-
-    def in_exact_four_bits(self) -> None:
-        """None: as `in_four_bits`."""
-
-    @property
-    def activations(self) -> Activations | None:
-        """None: the arrays are not quantised."""
-        return None
-
-    @property
-    def packing(self) -> str | None:
-        """None: the arrays are not packed."""
-        return None
-
-    @property
     def dtypes(self) -> tuple[str, ...]:
         """The types of the arrays, each type once."""
         return tuple(sorted({self._arrays[path].dtype.name for path in self._shapes}))
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return self._tensor_shapes[key]
 
     def reader(self, key: str, rows: slice) -> Reader:
@@ -156,25 +130,6 @@ class GivenTensors:
         tensor: Any = self._tensor(key)
         reader: Reader = tensor.__getitem__
         return reader
-
-    def check_unchanged(self) -> None:
-        """Arrays do not change."""
-
-    def has_scale(self, key: str) -> bool:
-        """False: see `columns_of_a_scale`."""
-        return False
-
-    def row_scales(self, key: str) -> np.ndarray:
-        """Raises ValueError: see `columns_of_a_scale`."""
-        raise ValueError(f"{key} has no separate scales")
-
-    def input_scale(self, key: str) -> np.float32:
-        """Raises ValueError: activations are not rounded."""
-        raise ValueError(f"{key} has no scale of its inputs")
-
-    def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
-        """Raises ValueError: see `in_four_bits`."""
-        raise ValueError(f"{key} is not packed")
 
     def _tie(self) -> None:
         """A head that is tied to the embedding need not be given, nor the embedding if the head is."""

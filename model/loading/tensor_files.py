@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import PurePath
@@ -15,6 +15,7 @@ import numpy as np
 from model.config import LlamaConfig
 from model.inputs.json_file import read_object
 from model.inputs.paths import Place
+from model.loading.checkpoint import Checkpoint, Reader
 from model.loading.hf_format import (
     EMBEDDING,
     HEAD,
@@ -40,10 +41,8 @@ _ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host'
 _FILES_AT_ONCE = 16  # whose heads are read
 _FLOAT8 = "F8_E4M3"
 
-Reader = Callable[[tuple[slice, ...]], np.ndarray]
 
-
-class TensorFiles:
+class TensorFiles(Checkpoint):
     """The tensors of a folder by name. Slices are read from the disk or the bucket when asked for.
 
     As in the reference implementation, a `model.safetensors` is the whole checkpoint, even with an index next to it.
@@ -80,25 +79,19 @@ class TensorFiles:
         self._kernels = dict(self._packed_kernels())
         return self
 
-    def __exit__(self, *exc: object) -> None: ...
-
     def check_unchanged(self) -> None:
-        """Raises ValueError if a file is another one than when it was opened."""
         for file in self._files:
             file.check_unchanged()
 
     @property
     def form(self) -> EightBit | None:
-        """The form in which the projections are kept unless another one is asked for; None: not quantised."""
         return None if self._config.quantized is None else self._config.quantized.form
 
     def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """As `Checkpoint.in_four_bits`."""
         form = self._packed_form
         return (None, None) if form is None else form.in_four_bits(self._config.projection_inputs)
 
     def in_exact_four_bits(self) -> FourBit | None:
-        """As `Checkpoint.in_exact_four_bits`."""
         if (form := self._packed_form) is None:
             return None
         modules = {key.removesuffix("weight") for key in expected_kernels(self._config)} - {
@@ -117,7 +110,6 @@ class TensorFiles:
 
     @property
     def packing(self) -> str | None:
-        """The stored form of projections that are requantised, in words."""
         return None if self._packed_form is None else self._packed_form.name
 
     def __contains__(self, key: str) -> bool:
@@ -128,7 +120,6 @@ class TensorFiles:
         return self._slice(key)[...].astype(np.float32).reshape(-1)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor, without its values."""
         return tuple(self._slice(key).get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
@@ -140,7 +131,6 @@ class TensorFiles:
         return stored.rows(start, stop).__getitem__
 
     def four_bit_reader(self, name: str, key: str, form: FourBit) -> Reader:
-        """Reads parts of a packed kernel, see `PackedKernel.part`."""
         kernel = self._kernels[key].read_once()
         return lambda index: kernel.part(name, index, form)
 
@@ -153,22 +143,18 @@ class TensorFiles:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The stored types of the tensors, quantised kernels excluded, each type once: ("bfloat16", "float32")."""
         used = self._expected().keys() & self._slices.keys()
         kernels = {key for key in used if self.has_scale(key)}
         return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used - kernels}))
 
     def has_scale(self, key: str) -> bool:
-        """Whether the tensor is an 8-bit kernel with its scales next to it."""
         return self._form is not None and scale_key(key, self._form) in self._slices
 
     @property
     def columns_of_a_scale(self) -> int | None:
-        """How many neighbouring weights of a row share a scale; None: the whole row does."""
         return None if self._form is None or self._form.block is None else self._form.block[1]
 
     def row_scales(self, key: str) -> np.ndarray:
-        """f32[out, n]: the scales of the kernel at `key`, one for each of n parts of a row. The last may be shorter."""
         assert self._form is not None
         values = self._slices[scale_key(key, self._form)][...].astype(np.float32)
         num_rows = self.shape(key)[0]
@@ -177,7 +163,6 @@ class TensorFiles:
         return values[np.arange(num_rows) // self._form.block[0]]
 
     def input_scale(self, key: str) -> np.float32:
-        """The stored scale of the inputs of the kernel at `key`. ValueError if it is not positive."""
         scale = self.values(input_scale_key(key)).max()
         if not 0 < scale < np.inf:
             raise ValueError(f"{input_scale_key(key)} must be a positive number: {scale}")
