@@ -20,7 +20,6 @@ import numpy as np
 from flax import nnx
 
 from batcher.step import AdapterWrite, Bucket, Capacity, StepHandle, StepInput, StepOutput
-from model.compiling.compiler_options import compiler_options
 from model.execution import adapter_slots, memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
@@ -422,15 +421,6 @@ class ModelRunner:
             logger.warning("an exported program fails, and is compiled: %s: %s", bucket, one_line(str(error)))
             self.programs.compile_in_place(bucket)
             raise
-
-    def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
-        """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""
-        described = self.described
-        tokens = np.zeros(bucket.num_tokens, np.int32)
-        program = jax.jit(described.products(bucket), out_shardings=described.everywhere)
-        lowered = program.lower(described.weights_like, described.sent(tokens.shape))
-        compiled = lowered.compile(compiler_options=compiler_options(described.device.platform))
-        return lambda: compiled(self.weights, tokens)
 
     def recover(self) -> None:
         """Allocates a new state after a failed step, with no step in flight: a failed program may have consumed the

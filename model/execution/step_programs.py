@@ -174,17 +174,6 @@ class StepPrograms:
             updates |= self.page_copies.programs(self.sent)
         return updates
 
-    def products(self, bucket: Bucket) -> Callable[[Any, jax.Array], jax.Array]:
-        """A function of (weights, tokens) with the matrix products and norms of the bucket's step and nothing else."""
-
-        def forward(weights: Any, tokens: jax.Array) -> jax.Array:
-            model = self._rebuild(weights)
-            no_kv = [None] * self.model_config.num_layers
-            hidden, _ = model(tokens, jnp.zeros_like(tokens), no_kv, lambda q, k, v, kv: (q + _spread(k + v, q), kv))
-            return jnp.max(model.logits(hidden[: bucket.num_rows]), axis=-1)
-
-        return forward
-
     def name(self, key: Bucket | str) -> str:
         """Of a stored program. Pooling decides the EMBED programs only, the lookup those that use it, and the number of
         adapters those that have any."""
@@ -294,8 +283,3 @@ def _flatten(weights: tuple[Any, ...]) -> tuple[list[Any], Any]:
 def _described(arrays: Any) -> Any:
     """The arrays' shapes and shardings, from which programs are compiled."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
-
-
-def _spread(keys: jax.Array, queries: jax.Array) -> jax.Array:
-    """[T, K, H] repeated to [T, N, H]. Used in place of attention: XLA would drop keys and values without a use."""
-    return jnp.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)
