@@ -5,7 +5,7 @@ draft. Steps without drafts do not run it. The network has K/V of its own (`draf
 read. What it makes of its own drafts lies behind these, and is read only within the step.
 
 The first pass of the drafts takes the last few positions of a row, its *window*: those that a step may leave unread.
-The two forms of networks say what is read at a position: `draft_model` and `eagle_drafts`.
+The two forms of networks say what is read at a position: `draft_networks`.
 
 Shape legend: `S` rows of the step (padded), `D` drafts of a row, `W` positions of the window, `C` tokens of one pass
 over unread tokens, `E` width of the features.
@@ -14,7 +14,7 @@ over unread tokens, `E` width of the features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -48,25 +48,15 @@ class Draw(Protocol):
         """
 
 
-class Network(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Network:
     """A network that drafts, with its weights."""
 
-    @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that it drafts; None: all of the model's."""
-
-    def run(
-        self,
-        tokens: jax.Array,  # i32[T]
-        positions: jax.Array,  # i32[T]
-        features: jax.Array | None,  # [T, E], if the network reads features
-        kv: list[jax.Array],
-        metadata: Any,
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Its hidden states [T, E], and the pages with the K/V of the positions."""
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Of its hidden states: of the tokens in its vocabulary."""
+    # (tokens i32[T], positions i32[T], features [T, E] if it reads them, K/V pages, metadata) -> (its hidden states
+    # [T, E], the pages with the K/V of the positions)
+    run: Callable[[jax.Array, jax.Array, jax.Array | None, list[jax.Array], Any], tuple[jax.Array, list[jax.Array]]]
+    logits: Callable[[jax.Array], jax.Array]  # of its hidden states: of the tokens in its vocabulary
+    vocabulary: DraftVocabulary | None = None  # the tokens that it drafts; None: all of the model's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from model.execution.step import (
     Step,
     apply_patches,
     draw,
-    forward,
+    run_model,
     step_adapters,
     vocabulary_of,
 )
@@ -69,7 +69,9 @@ def make_multi_step(
             tokens = jnp.where(rows.emits, rows.state[:, SlotLayout.LAST_TOKEN], 0)
             positions = jnp.where(rows.emits, rows.past, 0)
             adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
-            hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters)
+            hidden, kv, _ = run_model(
+                model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters=adapters
+            )
             logits = model.logits(hidden)  # f32[S, V]
             history = state.history
             found: Outputs = {}

@@ -218,7 +218,7 @@ def make_step(
     return step
 
 
-def forward(
+def run_model(
     model: Llama,
     tokens: jax.Array,  # i32[T]
     positions: jax.Array,  # i32[T]
@@ -226,25 +226,11 @@ def forward(
     kv_scales: KvScales,
     attention: PagedAttention,
     metadata: Any,
-    adapters: StepAdapters | None = None,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """The hidden states [T, D], and the pages with the K/V of the step's tokens."""
-    hidden, kv, _ = run_model(model, tokens, positions, kv, kv_scales, attention, metadata, adapters=adapters)
-    return hidden, kv
-
-
-def run_model(
-    model: Llama,
-    tokens: jax.Array,
-    positions: jax.Array,
-    kv: list[jax.Array],
-    kv_scales: KvScales,
-    attention: PagedAttention,
-    metadata: Any,
     taps: Sequence[int] = (),
     adapters: StepAdapters | None = None,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-    """As `forward`, and the inputs [T, D] of the layers `taps` (`Llama.run`)."""
+    """The hidden states [T, D], the pages with the K/V of the step's tokens, and the inputs [T, D] of the layers `taps`
+    (`Llama.run`)."""
     attend = attend_in_pages(attention, metadata)
     return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters)
 

@@ -18,10 +18,9 @@ from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
 from model.compiling.traced_programs import Program
 from model.execution import adapter_slots, dequantized_copies
-from model.execution.draft_model import DraftModel
+from model.execution.draft_networks import DraftModel, EagleDrafts
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
-from model.execution.eagle_drafts import EagleDrafts
 from model.execution.memory_plan import RunnerConfig
 from model.execution.multi_step import make_multi_step
 from model.execution.page_copies import PageCopies
