@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -111,6 +110,10 @@ class ModelRunner:
         self.programs = CompiledPrograms(
             self.described, traced_folder=traced_folder, export_folder=export_folder, planned_room=planned_room
         )
+        programs = self.programs
+        self.start_compiling, self.stop_compiling = programs.start_compiling, programs.stop_compiling
+        self.compile, self.compile_later = programs.compile, programs.compile_later
+        self.expecting_compiles = programs.expecting
         self.state: DeviceState
         self.adapters: AdapterSlots
         self._make_state = _maker_of(self.described.state_like, when_used=self.described.state_when_used)
@@ -212,57 +215,19 @@ class ModelRunner:
 
     @property
     def num_compiles(self) -> int:
-        """Programs compiled, or read from the disk, by this process since the runner was made: unplanned ones, too, and
-        none of `compile_later`."""
+        """As of `CompiledPrograms`."""
         return self.programs.num_compiles
-
-    def expecting_compiles(self) -> AbstractContextManager[None]:
-        """What the calling thread compiles meanwhile is not counted: the programs that make weights, which a start that
-        maps its weights has not compiled."""
-        return self.programs.expecting()
-
-    def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = ()) -> None:
-        """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that does not
-        reach `warm_up` must call `stop_compiling`; otherwise the process exits only after the last program.
-
-        Args:
-            may_wait: buckets whose programs are left for `compile_later`, except for those on the disk.
-        """
-        self.programs.start_compiling(buckets, may_wait)
-
-    def stop_compiling(self) -> None:
-        """Cancels the compilation that `start_compiling` began."""
-        self.programs.stop_compiling()
 
     def warm_up(
         self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
     ) -> list[Bucket]:
-        """`compile`, then `run_each`. Returns the buckets that are left for `compile_later`."""
+        """`compile`, then `run_each`. Returns the buckets that are left for `compile_later`.
+
+        Args, errors: as of `CompiledPrograms.compile`.
+        """
         self.compile(buckets, report, may_wait)
         self.run_each(self.execute, report)
         return self.programs.left
-
-    def compile(
-        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
-    ) -> None:
-        """Compiles every bucket's program, in parallel.
-
-        Args:
-            may_wait: as for `start_compiling`.
-
-        Raises:
-            ValueError: the temporaries of the programs need more memory than the device has free.
-        """
-        self.programs.compile(buckets, report, may_wait)
-
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        """Compiles the program of a bucket that `warm_up` has left, or loads it if it was exported, while other threads
-        execute steps. Its memory is not checked: the largest programs are compiled before.
-
-        Raises:
-            ValueError: as `dequantized_copies.check`.
-        """
-        self.programs.compile_later(bucket, report)
 
     def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
         """Runs every program once on padding, by `execute`: first calls are slow, and may fail. The smallest bucket
