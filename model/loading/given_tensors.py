@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,10 @@ from model.loading.checkpoint import Checkpoint, Reader
 from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, Source, expected_shapes
 from model.loading.tensor_files import DTYPES, by_message, grouped
 from model.loading.trainer_layouts import Array, Cut, Layout
-from model.loading.weights import Described, copies_of, described, fill, module_reader, read_source, sources_of
+from model.loading.weights import Described, copies_of, described, module_reader, read_source, sources_of
 from model.network.linear import methods_of
 from model.network.linear_method import LinearMethod
-from model.network.llama import Llama
 from model.network.sharding import abstract_model
-from model.quantization.forms import Rounding, WeightForm
 
 Names = Literal["hf", "own", "tunix", "maxtext"]
 _LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
@@ -54,10 +52,6 @@ class GivenTensors(Checkpoint):
         arrays: by their names in `layout`.
         config: of the model. What it says of quantised files does not count.
         layout: None: they have Hugging Face's names and shapes.
-
-    Raises:
-        ValueError, on entering: arrays are missing, unexpected, mis-shaped, of a type that cannot be cast, deleted, not
-        of this host alone, not finite, or too large for bfloat16. One message lists all of them.
     """
 
     def __init__(self, arrays: Mapping[str, Array], config: LlamaConfig, layout: Layout | None = None) -> None:
@@ -70,12 +64,10 @@ class GivenTensors(Checkpoint):
         if config.tie_word_embeddings:
             self._tie()
 
-    def __enter__(self) -> Self:
-        self.check()
-        return self
-
     def check(self) -> None:
-        """As on entering. Values are checked once."""
+        """Raises ValueError: arrays are missing, unexpected, mis-shaped, of a type that cannot be cast, deleted, not of
+        this host alone, not finite, or too large for bfloat16. One message lists all of them. Values are checked once.
+        """
         missing, extra = self._shapes.keys() - self._arrays.keys(), self._arrays.keys() - self._shapes.keys()
         extra = {path for path in extra if not IGNORED.fullmatch(path)}
         problems = [f"missing: {grouped(missing)}"] if missing else []
@@ -112,15 +104,6 @@ class GivenTensors(Checkpoint):
         assert isinstance(sharding, NamedSharding)
         everywhere = moved(tensor, NamedSharding(sharding.mesh, P()))
         return _repeated(everywhere, copies=copies, head_dim=config.head_dim, sharding=sharding)
-
-    def with_own_head(self) -> LlamaConfig:
-        """The config: a head that is tied to the embedding stays tied."""
-        return self._config
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The types of the arrays, each type once."""
-        return tuple(sorted({self._arrays[path].dtype.name for path in self._shapes}))
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self._tensor_shapes[key]
@@ -185,7 +168,7 @@ class GivenTensors(Checkpoint):
 
 
 class GivenWeights:
-    """The weights of a trainer, for a model that serves or for one to be loaded, as `StoredWeights` are.
+    """The weights of a trainer, for a model that serves.
 
     Args:
         arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. Of a state, its
@@ -198,8 +181,6 @@ class GivenWeights:
     Raises:
         ValueError: `names` is none of these.
     """
-
-    remark = None
 
     def __init__(self, arrays: Any, config: LlamaConfig, *, names: Names = "hf", donate: bool = False) -> None:
         if names not in _LAYOUTS:
@@ -214,7 +195,7 @@ class GivenWeights:
         It waits for the arrays, and changes nothing.
 
         Args:
-            form: the arguments of `load`.
+            form: the arguments of `abstract_model`.
         """
         self._tensors.check()
         if form["rounding"] is not None and form["rounding"].is_static:
@@ -223,32 +204,10 @@ class GivenWeights:
                 "none: start the engine with a checkpoint that is not quantised"
             )
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The types of the arrays, each type once."""
-        return self._tensors.dtypes
-
-    def kv_ranges(self) -> None:
-        """There are none: those of 8-bit pages are measured."""
-
-    def load(
-        self,
-        *,
-        dtype: Any,
-        mesh: Mesh | None = None,
-        quantization: WeightForm | None = None,
-        rounding: Rounding | None = None,
-        for_cpu: bool = False,
-    ) -> Llama:
-        """As `StoredWeights.load`. Raises ValueError as `modules`."""
-        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
-        made = dict(self.modules(form))
-        return fill(abstract_model(self.config, **form), lambda module, _: made[module])
-
     def modules(
         self, form: Mapping[str, Any], *, rehearses: bool = False
     ) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
-        """The parameters of each module of the model, with its path, in the form that `load` asks for. They are in new
+        """The parameters of each module of the model, with its path, in a form as of `check`. They are in new
         arrays, made when the module is asked for.
 
         Args:
