@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.inputs.words import shown
 from model.loading.checkpoint import Reader, Tensors
-from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source
+from model.loading.hf_format import INDEX_FILE, LAYER, SINGLE_FILE, Source, layer_shapes
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.tensor_files import DTYPES, files_in
 from model.loading.torch_file import TorchTensor, read_torch_file
@@ -37,21 +37,14 @@ _PREFIXES = re.compile(r"(model\.)?(midlayer\.|layers\.0\.)?")
 _IGNORED = re.compile(r"layer\.self_attn\.rotary_emb\.inv_freq")  # the config has it, too
 _ROWS_COMPARED = 4096  # of two embeddings at once; bounds the host's memory
 
+_OF_LLAMA = [(name, parts) for name, parts in LAYER.items() if name != "attention_norm.scale"]
 # Parameter -> the tensors that fill it, joined along the rows.
 _SOURCES: dict[str, tuple[Source, ...]] = {
     "embedding": (Source(EMBEDDING),),
     "fc.kernel": (Source("fc.weight"),),
     "layer.embedding_norm.scale": (Source("layer.input_layernorm.weight"),),
     "layer.feature_norm.scale": (Source("layer.hidden_norm.weight"),),
-    "layer.attention.qkv.kernel": (
-        Source("layer.self_attn.q_proj.weight"),
-        Source("layer.self_attn.k_proj.weight", is_kv=True),
-        Source("layer.self_attn.v_proj.weight", is_kv=True),
-    ),
-    "layer.attention.out.kernel": (Source("layer.self_attn.o_proj.weight"),),
-    "layer.mlp_norm.scale": (Source("layer.post_attention_layernorm.weight"),),
-    "layer.mlp.gate_up.kernel": (Source("layer.mlp.gate_proj.weight"), Source("layer.mlp.up_proj.weight")),
-    "layer.mlp.down.kernel": (Source("layer.mlp.down_proj.weight"),),
+    **{f"layer.{name}": tuple(replace(part, key=f"layer.{part.key}") for part in parts) for name, parts in _OF_LLAMA},
     "norm.scale": (Source("norm.weight"),),
     "head.kernel": (Source("lm_head.weight"),),
 }
@@ -169,20 +162,13 @@ class HeadFiles:
 def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """The tensors that the files of a head may hold; all but the embedding and the tables must be there."""
     layer, is_third = config.layer, config.form is EagleForm.EAGLE3
-    embed, mlp, vocab = layer.hidden_size, layer.intermediate_size, layer.vocab_size
-    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    inputs = (1 + is_third) * embed
-    shapes: dict[str, tuple[int, ...]] = {
+    embed, vocab, inputs = layer.hidden_size, layer.vocab_size, (1 + is_third) * layer.hidden_size
+    shapes = {f"layer.{name}.weight": shape for name, shape in layer_shapes(layer).items() if name != "input_layernorm"}
+    for key in ("layer.self_attn.q_proj.weight", "layer.self_attn.k_proj.weight", "layer.self_attn.v_proj.weight"):
+        shapes[key] = (shapes[key][0], inputs)
+    shapes |= {
         EMBEDDING: (vocab, embed),
         "fc.weight": (embed, NUM_TAPS * config.model_width if is_third else 2 * embed),
-        "layer.self_attn.q_proj.weight": (queries, inputs),
-        "layer.self_attn.k_proj.weight": (keys, inputs),
-        "layer.self_attn.v_proj.weight": (keys, inputs),
-        "layer.self_attn.o_proj.weight": (embed, queries),
-        "layer.post_attention_layernorm.weight": (embed,),
-        "layer.mlp.gate_proj.weight": (mlp, embed),
-        "layer.mlp.up_proj.weight": (mlp, embed),
-        "layer.mlp.down_proj.weight": (embed, mlp),
     }
     if is_third:
         norms = ("layer.input_layernorm.weight", "layer.hidden_norm.weight", "norm.weight")
