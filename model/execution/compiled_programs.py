@@ -223,7 +223,6 @@ class CompiledPrograms:
             report(remark)
 
     def _account(self, compilation: Compilation[Bucket | str], waiting_since: float) -> str:
-        """A line about a compilation that has ended now."""
         now = time.perf_counter()
         num_compiled = len(self.steps) + len(self._described.updates())
         early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""

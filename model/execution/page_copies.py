@@ -149,7 +149,6 @@ class PagesRead:
             part.copy_to_host_async()
 
     def copy_to(self, pages: Sequence[np.ndarray]) -> None:
-        """See `batcher.step.PagesRead`."""
         assert len(pages) == self._count, f"{self._count} pages were read: {len(pages)=}"
         parts, self._parts, stop = self._parts, [], 0
         for part in parts:

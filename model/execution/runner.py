@@ -198,7 +198,6 @@ class ModelRunner:
         self.state, self.adapters = self._make_state(), self._make_adapters()
 
     def capacity(self) -> Capacity:
-        """The limits of the scheduler."""
         return Capacity(
             num_slots=self._config.max_num_seqs,
             num_pages=self._num_pages,
@@ -215,7 +214,6 @@ class ModelRunner:
 
     @property
     def num_compiles(self) -> int:
-        """As of `CompiledPrograms`."""
         return self.programs.num_compiles
 
     def warm_up(
@@ -263,7 +261,6 @@ class ModelRunner:
         return num_run
 
     def _run_page_copies(self) -> None:
-        """Reads the null page and writes it, by every program."""
         for size in self.programs.read_pages:
             pages = list(np.empty((size, self._copies.page_bytes), np.uint8))
             self.read_pages([NULL_PAGE] * size).copy_to(pages)
@@ -318,7 +315,6 @@ class ModelRunner:
         return StepResult(output, layout)
 
     def stage_adapter(self, adapter: int) -> None:
-        """See `batcher.step.Runner`."""
         assert self._adapter_weights is not None, "the runner was made without adapters"
         like = self.described.staged_like
         staged = adapter_slots.staged(self._adapter_weights(adapter), like, self.described.model_config.head_dim)
@@ -327,7 +323,6 @@ class ModelRunner:
             self._staged[adapter] = staged
 
     def unstage_adapter(self, adapter: int) -> None:
-        """See `batcher.step.Runner`."""
         with self._staging:
             self._staged.pop(adapter, None)
 
@@ -337,11 +332,9 @@ class ModelRunner:
         self.adapters = self.programs.write_adapter(self.adapters, staged, np.array([write.slot], np.int32))
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
-        """See `batcher.step.Runner`."""
         return self._copies.read(self.programs.read_pages, self.state, pages)
 
     def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
-        """See `batcher.step.Runner`."""
         return self._copies.stage(pages)
 
     def write_pages(self, staged: Any, pages: Sequence[int]) -> None:
@@ -372,7 +365,6 @@ class ModelRunner:
         return copies
 
     def _run(self, bucket: Bucket, arguments: tuple[Any, ...]) -> jax.Array:
-        """Dispatches the bucket's program. Returns its output."""
         self.state, output = self.programs.steps[bucket](*arguments)
         return output
 

@@ -205,7 +205,6 @@ class StepPrograms:
         return StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,), masks=(masks,))
 
     def _sharding(self, axes: Sequence[str]) -> jax.sharding.Sharding:
-        """Of an array with these logical axes."""
         return sharding_of(axes, self.attention.mesh) if self._device is None else SingleDeviceSharding(self._device)
 
     def sent(self, shape: tuple[int, ...]) -> Any:
@@ -218,12 +217,10 @@ class StepPrograms:
 
     @property
     def adapter_bytes(self) -> int:
-        """Of one LoRA adapter on a device; 0: there are none."""
         return adapter_slots.bytes_of(self.staged_like)
 
     @property
     def has_drafts(self) -> bool:
-        """Whether there are programs with drafts."""
         return self._lookup is not None or self._drafter is not None
 
     def _drafter_of(
@@ -242,7 +239,6 @@ class StepPrograms:
         return nnx.merge(structure, jax.tree.unflatten(self._tree, leaves)[number])
 
     def _describe_state(self) -> DeviceState:
-        """The shapes and shardings of the state."""
         slots, vocab, spec = self.config.max_num_seqs, self.model_config.vocab_size, self.attention.spec
         pages = self.attention.kv_pages(self._num_pages + 1)  # and the null page
         kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self.everywhere)
@@ -280,5 +276,4 @@ def _flatten(weights: tuple[Any, ...]) -> tuple[list[Any], Any]:
 
 
 def _described(arrays: Any) -> Any:
-    """The arrays' shapes and shardings, from which programs are compiled."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)

@@ -74,7 +74,6 @@ class RemotePath:
 
     @property
     def bucket(self) -> str:
-        """The name of its bucket."""
         return self.path.partition("/")[0]
 
     def with_name(self, name: str) -> RemotePath:

@@ -72,21 +72,17 @@ class HeadFiles:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the files hold an embedding."""
         return EMBEDDING in self._slices
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The stored types of the weights, each type once."""
         stored = {value.get_dtype() for key, value in self._slices.items() if key not in (_TO_MODEL, _TO_DRAFT)}
         return tuple(sorted(DTYPES[name] for name in stored))
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return tuple(self._slices[key].get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of these rows."""
         stored = self._slices[key]
         if isinstance(stored, RemoteSlice):
             start, stop, _ = rows.indices(self.shape(key)[0])

@@ -109,7 +109,6 @@ class GivenTensors(Checkpoint):
         return self._tensor_shapes[key]
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of a tensor that NumPy has."""
         tensor: Any = self._tensor(key)
         reader: Reader = tensor.__getitem__
         return reader
@@ -308,7 +307,6 @@ def _resharded(array: jax.Array, *, sharding: Sharding) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("copies", "head_dim", "sharding"))
 def _repeated(array: jax.Array, *, copies: int, head_dim: int, sharding: Sharding) -> jax.Array:
-    """Each head of the rows so many times."""
     heads = array.reshape(-1, head_dim, array.shape[1])
     repeated = jnp.repeat(heads, copies, axis=0).reshape(-1, array.shape[1])
     return jax.lax.with_sharding_constraint(repeated, sharding)

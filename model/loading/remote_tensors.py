@@ -114,7 +114,6 @@ class RemoteTensors:
             raise ValueError(f"{file} {_fault(size, start, error)}") from error
 
     def slices(self) -> dict[str, RemoteSlice]:
-        """All tensors, without their values."""
         return {
             key: RemoteSlice(self._file, entry["dtype"], tuple(entry["shape"]), self._data + entry["data_offsets"][0])
             for key, entry in self._entries.items()

@@ -94,7 +94,6 @@ class PageFiles:
 
     @property
     def bytes_on_disk(self) -> int:
-        """Of these."""
         return self._index.num_bytes
 
     def has(self, digest: bytes) -> bool:
@@ -131,7 +130,6 @@ class PageFiles:
         return found is Content.PAGE
 
     def store(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
-        """See `PageStore`."""
         self.start_listing()
         head, content = self._head(digest, tokens), self._bytes_of(page)
         name = _name(head.identity, digest)
@@ -161,7 +159,6 @@ class PageFiles:
         self._identity = secrets.token_bytes(DIGEST_BYTES)
 
     def close(self) -> None:
-        """See `PageStore`."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)

@@ -77,7 +77,6 @@ class Built:
     tokenizer: Path | None  # as of `build_runner`
 
     def changeable_weights(self) -> RunnerWeights:
-        """The runner's weights, as an engine changes them."""
         return RunnerWeights(self.loader, self.settings, self.weights, self.platform, self.tokenizer)
 
     def engine(

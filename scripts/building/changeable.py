@@ -85,7 +85,6 @@ class RunnerWeights:
 
     @property
     def config(self) -> LlamaConfig:
-        """Of the model that serves."""
         return self._weights.config
 
     def check_updatable(self) -> None:
@@ -145,7 +144,6 @@ class RunnerWeights:
         self._held, self._loaded = (), None
 
     def abandon(self) -> None:
-        """Puts the weights where they were."""
         match self._change:
             case WeightsChange.SLEEP:
                 self._held = ()

@@ -73,8 +73,7 @@ class ModelOnChips:
         return self._attention(make, backend, config, None)
 
     def draft_over(self, make: MakeAttention, backend: Backend) -> tuple[Llama | EagleHead, PagedAttention] | None:
-        """The draft model or head without weights, and its attention over the model's backend. ValueError if that cannot
-        compute it."""
+        """The draft without weights, and its attention over the model's backend. ValueError if there is none."""
         return None if self.draft is None else (self.draft.planned, self.draft.attention(make, backend))
 
     def pack_for(self, backend: Backend, model: Llama | EagleHead) -> None:

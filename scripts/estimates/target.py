@@ -60,7 +60,6 @@ class Target:
 
     @property
     def link(self) -> Link:
-        """Between the devices."""
         return LINKS[self.chip.name]
 
     @property

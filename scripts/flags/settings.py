@@ -288,7 +288,6 @@ class EngineSettings:
 
     @property
     def adapters(self) -> list[LoraModule]:
-        """The adapters that are loaded at the start."""
         return lora_modules(self.lora_modules or ())
 
     @property
@@ -327,7 +326,6 @@ class EngineSettings:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The names of all settings."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
 

@@ -47,7 +47,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_head(self) -> bool:
-        """Whether the drafts are a head's."""
         return self.method in _HEADS
 
     @property

@@ -96,7 +96,6 @@ class InProcessEngineClient:
         self._engine.reset_prefix_cache()
 
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
-        """As of `ProcessEngineClient`."""
         if self._adapters is None:
             raise AdapterError("This engine has no LoRA adapters: enable_lora=True.")
         answered: asyncio.Future[AdapterAnswer] = self._loop.create_future()

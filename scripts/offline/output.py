@@ -62,7 +62,6 @@ class Output:
         return _version(self.place)
 
     def local_files(self) -> tuple[Path, ...]:
-        """The files of this machine that a run writes."""
         own = (self.partial, self.ordered)
         return own if isinstance(self.place, RemotePath) else (self.place, *own)
 
@@ -213,7 +212,6 @@ def _check_remote(output: RemotePath) -> None:
 
 
 def _check_local(output: Path) -> None:
-    """Raises ValueError if no file can be written at `output`."""
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder: name a file in it")
     if output.exists() and not output.is_file():
