@@ -47,9 +47,9 @@ def fetched_folder(
     return _copied(folder, files, copies, max_bytes=max_bytes)
 
 
-def fetched_file(file: RemotePath, copies: Path, max_bytes: int | None = None) -> Path:
-    """The copy of one file. Otherwise as `fetched_folder`."""
-    return _copied(file, {file.name: file}, copies, max_bytes=max_bytes) / file.name
+def fetched_file(file: RemotePath, copies: Path) -> Path:
+    """The copy of one file of any length. Otherwise as `fetched_folder`."""
+    return _copied(file, {file.name: file}, copies, max_bytes=None) / file.name
 
 
 def _copied(url: RemotePath, files: Mapping[str, RemotePath], copies: Path, max_bytes: int | None) -> Path:

@@ -8,7 +8,7 @@ names. Tables of a smaller draft vocabulary are `d2t`, what to add to a draft's 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
@@ -26,7 +25,7 @@ from model.loading.hf_format import INDEX_FILE, LAYER, SINGLE_FILE, Source, laye
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.tensor_files import DTYPES, files_in
 from model.loading.torch_file import TorchTensor, read_torch_file
-from model.loading.weights import fill_each, join, random_values, read_source
+from model.loading.weights import fill_each, join, random_values, read_source, seeds_of
 from model.network.eagle import EagleHead
 from model.network.sharding import abstract_head, num_shards_of
 
@@ -187,18 +186,15 @@ class StoredHead:
         """The head on `mesh`, cast to `dtype`. Raises ValueError if the files are damaged."""
         head = abstract_head(self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=self.has_embedding)
         with HeadFiles(self.folder, self.config) as files:
-            tables = _tables(files.tokens(), self.config)
 
             def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-                if path in tables:
-                    return jax.device_put(tables[path], like.sharding)
                 parts, num_shards = _SOURCES[path], num_shards_of(mesh)
                 read = partial(read_source, files, config=self.config.layer, num_shards=num_shards)
                 raw = [read(part, sharding=like.sharding) for part in parts]
                 groups = num_shards if len(parts) > 1 else 1
                 return jax.block_until_ready(join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding))
 
-            return fill_each(head, make)
+            return _filled(head, files.tokens(), make)
 
 
 def random_head(
@@ -212,20 +208,23 @@ def random_head(
 ) -> EagleHead:
     """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary."""
     head = abstract_head(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=has_embedding)
-    tables = _tables(np.arange(config.draft_vocab_size, dtype=np.int32), config)
-    seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(head))))
-    remaining = iter(seeds.astype(np.uint32))
+    seeds = seeds_of(head, seed)
 
     def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if path in tables:
-            return jax.device_put(tables[path], like.sharding)
-        return random_values(next(remaining), likes=((path, like),))[path]
+        return random_values(next(seeds), likes=((path, like),))[path]
 
-    return fill_each(head, make, threads=1)
+    return _filled(head, np.arange(config.draft_vocab_size, dtype=np.int32), make, threads=1)
 
 
-def _tables(tokens: np.ndarray, config: EagleConfig) -> dict[str, np.ndarray]:
-    """The parameters of `EagleHead.vocabulary`, by path."""
-    to_draft = np.full(config.layer.vocab_size, -1, np.int32)
+def _filled(
+    head: EagleHead, tokens: np.ndarray, make: Callable[[str, jax.ShapeDtypeStruct], jax.Array], **options: int
+) -> EagleHead:
+    """As `fill_each`, and `EagleHead.vocabulary` is that of the `tokens`, i32[draft_vocab_size]."""
+    to_draft = np.full(head.eagle.layer.vocab_size, -1, np.int32)
     to_draft[tokens] = np.arange(len(tokens), dtype=np.int32)
-    return {"to_model": tokens, "to_draft": to_draft}
+    tables = {"to_model": tokens, "to_draft": to_draft}
+
+    def made(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(tables[path], like.sharding) if path in tables else make(path, like)
+
+    return fill_each(head, made, **options)

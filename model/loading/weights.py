@@ -6,7 +6,7 @@ chip unchanged, and joined there. The host never holds a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -74,16 +74,20 @@ def random_weights(
     """Random weights of the right shapes and spread, made on the chips."""
     form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
     model = abstract_model(config, **form)
-    seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
-    remaining = iter(seeds.astype(np.uint32))
-    methods = methods_of(model)
+    seeds, methods = seeds_of(model, seed), methods_of(model)
 
     def make(path: str, likes: Described) -> Mapping[str, jax.Array]:
-        first, *_ = [next(remaining) for _ in likes]
+        first, *_ = [next(seeds) for _ in likes]
         made = random_values(first, likes=tuple(likes.items()), method=methods.get(path))
         return {name: _narrowed(value, likes[name]) for name, value in made.items()}
 
     return fill(model, make, threads=1)
+
+
+def seeds_of(model: nnx.Module, seed: int) -> Iterator[np.uint32]:
+    """A seed for each parameter of an abstract model."""
+    seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
+    return iter(seeds.astype(np.uint32))
 
 
 Described = Mapping[str, jax.ShapeDtypeStruct]  # a module's own parameters, by name, each with its sharding
