@@ -24,7 +24,7 @@ from scripts.lab.planning.cost import ApiPrice
 from scripts.lab.planning.page import add_listed_prices, answer_choices, write_file
 from scripts.lab.planning.planner import COMPILE, Planner
 from scripts.lab.planning.plot import check_installed
-from scripts.lab.planning.target_names import parse_target
+from scripts.lab.planning.target import parse_target
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from model.presets import PRESETS
 from scripts.building.parallel import CONTEXT_STEP, choose_chips_and_context
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import Sizes, size_up
-from scripts.lab.planning.target_names import CHIPS, parse_target
+from scripts.lab.planning.target import CHIPS, parse_target
 
 DIFFERENT = list({config: name for name, config in PRESETS.items()}.values())
 SETTINGS = {form: EngineSettings(load_format="dummy", quantization=form) for form in (None, "int8")}

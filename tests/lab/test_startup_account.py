@@ -14,7 +14,7 @@ from scripts.flags.settings import EngineSettings
 from scripts.lab import startup, startup_account
 from scripts.lab.planning import ladder
 from scripts.lab.planning.ladder import Cost, Question, costs, entries, name_of, ready_after
-from scripts.lab.planning.target_names import parse_target
+from scripts.lab.planning.target import parse_target
 
 GREEDY, SAMPLE, SCORE = Variant.GREEDY, Variant.SAMPLE, Variant.SCORE
 
