@@ -26,7 +26,7 @@ from jax import lax
 from batcher.slots import SlotLayout
 from model.execution import draft_pages, page_text
 from model.execution.draft_pages import DraftPages
-from model.execution.rows import StepRows, ragged_batch
+from model.execution.rows import StepRows, ragged_batch, row_of_tokens
 from model.network.eagle import DraftVocabulary
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import RaggedBatch
@@ -194,9 +194,9 @@ class Drafter(ABC):
             left = unread(length)
             count = jnp.clip(self.pass_tokens - (jnp.cumsum(left) - left), 0, left)
             part = _part(rows, length, count)
+            row, is_real = row_of_tokens(part, self.pass_tokens)
             index = jnp.arange(self.pass_tokens, dtype=jnp.int32)
-            row = jnp.minimum(jnp.sum(index[:, None] >= part.starts[1:], axis=1, dtype=jnp.int32), count.shape[0] - 1)
-            positions = jnp.where(index < part.starts[-1], part.past[row] + index - part.starts[row], 0)
+            positions = jnp.where(is_real, part.past[row] + index - part.starts[row], 0)
             places = partial(page_text.places, part, page_size=page_size, num_pages=text.shape[0])
             page, offset = places(positions)
             tokens = text.at[places(positions + self.ahead)].get(mode="clip")
