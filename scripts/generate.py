@@ -170,7 +170,8 @@ def main(argv: list[str] | None = None) -> int:
 
         def load() -> LLM:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
-            return LLM(tokenizer=args.tokenizer, served_model_name=args.served_model_name, report=_say, **keywords)
+            keywords |= {"tokenizer": args.tokenizer, "served_model_name": args.served_model_name}
+            return LLM(report=lambda line: tqdm.write(line, file=sys.stderr), **keywords)
 
         answering = {flag_name(EngineSettings, name): getattr(settings, name) for name in ANSWERING} | {
             "--params": args.params,
@@ -210,10 +211,6 @@ def main(argv: list[str] | None = None) -> int:
     if num_errors:
         print(f"{num_errors} of the records are errors", file=sys.stderr)
     return 0
-
-
-def _say(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

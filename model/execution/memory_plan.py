@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,13 +136,8 @@ def copy_bytes(page: int, limits: RunnerConfig) -> int:
 def weights_bytes(model: Llama | EagleHead) -> int:
     """Bytes of the weights on one device."""
     leaves = jax.tree.leaves(nnx.state(model))
-    bits = sum(math.prod(x.sharding.shard_shape(x.shape)) * _bits(x.dtype) for x in leaves)
-    return -(-bits // 8)
-
-
-def _bits(dtype: Any) -> int:
-    """Of one value in a chip's memory. A host holds int4 in bytes."""
-    return 4 if dtype == jnp.int4 else 8 * dtype.itemsize
+    bits_of = {x.dtype: 4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize for x in leaves}  # a host has int4 in bytes
+    return -(-sum(math.prod(x.sharding.shard_shape(x.shape)) * bits_of[x.dtype] for x in leaves) // 8)
 
 
 def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:

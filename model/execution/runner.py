@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from batcher.step import AdapterWrite, Bucket, Capacity, StepHandle, StepInput, StepOutput
+from batcher.step import Bucket, Capacity, StepHandle, StepInput, StepOutput
 from model.execution import adapter_slots, memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
@@ -290,7 +290,9 @@ class ModelRunner:
         if step.bucket not in programs.steps:
             raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
         for write in step.adapters:
-            self._write_adapter(write)
+            with self._staging:
+                staged = self._staged.pop(write.adapter)
+            self.adapters = programs.write_adapter(self.adapters, staged, np.array([write.slot], np.int32))
         state = self.state
         slots, history, masks = state.slots, state.history, state.masks
         for patches in step.patches:
@@ -325,11 +327,6 @@ class ModelRunner:
     def unstage_adapter(self, adapter: int) -> None:
         with self._staging:
             self._staged.pop(adapter, None)
-
-    def _write_adapter(self, write: AdapterWrite) -> None:
-        with self._staging:
-            staged = self._staged.pop(write.adapter)
-        self.adapters = self.programs.write_adapter(self.adapters, staged, np.array([write.slot], np.int32))
 
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
         return self._copies.read(self.programs.read_pages, self.state, pages)

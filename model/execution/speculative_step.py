@@ -182,21 +182,18 @@ def _sample_draft(
     positions: jax.Array,
 ) -> jax.Array:
     def with_drafts() -> jax.Array:
-        return _count_drafts(shard, sampling.history_of(history, rows.slots), drafts)
+        """The token counts i32[S, V] with those of the drafts i32[S, n]."""
+        counts = sampling.history_of(history, rows.slots)
+        row = jnp.arange(counts.shape[0])
+        for i in range(drafts.shape[1]):
+            counts = counts.at[row, shard.locate(drafts[:, i])].add(1, mode="drop")
+        return counts
 
     of_masks = partial(masks.at[rows.slots].get, mode="clip")
     has_drafts = jnp.diff(rows.starts) > 1
     asked = replace(sampling.sampling_rows(rows.state), wants_sampled_logprobs=jnp.zeros_like(has_drafts))
     drawn, _ = sampling.sample(shard, logits, asked, positions, has_drafts, with_drafts, of_masks)
     return drawn
-
-
-def _count_drafts(shard: VocabShard, counts: jax.Array, drafts: jax.Array) -> jax.Array:
-    """The token counts i32[S, V] with those of the drafts i32[S, n]."""
-    row = jnp.arange(counts.shape[0])
-    for i in range(drafts.shape[1]):
-        counts = counts.at[row, shard.locate(drafts[:, i])].add(1, mode="drop")
-    return counts
 
 
 def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:

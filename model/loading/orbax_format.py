@@ -262,7 +262,8 @@ def _store(folder: Place) -> dict[str, str]:
 def _remedy(error: Exception) -> str:
     """What to do about an error of TensorStore, and the error."""
     is_denied = any(code in str(error) for code in ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"))
-    return f"{'allow this machine to read it' if is_denied else 'convert again'} ({_first_line(error)})"
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    return f"{'allow this machine to read it' if is_denied else 'convert again'} ({first[:300]})"
 
 
 def _open(folder: Place, name: str, context: ts.Context) -> ts.TensorStore:
@@ -281,10 +282,6 @@ def _cast(array: jax.Array, *, dtype: Any) -> jax.Array:
 
 def _crc32(part: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
 def _identity(config: LlamaConfig) -> dict[str, Any]:

@@ -94,9 +94,7 @@ class TensorFiles(Checkpoint):
     def in_exact_four_bits(self) -> FourBit | None:
         if (form := self._packed_form) is None:
             return None
-        modules = {key.removesuffix("weight") for key in expected_kernels(self._config)} - {
-            HEAD.key.removesuffix("weight")
-        }
+        modules = [key.removesuffix("weight") for key in expected_kernels(self._config) if key != HEAD.key]
         scales = {self._slices[module + NAMES[form.layout].scales].get_dtype() for module in modules}
         return form.in_exact_four_bits(self._config.projection_inputs, scales)
 
@@ -105,7 +103,8 @@ class TensorFiles(Checkpoint):
         """What the config says of the inputs of the projections; None: nothing is quantised. Without stored scales of
         the inputs, each token has a scale of its own."""
         stated = None if self._config.quantized is None else self._config.quantized.activations
-        has_scales = self._input_scales() <= self._slices.keys()
+        kernels = expected_kernels(self._config).keys() - {HEAD.key}
+        has_scales = all(input_scale_key(key) in self._slices for key in kernels)
         return Activations.DYNAMIC if stated is Activations.STATIC and not has_scales else stated
 
     @property
@@ -167,9 +166,6 @@ class TensorFiles(Checkpoint):
         if not 0 < scale < np.inf:
             raise ValueError(f"{input_scale_key(key)} must be a positive number: {scale}")
         return np.float32(scale)
-
-    def _input_scales(self) -> set[str]:
-        return {input_scale_key(key) for key in expected_kernels(self._config).keys() - {HEAD.key}}
 
     def _check(self) -> None:
         expected, parts, scales = self._expected(), self._parts(), self._scale_shapes()

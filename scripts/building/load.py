@@ -88,6 +88,9 @@ class Loader:
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
 
     def _read_one(self, weights: ChosenWeights | ChosenHead, chips: ModelOnChips, say: Report, *, keeps: bool) -> Any:
+        import jax
+        from flax import nnx
+
         from model.execution.device_memory import return_freed_memory
         from model.loading import prepared_weights
 
@@ -101,7 +104,7 @@ class Loader:
             if keeps and file is not None and prepared_weights.keep(model, file):
                 kept = f"kept for the next start in {file}"
         size, *others = weights.remarks()
-        say(f"{_size_of(model) / GIB:.2f} GiB {size}")
+        say(f"{sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / GIB:.2f} GiB {size}")
         for line in filter(None, (*others, kept)):
             say(line)
         return model
@@ -176,13 +179,6 @@ class Loader:
         if not self.attention.spec.has_kv_scales or self.settings.calculate_kv_scales or weights.stored is None:
             return None
         return weights.stored.kv_ranges()
-
-
-def _size_of(model: Llama | EagleHead) -> int:
-    import jax
-    from flax import nnx
-
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
 @contextmanager
