@@ -31,7 +31,6 @@ from model.execution.pooling import pool
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import (
     StepRows,
-    adapters_of_tokens,
     advance,
     ragged_batch,
     read_once,
@@ -241,7 +240,9 @@ def step_adapters(
     """The adapters of the step's tokens. None: the program has no adapters."""
     if not bucket.has_adapters:
         return None
-    of_tokens, in_c = adapters_of_tokens(rows, bucket.num_tokens), attention.backend is Backend.CPU
+    of_tokens, in_c = rows.state[:, SlotLayout.ADAPTER], attention.backend is Backend.CPU
+    if bucket.num_tokens != len(of_tokens):
+        of_tokens = of_tokens[row_of_tokens(rows, bucket.num_tokens)[0]]
     return StepAdapters(slots, of_tokens, num_slots=max_loras, num_shards=model.num_shards, in_c=in_c)
 
 

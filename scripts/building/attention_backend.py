@@ -62,13 +62,6 @@ class Backends:
     make: Callable[..., PagedAttention]  # as `paged_attention`
 
 
-def own_backends() -> Backends:
-    """The candidates of `pallas_kernels.api`."""
-    from pallas_kernels.api import candidates
-
-    return Backends(candidates=candidates, make=paged_attention)
-
-
 def paged_attention(
     config: LlamaConfig,
     backend: Backend,

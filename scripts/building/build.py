@@ -20,8 +20,8 @@ from batcher.grammar import Grammars
 from batcher.page_events import PageEventSink
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
-from scripts.building.adapters import loaded_adapters, make_store
-from scripts.building.attention_backend import Backends, choose_attention, own_backends
+from scripts.building.adapters import RunnersStore, loaded_adapters
+from scripts.building.attention_backend import Backends, choose_attention, paged_attention
 from scripts.building.changeable import ChangeableEngine, RunnerWeights
 from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
 from scripts.building.chosen_weights import ChosenWeights, bits_of_a_weight, choose_weights
@@ -238,7 +238,9 @@ def build_runner(
         platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
         num_devices, kind = jax.device_count(), jax.devices()[0].device_kind
         say(f"jax on {num_devices} x {kind}" + ("" if others is None else f" of {num_hosts} hosts"))
-    backends = backends or own_backends()
+    from pallas_kernels import api
+
+    backends = backends or Backends(candidates=api.candidates, make=paged_attention)
     candidates = backends.candidates(settings.attention_backend, platform)
     weights = choose_weights(settings, platform, tokenizer)
     report(f"  end tokens        {listed(weights.end_tokens)}")
@@ -304,7 +306,7 @@ def build_runner(
     export_folder = folders.executables(platform, num_hosts=num_hosts, is_interpreted=is_interpreted)
     if is_interpreted and export_folder is not None:
         raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
-    adapter_store = make_store(settings, weights.config)
+    adapter_store = RunnersStore(settings, weights.config) if settings.enable_lora else None
     from model.execution.runner import ModelRunner
 
     make_runner = partial(
