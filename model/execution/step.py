@@ -27,7 +27,6 @@ from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.execution import draft_pages, page_text
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
-from model.execution.pooling import pool
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import (
     StepRows,
@@ -363,6 +362,25 @@ def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax
     found = lax.map(lambda x: if_asked(x[1] >= 0, lambda: look(model.logits(x[0]), x[1])), (hidden, targets))
     found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
     return vocabulary.run(merge_ranked, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
+
+
+def pool(hidden: jax.Array, starts: jax.Array, pooling: Pooling) -> jax.Array:
+    """f32[S, D]: the hidden state of each row's last token in the step, or the sum over its tokens.
+
+    Args:
+        hidden: [T, D], after the final norm.
+        starts: i32[S + 1], where each row's tokens begin; the end of the last.
+    """
+    if pooling is Pooling.LAST:
+        return hidden[jnp.maximum(starts[1:] - 1, 0)].astype(jnp.float32)
+    index = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+    is_own = (index >= starts[:-1, None]) & (index < starts[1:, None])  # [S, T]
+    # As a product, the sums come out in one order, which those of a scatter need not on GPUs. In a product NaN and
+    # infinity would reach the other rows, so they are left out, and put into the row that they belong to afterwards.
+    is_finite = jnp.isfinite(hidden).all(axis=-1)
+    clean = jnp.where(is_finite[:, None], hidden, 0).astype(jnp.float32)
+    sums = jnp.matmul(is_own.astype(jnp.float32), clean, precision=lax.Precision.HIGHEST)
+    return jnp.where((is_own & ~is_finite).any(axis=1)[:, None], jnp.nan, sums)
 
 
 def named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:

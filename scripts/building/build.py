@@ -22,7 +22,7 @@ from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
 from scripts.building.adapters import RunnersStore, loaded_adapters
 from scripts.building.attention_backend import Backends, choose_attention, paged_attention
-from scripts.building.changeable import ChangeableEngine, RunnerWeights
+from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights
 from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
 from scripts.building.chosen_weights import ChosenWeights, bits_of_a_weight, choose_weights
 from scripts.building.compile_turn import CompileTurn
@@ -40,7 +40,6 @@ from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.precompiled import made_for
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
-from scripts.building.updates import RunnerUpdates
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters, AdapterStore
 from server.engine.kv_events import KvEventPublisher
