@@ -208,9 +208,7 @@ class EngineSettings:
         None, "An unknown model of a request is the adapter in this folder's folder of that name", type=local_path,
         metavar="DIR",
     )  # fmt: skip
-    max_loras: int = _of_lora(
-        8, "Adapters that run at once", type=int, metavar="N", least=1, most=1024,
-    )  # fmt: skip
+    max_loras: int = _of_lora(8, "Adapters that run at once", type=int, metavar="N", least=1, most=1024)
     max_lora_rank: int = _of_lora(
         16, "The highest rank of an adapter. All take the memory of this one", type=int, metavar="N", least=1, most=512,
     )  # fmt: skip
