@@ -2,10 +2,10 @@
 
     python -m scripts.generate --model demo --input prompts.jsonl --output out.jsonl
 
-Lines are OpenAI batch requests or plain prompts (`server/batches/batch_file.py`). The output has one record per line, in the
-order of the input. Until the output is complete, OUTPUT.partial holds the finished records; the same command continues
-from there, and a run over another input is refused. An existing output is replaced only with --overwrite, and only when
-the new one is complete. Input and output may be in a bucket.
+Lines are OpenAI batch requests or plain prompts (`server/batches/batch_file.py`). The output has one record per line,
+in the order of the input. Until the output is complete, OUTPUT.partial holds the finished records; the same command
+continues from there, and a run over another input is refused. An existing output is replaced only with --overwrite, and
+only when the new one is complete. Input and output may be in a bucket.
 """
 
 from __future__ import annotations
