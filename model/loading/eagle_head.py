@@ -197,17 +197,10 @@ class StoredHead:
             return _filled(head, files.tokens(), make)
 
 
-def random_head(
-    config: EagleConfig,
-    *,
-    dtype: Any,
-    mesh: Mesh | None = None,
-    for_cpu: bool = False,
-    has_embedding: bool = False,
-    seed: int,
-) -> EagleHead:
-    """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary."""
-    head = abstract_head(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=has_embedding)
+def random_head(config: EagleConfig, *, seed: int, **form: Any) -> EagleHead:
+    """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary. `form`: as of
+    `abstract_head`."""
+    head = abstract_head(config, **form)
     seeds = seeds_of(head, seed)
 
     def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:

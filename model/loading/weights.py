@@ -27,26 +27,18 @@ from model.network.linear import INIT_STDDEV, methods_of
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import EightBit, FourBit, Mixed, Rounding, WeightForm
+from model.quantization.forms import EightBit, FourBit, Mixed
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
 
-def load_hf(
-    path: Place | str,
-    config: LlamaConfig,
-    *,
-    dtype: Any,
-    mesh: Mesh | None = None,
-    quantization: WeightForm | None = None,
-    rounding: Rounding | None = None,
-    for_cpu: bool = False,
-) -> Llama:
+def load_hf(path: Place | str, config: LlamaConfig, *, mesh: Mesh | None = None, **form: Any) -> Llama:
     """The checkpoint at `path`, a folder or a GGUF file, cast to `dtype` or quantised, in its stored form on `mesh`.
 
     Args:
         config: the checkpoint's own, before any replication of KV heads. If it ties the head to the embedding and the
             files hold another head, the model gets that head.
+        form: `dtype`, `quantization`, `rounding` and `for_cpu`, as of `abstract_model`.
 
     Raises:
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
@@ -54,25 +46,14 @@ def load_hf(
     """
     with open_checkpoint(place(path, "model"), config) as files:
         config = files.with_own_head()
-        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
-        model = abstract_model(config, **form)
+        model = abstract_model(config, mesh=mesh, **form)
         filled = fill(model, module_reader(model, files, config, mesh, partial(read_source, files)))
         files.check_unchanged()
         return filled
 
 
-def random_weights(
-    config: LlamaConfig,
-    *,
-    dtype: Any,
-    mesh: Mesh | None = None,
-    quantization: WeightForm | None = None,
-    rounding: Rounding | None = None,
-    for_cpu: bool = False,
-    seed: int = 0,
-) -> Llama:
-    """Random weights of the right shapes and spread, made on the chips."""
-    form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
+def random_weights(config: LlamaConfig, *, seed: int = 0, **form: Any) -> Llama:
+    """Random weights of the right shapes and spread, made on the chips. `form`: as of `abstract_model`."""
     model = abstract_model(config, **form)
     seeds, methods = seeds_of(model, seed), methods_of(model)
 
