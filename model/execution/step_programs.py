@@ -37,7 +37,6 @@ from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.sharding import sharding_of
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.spec import Backend
 
 # The programs besides the steps.
 PATCH, RESET_HISTORY, BRING_MASKS, WRITE_ADAPTER = "patch", "reset history", "bring masks", "write adapter"
@@ -97,11 +96,6 @@ class StepPrograms:
     def device(self) -> jax.Device:
         """One of this process's devices, which are all alike."""
         return device_of(self.everywhere)
-
-    @property
-    def state_when_used(self) -> bool:
-        """Whether the state takes memory when it is used: where C computes the attention."""
-        return self.attention.backend is Backend.CPU and self.attention.mesh is None
 
     def weights_of(self, models: Sequence[Llama | EagleHead]) -> list[jax.Array]:
         """The weights of the loaded models, as the programs take them.

@@ -55,7 +55,7 @@ class GivenTensors(Checkpoint):
     """
 
     def __init__(self, arrays: Mapping[str, Array], config: LlamaConfig, layout: Layout | None = None) -> None:
-        self._arrays = dict(arrays)
+        self.arrays = dict(arrays)
         self._config = replace(config, quantized=None)
         layout = layout or trainer_layouts.hugging_face(self._config)
         self._shapes, self._pieces = dict(layout.shapes), dict(layout.pieces)
@@ -68,7 +68,7 @@ class GivenTensors(Checkpoint):
         """Raises ValueError: arrays are missing, unexpected, mis-shaped, of a type that cannot be cast, deleted, not of
         this host alone, not finite, or too large for bfloat16. One message lists all of them. Values are checked once.
         """
-        missing, extra = self._shapes.keys() - self._arrays.keys(), self._arrays.keys() - self._shapes.keys()
+        missing, extra = self._shapes.keys() - self.arrays.keys(), self.arrays.keys() - self._shapes.keys()
         extra = {path for path in extra if not IGNORED.fullmatch(path)}
         problems = [f"missing: {grouped(missing)}"] if missing else []
         problems += [f"unexpected: {grouped(extra)}"] if extra else []
@@ -86,13 +86,9 @@ class GivenTensors(Checkpoint):
 
     def used(self, path: str) -> None:
         """Frees an array, which no later tensor needs."""
-        array = self._arrays.pop(path)
+        array = self.arrays.pop(path)
         if isinstance(array, jax.Array):
             array.delete()
-
-    def identities(self) -> dict[str, int]:
-        """Equal for names of the same array."""
-        return {path: id(array) for path, array in self._arrays.items()}
 
     def read(self, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
         """As `read_source`."""
@@ -117,16 +113,16 @@ class GivenTensors(Checkpoint):
         """A head that is tied to the embedding need not be given, nor the embedding if the head is."""
         embedding = self._pieces[EMBEDDING.key]
         head = self._pieces.setdefault(HEAD.key, embedding)
-        if head.path != embedding.path and head.path not in self._arrays:
+        if head.path != embedding.path and head.path not in self.arrays:
             del self._shapes[head.path]
             self._pieces[HEAD.key] = embedding
-        elif head.path != embedding.path and embedding.path not in self._arrays:
+        elif head.path != embedding.path and embedding.path not in self.arrays:
             del self._shapes[embedding.path]
             self._pieces[EMBEDDING.key] = head
 
     def _fault(self, path: str) -> str | None:
         """What is wrong with an array, in words that follow its name."""
-        array: Any = self._arrays[path]
+        array: Any = self.arrays[path]
         shape = self._shapes[path]
         if not isinstance(array, jax.Array | np.ndarray):
             return f"is a {type(array).__name__} and no array"
@@ -158,7 +154,7 @@ class GivenTensors(Checkpoint):
     def _tensor(self, key: str) -> Array:
         """In Hugging Face's form."""
         piece = self._pieces[key]
-        array = self._arrays[piece.path]
+        array = self.arrays[piece.path]
         if isinstance(array, np.ndarray):
             tensor: np.ndarray = piece.cut.of(array, piece.layer)
             return tensor
@@ -235,7 +231,7 @@ class GivenWeights:
 
     def _last_users(self, modules: Mapping[str, Described]) -> dict[str, list[str]]:
         """Module -> the names of the arrays that no later one needs. The last module is that of arrays without use."""
-        identities = self._tensors.identities()
+        identities = {path: id(array) for path, array in self._tensors.arrays.items()}  # equal for one array's names
         last: dict[int, str] = {}
         for module, likes in modules.items():
             last |= dict.fromkeys(
