@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +34,9 @@ from pallas_kernels.spec import RaggedBatch
 NO_TOKEN = -1  # in place of a draft: no token equals it
 
 
-class Draw(Protocol):
-    """Draws the drafts of a place."""
-
-    def __call__(
-        self, logits: jax.Array, vocabulary: DraftVocabulary | None, drafts: jax.Array, place: jax.Array | int
-    ) -> jax.Array:
-        """i32[S], tokens of the model.
-
-        Args:
-            logits: f32[S, V], or f32[S, B] of the tokens in `vocabulary`.
-            drafts: i32[S, D], those before the place.
-        """
+# Draws the drafts of a place, i32[S] tokens of the model: (logits f32[S, V], or f32[S, B] of the tokens in the
+# vocabulary, the vocabulary, the drafts before the place i32[S, D], the place).
+Draw = Callable[[jax.Array, DraftVocabulary | None, jax.Array, jax.Array | int], jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)

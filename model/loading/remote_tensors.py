@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -44,16 +44,6 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _FIRST_BYTES = 1 << 16  # of a file; nearly always with its whole header
 
 
-class File(Protocol):
-    """A file whose parts can be read, such as a `RemotePath`."""
-
-    def stat(self) -> Any: ...
-
-    def version(self) -> str: ...
-
-    def read_range(self, start: int, end: int) -> bytearray | np.ndarray: ...
-
-
 @dataclass(frozen=True)
 class LocalFile:
     """A file of this machine. It is read and not mapped: another program may write it anew at any time."""
@@ -77,6 +67,9 @@ class LocalFile:
             if file.readinto(content.data) != len(content):
                 raise ValueError(f"{self} has become shorter while it was read: try again")
         return content
+
+
+File = RemotePath | LocalFile
 
 
 def readable(file: Place) -> File:
