@@ -45,52 +45,112 @@ _OF_A_LAYER = re.compile(r"layers\.\d+\.")
 _BYTES_AT_ONCE = 64 << 20  # of a NumPy array that is checked; bounds the memory of the device
 
 
-class GivenTensors(Checkpoint):
-    """A checkpoint of arrays.
+class GivenWeights(Checkpoint):
+    """The weights of a trainer, for a model that serves.
 
     Args:
-        arrays: by their names in `layout`.
+        arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. Of a state, its
+            `nnx.Param` are the weights. Arrays may be on any devices of this process.
         config: of the model. What it says of quantised files does not count.
-        layout: None: they have Hugging Face's names and shapes.
+        names: whose names and shapes they have. "hf": Hugging Face's. "own": those of `Llama` on one chip. "tunix",
+            "maxtext": those of these trainers, also below "params", "base" or "model".
+        donate: deletes each array once it is no longer needed. Without it the arrays stay as they are.
+
+    Raises:
+        ValueError: `names` is none of these.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], config: LlamaConfig, layout: Layout | None = None) -> None:
-        self.arrays = dict(arrays)
-        self._config = replace(config, quantized=None)
-        layout = layout or trainer_layouts.hugging_face(self._config)
+    def __init__(self, arrays: Any, config: LlamaConfig, *, names: Names = "hf", donate: bool = False) -> None:
+        if names not in _LAYOUTS:
+            raise ValueError(f"names={names!r} is not one of {', '.join(_LAYOUTS)}")
+        self.config = replace(config, quantized=None)
+        self._donate = donate
+        self._arrays = flattened(arrays)  # by their names in the layout
+        if names not in ("hf", "own"):
+            self._arrays = {_inner(path): array for path, array in self._arrays.items()}
+        layout = _LAYOUTS[names](self.config, self._arrays)
         self._shapes, self._pieces = dict(layout.shapes), dict(layout.pieces)
-        self._tensor_shapes = expected_shapes(replace(config, tie_word_embeddings=False))
+        self._tensor_shapes = expected_shapes(replace(self.config, tie_word_embeddings=False))
         self._have_good_values = False
         if config.tie_word_embeddings:
             self._tie()
 
-    def check(self) -> None:
-        """Raises ValueError: arrays are missing, unexpected, mis-shaped, of a type that cannot be cast, deleted, not of
-        this host alone, not finite, or too large for bfloat16. One message lists all of them. Values are checked once.
+    def check(self, form: Mapping[str, Any]) -> None:
+        """It waits for the arrays, and changes nothing. Values are checked once.
+
+        Args:
+            form: the arguments of `abstract_model`.
+
+        Raises:
+            ValueError: the weights cannot have this form. Or arrays are missing, unexpected, mis-shaped, of a type that
+                cannot be cast, deleted, not of this host alone, not finite, or too large for bfloat16: one message
+                lists all of them.
         """
-        missing, extra = self._shapes.keys() - self.arrays.keys(), self.arrays.keys() - self._shapes.keys()
+        missing, extra = self._shapes.keys() - self._arrays.keys(), self._arrays.keys() - self._shapes.keys()
         extra = {path for path in extra if not IGNORED.fullmatch(path)}
         problems = [f"missing: {grouped(missing)}"] if missing else []
         problems += [f"unexpected: {grouped(extra)}"] if extra else []
         found = [(fault, path) for path in self._shapes.keys() - missing if (fault := self._fault(path))]
         problems += by_message(found)
         if not problems and not self._have_good_values and self._has_another_head():
-            problems.append(f"{self.path(HEAD.key)} differs from the embedding, and the model ties them")
+            problems.append(f"{self._pieces[HEAD.key].path} differs from the embedding, and the model ties them")
         if problems:
             raise ValueError("the arrays are not this model's weights: " + "; ".join(problems))
         self._have_good_values = True
+        if form["rounding"] is not None and form["rounding"].is_static:
+            raise ValueError(
+                "the inputs of the projections are rounded with scales that the checkpoint stores, and the arrays have "
+                "none: start the engine with a checkpoint that is not quantised"
+            )
 
-    def path(self, key: str) -> str:
-        """Of the array that has a tensor."""
-        return self._pieces[key].path
+    def modules(
+        self, form: Mapping[str, Any], *, rehearses: bool = False
+    ) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
+        """The parameters of each module of the model, with its path, in a form as of `check`. They are in new
+        arrays, made when the module is asked for.
 
-    def used(self, path: str) -> None:
-        """Frees an array, which no later tensor needs."""
-        array = self.arrays.pop(path)
-        if isinstance(array, jax.Array):
-            array.delete()
+        Args:
+            rehearses: of the layers only the first one with modules of a form, and no array is deleted.
 
-    def read(self, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
+        Raises:
+            ValueError, before the first one: as `check`.
+        """
+        self.check(form)
+        model = abstract_model(self.config, **form)
+        modules = described(model)
+        make = module_reader(model, self, self.config, form["mesh"], self._read)
+        if rehearses:
+            methods, rehearsed = methods_of(model), set[tuple[str, LinearMethod | None]]()
+            for module, likes in modules.items():
+                kind = _OF_A_LAYER.sub("", module), methods.get(module)
+                if kind not in rehearsed:
+                    rehearsed.add(kind)
+                    yield module, make(module, likes)
+            return
+        last = self._last_users(modules)
+        for module, likes in modules.items():
+            yield module, make(module, likes)
+            for path in last.pop(module, ()) if self._donate else ():
+                array = self._arrays.pop(path)
+                if isinstance(array, jax.Array):
+                    array.delete()
+                del array  # one of NumPy is freed before the next module is made
+
+    def _last_users(self, modules: Mapping[str, Described]) -> dict[str, list[str]]:
+        """Module -> the names of the arrays that no later one needs. The last module is that of arrays without use."""
+        identities = {path: id(array) for path, array in self._arrays.items()}  # equal for one array's names
+        last: dict[int, str] = {}
+        for module, likes in modules.items():
+            last |= dict.fromkeys(
+                (identities[self._pieces[part.key].path] for part in sources_of(module, likes)), module
+            )
+        *_, end = modules
+        users: dict[str, list[str]] = {module: [] for module in modules}
+        for path, identity in identities.items():
+            users[last.get(identity, end)].append(path)
+        return users
+
+    def _read(self, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
         """As `read_source`."""
         tensor = self._tensor(source.key)
         if not isinstance(tensor, jax.Array):
@@ -113,22 +173,22 @@ class GivenTensors(Checkpoint):
         """A head that is tied to the embedding need not be given, nor the embedding if the head is."""
         embedding = self._pieces[EMBEDDING.key]
         head = self._pieces.setdefault(HEAD.key, embedding)
-        if head.path != embedding.path and head.path not in self.arrays:
+        if head.path != embedding.path and head.path not in self._arrays:
             del self._shapes[head.path]
             self._pieces[HEAD.key] = embedding
-        elif head.path != embedding.path and embedding.path not in self.arrays:
+        elif head.path != embedding.path and embedding.path not in self._arrays:
             del self._shapes[embedding.path]
             self._pieces[EMBEDDING.key] = head
 
     def _fault(self, path: str) -> str | None:
         """What is wrong with an array, in words that follow its name."""
-        array: Any = self.arrays[path]
+        array: Any = self._arrays[path]
         shape = self._shapes[path]
         if not isinstance(array, jax.Array | np.ndarray):
             return f"is a {type(array).__name__} and no array"
         if array.shape != shape:
-            vocab = self._config.vocab_size
-            is_of_vocab = path in (self.path(EMBEDDING.key), self.path(HEAD.key))
+            vocab = self.config.vocab_size
+            is_of_vocab = path in (self._pieces[EMBEDDING.key].path, self._pieces[HEAD.key].path)
             words = f": the vocabulary has {vocab} tokens" if is_of_vocab and vocab not in array.shape else ""
             return f"has shape {array.shape}, not {shape}{words}"
         if array.dtype.name not in DTYPES.values():
@@ -143,7 +203,7 @@ class GivenTensors(Checkpoint):
 
     def _has_another_head(self) -> bool:
         """Whether a head was given that is tied to the embedding and differs from it."""
-        if not self._config.tie_word_embeddings or self.path(HEAD.key) == self.path(EMBEDDING.key):
+        if not self.config.tie_word_embeddings or self._pieces[HEAD.key].path == self._pieces[EMBEDDING.key].path:
             return False
         head, embedding = (self._tensor(source.key) for source in (HEAD, EMBEDDING))
         if isinstance(head, jax.Array) and isinstance(embedding, jax.Array):
@@ -154,94 +214,12 @@ class GivenTensors(Checkpoint):
     def _tensor(self, key: str) -> Array:
         """In Hugging Face's form."""
         piece = self._pieces[key]
-        array = self.arrays[piece.path]
+        array = self._arrays[piece.path]
         if isinstance(array, np.ndarray):
             tensor: np.ndarray = piece.cut.of(array, piece.layer)
             return tensor
         array = _automatic(array)
         return array if piece.cut == Cut() else _cut_on_devices(array, piece.layer, cut=piece.cut)
-
-
-class GivenWeights:
-    """The weights of a trainer, for a model that serves.
-
-    Args:
-        arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. Of a state, its
-            `nnx.Param` are the weights. Arrays may be on any devices of this process.
-        config: of the model.
-        names: whose names and shapes they have. "hf": Hugging Face's. "own": those of `Llama` on one chip. "tunix",
-            "maxtext": those of these trainers, also below "params", "base" or "model".
-        donate: deletes each array once it is no longer needed. Without it the arrays stay as they are.
-
-    Raises:
-        ValueError: `names` is none of these.
-    """
-
-    def __init__(self, arrays: Any, config: LlamaConfig, *, names: Names = "hf", donate: bool = False) -> None:
-        if names not in _LAYOUTS:
-            raise ValueError(f"names={names!r} is not one of {', '.join(_LAYOUTS)}")
-        self.config = replace(config, quantized=None)
-        self._donate = donate
-        given = flattened(arrays) if names in ("hf", "own") else {_inner(p): x for p, x in flattened(arrays).items()}
-        self._tensors = GivenTensors(given, self.config, _LAYOUTS[names](self.config, given))
-
-    def check(self, form: Mapping[str, Any]) -> None:
-        """Raises ValueError if these are not weights of the model, with all problems, or if they cannot have this form.
-        It waits for the arrays, and changes nothing.
-
-        Args:
-            form: the arguments of `abstract_model`.
-        """
-        self._tensors.check()
-        if form["rounding"] is not None and form["rounding"].is_static:
-            raise ValueError(
-                "the inputs of the projections are rounded with scales that the checkpoint stores, and the arrays have "
-                "none: start the engine with a checkpoint that is not quantised"
-            )
-
-    def modules(
-        self, form: Mapping[str, Any], *, rehearses: bool = False
-    ) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
-        """The parameters of each module of the model, with its path, in a form as of `check`. They are in new
-        arrays, made when the module is asked for.
-
-        Args:
-            rehearses: of the layers only the first one with modules of a form, and no array is deleted.
-
-        Raises:
-            ValueError, before the first one: as `check`.
-        """
-        self.check(form)
-        model = abstract_model(self.config, **form)
-        modules = described(model)
-        make = module_reader(model, self._tensors, self.config, form["mesh"], self._tensors.read)
-        if rehearses:
-            methods, rehearsed = methods_of(model), set[tuple[str, LinearMethod | None]]()
-            for module, likes in modules.items():
-                kind = _OF_A_LAYER.sub("", module), methods.get(module)
-                if kind not in rehearsed:
-                    rehearsed.add(kind)
-                    yield module, make(module, likes)
-            return
-        last = self._last_users(modules)
-        for module, likes in modules.items():
-            yield module, make(module, likes)
-            for path in last.pop(module, ()) if self._donate else ():
-                self._tensors.used(path)
-
-    def _last_users(self, modules: Mapping[str, Described]) -> dict[str, list[str]]:
-        """Module -> the names of the arrays that no later one needs. The last module is that of arrays without use."""
-        identities = {path: id(array) for path, array in self._tensors.arrays.items()}  # equal for one array's names
-        last: dict[int, str] = {}
-        for module, likes in modules.items():
-            last |= dict.fromkeys(
-                (identities[self._tensors.path(part.key)] for part in sources_of(module, likes)), module
-            )
-        *_, end = modules
-        users: dict[str, list[str]] = {module: [] for module in modules}
-        for path, identity in identities.items():
-            users[last.get(identity, end)].append(path)
-        return users
 
 
 def flattened(tree: Any) -> dict[str, Any]:
