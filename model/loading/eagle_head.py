@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.inputs.words import shown
-from model.loading.checkpoint import Reader, Tensors
 from model.loading.hf_format import INDEX_FILE, LAYER, SINGLE_FILE, Source, layer_shapes
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.tensor_files import DTYPES, files_in
+from model.loading.tensors import Reader, Tensors
 from model.loading.torch_file import TorchTensor, read_torch_file
 from model.loading.weights import fill_each, join, random_values, read_source, seeds_of
 from model.network.eagle import EagleHead

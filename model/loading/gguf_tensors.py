@@ -21,9 +21,9 @@ from gguf.quants import dequantize
 from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
-from model.loading.checkpoint import Checkpoint, Reader
 from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, fused_projections, sources
+from model.loading.tensors import Checkpoint, Reader
 from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, largest_group
 
 Type = GGMLQuantizationType

@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import LlamaConfig
 from model.loading import trainer_layouts
-from model.loading.checkpoint import Checkpoint, Reader
 from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, Source, expected_shapes
 from model.loading.tensor_files import DTYPES, by_message, grouped
+from model.loading.tensors import Checkpoint, Reader
 from model.loading.trainer_layouts import Array, Cut, Layout
 from model.loading.weights import Described, copies_of, described, module_reader, read_source, sources_of
 from model.network.linear import methods_of

@@ -15,7 +15,6 @@ import numpy as np
 from model.config import LlamaConfig
 from model.inputs.json_file import read_object
 from model.inputs.paths import Place
-from model.loading.checkpoint import Checkpoint, Reader
 from model.loading.hf_format import (
     EMBEDDING,
     HEAD,
@@ -32,6 +31,7 @@ from model.loading.hf_format import (
 )
 from model.loading.packed_kernel import PackedKernel
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
+from model.loading.tensors import Checkpoint, Reader
 from model.quantization.checkpoint_form import CheckpointForm
 from model.quantization.forms import Activations, EightBit, FourBit
 from model.quantization.packed_form import NAMES, PackedForm, Part
@@ -116,7 +116,7 @@ class TensorFiles(Checkpoint):
 
     def values(self, key: str) -> np.ndarray:
         """The whole tensor, in float32 and flat."""
-        return self._slice(key)[...].astype(np.float32).reshape(-1)
+        return self._slices[key][...].astype(np.float32).reshape(-1)
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._slice(key).get_shape())

@@ -21,8 +21,9 @@ from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig
 from model.inputs.paths import Place, place
-from model.loading.checkpoint import Checkpoint, Reader, Tensors, open_checkpoint
+from model.loading.checkpoint import open_checkpoint
 from model.loading.hf_format import Source, sources
+from model.loading.tensors import Checkpoint, Reader, Tensors
 from model.network.linear import INIT_STDDEV, methods_of
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
