@@ -2,31 +2,34 @@
 
     python -m scripts.generate --model demo --input prompts.jsonl --output out.jsonl
 
-Lines are OpenAI batch requests or plain prompts (`offline/batch_file.py`). The output has one record per line, in the
-order of the input. Until the output is complete, OUTPUT.partial holds the finished records; the same command continues
-from there, and a run over another input is refused. An existing output is replaced only with --overwrite, and only when
-the new one is complete. Input and output may be in a bucket.
+Lines are OpenAI batch requests or plain prompts (`server/batches/batch_file.py`). The output has one record per line,
+in the order of the input. Until the output is complete, OUTPUT.partial holds the finished records; the same command
+continues from there, and a run over another input is refused. An existing output is replaced only with --overwrite, and
+only when the new one is complete. Input and output may be in a bucket.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 from tqdm import tqdm
 
 from batcher.errors import EngineDeadError
 from model.inputs.json_file import json_argument
-from model.inputs.paths import place_argument
+from model.inputs.paths import Place, place_argument
 from model.inputs.remote import RemotePath
 from scripts.building.kept_folders import users_cache_folder
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.llm import LLM
-from scripts.offline.batch_input import BatchInput
 from scripts.offline.output import Output
 from server.batches.batch_file import (
     Line,
@@ -34,6 +37,7 @@ from server.batches.batch_file import (
     digest,
     input_digest,
     num_output_tokens,
+    numbered_lines,
     parse_line,
     problem_record,
 )
@@ -41,6 +45,7 @@ from server.batches.journal import Header, Journal
 from server.flag import flag_name
 from server.http.encoding import encode_json
 
+STDIN = Path("-")
 Key = tuple[int, str]  # a line's number and its digest
 # A journal's records are taken up only by a run with the same: they change answers. The others change speed.
 ANSWERING = ("model", "load_format", "dtype", "quantization", "kv_cache_dtype", "calculate_kv_scales", "seed")
@@ -170,7 +175,8 @@ def main(argv: list[str] | None = None) -> int:
 
         def load() -> LLM:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
-            return LLM(tokenizer=args.tokenizer, served_model_name=args.served_model_name, report=_say, **keywords)
+            keywords |= {"tokenizer": args.tokenizer, "served_model_name": args.served_model_name}
+            return LLM(report=lambda line: tqdm.write(line, file=sys.stderr), **keywords)
 
         answering = {flag_name(EngineSettings, name): getattr(settings, name) for name in ANSWERING} | {
             "--params": args.params,
@@ -212,8 +218,76 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _say(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)
+class BatchInput:
+    """The lines of a batch file. They can be read several times.
+
+    The content of a pipe is copied to a temporary file. Opening such an input waits until the pipe's writer ends.
+
+    Args:
+        path: "-" is the standard input. A file in a bucket is copied to a temporary file.
+
+    Raises:
+        ValueError: `path` is a folder.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self._path = path
+        if isinstance(path, RemotePath):
+            self._file: BinaryIO = _downloaded(path)
+            self._status, self._start = os.fstat(self._file.fileno()), 0
+            return
+        if path != STDIN and path.is_dir():
+            raise ValueError(f"--input {path} is a folder: name a file of JSON lines")
+        self._file = open(0, "rb", closefd=False) if path == STDIN else path.open("rb")  # noqa: SIM115
+        status = os.fstat(self._file.fileno())
+        self._status = status
+        if not stat.S_ISREG(status.st_mode):
+            try:
+                self._file = _copied(self._file)
+            except BaseException:
+                self._file.close()
+                raise
+        self._start = self._file.tell()  # the shell may have read a part of the standard input
+
+    def check_is_none_of(self, paths: Iterable[Path]) -> None:
+        """Raises ValueError if one of the output `paths` is this file, directly or through links."""
+        for path in paths:
+            if path.exists() and os.path.samestat(self._status, path.stat()):
+                raise ValueError(f"--input {self._path} is the file {path}, which this run would write: name another")
+
+    def numbered_lines(self) -> Iterator[tuple[int, str]]:
+        """The lines that are not blank, with their numbers from 1."""
+        self._file.seek(self._start)
+        return numbered_lines(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+def _downloaded(file: RemotePath) -> BinaryIO:
+    if file.is_dir():
+        raise ValueError(f"--input {file} is a folder: name a file of JSON lines")
+    with tempfile.TemporaryDirectory(prefix="pallas-serve-") as folder:
+        copy = Path(folder) / "input"
+        file.copy_to(copy)
+        return copy.open("rb")  # readable to its end without a name
+
+
+def _copied(pipe: BinaryIO) -> BinaryIO:
+    os.set_blocking(pipe.fileno(), True)  # another program may have left a shared terminal non-blocking
+    copy = tempfile.TemporaryFile("w+b", prefix="pallas-serve-")  # noqa: SIM115
+    try:
+        with pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.seek(0)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ ENGINE = "scripts.building.build:build_served"
 LEADER = "scripts.building.several_hosts:build_leader"
 FOLLOWER = "scripts.building.several_hosts:build_follower"
 MOST_REPLICAS = 1024
+_PLAN = (sys.executable, "-m", "scripts.lab", "plan")  # `scripts/plan`, which plans for the page
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 # Those of `--help` without a group.
 COMMON_FLAGS = (
@@ -158,7 +159,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         allowed_origins=tuple(args.allowed_origins),
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
         generation_defaults=_generation_defaults(args, source),
-        planner=planner_command(args, names[0]),
+        planner=(*_PLAN, "--model", args.model, "--load-format", args.load_format, "--answer-choices", names[0]),
         lora_folder=args.lora_folder,
         batch_concurrency=_batch_concurrency(args),
         computes_for_others=args.kv_role == "prefill",
@@ -179,12 +180,6 @@ def _check_role(args: argparse.Namespace) -> None:
             "--kv-role prefill has one engine: start several servers in place of --data-parallel-size, and name them "
             "all by --prefill-url"
         )
-
-
-def planner_command(args: argparse.Namespace, name: str) -> tuple[str, ...]:
-    """What plans for the page, in a process of its own: `scripts/plan`, which knows this model by its name."""
-    model = ("--model", args.model, "--load-format", args.load_format)
-    return (sys.executable, "-m", "scripts.lab", "plan", *model, "--answer-choices", name)
 
 
 def _batch_concurrency(args: argparse.Namespace) -> int:

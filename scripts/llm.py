@@ -143,9 +143,7 @@ class LLM(EngineForTraining):
             ValueError: an argument has another type.
         """
         self._check_awake()
-        bodies = self._bodies(prompts, sampling_params, lora_request)
-        texts = [_text_of(body) for body in bodies]
-        return self._begin(self._routed(bodies), texts, use_tqdm=use_tqdm).wait_or_end()
+        return self._continue(prompts, sampling_params, lora_request, use_tqdm=use_tqdm).wait_or_end()
 
     def enqueue(
         self,
@@ -157,10 +155,7 @@ class LLM(EngineForTraining):
     ) -> Pending:
         """As `generate`, but the results are fetched from what it returns, also those of outputs that have only begun.
         The engine may be paused or asleep, and its weights may change, in between."""
-        bodies = self._bodies(prompts, sampling_params, lora_request)
-        texts = [_text_of(body) for body in bodies]
-        self._tokenize(bodies)
-        return self._begin(self._routed(bodies), texts, use_tqdm=use_tqdm)
+        return self._continue(prompts, sampling_params, lora_request, use_tqdm=use_tqdm, as_ids=True)
 
     def chat(
         self,
@@ -297,26 +292,28 @@ class LLM(EngineForTraining):
         models = [{} if adapter is None else {"model": adapter.lora_name} for adapter in adapters]
         return [body | model for body, model in zip(bodies, models, strict=True)]
 
-    def _bodies(
+    def _continue(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params | None] | None,
         lora_request: LoraRequests,
-    ) -> list[dict[str, Any]]:
-        """The bodies of completions. With `detokenize` false they are sent as token ids."""
+        *,
+        use_tqdm: bool,
+        as_ids: bool = False,
+    ) -> Pending:
+        """Sends completions. With `detokenize` false they go to a route on which no text is made of the tokens, and
+        which takes ids; with `as_ids` all of them are sent as ids."""
         given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
-        return self._with_adapters([own | prompt | _TOLD for prompt, own in given], lora_request)
-
-    def _routed(self, bodies: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-        """The bodies with the paths of their routes. No text is made of the tokens on one of these."""
-        self._tokenize([body for body in bodies if _route(body) == TOKENS])
+        bodies = self._with_adapters([own | prompt | _TOLD for prompt, own in given], lora_request)
+        texts = [body["prompt"] if isinstance(body["prompt"], str) else None for body in bodies]
+        makes_text = [body.pop("detokenize", True) is not False for body in bodies]
+        self._tokenize([body for body, makes in zip(bodies, makes_text, strict=True) if as_ids or not makes])
         self._set_open_limits(bodies)
-        routed = []
-        for body in bodies:
-            path = _route(body)
-            body.pop("detokenize", None)
-            routed.append((path, tokens_body(body) if path == TOKENS else body))
-        return routed
+        requests = [
+            (COMPLETIONS, body) if makes else (TOKENS, tokens_body(body))
+            for body, makes in zip(bodies, makes_text, strict=True)
+        ]
+        return self._begin(requests, texts, use_tqdm=use_tqdm)
 
     def _tokenize(self, bodies: list[dict[str, Any]]) -> None:
         """Puts token ids in the place of texts."""
@@ -380,12 +377,3 @@ class LLM(EngineForTraining):
 
 
 _TOLD = {"return_token_ids": True, "return_weight_versions": True}
-
-
-def _route(body: Mapping[str, Any]) -> str:
-    """For a prompt that is text or ids."""
-    return TOKENS if body.get("detokenize") is False else COMPLETIONS
-
-
-def _text_of(body: Mapping[str, Any]) -> str | None:
-    return body["prompt"] if isinstance(body["prompt"], str) else None

@@ -225,7 +225,6 @@ def _pieces(arrays: Arrays, most: int) -> Iterator[Arrays]:
 
 
 def _words(error: urllib.error.HTTPError) -> str:
-    """What the server has said."""
     body = error.read()
     try:
         return str(json.loads(body)["error"]["message"])

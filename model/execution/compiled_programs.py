@@ -27,7 +27,7 @@ _PACKAGES = [Path(__file__).parents[2] / name for name in ("batcher", "model", "
 
 
 class CompiledPrograms:
-    """The executables of a runner. The methods are those of `ModelRunner` with the same names.
+    """The executables of a runner.
 
     Args:
         described: the programs.
@@ -64,11 +64,13 @@ class CompiledPrograms:
 
     @property
     def num_compiles(self) -> int:
-        """See `ModelRunner.num_compiles`."""
+        """Programs compiled, or read from the disk, by this process since the runner was made: unplanned ones, too, and
+        none of `compile_later`."""
         return self._counter.total
 
     def expecting(self) -> AbstractContextManager[None]:
-        """See `ModelRunner.expecting_compiles`."""
+        """What the calling thread compiles meanwhile is not counted: the programs that make weights, which a start that
+        maps its weights has not compiled."""
         return self._counter.expecting()
 
     @property
@@ -80,8 +82,13 @@ class CompiledPrograms:
         """A digest of all that decides what the programs compute besides their arguments."""
         return fingerprint(_PACKAGES, self._described.made_from, self._described.device)
 
-    def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket]) -> None:
-        """Starts threads that compile, see `ModelRunner.start_compiling`."""
+    def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = ()) -> None:
+        """Starts compiling in threads; `compile` of the same buckets waits for the programs. A caller that does not
+        reach it must call `stop_compiling`; otherwise the process exits only after the last program.
+
+        Args:
+            may_wait: buckets whose programs are left for `compile_later`, except for those on the disk.
+        """
         described = self._described
         if self._traced_folder is not None:
             self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
@@ -115,7 +122,14 @@ class CompiledPrograms:
     def compile(
         self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
     ) -> None:
-        """See `ModelRunner.compile`."""
+        """Compiles every bucket's program, in parallel.
+
+        Args:
+            may_wait: as for `start_compiling`.
+
+        Raises:
+            ValueError: the temporaries of the programs need more memory than the device has free.
+        """
         buckets, waiting_since = list(buckets), time.perf_counter()
         if self._compilation is None:
             self.start_compiling(buckets, may_wait)
@@ -136,7 +150,12 @@ class CompiledPrograms:
         report(self._account(compilation, waiting_since))
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        """See `ModelRunner.compile_later`."""
+        """Compiles the program of a bucket that `compile` has left, or loads it if it was exported, while other threads
+        execute steps. Its memory is not checked: the largest programs are compiled before.
+
+        Raises:
+            ValueError: as `dequantized_copies.check`.
+        """
         program = None if self._exported is None else self._exported.load(bucket)
         if program is None:
             program = self._compiled_now(bucket)
@@ -204,7 +223,6 @@ class CompiledPrograms:
             report(remark)
 
     def _account(self, compilation: Compilation[Bucket | str], waiting_since: float) -> str:
-        """A line about a compilation that has ended now."""
         now = time.perf_counter()
         num_compiled = len(self.steps) + len(self._described.updates())
         early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""

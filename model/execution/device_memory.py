@@ -23,17 +23,12 @@ class DeviceMemory:
     is_host: bool  # the machine's own memory: a CPU
 
 
-def is_described(device: jax.Device) -> bool:
-    """Whether the device is a description of a chip that is not here."""
-    return device.client.runtime_type == "compile_only_runtime"
-
-
 def device_memory(device: jax.Device) -> DeviceMemory:
     """The memory of a described chip is that of the table, of which nothing is in use. Raises ValueError if the device
     does not report its memory."""
     if device.platform == "cpu":
         return host_memory()
-    if is_described(device):
+    if device.client.runtime_type == "compile_only_runtime":
         from pallas_kernels.tpu.blocks import this_chip
 
         total = int(chips.TPUS[this_chip()].memory_gib * chips.GIB)

@@ -5,7 +5,7 @@ draft. Steps without drafts do not run it. The network has K/V of its own (`draf
 read. What it makes of its own drafts lies behind these, and is read only within the step.
 
 The first pass of the drafts takes the last few positions of a row, its *window*: those that a step may leave unread.
-The two forms of networks say what is read at a position: `draft_model` and `eagle_drafts`.
+The two forms of networks say what is read at a position: `draft_networks`.
 
 Shape legend: `S` rows of the step (padded), `D` drafts of a row, `W` positions of the window, `C` tokens of one pass
 over unread tokens, `E` width of the features.
@@ -14,10 +14,10 @@ over unread tokens, `E` width of the features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax import lax
 from batcher.slots import SlotLayout
 from model.execution import draft_pages, page_text
 from model.execution.draft_pages import DraftPages
-from model.execution.rows import StepRows, ragged_batch
+from model.execution.rows import StepRows, ragged_batch, row_of_tokens
 from model.network.eagle import DraftVocabulary
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import RaggedBatch
@@ -34,39 +34,20 @@ from pallas_kernels.spec import RaggedBatch
 NO_TOKEN = -1  # in place of a draft: no token equals it
 
 
-class Draw(Protocol):
-    """Draws the drafts of a place."""
-
-    def __call__(
-        self, logits: jax.Array, vocabulary: DraftVocabulary | None, drafts: jax.Array, place: jax.Array | int
-    ) -> jax.Array:
-        """i32[S], tokens of the model.
-
-        Args:
-            logits: f32[S, V], or f32[S, B] of the tokens in `vocabulary`.
-            drafts: i32[S, D], those before the place.
-        """
+# Draws the drafts of a place, i32[S] tokens of the model: (logits f32[S, V], or f32[S, B] of the tokens in the
+# vocabulary, the vocabulary, the drafts before the place i32[S, D], the place).
+Draw = Callable[[jax.Array, DraftVocabulary | None, jax.Array, jax.Array | int], jax.Array]
 
 
-class Network(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Network:
     """A network that drafts, with its weights."""
 
-    @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that it drafts; None: all of the model's."""
-
-    def run(
-        self,
-        tokens: jax.Array,  # i32[T]
-        positions: jax.Array,  # i32[T]
-        features: jax.Array | None,  # [T, E], if the network reads features
-        kv: list[jax.Array],
-        metadata: Any,
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Its hidden states [T, E], and the pages with the K/V of the positions."""
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Of its hidden states: of the tokens in its vocabulary."""
+    # (tokens i32[T], positions i32[T], features [T, E] if it reads them, K/V pages, metadata) -> (its hidden states
+    # [T, E], the pages with the K/V of the positions)
+    run: Callable[[jax.Array, jax.Array, jax.Array | None, list[jax.Array], Any], tuple[jax.Array, list[jax.Array]]]
+    logits: Callable[[jax.Array], jax.Array]  # of its hidden states: of the tokens in its vocabulary
+    vocabulary: DraftVocabulary | None = None  # the tokens that it drafts; None: all of the model's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +185,9 @@ class Drafter(ABC):
             left = unread(length)
             count = jnp.clip(self.pass_tokens - (jnp.cumsum(left) - left), 0, left)
             part = _part(rows, length, count)
+            row, is_real = row_of_tokens(part, self.pass_tokens)
             index = jnp.arange(self.pass_tokens, dtype=jnp.int32)
-            row = jnp.minimum(jnp.sum(index[:, None] >= part.starts[1:], axis=1, dtype=jnp.int32), count.shape[0] - 1)
-            positions = jnp.where(index < part.starts[-1], part.past[row] + index - part.starts[row], 0)
+            positions = jnp.where(is_real, part.past[row] + index - part.starts[row], 0)
             places = partial(page_text.places, part, page_size=page_size, num_pages=text.shape[0])
             page, offset = places(positions)
             tokens = text.at[places(positions + self.ahead)].get(mode="clip")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,52 +88,29 @@ def memory_needs(
     Args:
         draft: a draft model or a head, and its attention.
     """
-    needs = _needs_of_all(model, attention, limits, draft)
-    return replace(needs, state=needs.state + adapter_bytes(model, attention, limits) + copy_bytes(needs.page, limits))
-
-
-def _needs_of_all(
-    model: Llama,
-    attention: PagedAttention,
-    limits: RunnerConfig,
-    draft: tuple[Llama | EagleHead, PagedAttention] | None,
-) -> MemoryNeeds:
-    """Without adapters and copies of pages."""
-    needs = _needs_of_one(model, attention, limits)
-    text = 4 * attention.spec.page_size
-    if draft is None:
-        return replace(needs, page=needs.page + (text if limits.lookup else 0))
-    own = _needs_of_one(*draft, limits)
-    num_filled = 4  # bytes of `DraftPages.filled`
-    features = 0
-    if isinstance(draft[0], EagleHead):
-        of_token = draft[0].config.hidden_size * draft[0].dtype.itemsize
-        features = attention.spec.page_size * of_token // attention.num_shards
-    return MemoryNeeds(
-        weights=needs.weights + own.weights,
-        state=needs.state,
-        temporaries=max(needs.temporaries, own.temporaries),
-        page=needs.page + own.page + text + num_filled + features,
+    networks: list[tuple[Llama | EagleHead, PagedAttention]] = [(model, attention), *([] if draft is None else [draft])]
+    page_size = attention.spec.page_size
+    page = sum(own.page_bytes() * network.config.num_layers for network, own in networks)
+    if draft is not None or limits.lookup is not None:
+        page += 4 * page_size  # `DeviceState.text`
+    if draft is not None:
+        page += 4  # `DraftPages.filled`
+        if isinstance(draft[0], EagleHead):
+            page += page_size * draft[0].config.hidden_size * draft[0].dtype.itemsize // attention.num_shards
+    state = state_bytes(
+        model.config,
+        num_slots=limits.max_num_seqs,
+        pages_per_seq=-(-limits.max_model_len // page_size),
+        num_shards=attention.num_shards,
     )
-
-
-def _needs_of_one(model: Llama | EagleHead, attention: PagedAttention, limits: RunnerConfig) -> MemoryNeeds:
-    num_shards = attention.num_shards
+    tokens, rows = limits.max_num_batched_tokens, max(limits.max_num_seqs, limits.max_drawn)
     return MemoryNeeds(
-        weights=weights_bytes(model),
-        state=state_bytes(
-            model.config,
-            num_slots=limits.max_num_seqs,
-            pages_per_seq=-(-limits.max_model_len // attention.spec.page_size),
-            num_shards=num_shards,
+        weights=sum(weights_bytes(network) for network, _ in networks),
+        state=state + adapter_bytes(model, attention, limits) + copy_bytes(page, limits),
+        temporaries=max(
+            step_temporaries(network.config, own, num_tokens=tokens, num_rows=rows) for network, own in networks
         ),
-        temporaries=step_temporaries(
-            model.config,
-            attention,
-            num_tokens=limits.max_num_batched_tokens,
-            num_rows=max(limits.max_num_seqs, limits.max_drawn),
-        ),
-        page=attention.page_bytes() * model.config.num_layers,
+        page=page,
     )
 
 
@@ -160,13 +136,8 @@ def copy_bytes(page: int, limits: RunnerConfig) -> int:
 def weights_bytes(model: Llama | EagleHead) -> int:
     """Bytes of the weights on one device."""
     leaves = jax.tree.leaves(nnx.state(model))
-    bits = sum(math.prod(x.sharding.shard_shape(x.shape)) * _bits(x.dtype) for x in leaves)
-    return -(-bits // 8)
-
-
-def _bits(dtype: Any) -> int:
-    """Of one value in a chip's memory. A host holds int4 in bytes."""
-    return 4 if dtype == jnp.int4 else 8 * dtype.itemsize
+    bits_of = {x.dtype: 4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize for x in leaves}  # a host has int4 in bytes
+    return -(-sum(math.prod(x.sharding.shard_shape(x.shape)) * bits_of[x.dtype] for x in leaves) // 8)
 
 
 def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:

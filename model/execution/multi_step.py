@@ -28,7 +28,7 @@ from model.execution.step import (
     Step,
     apply_patches,
     draw,
-    forward,
+    run_model,
     step_adapters,
     vocabulary_of,
 )
@@ -63,13 +63,17 @@ def make_multi_step(
 
         def one(number: jax.Array, carry: tuple[DeviceState, Outputs]) -> tuple[DeviceState, Outputs]:
             state, outputs = carry
-            rows = _rows(state.slots, sent, number < counts)
+            is_active = number < counts
+            rows = step_rows(state.slots, sent | {"q_lens": is_active.astype(jnp.int32)})
+            rows = replace(rows, emits=is_active)  # others keep their slots as they are
             batch = ragged_batch(_shown(rows, num_rows), jnp.stack([num_rows, num_rows]), attention.spec.page_size)
             metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=True)
             tokens = jnp.where(rows.emits, rows.state[:, SlotLayout.LAST_TOKEN], 0)
             positions = jnp.where(rows.emits, rows.past, 0)
             adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
-            hidden, kv = forward(model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters)
+            hidden, kv, _ = run_model(
+                model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters=adapters
+            )
             logits = model.logits(hidden)  # f32[S, V]
             history = state.history
             found: Outputs = {}
@@ -90,13 +94,6 @@ def make_multi_step(
         return state, layout.join(outputs)
 
     return step
-
-
-def _rows(slots: jax.Array, sent: dict[str, jax.Array], is_active: jax.Array) -> StepRows:
-    """The rows of one of the steps, of one token each. Those that are not active, bool[S], keep their slots as they
-    are."""
-    single = step_rows(slots, sent | {"q_lens": is_active.astype(jnp.int32)})
-    return replace(single, emits=is_active)
 
 
 def _shown(rows: StepRows, num_rows: jax.Array) -> StepRows:

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from batcher.step import pages_of_small_copy
 from model.compiling.traced_programs import Program
 from model.execution.adapter_slots import bytes_of
-from model.execution.host_copy import HostCopy, Index, ranges
+from model.execution.host_copy import HostCopy, ranges
 from model.execution.step import DeviceState
 
 # Most bytes of a copy on a device. A link of 32 GB/s takes a millisecond for them. The fixed costs of a copy are less.
@@ -109,7 +109,8 @@ class PageCopies:
         copy, stop = [], 0
         for like in form:
             parts = {}
-            for index in _distinct(like.sharding, like.shape):
+            of_devices = like.sharding.addressable_devices_indices_map(like.shape).values()
+            for index in sorted({ranges(index, like.shape) for index in of_devices if index is not None}):
                 values = np.empty([len(range(*axis)) for axis in index], like.dtype)
                 start, stop = stop, stop + values[0].nbytes
                 for value, page in zip(_bytes(values), pages, strict=False):
@@ -149,7 +150,6 @@ class PagesRead:
             part.copy_to_host_async()
 
     def copy_to(self, pages: Sequence[np.ndarray]) -> None:
-        """See `batcher.step.PagesRead`."""
         assert len(pages) == self._count, f"{self._count} pages were read: {len(pages)=}"
         parts, self._parts, stop = self._parts, [], 0
         for part in parts:
@@ -236,12 +236,6 @@ def _of_copy(sharding: Sharding, page_axis: int, ndim: int) -> Sharding:
     while axes and axes[-1] is None:
         axes.pop()
     return NamedSharding(sharding.mesh, P(*axes))
-
-
-def _distinct(sharding: Sharding, shape: tuple[int, ...]) -> list[Index]:
-    """The parts of an array that this process's devices hold, each once."""
-    of_devices = sharding.addressable_devices_indices_map(shape).values()
-    return sorted({ranges(index, shape) for index in of_devices if index is not None})
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:

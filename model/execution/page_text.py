@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from batcher.slots import SlotLayout
-from model.execution.rows import StepRows
+from model.execution.rows import StepRows, row_of_tokens
 
 
 def places(rows: StepRows, positions: jax.Array, *, page_size: int, num_pages: int) -> tuple[jax.Array, jax.Array]:
@@ -23,11 +23,9 @@ def places(rows: StepRows, positions: jax.Array, *, page_size: int, num_pages: i
     Args:
         positions: i32[T], of the tokens.
     """
-    index = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)  # [T]; S in padding
-    row = jnp.minimum(row, rows.state.shape[0] - 1)
+    row, is_real = row_of_tokens(rows, positions.shape[0])
     page = rows.state[row, SlotLayout.PAGE_TABLE + positions // page_size]
-    return jnp.where(index < rows.starts[-1], page, num_pages), positions % page_size
+    return jnp.where(is_real, page, num_pages), positions % page_size
 
 
 def write(text: jax.Array, rows: StepRows, tokens: jax.Array, positions: jax.Array) -> jax.Array:

@@ -88,9 +88,3 @@ def row_of_tokens(rows: StepRows, num_tokens: int) -> tuple[jax.Array, jax.Array
     index = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)
     return jnp.minimum(row, rows.starts.shape[0] - 2), index < rows.starts[-1]
-
-
-def adapters_of_tokens(rows: StepRows, num_tokens: int) -> jax.Array:
-    """The adapter slot i32[T] of each token's row."""
-    of_rows = rows.state[:, SlotLayout.ADAPTER]
-    return of_rows if num_tokens == len(of_rows) else of_rows[row_of_tokens(rows, num_tokens)[0]]

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from batcher.step import AdapterWrite, Bucket, Capacity, StepHandle, StepInput, StepOutput
-from model.compiling.compiler_options import compiler_options
+from batcher.step import Bucket, Capacity, StepHandle, StepInput, StepOutput
 from model.execution import adapter_slots, memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
@@ -37,6 +35,7 @@ from model.network.lora import AdapterSlots, LoraWeights
 from model.page_files.page_file import PageIdentity
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.cpu.zeros import zeros
+from pallas_kernels.spec import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +111,14 @@ class ModelRunner:
         self.programs = CompiledPrograms(
             self.described, traced_folder=traced_folder, export_folder=export_folder, planned_room=planned_room
         )
+        programs = self.programs
+        self.start_compiling, self.stop_compiling = programs.start_compiling, programs.stop_compiling
+        self.compile, self.compile_later = programs.compile, programs.compile_later
+        self.expecting_compiles = programs.expecting
         self.state: DeviceState
         self.adapters: AdapterSlots
-        self._make_state = _maker_of(self.described.state_like, when_used=self.described.state_when_used)
+        is_in_c = attention.backend is Backend.CPU and attention.mesh is None
+        self._make_state = _maker_of(self.described.state_like, when_used=is_in_c)
         self._make_adapters = _maker_of(self.described.adapters_like, when_used=False)
         self._staging = threading.Lock()
         self._staged: dict[int, AdapterSlots] = {}  # by the identity of the adapter
@@ -196,7 +200,6 @@ class ModelRunner:
         self.state, self.adapters = self._make_state(), self._make_adapters()
 
     def capacity(self) -> Capacity:
-        """The limits of the scheduler."""
         return Capacity(
             num_slots=self._config.max_num_seqs,
             num_pages=self._num_pages,
@@ -213,57 +216,18 @@ class ModelRunner:
 
     @property
     def num_compiles(self) -> int:
-        """Programs compiled, or read from the disk, by this process since the runner was made: unplanned ones, too, and
-        none of `compile_later`."""
         return self.programs.num_compiles
-
-    def expecting_compiles(self) -> AbstractContextManager[None]:
-        """What the calling thread compiles meanwhile is not counted: the programs that make weights, which a start that
-        maps its weights has not compiled."""
-        return self.programs.expecting()
-
-    def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = ()) -> None:
-        """Starts compiling in threads; `warm_up` of the same buckets waits for the programs. A caller that does not
-        reach `warm_up` must call `stop_compiling`; otherwise the process exits only after the last program.
-
-        Args:
-            may_wait: buckets whose programs are left for `compile_later`, except for those on the disk.
-        """
-        self.programs.start_compiling(buckets, may_wait)
-
-    def stop_compiling(self) -> None:
-        """Cancels the compilation that `start_compiling` began."""
-        self.programs.stop_compiling()
 
     def warm_up(
         self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
     ) -> list[Bucket]:
-        """`compile`, then `run_each`. Returns the buckets that are left for `compile_later`."""
+        """`compile`, then `run_each`. Returns the buckets that are left for `compile_later`.
+
+        Args, errors: as of `CompiledPrograms.compile`.
+        """
         self.compile(buckets, report, may_wait)
         self.run_each(self.execute, report)
         return self.programs.left
-
-    def compile(
-        self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
-    ) -> None:
-        """Compiles every bucket's program, in parallel.
-
-        Args:
-            may_wait: as for `start_compiling`.
-
-        Raises:
-            ValueError: the temporaries of the programs need more memory than the device has free.
-        """
-        self.programs.compile(buckets, report, may_wait)
-
-    def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        """Compiles the program of a bucket that `warm_up` has left, or loads it if it was exported, while other threads
-        execute steps. Its memory is not checked: the largest programs are compiled before.
-
-        Raises:
-            ValueError: as `dequantized_copies.check`.
-        """
-        self.programs.compile_later(bucket, report)
 
     def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
         """Runs every program once on padding, by `execute`: first calls are slow, and may fail. The smallest bucket
@@ -299,7 +263,6 @@ class ModelRunner:
         return num_run
 
     def _run_page_copies(self) -> None:
-        """Reads the null page and writes it, by every program."""
         for size in self.programs.read_pages:
             pages = list(np.empty((size, self._copies.page_bytes), np.uint8))
             self.read_pages([NULL_PAGE] * size).copy_to(pages)
@@ -329,7 +292,9 @@ class ModelRunner:
         if step.bucket not in programs.steps:
             raise KeyError(f"{step.bucket} has no program: warm_up was not given it")
         for write in step.adapters:
-            self._write_adapter(write)
+            with self._staging:
+                staged = self._staged.pop(write.adapter)
+            self.adapters = programs.write_adapter(self.adapters, staged, np.array([write.slot], np.int32))
         state = self.state
         slots, history, masks = state.slots, state.history, state.masks
         for patches in step.patches:
@@ -354,7 +319,6 @@ class ModelRunner:
         return StepResult(output, layout)
 
     def stage_adapter(self, adapter: int) -> None:
-        """See `batcher.step.Runner`."""
         assert self._adapter_weights is not None, "the runner was made without adapters"
         like = self.described.staged_like
         staged = adapter_slots.staged(self._adapter_weights(adapter), like, self.described.model_config.head_dim)
@@ -363,21 +327,13 @@ class ModelRunner:
             self._staged[adapter] = staged
 
     def unstage_adapter(self, adapter: int) -> None:
-        """See `batcher.step.Runner`."""
         with self._staging:
             self._staged.pop(adapter, None)
 
-    def _write_adapter(self, write: AdapterWrite) -> None:
-        with self._staging:
-            staged = self._staged.pop(write.adapter)
-        self.adapters = self.programs.write_adapter(self.adapters, staged, np.array([write.slot], np.int32))
-
     def read_pages(self, pages: Sequence[int]) -> PagesRead:
-        """See `batcher.step.Runner`."""
         return self._copies.read(self.programs.read_pages, self.state, pages)
 
     def stage_pages(self, pages: Sequence[np.ndarray]) -> StagedPages:
-        """See `batcher.step.Runner`."""
         return self._copies.stage(pages)
 
     def write_pages(self, staged: Any, pages: Sequence[int]) -> None:
@@ -408,7 +364,6 @@ class ModelRunner:
         return copies
 
     def _run(self, bucket: Bucket, arguments: tuple[Any, ...]) -> jax.Array:
-        """Dispatches the bucket's program. Returns its output."""
         self.state, output = self.programs.steps[bucket](*arguments)
         return output
 
@@ -422,15 +377,6 @@ class ModelRunner:
             logger.warning("an exported program fails, and is compiled: %s: %s", bucket, one_line(str(error)))
             self.programs.compile_in_place(bucket)
             raise
-
-    def products_only(self, bucket: Bucket) -> Callable[[], jax.Array]:
-        """Compiles a program of the bucket's matrix products and norms only, as a baseline for step times."""
-        described = self.described
-        tokens = np.zeros(bucket.num_tokens, np.int32)
-        program = jax.jit(described.products(bucket), out_shardings=described.everywhere)
-        lowered = program.lower(described.weights_like, described.sent(tokens.shape))
-        compiled = lowered.compile(compiler_options=compiler_options(described.device.platform))
-        return lambda: compiled(self.weights, tokens)
 
     def recover(self) -> None:
         """Allocates a new state after a failed step, with no step in flight: a failed program may have consumed the

@@ -13,7 +13,7 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `D` 1 + num_dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,8 +85,8 @@ def make_speculative_step(
         )  # [T, E]
         features = None if network is None else network.features(weights, hidden, tapped)
 
-        places = _places(rows, bucket.num_drafts)
-        logits = model.logits(hidden[places.tokens])  # f32[S * D, V]
+        drawing, places = _places(rows, bucket.num_drafts)
+        logits = model.logits(hidden[drawing])  # f32[S * D, V]
         history = state.history
         outputs: dict[str, jax.Array] = {}
         if bucket.variant is Variant.GREEDY:
@@ -98,7 +98,7 @@ def make_speculative_step(
                 logits,
                 history,
                 state.masks,
-                places.rows,
+                places,
                 drafts,
                 in_specs=(BY_VOCAB, BY_VOCAB, *[REPLICATED] * 3),
                 out_specs=(REPLICATED, REPLICATED, BY_VOCAB),
@@ -182,21 +182,18 @@ def _sample_draft(
     positions: jax.Array,
 ) -> jax.Array:
     def with_drafts() -> jax.Array:
-        return _count_drafts(shard, sampling.history_of(history, rows.slots), drafts)
+        """The token counts i32[S, V] with those of the drafts i32[S, n]."""
+        counts = sampling.history_of(history, rows.slots)
+        row = jnp.arange(counts.shape[0])
+        for i in range(drafts.shape[1]):
+            counts = counts.at[row, shard.locate(drafts[:, i])].add(1, mode="drop")
+        return counts
 
     of_masks = partial(masks.at[rows.slots].get, mode="clip")
     has_drafts = jnp.diff(rows.starts) > 1
     asked = replace(sampling.sampling_rows(rows.state), wants_sampled_logprobs=jnp.zeros_like(has_drafts))
     drawn, _ = sampling.sample(shard, logits, asked, positions, has_drafts, with_drafts, of_masks)
     return drawn
-
-
-def _count_drafts(shard: VocabShard, counts: jax.Array, drafts: jax.Array) -> jax.Array:
-    """The token counts i32[S, V] with those of the drafts i32[S, n]."""
-    row = jnp.arange(counts.shape[0])
-    for i in range(drafts.shape[1]):
-        counts = counts.at[row, shard.locate(drafts[:, i])].add(1, mode="drop")
-    return counts
 
 
 def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
@@ -208,32 +205,23 @@ def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Arra
     return jnp.where(is_real, tokens, 0), jnp.where(is_real, rows.past[row] + place, 0)
 
 
-@partial(jax.tree_util.register_dataclass)
-@dataclass(frozen=True, kw_only=True)
-class _Places:
-    """The places at which the rows draw, S * D of them."""
-
-    tokens: jax.Array  # i32[S * D], the step's token at each place; any other token past the row's end
-    rows: StepRows  # of each place, as if it were a row of its own: it emits if the row is so long
-
-
-def _places(rows: StepRows, num_drafts: int) -> _Places:
+def _places(rows: StepRows, num_drafts: int) -> tuple[jax.Array, StepRows]:
+    """The S * D places at which the rows draw: the step's token at each, i32[S * D], and any other token past the row's
+    end; and each place as if it were a row of its own, which emits if the row is so long."""
     place = jnp.arange(1 + num_drafts, dtype=jnp.int32)
     q_lens = jnp.diff(rows.starts)[:, None]
     tokens = rows.starts[:-1, None] + jnp.clip(q_lens - 1, 0, place)
     each = partial(jnp.repeat, repeats=1 + num_drafts, axis=0)
     past = rows.past[:, None] + place
-    return _Places(
-        tokens=jnp.minimum(tokens, rows.starts[-1] - 1).clip(0).ravel(),
-        rows=StepRows(
-            slots=each(rows.slots),
-            state=each(rows.state),
-            starts=rows.starts,
-            past=past.ravel(),
-            kv_lens=past.ravel() + 1,
-            emits=((place < q_lens) & rows.emits[:, None]).ravel(),
-        ),
+    at_places = StepRows(
+        slots=each(rows.slots),
+        state=each(rows.state),
+        starts=rows.starts,
+        past=past.ravel(),
+        kv_lens=past.ravel() + 1,
+        emits=((place < q_lens) & rows.emits[:, None]).ravel(),
     )
+    return jnp.minimum(tokens, rows.starts[-1] - 1).clip(0).ravel(), at_places
 
 
 def draw_after_drafts(

@@ -27,11 +27,9 @@ from batcher.step import Bucket, PackedLayout, StepOutput, Variant
 from model.execution import draft_pages, page_text
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
-from model.execution.pooling import pool
 from model.execution.prompt_lookup import PromptLookup, propose
 from model.execution.rows import (
     StepRows,
-    adapters_of_tokens,
     advance,
     ragged_batch,
     read_once,
@@ -218,7 +216,7 @@ def make_step(
     return step
 
 
-def forward(
+def run_model(
     model: Llama,
     tokens: jax.Array,  # i32[T]
     positions: jax.Array,  # i32[T]
@@ -226,25 +224,11 @@ def forward(
     kv_scales: KvScales,
     attention: PagedAttention,
     metadata: Any,
-    adapters: StepAdapters | None = None,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """The hidden states [T, D], and the pages with the K/V of the step's tokens."""
-    hidden, kv, _ = run_model(model, tokens, positions, kv, kv_scales, attention, metadata, adapters=adapters)
-    return hidden, kv
-
-
-def run_model(
-    model: Llama,
-    tokens: jax.Array,
-    positions: jax.Array,
-    kv: list[jax.Array],
-    kv_scales: KvScales,
-    attention: PagedAttention,
-    metadata: Any,
     taps: Sequence[int] = (),
     adapters: StepAdapters | None = None,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-    """As `forward`, and the inputs [T, D] of the layers `taps` (`Llama.run`)."""
+    """The hidden states [T, D], the pages with the K/V of the step's tokens, and the inputs [T, D] of the layers `taps`
+    (`Llama.run`)."""
     attend = attend_in_pages(attention, metadata)
     return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters)
 
@@ -255,7 +239,9 @@ def step_adapters(
     """The adapters of the step's tokens. None: the program has no adapters."""
     if not bucket.has_adapters:
         return None
-    of_tokens, in_c = adapters_of_tokens(rows, bucket.num_tokens), attention.backend is Backend.CPU
+    of_tokens, in_c = rows.state[:, SlotLayout.ADAPTER], attention.backend is Backend.CPU
+    if bucket.num_tokens != len(of_tokens):
+        of_tokens = of_tokens[row_of_tokens(rows, bucket.num_tokens)[0]]
     return StepAdapters(slots, of_tokens, num_slots=max_loras, num_shards=model.num_shards, in_c=in_c)
 
 
@@ -376,6 +362,25 @@ def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax
     found = lax.map(lambda x: if_asked(x[1] >= 0, lambda: look(model.logits(x[0]), x[1])), (hidden, targets))
     found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
     return vocabulary.run(merge_ranked, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
+
+
+def pool(hidden: jax.Array, starts: jax.Array, pooling: Pooling) -> jax.Array:
+    """f32[S, D]: the hidden state of each row's last token in the step, or the sum over its tokens.
+
+    Args:
+        hidden: [T, D], after the final norm.
+        starts: i32[S + 1], where each row's tokens begin; the end of the last.
+    """
+    if pooling is Pooling.LAST:
+        return hidden[jnp.maximum(starts[1:] - 1, 0)].astype(jnp.float32)
+    index = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+    is_own = (index >= starts[:-1, None]) & (index < starts[1:, None])  # [S, T]
+    # As a product, the sums come out in one order, which those of a scatter need not on GPUs. In a product NaN and
+    # infinity would reach the other rows, so they are left out, and put into the row that they belong to afterwards.
+    is_finite = jnp.isfinite(hidden).all(axis=-1)
+    clean = jnp.where(is_finite[:, None], hidden, 0).astype(jnp.float32)
+    sums = jnp.matmul(is_own.astype(jnp.float32), clean, precision=lax.Precision.HIGHEST)
+    return jnp.where((is_own & ~is_finite).any(axis=1)[:, None], jnp.nan, sums)
 
 
 def named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:

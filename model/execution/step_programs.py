@@ -18,10 +18,9 @@ from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
 from model.compiling.traced_programs import Program
 from model.execution import adapter_slots, dequantized_copies
-from model.execution.draft_model import DraftModel
+from model.execution.draft_networks import DraftModel, EagleDrafts
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
-from model.execution.eagle_drafts import EagleDrafts
 from model.execution.memory_plan import RunnerConfig
 from model.execution.multi_step import make_multi_step
 from model.execution.page_copies import PageCopies
@@ -38,7 +37,6 @@ from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.sharding import sharding_of
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.spec import Backend
 
 # The programs besides the steps.
 PATCH, RESET_HISTORY, BRING_MASKS, WRITE_ADAPTER = "patch", "reset history", "bring masks", "write adapter"
@@ -98,11 +96,6 @@ class StepPrograms:
     def device(self) -> jax.Device:
         """One of this process's devices, which are all alike."""
         return device_of(self.everywhere)
-
-    @property
-    def state_when_used(self) -> bool:
-        """Whether the state takes memory when it is used: where C computes the attention."""
-        return self.attention.backend is Backend.CPU and self.attention.mesh is None
 
     def weights_of(self, models: Sequence[Llama | EagleHead]) -> list[jax.Array]:
         """The weights of the loaded models, as the programs take them.
@@ -174,17 +167,6 @@ class StepPrograms:
             updates |= self.page_copies.programs(self.sent)
         return updates
 
-    def products(self, bucket: Bucket) -> Callable[[Any, jax.Array], jax.Array]:
-        """A function of (weights, tokens) with the matrix products and norms of the bucket's step and nothing else."""
-
-        def forward(weights: Any, tokens: jax.Array) -> jax.Array:
-            model = self._rebuild(weights)
-            no_kv = [None] * self.model_config.num_layers
-            hidden, _ = model(tokens, jnp.zeros_like(tokens), no_kv, lambda q, k, v, kv: (q + _spread(k + v, q), kv))
-            return jnp.max(model.logits(hidden[: bucket.num_rows]), axis=-1)
-
-        return forward
-
     def name(self, key: Bucket | str) -> str:
         """Of a stored program. Pooling decides the EMBED programs only, the lookup those that use it, and the number of
         adapters those that have any."""
@@ -217,7 +199,6 @@ class StepPrograms:
         return StepInput(bucket=bucket, packed=packed, patches=(patches,), penalty_resets=(nothing,), masks=(masks,))
 
     def _sharding(self, axes: Sequence[str]) -> jax.sharding.Sharding:
-        """Of an array with these logical axes."""
         return sharding_of(axes, self.attention.mesh) if self._device is None else SingleDeviceSharding(self._device)
 
     def sent(self, shape: tuple[int, ...]) -> Any:
@@ -230,12 +211,10 @@ class StepPrograms:
 
     @property
     def adapter_bytes(self) -> int:
-        """Of one LoRA adapter on a device; 0: there are none."""
         return adapter_slots.bytes_of(self.staged_like)
 
     @property
     def has_drafts(self) -> bool:
-        """Whether there are programs with drafts."""
         return self._lookup is not None or self._drafter is not None
 
     def _drafter_of(
@@ -254,7 +233,6 @@ class StepPrograms:
         return nnx.merge(structure, jax.tree.unflatten(self._tree, leaves)[number])
 
     def _describe_state(self) -> DeviceState:
-        """The shapes and shardings of the state."""
         slots, vocab, spec = self.config.max_num_seqs, self.model_config.vocab_size, self.attention.spec
         pages = self.attention.kv_pages(self._num_pages + 1)  # and the null page
         kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self.everywhere)
@@ -292,10 +270,4 @@ def _flatten(weights: tuple[Any, ...]) -> tuple[list[Any], Any]:
 
 
 def _described(arrays: Any) -> Any:
-    """The arrays' shapes and shardings, from which programs are compiled."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
-
-
-def _spread(keys: jax.Array, queries: jax.Array) -> jax.Array:
-    """[T, K, H] repeated to [T, N, H]. Used in place of attention: XLA would drop keys and values without a use."""
-    return jnp.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)

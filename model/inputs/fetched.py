@@ -47,9 +47,9 @@ def fetched_folder(
     return _copied(folder, files, copies, max_bytes=max_bytes)
 
 
-def fetched_file(file: RemotePath, copies: Path, max_bytes: int | None = None) -> Path:
-    """The copy of one file. Otherwise as `fetched_folder`."""
-    return _copied(file, {file.name: file}, copies, max_bytes=max_bytes) / file.name
+def fetched_file(file: RemotePath, copies: Path) -> Path:
+    """The copy of one file of any length. Otherwise as `fetched_folder`."""
+    return _copied(file, {file.name: file}, copies, max_bytes=None) / file.name
 
 
 def _copied(url: RemotePath, files: Mapping[str, RemotePath], copies: Path, max_bytes: int | None) -> Path:
@@ -78,14 +78,10 @@ def _copied(url: RemotePath, files: Mapping[str, RemotePath], copies: Path, max_
                     raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    _delete_older(of_url, found)
-    return found
-
-
-def _delete_older(of_url: Path, newest: Path) -> None:
     for other in of_url.iterdir():
-        if other != newest and other.stat().st_mtime < time.time() - _IN_USE_S:
+        if other != found and other.stat().st_mtime < time.time() - _IN_USE_S:
             shutil.rmtree(other, ignore_errors=True)  # another start may be deleting it, too
+    return found
 
 
 def _digest(*texts: str) -> str:

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -74,7 +73,6 @@ class RemotePath:
 
     @property
     def bucket(self) -> str:
-        """The name of its bucket."""
         return self.path.partition("/")[0]
 
     def with_name(self, name: str) -> RemotePath:
@@ -125,13 +123,8 @@ class RemotePath:
 
     def read_range(self, start: int, end: int) -> bytearray:
         """The bytes from `start` to `end`, in pieces asked for at once."""
-        starts = range(start, end, PIECE_BYTES)
-        content = bytearray(max(0, end - start))
-        for first, piece in zip(
-            starts, self.read_ranges([(s, min(s + PIECE_BYTES, end)) for s in starts]), strict=True
-        ):
-            content[first - start : first - start + len(piece)] = piece
-        return content
+        pieces = [(first, min(first + PIECE_BYTES, end)) for first in range(start, end, PIECE_BYTES)]
+        return bytearray().join(self.read_ranges(pieces))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of each (start, end), all asked for at once."""
@@ -149,17 +142,13 @@ class RemotePath:
         return [bytes(next(filled)) if end > start else b"" for start, end in ranges]
 
     def copy_to(self, local: Path) -> None:
-        """Copies the file to this machine, in pieces at once. The copy is as long as the file or not there."""
+        """Copies the file to this machine, some pieces at once. The copy is as long as the file or not there."""
         size, version = self.stat().st_size, self.version()
         part = local.with_name(f"{local.name}.{os.getpid()}")
         try:
-            with part.open("wb") as file, ThreadPoolExecutor(_PIECES_AT_ONCE) as pool:
-
-                def copy(start: int) -> None:
-                    (content,) = self.read_ranges([(start, min(start + PIECE_BYTES, size))])
-                    os.pwrite(file.fileno(), content, start)
-
-                list(pool.map(copy, range(0, size, PIECE_BYTES)))
+            with part.open("wb") as file:
+                for start in range(0, size, _PIECES_AT_ONCE * PIECE_BYTES):
+                    file.write(self.read_range(start, min(start + _PIECES_AT_ONCE * PIECE_BYTES, size)))
             if self.version() != version:
                 raise ValueError(f"{self} changed while it was copied: try again")
             part.replace(local)

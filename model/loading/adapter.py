@@ -17,15 +17,14 @@ import numpy as np
 
 from model.config import LlamaConfig, projections
 from model.inputs.gguf import is_gguf
-from model.inputs.json_file import check_is_file, read_object
+from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_JSON_BYTES
 from model.inputs.paths import Place
-from model.inputs.remote import RemotePath
 from model.inputs.schema import check
 from model.inputs.words import one_line, shown
 from model.loading.adapter_targets import AdapterConfig, layer_of, targets_of
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FILES, ADAPTER_TORCH_FILE, expected_shapes
-from model.loading.remote_tensors import File, LocalFile, RemoteTensors
+from model.loading.remote_tensors import RemoteTensors, readable
 from model.loading.source import local_file
 from model.loading.tensor_files import DTYPES, by_message, grouped
 from model.loading.torch_file import read_torch_file
@@ -94,7 +93,7 @@ def read_adapter(place: Place, config: LlamaConfig, *, max_rank: int) -> LoraWei
 def _versions(place: Place) -> list[str]:
     """Texts that change when the files do."""
     files = [place] if is_gguf(place) else [place / name for name in ADAPTER_FILES]
-    return [_readable(file).version() for file in files if file.exists()]
+    return [readable(file).version() for file in files if file.exists()]
 
 
 def _pair(stored: _Stored, module: str) -> tuple[np.ndarray, np.ndarray]:
@@ -177,15 +176,10 @@ def _slices(folder: Place) -> Mapping[str, Any]:
     """The tensors by their names in the file."""
     safetensors, torch_file = folder / ADAPTER_FILE, folder / ADAPTER_TORCH_FILE
     if safetensors.exists():
-        check_is_file(safetensors)
-        return RemoteTensors(_readable(safetensors), max_header=MAX_JSON_BYTES).slices()
+        return RemoteTensors(safetensors, max_header=MAX_JSON_BYTES).slices()
     if torch_file.exists():
         return read_torch_file(local_file(torch_file))
     raise ValueError(f"{folder} has neither {ADAPTER_FILE} nor {ADAPTER_TORCH_FILE}")
-
-
-def _readable(file: Place) -> File:
-    return file if isinstance(file, RemotePath) else LocalFile(file)
 
 
 def _by_name(slices: Mapping[str, Any], config: LlamaConfig) -> tuple[dict[str, Any], list[str]]:

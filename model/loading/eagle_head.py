@@ -8,24 +8,24 @@ names. Tables of a smaller draft vocabulary are `d2t`, what to add to a draft's 
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.inputs.words import shown
-from model.loading.checkpoint import Tensors
-from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source
-from model.loading.tensor_files import DTYPES, Reader, files_in, opened, slice_of
-from model.loading.torch_file import read_torch_file
-from model.loading.weights import fill_each, join, random_values, read_source
+from model.loading.hf_format import INDEX_FILE, LAYER, SINGLE_FILE, Source, layer_shapes
+from model.loading.remote_tensors import RemoteSlice, RemoteTensors
+from model.loading.tensor_files import DTYPES, files_in
+from model.loading.tensors import Reader, Tensors
+from model.loading.torch_file import TorchTensor, read_torch_file
+from model.loading.weights import fill_each, join, random_values, read_source, seeds_of
 from model.network.eagle import EagleHead
 from model.network.sharding import abstract_head, num_shards_of
 
@@ -36,21 +36,14 @@ _PREFIXES = re.compile(r"(model\.)?(midlayer\.|layers\.0\.)?")
 _IGNORED = re.compile(r"layer\.self_attn\.rotary_emb\.inv_freq")  # the config has it, too
 _ROWS_COMPARED = 4096  # of two embeddings at once; bounds the host's memory
 
+_OF_LLAMA = [(name, parts) for name, parts in LAYER.items() if name != "attention_norm.scale"]
 # Parameter -> the tensors that fill it, joined along the rows.
 _SOURCES: dict[str, tuple[Source, ...]] = {
     "embedding": (Source(EMBEDDING),),
     "fc.kernel": (Source("fc.weight"),),
     "layer.embedding_norm.scale": (Source("layer.input_layernorm.weight"),),
     "layer.feature_norm.scale": (Source("layer.hidden_norm.weight"),),
-    "layer.attention.qkv.kernel": (
-        Source("layer.self_attn.q_proj.weight"),
-        Source("layer.self_attn.k_proj.weight", is_kv=True),
-        Source("layer.self_attn.v_proj.weight", is_kv=True),
-    ),
-    "layer.attention.out.kernel": (Source("layer.self_attn.o_proj.weight"),),
-    "layer.mlp_norm.scale": (Source("layer.post_attention_layernorm.weight"),),
-    "layer.mlp.gate_up.kernel": (Source("layer.mlp.gate_proj.weight"), Source("layer.mlp.up_proj.weight")),
-    "layer.mlp.down.kernel": (Source("layer.mlp.down_proj.weight"),),
+    **{f"layer.{name}": tuple(replace(part, key=f"layer.{part.key}") for part in parts) for name, parts in _OF_LLAMA},
     "norm.scale": (Source("norm.weight"),),
     "head.kernel": (Source("lm_head.weight"),),
 }
@@ -67,41 +60,33 @@ class HeadFiles:
     def __init__(self, folder: Path, config: EagleConfig):
         self._folder = folder
         self._config = config
-        self._stack = ExitStack()
-        self._slices: dict[str, Any] = {}
+        self._slices: dict[str, RemoteSlice | TorchTensor] = {}
         self._names: dict[str, str] = {}  # as they are stored
 
     def __enter__(self) -> Self:
-        try:
-            self._check([problem for name, value in self._stored() for problem in self._add(name, value)])
-        except BaseException:
-            self._stack.close()
-            raise
+        self._check([problem for name, value in self._stored() for problem in self._add(name, value)])
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._slices.clear()
-        self._stack.close()
+    def __exit__(self, *exc: object) -> None: ...
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the files hold an embedding."""
         return EMBEDDING in self._slices
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The stored types of the weights, each type once."""
         stored = {value.get_dtype() for key, value in self._slices.items() if key not in (_TO_MODEL, _TO_DRAFT)}
         return tuple(sorted(DTYPES[name] for name in stored))
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return tuple(self._slices[key].get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of a tensor."""
-        reader: Reader = self._slices[key].__getitem__
-        return reader
+        stored = self._slices[key]
+        if isinstance(stored, RemoteSlice):
+            start, stop, _ = rows.indices(self.shape(key)[0])
+            return stored.rows(start, stop).__getitem__
+        return stored.__getitem__
 
     def tokens(self) -> np.ndarray:
         """i32[draft_vocab_size]: the model's token of each draft token. ValueError if the tables contradict."""
@@ -131,18 +116,15 @@ class HeadFiles:
                 return False
         return True
 
-    def _stored(self) -> list[tuple[str, Any]]:
+    def _stored(self) -> Iterator[tuple[str, RemoteSlice | TorchTensor]]:
         has_safetensors = any((self._folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
         if not has_safetensors and (self._folder / TORCH_FILE).exists():
-            return list(read_torch_file(self._folder / TORCH_FILE).items())
-        found = []
+            yield from read_torch_file(self._folder / TORCH_FILE).items()
+            return
         for name in files_in(self._folder):
-            path = self._folder / name
-            file = self._stack.enter_context(opened(path))
-            found += [(key, slice_of(file, path, key)) for key in file.keys()]  # noqa: SIM118, not a mapping
-        return found
+            yield from RemoteTensors(self._folder / name).slices().items()
 
-    def _add(self, stored: str, value: Any) -> list[str]:
+    def _add(self, stored: str, value: RemoteSlice | TorchTensor) -> list[str]:
         match = _PREFIXES.match(stored)
         assert match is not None, "the pattern matches every text"
         name = ("layer." if match[2] else "") + stored[match.end() :]
@@ -175,20 +157,13 @@ class HeadFiles:
 def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """The tensors that the files of a head may hold; all but the embedding and the tables must be there."""
     layer, is_third = config.layer, config.form is EagleForm.EAGLE3
-    embed, mlp, vocab = layer.hidden_size, layer.intermediate_size, layer.vocab_size
-    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    inputs = (1 + is_third) * embed
-    shapes: dict[str, tuple[int, ...]] = {
+    embed, vocab, inputs = layer.hidden_size, layer.vocab_size, (1 + is_third) * layer.hidden_size
+    shapes = {f"layer.{name}.weight": shape for name, shape in layer_shapes(layer).items() if name != "input_layernorm"}
+    for key in ("layer.self_attn.q_proj.weight", "layer.self_attn.k_proj.weight", "layer.self_attn.v_proj.weight"):
+        shapes[key] = (shapes[key][0], inputs)
+    shapes |= {
         EMBEDDING: (vocab, embed),
         "fc.weight": (embed, NUM_TAPS * config.model_width if is_third else 2 * embed),
-        "layer.self_attn.q_proj.weight": (queries, inputs),
-        "layer.self_attn.k_proj.weight": (keys, inputs),
-        "layer.self_attn.v_proj.weight": (keys, inputs),
-        "layer.self_attn.o_proj.weight": (embed, queries),
-        "layer.post_attention_layernorm.weight": (embed,),
-        "layer.mlp.gate_proj.weight": (mlp, embed),
-        "layer.mlp.up_proj.weight": (mlp, embed),
-        "layer.mlp.down_proj.weight": (embed, mlp),
     }
     if is_third:
         norms = ("layer.input_layernorm.weight", "layer.hidden_norm.weight", "norm.weight")
@@ -211,45 +186,38 @@ class StoredHead:
         """The head on `mesh`, cast to `dtype`. Raises ValueError if the files are damaged."""
         head = abstract_head(self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=self.has_embedding)
         with HeadFiles(self.folder, self.config) as files:
-            tables = _tables(files.tokens(), self.config)
 
             def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-                if path in tables:
-                    return jax.device_put(tables[path], like.sharding)
                 parts, num_shards = _SOURCES[path], num_shards_of(mesh)
                 read = partial(read_source, files, config=self.config.layer, num_shards=num_shards)
                 raw = [read(part, sharding=like.sharding) for part in parts]
                 groups = num_shards if len(parts) > 1 else 1
                 return jax.block_until_ready(join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding))
 
-            return fill_each(head, make)
+            return _filled(head, files.tokens(), make)
 
 
-def random_head(
-    config: EagleConfig,
-    *,
-    dtype: Any,
-    mesh: Mesh | None = None,
-    for_cpu: bool = False,
-    has_embedding: bool = False,
-    seed: int,
-) -> EagleHead:
-    """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary."""
-    head = abstract_head(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=has_embedding)
-    tables = _tables(np.arange(config.draft_vocab_size, dtype=np.int32), config)
-    seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(head))))
-    remaining = iter(seeds.astype(np.uint32))
+def random_head(config: EagleConfig, *, seed: int, **form: Any) -> EagleHead:
+    """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary. `form`: as of
+    `abstract_head`."""
+    head = abstract_head(config, **form)
+    seeds = seeds_of(head, seed)
 
     def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if path in tables:
-            return jax.device_put(tables[path], like.sharding)
-        return random_values(next(remaining), likes=((path, like),))[path]
+        return random_values(next(seeds), likes=((path, like),))[path]
 
-    return fill_each(head, make, threads=1)
+    return _filled(head, np.arange(config.draft_vocab_size, dtype=np.int32), make, threads=1)
 
 
-def _tables(tokens: np.ndarray, config: EagleConfig) -> dict[str, np.ndarray]:
-    """The parameters of `EagleHead.vocabulary`, by path."""
-    to_draft = np.full(config.layer.vocab_size, -1, np.int32)
+def _filled(
+    head: EagleHead, tokens: np.ndarray, make: Callable[[str, jax.ShapeDtypeStruct], jax.Array], **options: int
+) -> EagleHead:
+    """As `fill_each`, and `EagleHead.vocabulary` is that of the `tokens`, i32[draft_vocab_size]."""
+    to_draft = np.full(head.eagle.layer.vocab_size, -1, np.int32)
     to_draft[tokens] = np.arange(len(tokens), dtype=np.int32)
-    return {"to_model": tokens, "to_draft": to_draft}
+    tables = {"to_model": tokens, "to_draft": to_draft}
+
+    def made(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(tables[path], like.sharding) if path in tables else make(path, like)
+
+    return fill_each(head, made, **options)

@@ -23,7 +23,7 @@ from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
 from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, fused_projections, sources
-from model.loading.tensor_files import Reader
+from model.loading.tensors import Checkpoint, Reader
 from model.quantization.forms import (
     HEAD_PATH,
     Activations,
@@ -66,15 +66,13 @@ _LAYER = {
 _ROWS_AT_ONCE = 1024  # dequantised together; bounds the temporary memory
 
 
-class GgufTensors:
+class GgufTensors(Checkpoint):
     """The tensors of a file by name, with the interface of `TensorFiles`.
 
     Raises:
         ValueError, on entering: the file is incomplete, or its tensors are not those of `config`. Each one that is
         missing, unexpected, mis-shaped or of an unreadable type is named.
     """
-
-    columns_of_a_scale = None  # scales are applied when a tensor is read
 
     def __init__(self, path: Path, config: LlamaConfig):
         self._path = path
@@ -164,18 +162,6 @@ class GgufTensors:
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor, without its values."""
         return self._tensor(key).shape
-
-    def has_scale(self, key: str) -> bool:
-        """False: see `columns_of_a_scale`."""
-        return False
-
-    def row_scales(self, key: str) -> np.ndarray:
-        """Raises ValueError: see `columns_of_a_scale`."""
-        raise ValueError(f"{key} of {self._path} has no separate scales")
-
-    def input_scale(self, key: str) -> np.float32:
-        """Raises ValueError: activations are not rounded."""
-        raise ValueError(f"{key} of {self._path} has no scale of its inputs")
 
     def reader(self, key: str, rows: slice) -> Reader:
         """Reads parts of a tensor."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,13 @@ from jax.sharding import PartitionSpec as P
 from model.config import LlamaConfig
 from model.loading import trainer_layouts
 from model.loading.hf_format import EMBEDDING, HEAD, IGNORED, Source, expected_shapes
-from model.loading.tensor_files import DTYPES, Reader, by_message, grouped
+from model.loading.tensor_files import DTYPES, by_message, grouped
+from model.loading.tensors import Checkpoint, Reader
 from model.loading.trainer_layouts import Array, Cut, Layout
-from model.loading.weights import Described, copies_of, described, fill, module_reader, read_source, sources_of
+from model.loading.weights import Described, copies_of, described, module_reader, read_source, sources_of
 from model.network.linear import methods_of
 from model.network.linear_method import LinearMethod
-from model.network.llama import Llama
 from model.network.sharding import abstract_model
-from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm
 
 Names = Literal["hf", "own", "tunix", "maxtext"]
 _LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
@@ -46,39 +45,47 @@ _OF_A_LAYER = re.compile(r"layers\.\d+\.")
 _BYTES_AT_ONCE = 64 << 20  # of a NumPy array that is checked; bounds the memory of the device
 
 
-class GivenTensors:
-    """A `Checkpoint` of arrays.
+class GivenWeights(Checkpoint):
+    """The weights of a trainer, for a model that serves.
 
     Args:
-        arrays: by their names in `layout`.
+        arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. Of a state, its
+            `nnx.Param` are the weights. Arrays may be on any devices of this process.
         config: of the model. What it says of quantised files does not count.
-        layout: None: they have Hugging Face's names and shapes.
+        names: whose names and shapes they have. "hf": Hugging Face's. "own": those of `Llama` on one chip. "tunix",
+            "maxtext": those of these trainers, also below "params", "base" or "model".
+        donate: deletes each array once it is no longer needed. Without it the arrays stay as they are.
 
     Raises:
-        ValueError, on entering: arrays are missing, unexpected, mis-shaped, of a type that cannot be cast, deleted, not
-        of this host alone, not finite, or too large for bfloat16. One message lists all of them.
+        ValueError: `names` is none of these.
     """
 
-    columns_of_a_scale = None  # nothing is quantised
-
-    def __init__(self, arrays: Mapping[str, Array], config: LlamaConfig, layout: Layout | None = None) -> None:
-        self._arrays = dict(arrays)
-        self._config = replace(config, quantized=None)
-        layout = layout or trainer_layouts.hugging_face(self._config)
+    def __init__(self, arrays: Any, config: LlamaConfig, *, names: Names = "hf", donate: bool = False) -> None:
+        if names not in _LAYOUTS:
+            raise ValueError(f"names={names!r} is not one of {', '.join(_LAYOUTS)}")
+        self.config = replace(config, quantized=None)
+        self._donate = donate
+        self._arrays = flattened(arrays)  # by their names in the layout
+        if names not in ("hf", "own"):
+            self._arrays = {_inner(path): array for path, array in self._arrays.items()}
+        layout = _LAYOUTS[names](self.config, self._arrays)
         self._shapes, self._pieces = dict(layout.shapes), dict(layout.pieces)
-        self._tensor_shapes = expected_shapes(replace(config, tie_word_embeddings=False))
+        self._tensor_shapes = expected_shapes(replace(self.config, tie_word_embeddings=False))
         self._have_good_values = False
         if config.tie_word_embeddings:
             self._tie()
 
-    def __enter__(self) -> Self:
-        self.check()
-        return self
+    def check(self, form: Mapping[str, Any]) -> None:
+        """It waits for the arrays, and changes nothing. Values are checked once.
 
-    def __exit__(self, *exc: object) -> None: ...
+        Args:
+            form: the arguments of `abstract_model`.
 
-    def check(self) -> None:
-        """As on entering. Values are checked once."""
+        Raises:
+            ValueError: the weights cannot have this form. Or arrays are missing, unexpected, mis-shaped, of a type that
+                cannot be cast, deleted, not of this host alone, not finite, or too large for bfloat16: one message
+                lists all of them.
+        """
         missing, extra = self._shapes.keys() - self._arrays.keys(), self._arrays.keys() - self._shapes.keys()
         extra = {path for path in extra if not IGNORED.fullmatch(path)}
         problems = [f"missing: {grouped(missing)}"] if missing else []
@@ -86,26 +93,64 @@ class GivenTensors:
         found = [(fault, path) for path in self._shapes.keys() - missing if (fault := self._fault(path))]
         problems += by_message(found)
         if not problems and not self._have_good_values and self._has_another_head():
-            problems.append(f"{self.path(HEAD.key)} differs from the embedding, and the model ties them")
+            problems.append(f"{self._pieces[HEAD.key].path} differs from the embedding, and the model ties them")
         if problems:
             raise ValueError("the arrays are not this model's weights: " + "; ".join(problems))
         self._have_good_values = True
+        if form["rounding"] is not None and form["rounding"].is_static:
+            raise ValueError(
+                "the inputs of the projections are rounded with scales that the checkpoint stores, and the arrays have "
+                "none: start the engine with a checkpoint that is not quantised"
+            )
 
-    def path(self, key: str) -> str:
-        """Of the array that has a tensor."""
-        return self._pieces[key].path
+    def modules(
+        self, form: Mapping[str, Any], *, rehearses: bool = False
+    ) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
+        """The parameters of each module of the model, with its path, in a form as of `check`. They are in new
+        arrays, made when the module is asked for.
 
-    def used(self, path: str) -> None:
-        """Frees an array, which no later tensor needs."""
-        array = self._arrays.pop(path)
-        if isinstance(array, jax.Array):
-            array.delete()
+        Args:
+            rehearses: of the layers only the first one with modules of a form, and no array is deleted.
 
-    def identities(self) -> dict[str, int]:
-        """Equal for names of the same array."""
-        return {path: id(array) for path, array in self._arrays.items()}
+        Raises:
+            ValueError, before the first one: as `check`.
+        """
+        self.check(form)
+        model = abstract_model(self.config, **form)
+        modules = described(model)
+        make = module_reader(model, self, self.config, form["mesh"], self._read)
+        if rehearses:
+            methods, rehearsed = methods_of(model), set[tuple[str, LinearMethod | None]]()
+            for module, likes in modules.items():
+                kind = _OF_A_LAYER.sub("", module), methods.get(module)
+                if kind not in rehearsed:
+                    rehearsed.add(kind)
+                    yield module, make(module, likes)
+            return
+        last = self._last_users(modules)
+        for module, likes in modules.items():
+            yield module, make(module, likes)
+            for path in last.pop(module, ()) if self._donate else ():
+                array = self._arrays.pop(path)
+                if isinstance(array, jax.Array):
+                    array.delete()
+                del array  # one of NumPy is freed before the next module is made
 
-    def read(self, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
+    def _last_users(self, modules: Mapping[str, Described]) -> dict[str, list[str]]:
+        """Module -> the names of the arrays that no later one needs. The last module is that of arrays without use."""
+        identities = {path: id(array) for path, array in self._arrays.items()}  # equal for one array's names
+        last: dict[int, str] = {}
+        for module, likes in modules.items():
+            last |= dict.fromkeys(
+                (identities[self._pieces[part.key].path] for part in sources_of(module, likes)), module
+            )
+        *_, end = modules
+        users: dict[str, list[str]] = {module: [] for module in modules}
+        for path, identity in identities.items():
+            users[last.get(identity, end)].append(path)
+        return users
+
+    def _read(self, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
         """As `read_source`."""
         tensor = self._tensor(source.key)
         if not isinstance(tensor, jax.Array):
@@ -116,65 +161,13 @@ class GivenTensors:
         everywhere = moved(tensor, NamedSharding(sharding.mesh, P()))
         return _repeated(everywhere, copies=copies, head_dim=config.head_dim, sharding=sharding)
 
-    def with_own_head(self) -> LlamaConfig:
-        """The config: a head that is tied to the embedding stays tied."""
-        return self._config
-
-    @property
-    def form(self) -> EightBit | None:
-        """None: the arrays are not quantised."""
-        return None
-
-    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """Neither: the arrays are not packed."""
-        return None, None
-
-    def in_exact_form(self) -> None:
-        """None: as `in_four_bits`."""
-
-    @property
-    def activations(self) -> Activations | None:
-        """None: the arrays are not quantised."""
-        return None
-
-    @property
-    def packing(self) -> str | None:
-        """None: the arrays are not packed."""
-        return None
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The types of the arrays, each type once."""
-        return tuple(sorted({self._arrays[path].dtype.name for path in self._shapes}))
-
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return self._tensor_shapes[key]
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of a tensor that NumPy has."""
         tensor: Any = self._tensor(key)
         reader: Reader = tensor.__getitem__
         return reader
-
-    def check_unchanged(self) -> None:
-        """Arrays do not change."""
-
-    def has_scale(self, key: str) -> bool:
-        """False: see `columns_of_a_scale`."""
-        return False
-
-    def row_scales(self, key: str) -> np.ndarray:
-        """Raises ValueError: see `columns_of_a_scale`."""
-        raise ValueError(f"{key} has no separate scales")
-
-    def input_scale(self, key: str) -> np.float32:
-        """Raises ValueError: activations are not rounded."""
-        raise ValueError(f"{key} has no scale of its inputs")
-
-    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
-        """Raises ValueError: see `in_four_bits`."""
-        raise ValueError(f"{key} is not packed")
 
     def _tie(self) -> None:
         """A head that is tied to the embedding need not be given, nor the embedding if the head is."""
@@ -194,8 +187,8 @@ class GivenTensors:
         if not isinstance(array, jax.Array | np.ndarray):
             return f"is a {type(array).__name__} and no array"
         if array.shape != shape:
-            vocab = self._config.vocab_size
-            is_of_vocab = path in (self.path(EMBEDDING.key), self.path(HEAD.key))
+            vocab = self.config.vocab_size
+            is_of_vocab = path in (self._pieces[EMBEDDING.key].path, self._pieces[HEAD.key].path)
             words = f": the vocabulary has {vocab} tokens" if is_of_vocab and vocab not in array.shape else ""
             return f"has shape {array.shape}, not {shape}{words}"
         if array.dtype.name not in DTYPES.values():
@@ -210,7 +203,7 @@ class GivenTensors:
 
     def _has_another_head(self) -> bool:
         """Whether a head was given that is tied to the embedding and differs from it."""
-        if not self._config.tie_word_embeddings or self.path(HEAD.key) == self.path(EMBEDDING.key):
+        if not self.config.tie_word_embeddings or self._pieces[HEAD.key].path == self._pieces[EMBEDDING.key].path:
             return False
         head, embedding = (self._tensor(source.key) for source in (HEAD, EMBEDDING))
         if isinstance(head, jax.Array) and isinstance(embedding, jax.Array):
@@ -227,112 +220,6 @@ class GivenTensors:
             return tensor
         array = _automatic(array)
         return array if piece.cut == Cut() else _cut_on_devices(array, piece.layer, cut=piece.cut)
-
-
-class GivenWeights:
-    """The weights of a trainer, for a model that serves or for one to be loaded, as `StoredWeights` are.
-
-    Args:
-        arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. Of a state, its
-            `nnx.Param` are the weights. Arrays may be on any devices of this process.
-        config: of the model.
-        names: whose names and shapes they have. "hf": Hugging Face's. "own": those of `Llama` on one chip. "tunix",
-            "maxtext": those of these trainers, also below "params", "base" or "model".
-        donate: deletes each array once it is no longer needed. Without it the arrays stay as they are.
-
-    Raises:
-        ValueError: `names` is none of these.
-    """
-
-    remark = None
-
-    def __init__(self, arrays: Any, config: LlamaConfig, *, names: Names = "hf", donate: bool = False) -> None:
-        if names not in _LAYOUTS:
-            raise ValueError(f"names={names!r} is not one of {', '.join(_LAYOUTS)}")
-        self.config = replace(config, quantized=None)
-        self._donate = donate
-        given = flattened(arrays) if names in ("hf", "own") else {_inner(p): x for p, x in flattened(arrays).items()}
-        self._tensors = GivenTensors(given, self.config, _LAYOUTS[names](self.config, given))
-
-    def check(self, form: Mapping[str, Any]) -> None:
-        """Raises ValueError if these are not weights of the model, with all problems, or if they cannot have this form.
-        It waits for the arrays, and changes nothing.
-
-        Args:
-            form: the arguments of `load`.
-        """
-        self._tensors.check()
-        if form["rounding"] is not None and form["rounding"].is_static:
-            raise ValueError(
-                "the inputs of the projections are rounded with scales that the checkpoint stores, and the arrays have "
-                "none: start the engine with a checkpoint that is not quantised"
-            )
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The types of the arrays, each type once."""
-        return self._tensors.dtypes
-
-    def kv_ranges(self) -> None:
-        """There are none: those of 8-bit pages are measured."""
-
-    def load(
-        self,
-        *,
-        dtype: Any,
-        mesh: Mesh | None = None,
-        quantization: WeightForm | None = None,
-        rounding: Rounding | None = None,
-        for_cpu: bool = False,
-    ) -> Llama:
-        """As `StoredWeights.load`. Raises ValueError as `modules`."""
-        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
-        made = dict(self.modules(form))
-        return fill(abstract_model(self.config, **form), lambda module, _: made[module])
-
-    def modules(
-        self, form: Mapping[str, Any], *, rehearses: bool = False
-    ) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
-        """The parameters of each module of the model, with its path, in the form that `load` asks for. They are in new
-        arrays, made when the module is asked for.
-
-        Args:
-            rehearses: of the layers only the first one with modules of a form, and no array is deleted.
-
-        Raises:
-            ValueError, before the first one: as `check`.
-        """
-        self.check(form)
-        model = abstract_model(self.config, **form)
-        modules = described(model)
-        make = module_reader(model, self._tensors, self.config, form["mesh"], self._tensors.read)
-        if rehearses:
-            methods, rehearsed = methods_of(model), set[tuple[str, LinearMethod | None]]()
-            for module, likes in modules.items():
-                kind = _OF_A_LAYER.sub("", module), methods.get(module)
-                if kind not in rehearsed:
-                    rehearsed.add(kind)
-                    yield module, make(module, likes)
-            return
-        last = self._last_users(modules)
-        for module, likes in modules.items():
-            yield module, make(module, likes)
-            for path in last.pop(module, ()) if self._donate else ():
-                self._tensors.used(path)
-
-    def _last_users(self, modules: Mapping[str, Described]) -> dict[str, list[str]]:
-        """Module -> the names of the arrays that no later one needs. The last module is that of arrays without use."""
-        identities = self._tensors.identities()
-        last: dict[int, str] = {}
-        for module, likes in modules.items():
-            last |= dict.fromkeys(
-                (identities[self._tensors.path(part.key)] for part in sources_of(module, likes)), module
-            )
-        *_, end = modules
-        users: dict[str, list[str]] = {module: [] for module in modules}
-        for path, identity in identities.items():
-            users[last.get(identity, end)].append(path)
-        return users
 
 
 def flattened(tree: Any) -> dict[str, Any]:
@@ -394,7 +281,6 @@ def _resharded(array: jax.Array, *, sharding: Sharding) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("copies", "head_dim", "sharding"))
 def _repeated(array: jax.Array, *, copies: int, head_dim: int, sharding: Sharding) -> jax.Array:
-    """Each head of the rows so many times."""
     heads = array.reshape(-1, head_dim, array.shape[1])
     repeated = jnp.repeat(heads, copies, axis=0).reshape(-1, array.shape[1])
     return jax.lax.with_sharding_constraint(repeated, sharding)

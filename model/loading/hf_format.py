@@ -38,7 +38,7 @@ _TOP: dict[str, tuple[Source, ...]] = {
     "norm.scale": (Source("model.norm.weight"),),
     "head.kernel": (HEAD,),
 }
-_LAYER: dict[str, tuple[Source, ...]] = {
+LAYER: dict[str, tuple[Source, ...]] = {
     "attention_norm.scale": (Source("input_layernorm.weight"),),
     "attention.qkv.kernel": (
         Source("self_attn.q_proj.weight"),
@@ -53,7 +53,7 @@ _LAYER: dict[str, tuple[Source, ...]] = {
 # The tensors of fused projections as parameters of their own (`network.linear.SplitLinear`).
 _SPLIT = {
     f"{name.removesuffix('kernel')}{source.key.split('.')[1]}.kernel": (source,)
-    for name, fused in _LAYER.items()
+    for name, fused in LAYER.items()
     if len(fused) > 1
     for source in fused
 }
@@ -97,23 +97,32 @@ def sources(path: str) -> tuple[Source, ...]:
     if path in _TOP:
         return _TOP[path]
     _, layer, name = path.split(".", 2)
-    return tuple(Source(f"model.layers.{layer}.{s.key}", s.is_kv) for s in (_LAYER | _SPLIT)[name])
+    return tuple(Source(f"model.layers.{layer}.{s.key}", s.is_kv) for s in (LAYER | _SPLIT)[name])
 
 
 def fused_projections(config: LlamaConfig) -> list[str]:
     """The paths of all projections of a Llama, such as "layers.3.mlp.down"."""
-    names = [name.removesuffix(".kernel") for name, parts in _LAYER.items() if name.endswith(".kernel")]
+    names = [name.removesuffix(".kernel") for name, parts in LAYER.items() if name.endswith(".kernel")]
     return [f"layers.{layer}.{name}" for layer in range(config.num_layers) for name in names]
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must hold."""
-    embed, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    embed, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING.key: (vocab, embed), "model.norm.weight": (embed,)}
     if not config.tie_word_embeddings:
         shapes[HEAD.key] = (vocab, embed)
-    layer = {
+    layer = layer_shapes(config)
+    for i in range(config.num_layers):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The weights of a layer, by the names of their modules in it."""
+    embed, mlp = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
         "input_layernorm": (embed,),
         "self_attn.q_proj": (queries, embed),
         "self_attn.k_proj": (keys, embed),
@@ -124,9 +133,6 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (mlp, embed),
         "mlp.down_proj": (embed, mlp),
     }
-    for i in range(config.num_layers):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes
 
 
 def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

@@ -83,7 +83,6 @@ class Description:
         raise ValueError(f"{path} is damaged: convert again")
 
     def write(self, folder: Place) -> None:
-        """Writes the file whole or not at all."""
         write_whole(folder / CONVERSION_FILE, (json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n").encode())
 
     def check(self, folder: Place, config: LlamaConfig) -> None:
@@ -205,7 +204,6 @@ class _StoredArray:
             )
 
     def on_chips(self, like: jax.ShapeDtypeStruct, chips: int) -> jax.Array:
-        """Reads it onto the chips of this host."""
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             chip = 0
@@ -221,7 +219,6 @@ class _StoredArray:
         return jax.block_until_ready(array)
 
     def verified(self, numbers: range) -> np.ndarray:
-        """These parts."""
         try:
             stack = self.stored[numbers.start : numbers.stop].read().result()
         except Exception as error:  # TensorStore raises different Python types for its status codes
@@ -235,7 +232,6 @@ class _StoredArray:
         return stack
 
     def what(self, numbers: range) -> str:
-        """Parts, for messages."""
         if self.parts.count == 1:
             return self.name
         last = f" to {numbers.stop}" if len(numbers) > 1 else ""
@@ -266,7 +262,8 @@ def _store(folder: Place) -> dict[str, str]:
 def _remedy(error: Exception) -> str:
     """What to do about an error of TensorStore, and the error."""
     is_denied = any(code in str(error) for code in ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"))
-    return f"{'allow this machine to read it' if is_denied else 'convert again'} ({_first_line(error)})"
+    first, *_ = str(error).splitlines() or [type(error).__name__]
+    return f"{'allow this machine to read it' if is_denied else 'convert again'} ({first[:300]})"
 
 
 def _open(folder: Place, name: str, context: ts.Context) -> ts.TensorStore:
@@ -285,10 +282,6 @@ def _cast(array: jax.Array, *, dtype: Any) -> jax.Array:
 
 def _crc32(part: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
 def _identity(config: LlamaConfig) -> dict[str, Any]:

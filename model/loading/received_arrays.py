@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import ml_dtypes
@@ -42,33 +42,12 @@ class Named(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-@runtime_checkable
-class InBlock(Protocol):
-    """A block of shared memory of this machine, with arrays in this order."""
-
-    @property
-    def block(self) -> str: ...
-
-    @property
-    def arrays(self) -> Sequence[Named]: ...
-
-
-@runtime_checkable
-class Offered(Protocol):
-    """Arrays that a transfer server gives, in this order, for one pull."""
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def uuid(self) -> int: ...
-
-    @property
-    def arrays(self) -> Sequence[Named]: ...
-
-
-def received(source: InBlock | Offered) -> dict[str, np.ndarray]:
+def received(source: Any) -> dict[str, np.ndarray]:
     """The arrays by their names. The memory of the giving process is not used any more.
+
+    Args:
+        source: of `arrays`, each a `Named`, in this order: a `block` of shared memory of this machine, or what a
+            transfer server at an `address` gives for one pull by a `uuid`.
 
     Raises ValueError if an array is empty or has a type that is not read, or the block is missing or too small. Raises
     OSError if the transfer server does not give them in time.
@@ -77,7 +56,7 @@ def received(source: InBlock | Offered) -> dict[str, np.ndarray]:
     wrong += [f"{array.name} has no numbers" for array in source.arrays if 0 in array.shape]
     if wrong:
         raise ValueError(f"arrays must have numbers of one of {', '.join(DTYPES)}: {', '.join(wrong[:5])}")
-    return _copied(source) if isinstance(source, InBlock) else _pulled(source)
+    return _copied(source) if hasattr(source, "block") else _pulled(source)
 
 
 def places(arrays: Sequence[Named]) -> tuple[list[int], int]:
@@ -90,7 +69,7 @@ def places(arrays: Sequence[Named]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _copied(source: InBlock) -> dict[str, np.ndarray]:
+def _copied(source: Any) -> dict[str, np.ndarray]:
     starts, size = places(source.arrays)
     try:
         block = _attached(source.block)
@@ -117,7 +96,7 @@ def _attached(name: str) -> SharedMemory:
     return block
 
 
-def _pulled(source: Offered) -> dict[str, np.ndarray]:
+def _pulled(source: Any) -> dict[str, np.ndarray]:
     from jax.experimental import transfer
 
     try:

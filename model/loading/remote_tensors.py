@@ -1,6 +1,7 @@
 """The tensors of a safetensors file, in an object store or of this machine. Only the bytes that are asked for are read.
 
-The safetensors library maps files of this machine. The format: https://huggingface.co/docs/safetensors.
+The safetensors library reads no objects of a store, and has no NumPy arrays of FP8. It maps files, and a process that
+reads the map of a file that has become shorter is killed. The format: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from model.loading.safetensors_fault import MAX_HEADER, fault
+from model.inputs.json_file import check_is_file
+from model.inputs.paths import Place
+from model.inputs.remote import RemotePath
 
 _DTYPES: Mapping[str, Any] = {
     "BOOL": np.bool_,
@@ -37,25 +39,14 @@ _DTYPES: Mapping[str, Any] = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 _LENGTH = struct.Struct("<Q")  # of the header; stored before it
+_MAX_HEADER = 100_000_000  # the library's limit
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _FIRST_BYTES = 1 << 16  # of a file; nearly always with its whole header
-
-Index = tuple[slice, ...]
-
-
-class File(Protocol):
-    """A file whose parts can be read, such as a `RemotePath`."""
-
-    def stat(self) -> Any: ...
-
-    def version(self) -> str: ...
-
-    def read_range(self, start: int, end: int) -> bytearray: ...
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file of this machine that is read and not mapped: another program may write it anew at any time, and a process
-    that reads the map of a file that has become shorter is killed."""
+    """A file of this machine. It is read and not mapped: another program may write it anew at any time."""
 
     path: Path
 
@@ -69,13 +60,24 @@ class LocalFile:
         found = self.path.stat()
         return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
 
-    def read_range(self, start: int, end: int) -> bytearray:
-        content = bytearray(end - start)
+    def read_range(self, start: int, end: int) -> np.ndarray:
+        content = np.empty(end - start, np.uint8)
         with self.path.open("rb") as file:
             file.seek(start)
-            if file.readinto(content) != len(content):
+            if file.readinto(content.data) != len(content):
                 raise ValueError(f"{self} has become shorter while it was read: try again")
         return content
+
+
+File = RemotePath | LocalFile
+
+
+def readable(file: Place) -> File:
+    """The file, to be read in parts. Raises ValueError for a pipe or a device, OSError if nothing is there."""
+    if isinstance(file, RemotePath):
+        return file
+    check_is_file(file)
+    return LocalFile(file)
 
 
 class RemoteTensors:
@@ -86,11 +88,11 @@ class RemoteTensors:
 
     Raises:
         ValueError: the file is not safetensors, or incomplete.
-        FileNotFoundError, ValueError: as `RemotePath`.
+        OSError, ValueError: as `readable`, or as `RemotePath`.
     """
 
-    def __init__(self, file: File, *, max_header: int = MAX_HEADER):
-        self._file = file
+    def __init__(self, place: Place, *, max_header: int = _MAX_HEADER):
+        self._file = file = readable(place)
         self._version = file.version()
         size = file.stat().st_size
         start = bytes(file.read_range(0, min(size, _FIRST_BYTES)))
@@ -100,13 +102,11 @@ class RemoteTensors:
         if is_readable and self._data > len(start):
             start += bytes(file.read_range(len(start), self._data))
         try:
-            header = json.loads(start[_LENGTH.size : self._data]) if is_readable else None
-            self._entries = _checked(header, size - self._data)
+            self._entries = _checked(start[_LENGTH.size : self._data] if is_readable else b"", size - self._data)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} {fault(size, start, error)}") from error
+            raise ValueError(f"{file} {_fault(size, start, error)}") from error
 
     def slices(self) -> dict[str, RemoteSlice]:
-        """All tensors, without their values."""
         return {
             key: RemoteSlice(self._file, entry["dtype"], tuple(entry["shape"]), self._data + entry["data_offsets"][0])
             for key, entry in self._entries.items()
@@ -118,75 +118,61 @@ class RemoteTensors:
             raise ValueError(f"{self._file} changed while it was read: start again")
 
 
-class _Slice(ABC):
-    """One tensor, with those methods of safetensors' slices that are used here. Whole rows are read: a part of a row is
-    too short for a request of its own."""
+@dataclass(frozen=True)
+class RemoteSlice:
+    """One tensor. Whole rows are read: a part of a row is too short for a request of its own."""
 
-    def __init__(self, dtype: str, shape: tuple[int, ...]):
-        self._name = dtype
-        self._shape = shape
+    file: File
+    dtype: str  # the format's name
+    shape: tuple[int, ...]
+    start: int  # in bytes, in the file
 
     def get_shape(self) -> list[int]:
-        return list(self._shape)
+        return list(self.shape)
 
     def get_dtype(self) -> str:
-        return self._name
+        return self.dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        if index is Ellipsis or not self._shape:
-            return self._all()
-        rows, *others = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = rows.indices(self._shape[0])
-        return self._rows(start, stop)[(slice(None), *others)]
+        if index is Ellipsis or not self.shape:
+            return self._rows(0, self.shape[0] if self.shape else 1)
+        index = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = index[0].indices(self.shape[0])
+        return self.rows(start, stop)[index]
 
-    @abstractmethod
-    def _all(self) -> np.ndarray: ...
-
-    @abstractmethod
-    def _rows(self, start: int, stop: int) -> np.ndarray: ...
-
-
-class RemoteSlice(_Slice):
-    """A tensor whose values are in the file."""
-
-    def __init__(self, file: File, dtype: str, shape: tuple[int, ...], start: int):
-        super().__init__(dtype, shape)
-        self._file = file
-        self._start = start  # in bytes, in the file
-
-    def rows(self, start: int, stop: int) -> RowsInMemory:
+    def rows(self, start: int, stop: int) -> Rows:
         """These rows, read now."""
-        return RowsInMemory(self._rows(start, stop), start, self._name, self._shape)
-
-    def _all(self) -> np.ndarray:
-        return self._rows(0, self._shape[0] if self._shape else 1)
+        return Rows(self._rows(start, stop), start, self.shape[0])
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        dtype = np.dtype(_DTYPES[self._name])
-        row_bytes = dtype.itemsize * math.prod(self._shape[1:])
-        begin = self._start + start * row_bytes
-        content = self._file.read_range(begin, begin + max(0, stop - start) * row_bytes)
-        shape = (max(0, stop - start), *self._shape[1:]) if self._shape else ()
+        dtype = np.dtype(_DTYPES[self.dtype])
+        row_bytes = dtype.itemsize * math.prod(self.shape[1:])
+        begin = self.start + start * row_bytes
+        content = self.file.read_range(begin, begin + max(0, stop - start) * row_bytes)
+        shape = (max(0, stop - start), *self.shape[1:]) if self.shape else ()
         return np.frombuffer(content, dtype).reshape(shape)
 
 
-class RowsInMemory(_Slice):
+@dataclass(frozen=True)
+class Rows:
     """Rows of a tensor that are in memory, at their places in the whole tensor."""
 
-    def __init__(self, values: np.ndarray, first: int, dtype: str, shape: tuple[int, ...]):
-        super().__init__(dtype, shape)
-        self._values = values
-        self._first = first
+    values: np.ndarray
+    first: int
+    num_rows: int  # of the whole tensor
 
-    def _all(self) -> np.ndarray:
-        return self._values
-
-    def _rows(self, start: int, stop: int) -> np.ndarray:
-        return self._values[start - self._first : stop - self._first]
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, *others = index
+        start, stop, _ = rows.indices(self.num_rows)
+        return self.values[(slice(start - self.first, stop - self.first), *others)]
 
 
-def _checked(header: Any, data_bytes: int) -> dict[str, dict[str, Any]]:
-    """The entries of the tensors. ValueError if they do not fill the data without gaps."""
+def _checked(content: bytes, data_bytes: int) -> dict[str, dict[str, Any]]:
+    """The entries of the tensors in a header. ValueError if they do not fill the data without gaps."""
+    try:
+        header = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"invalid JSON in its header: {error}") from error
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
@@ -210,3 +196,36 @@ def _extents(entries: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
                 yield start, stop, np.dtype(_DTYPES[dtype]).itemsize * math.prod(shape)
             case _:
                 raise ValueError(f"its header describes {key!r} in a way that is not read")
+
+
+def _fault(size: int, start: bytes, refusal: Exception) -> str:
+    """What is wrong with a file that is not safetensors or incomplete, and the remedy, in words that follow its name.
+
+    Args:
+        size: of the file, in bytes.
+        start: the file's first bytes; with its header, if that can be read.
+        refusal: the reader's own error.
+    """
+    if size == 0:
+        return "is empty: download it again"
+    if start.startswith(_LFS_POINTER):
+        return "is a Git LFS pointer and not the weights: run `git lfs pull` in its folder"
+    (header_size,) = _LENGTH.unpack(start[: _LENGTH.size].ljust(_LENGTH.size, b"\0"))
+    if size < _LENGTH.size or header_size > _MAX_HEADER:
+        return f"is not a safetensors file: it begins with {start[:16]!r}"
+    if _LENGTH.size + header_size > size:
+        return f"has {size} bytes, and its header alone takes {_LENGTH.size + header_size}: download it again"
+    described = _described_size(start[_LENGTH.size : _LENGTH.size + header_size])
+    if described is not None and described != size:
+        return f"has {size} bytes, and its header describes {described}: download it again"
+    return f"is not a safetensors file: {refusal}"
+
+
+def _described_size(header: bytes) -> int | None:
+    """Bytes of the whole file according to the offsets in its header; None if the header is malformed."""
+    try:
+        entries = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        return _LENGTH.size + len(header) + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None

@@ -107,9 +107,9 @@ def local_folder(folder: Place) -> Path:
     return fetched_folder(folder, COPIES) if isinstance(folder, RemotePath) else folder
 
 
-def local_file(file: Place, max_bytes: int | None = None) -> Path:
-    """A file of this machine with the content of `file`. ValueError if it is in a bucket and larger than asked for."""
-    return fetched_file(file, COPIES, max_bytes) if isinstance(file, RemotePath) else file
+def local_file(file: Place) -> Path:
+    """A file of this machine with the content of `file`."""
+    return fetched_file(file, COPIES) if isinstance(file, RemotePath) else file
 
 
 def head_folder(name: str, *, weights: bool = True) -> Path:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path, PurePath
-from typing import Any, Self
+from pathlib import PurePath
+from typing import Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from model.config import LlamaConfig
-from model.inputs.json_file import check_is_file, read_object
+from model.inputs.json_file import read_object
 from model.inputs.paths import Place
-from model.inputs.remote import RemotePath
-from model.loading.float8_slice import FLOAT8, Float8Slice
 from model.loading.hf_format import (
     EMBEDDING,
     HEAD,
@@ -35,19 +31,18 @@ from model.loading.hf_format import (
 )
 from model.loading.packed_kernel import PackedKernel
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
-from model.loading.safetensors_fault import fault_in
+from model.loading.tensors import Checkpoint, Reader
 from model.quantization.checkpoint_form import CheckpointForm
 from model.quantization.forms import Activations, EightBit, FourBit
 from model.quantization.packed_form import NAMES, PackedForm, Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
 _ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host's memory
-_FILES_AT_ONCE = 16  # of a bucket, whose heads are read
+_FILES_AT_ONCE = 16  # whose heads are read
+_FLOAT8 = "F8_E4M3"
 
-Reader = Callable[[tuple[slice, ...]], np.ndarray]
 
-
-class TensorFiles:
+class TensorFiles(Checkpoint):
     """The tensors of a folder by name. Slices are read from the disk or the bucket when asked for.
 
     As in the reference implementation, a `model.safetensors` is the whole checkpoint, even with an index next to it.
@@ -60,76 +55,46 @@ class TensorFiles:
 
     def __init__(self, folder: Place, config: LlamaConfig):
         self._folder = folder
-        self._remote: list[RemoteTensors] = []
+        self._files: list[RemoteTensors] = []
         self._config = config
         form = config.quantized
         self._form = form if isinstance(form, CheckpointForm) else None
         self._packed_form = form if isinstance(form, PackedForm) else None
-        self._stack = ExitStack()
-        self._slices: dict[str, Any] = {}
+        self._slices: dict[str, RemoteSlice] = {}
         self._kernels: dict[str, PackedKernel] = {}
         self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index lists in it and that it lacks
         self._repeated: set[str] = set()
 
     def __enter__(self) -> Self:
-        try:
-            files = files_in(self._folder)
-            if isinstance(self._folder, RemotePath):
-                self._open_remote(self._folder, files)
-            else:
-                for name, keys in files.items():
-                    self._open(self._folder / name, keys)
-            self._check()
-        except BaseException:
-            self._stack.close()
-            raise
+        files = files_in(self._folder)
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            self._files = list(pool.map(RemoteTensors, (self._folder / name for name in files)))
+        for (name, promised), file in zip(files.items(), self._files, strict=True):
+            slices = file.slices()
+            if absent := set(promised or ()) - slices.keys():
+                self._lacking[name] = absent
+            self._repeated |= self._slices.keys() & slices.keys()
+            self._slices |= slices
+        self._check()
         self._kernels = dict(self._packed_kernels())
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._slices.clear()
-        self._kernels.clear()
-        self._stack.close()
-
     def check_unchanged(self) -> None:
-        """Raises ValueError if a file in a bucket is another one than when it was opened. Files of this machine stay
-        mapped as they were."""
-        for file in self._remote:
+        for file in self._files:
             file.check_unchanged()
-
-    def _open(self, path: Path, promised: list[str] | None) -> None:
-        file = self._stack.enter_context(opened(path))
-        self._add(path.name, {key: slice_of(file, path, key) for key in file.keys()}, promised)  # noqa: SIM118
-
-    def _open_remote(self, folder: RemotePath, files: Mapping[str, list[str] | None]) -> None:
-        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            self._remote = list(pool.map(RemoteTensors, (folder / name for name in files)))
-        for (name, promised), file in zip(files.items(), self._remote, strict=True):
-            self._add(name, file.slices(), promised)
-
-    def _add(self, name: str, slices: Mapping[str, Any], promised: list[str] | None) -> None:
-        if absent := set(promised or ()) - slices.keys():
-            self._lacking[name] = absent
-        self._repeated |= self._slices.keys() & slices.keys()
-        self._slices |= slices
 
     @property
     def form(self) -> EightBit | None:
-        """The form in which the projections are kept unless another one is asked for; None: not quantised."""
         return None if self._config.quantized is None else self._config.quantized.form
 
     def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """As `Checkpoint.in_four_bits`."""
         form = self._packed_form
         return (None, None) if form is None else form.in_four_bits(self._config.projection_inputs)
 
     def in_exact_form(self) -> FourBit | None:
-        """As `Checkpoint.in_exact_form`."""
         if (form := self._packed_form) is None:
             return None
-        modules = {key.removesuffix("weight") for key in expected_kernels(self._config)} - {
-            HEAD.key.removesuffix("weight")
-        }
+        modules = [key.removesuffix("weight") for key in expected_kernels(self._config) if key != HEAD.key]
         scales = {self._slices[module + NAMES[form.layout].scales].get_dtype() for module in modules}
         return form.in_exact_four_bits(self._config.projection_inputs, scales)
 
@@ -138,12 +103,12 @@ class TensorFiles:
         """What the config says of the inputs of the projections; None: nothing is quantised. Without stored scales of
         the inputs, each token has a scale of its own."""
         stated = None if self._config.quantized is None else self._config.quantized.activations
-        has_scales = self._input_scales() <= self._slices.keys()
+        kernels = expected_kernels(self._config).keys() - {HEAD.key}
+        has_scales = all(input_scale_key(key) in self._slices for key in kernels)
         return Activations.DYNAMIC if stated is Activations.STATIC and not has_scales else stated
 
     @property
     def packing(self) -> str | None:
-        """The stored form of projections that are requantised, in words."""
         return None if self._packed_form is None else self._packed_form.name
 
     def __contains__(self, key: str) -> bool:
@@ -151,29 +116,24 @@ class TensorFiles:
 
     def values(self, key: str) -> np.ndarray:
         """The whole tensor, in float32 and flat."""
-        return self._slice(key)[...].astype(np.float32).reshape(-1)
+        return self._slices[key][...].astype(np.float32).reshape(-1)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor, without its values."""
         return tuple(self._slice(key).get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of these rows; a packed kernel is unpacked to float32. Rows in a bucket are read here, once for
-        all parts."""
+        """Reads parts of these rows; a packed kernel is unpacked to float32. They are read here, once for all parts."""
         stored = self._slice(key)
-        if isinstance(stored, PackedKernel) and self._remote:
+        if isinstance(stored, PackedKernel):
             return stored.read_once().__getitem__
-        if isinstance(stored, RemoteSlice):
-            start, stop, _ = rows.indices(self.shape(key)[0])
-            return stored.rows(start, stop).__getitem__
-        return stored.__getitem__
+        start, stop, _ = rows.indices(self.shape(key)[0])
+        return stored.rows(start, stop).__getitem__
 
     def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
-        """Reads parts of a packed kernel, see `PackedKernel.part`."""
-        kernel = self._kernels[key].read_once() if self._remote else self._kernels[key]
+        kernel = self._kernels[key].read_once()
         return lambda index: kernel.part(name, index, form)
 
-    def _slice(self, key: str) -> Any:
+    def _slice(self, key: str) -> RemoteSlice | PackedKernel:
         """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_expected`."""
         if key in self._kernels:
             return self._kernels[key]
@@ -182,22 +142,18 @@ class TensorFiles:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The stored types of the tensors, quantised kernels excluded, each type once: ("bfloat16", "float32")."""
         used = self._expected().keys() & self._slices.keys()
         kernels = {key for key in used if self.has_scale(key)}
         return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used - kernels}))
 
     def has_scale(self, key: str) -> bool:
-        """Whether the tensor is an 8-bit kernel with its scales next to it."""
         return self._form is not None and scale_key(key, self._form) in self._slices
 
     @property
     def columns_of_a_scale(self) -> int | None:
-        """How many neighbouring weights of a row share a scale; None: the whole row does."""
         return None if self._form is None or self._form.block is None else self._form.block[1]
 
     def row_scales(self, key: str) -> np.ndarray:
-        """f32[out, n]: the scales of the kernel at `key`, one for each of n parts of a row. The last may be shorter."""
         assert self._form is not None
         values = self._slices[scale_key(key, self._form)][...].astype(np.float32)
         num_rows = self.shape(key)[0]
@@ -206,14 +162,10 @@ class TensorFiles:
         return values[np.arange(num_rows) // self._form.block[0]]
 
     def input_scale(self, key: str) -> np.float32:
-        """The stored scale of the inputs of the kernel at `key`. ValueError if it is not positive."""
         scale = self.values(input_scale_key(key)).max()
         if not 0 < scale < np.inf:
             raise ValueError(f"{input_scale_key(key)} must be a positive number: {scale}")
         return np.float32(scale)
-
-    def _input_scales(self) -> set[str]:
-        return {input_scale_key(key) for key in expected_kernels(self._config).keys() - {HEAD.key}}
 
     def _check(self) -> None:
         expected, parts, scales = self._expected(), self._parts(), self._scale_shapes()
@@ -301,7 +253,7 @@ class TensorFiles:
     def _types_of(self, key: str) -> tuple[str, ...]:
         if self._form is None or not self.has_scale(key):
             return tuple(DTYPES)
-        return ("I8",) if self._form.form is EightBit.INT8 else tuple(FLOAT8)
+        return ("I8",) if self._form.form is EightBit.INT8 else (_FLOAT8,)
 
     def with_own_head(self) -> LlamaConfig:
         """The config, but untied if it ties the head to the embedding and the files hold a head with other values.
@@ -322,21 +274,6 @@ class TensorFiles:
             if not np.array_equal(one.astype(np.float32), other.astype(np.float32)):
                 return False
         return True
-
-
-def opened(path: Path) -> Any:
-    """The open safetensors file. Raises ValueError, with what is wrong with it, if it is none."""
-    check_is_file(path)
-    try:
-        return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{path} {fault_in(path, error)}") from error
-
-
-def slice_of(file: Any, path: Path, key: str) -> Any:
-    """The tensor `key` of an open safetensors file, to be read by slices."""
-    found = file.get_slice(key)
-    return Float8Slice(path, key) if found.get_dtype() in FLOAT8 else found
 
 
 def files_in(folder: Place) -> dict[str, list[str] | None]:

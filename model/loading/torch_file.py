@@ -141,7 +141,7 @@ class _Unpickler(pickle.Unpickler):
         allowed = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
         }
         if (module, name) not in allowed:
             raise ValueError(f"it needs {shown(f'{module}.{name}')}, which is not read: store it as safetensors")
@@ -165,7 +165,3 @@ def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tup
     steps = tuple(stride * storage.values.itemsize for stride in strides)
     values = np.lib.stride_tricks.as_strided(storage.values[offset:], shape, steps, writeable=False)
     return TorchTensor(values, storage.type_name)
-
-
-def _parameter(data: TorchTensor, *_: Any) -> TorchTensor:
-    return data

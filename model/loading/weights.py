@@ -6,7 +6,7 @@ chip unchanged, and joined there. The host never holds a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -21,33 +21,25 @@ from jax.sharding import Mesh, Sharding
 
 from model.config import LlamaConfig
 from model.inputs.paths import Place, place
-from model.loading.checkpoint import Checkpoint, Tensors, open_checkpoint
+from model.loading.checkpoint import open_checkpoint
 from model.loading.hf_format import Source, sources
-from model.loading.tensor_files import Reader
+from model.loading.tensors import Checkpoint, Reader, Tensors
 from model.network.linear import INIT_STDDEV, methods_of
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
+from model.quantization.forms import EightBit, FourBit
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
 
-def load_hf(
-    path: Place | str,
-    config: LlamaConfig,
-    *,
-    dtype: Any,
-    mesh: Mesh | None = None,
-    quantization: WeightForm | None = None,
-    rounding: Rounding | None = None,
-    for_cpu: bool = False,
-) -> Llama:
+def load_hf(path: Place | str, config: LlamaConfig, *, mesh: Mesh | None = None, **form: Any) -> Llama:
     """The checkpoint at `path`, a folder or a GGUF file, cast to `dtype` or quantised, in its stored form on `mesh`.
 
     Args:
         config: the checkpoint's own, before any replication of KV heads. If it ties the head to the embedding and the
             files hold another head, the model gets that head.
+        form: `dtype`, `quantization`, `rounding` and `for_cpu`, as of `abstract_model`.
 
     Raises:
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
@@ -55,36 +47,29 @@ def load_hf(
     """
     with open_checkpoint(place(path, "model"), config) as files:
         config = files.with_own_head()
-        form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
-        model = abstract_model(config, **form)
+        model = abstract_model(config, mesh=mesh, **form)
         filled = fill(model, module_reader(model, files, config, mesh, partial(read_source, files)))
         files.check_unchanged()
         return filled
 
 
-def random_weights(
-    config: LlamaConfig,
-    *,
-    dtype: Any,
-    mesh: Mesh | None = None,
-    quantization: WeightForm | None = None,
-    rounding: Rounding | None = None,
-    for_cpu: bool = False,
-    seed: int = 0,
-) -> Llama:
-    """Random weights of the right shapes and spread, made on the chips."""
-    form = {"dtype": dtype, "mesh": mesh, "quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
+def random_weights(config: LlamaConfig, *, seed: int = 0, **form: Any) -> Llama:
+    """Random weights of the right shapes and spread, made on the chips. `form`: as of `abstract_model`."""
     model = abstract_model(config, **form)
-    seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
-    remaining = iter(seeds.astype(np.uint32))
-    methods = methods_of(model)
+    seeds, methods = seeds_of(model, seed), methods_of(model)
 
     def make(path: str, likes: Described) -> Mapping[str, jax.Array]:
-        first, *_ = [next(remaining) for _ in likes]
+        first, *_ = [next(seeds) for _ in likes]
         made = random_values(first, likes=tuple(likes.items()), method=methods.get(path))
         return {name: _narrowed(value, likes[name]) for name, value in made.items()}
 
     return fill(model, make, threads=1)
+
+
+def seeds_of(model: nnx.Module, seed: int) -> Iterator[np.uint32]:
+    """A seed for each parameter of an abstract model."""
+    seeds = np.random.default_rng(seed).integers(1 << 32, size=len(jax.tree.leaves(nnx.state(model))))
+    return iter(seeds.astype(np.uint32))
 
 
 Described = Mapping[str, jax.ShapeDtypeStruct]  # a module's own parameters, by name, each with its sharding

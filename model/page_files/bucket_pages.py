@@ -33,7 +33,6 @@ class BucketPages:
             raise ValueError(f"{flag} {error}") from error
 
     def listed(self) -> Iterator[KeptPage]:
-        """All pages. Raises ValueError."""
         for file in self._folder.files():
             if _NAME.fullmatch(file.name):
                 yield KeptPage(file.name, file.st_size, file.st_mtime)
@@ -58,7 +57,6 @@ class BucketPages:
         return True
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Writes the object whole or not at all. Raises ValueError."""
         (self._folder / name).write_bytes(b"".join(parts))
 
     def touch(self, name: str) -> bool:
@@ -66,5 +64,4 @@ class BucketPages:
         return True
 
     def delete(self, name: str) -> None:
-        """Deletes an object that may have gone already. Raises ValueError."""
         (self._folder / name).unlink(missing_ok=True)

@@ -58,11 +58,9 @@ class PageHead:
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return _OF_WHAT.size + len(self.tokens) + _CHECKSUM.size
 
     def packed(self, page: memoryview) -> bytes:
-        """The head of the file of this page."""
         start = self._of_what() + self.tokens
         return start + _CHECKSUM.pack(_checksum(start, page))
 

@@ -13,7 +13,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -94,7 +95,6 @@ class PageFiles:
 
     @property
     def bytes_on_disk(self) -> int:
-        """Of these."""
         return self._index.num_bytes
 
     def has(self, digest: bytes) -> bool:
@@ -131,7 +131,6 @@ class PageFiles:
         return found is Content.PAGE
 
     def store(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
-        """See `PageStore`."""
         self.start_listing()
         head, content = self._head(digest, tokens), self._bytes_of(page)
         name = _name(head.identity, digest)
@@ -152,7 +151,9 @@ class PageFiles:
             self._num_writing -= 1
             if is_written:
                 self.num_stored += 1
-                self._add(name)
+                self._index.add(KeptPage(name, self._file_bytes, time.time()))
+                if self._since_listing is not None:
+                    self._since_listing.add(name)
         return is_written
 
     def clear(self) -> None:
@@ -161,7 +162,6 @@ class PageFiles:
         self._identity = secrets.token_bytes(DIGEST_BYTES)
 
     def close(self) -> None:
-        """See `PageStore`."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
@@ -173,7 +173,7 @@ class PageFiles:
             with self._lock:
                 self._since_listing = set()
             try:
-                found = list(self._listed_until_closed())
+                found = list(takewhile(lambda _: not self._closed.is_set(), self._files.listed()))
             except (OSError, ValueError) as error:
                 self._fail("listed", error)
                 return
@@ -201,12 +201,6 @@ class PageFiles:
             self.refresh()
             pause_s = max(self._list_every_s, (time.monotonic() - began_s) / _LISTING_SHARE)
 
-    def _listed_until_closed(self) -> Iterator[KeptPage]:
-        for page in self._files.listed():
-            if self._closed.is_set():
-                return
-            yield page
-
     def _head(self, digest: bytes, tokens: bytes) -> PageHead:
         if len(tokens) != self._token_bytes:
             raise ValueError(f"the tokens of a page have {self._token_bytes} bytes, and these {len(tokens)}")
@@ -216,11 +210,6 @@ class PageFiles:
         if page.dtype != np.uint8 or page.shape != (self._page_bytes,):
             raise ValueError(f"a page is u8[{self._page_bytes}], and this is {page.dtype}{list(page.shape)}")
         return memoryview(page)
-
-    def _add(self, name: str) -> None:
-        self._index.add(KeptPage(name, self._file_bytes, time.time()))
-        if self._since_listing is not None:
-            self._since_listing.add(name)
 
     def _forget(self, name: str) -> None:
         with self._lock:

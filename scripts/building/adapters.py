@@ -36,11 +36,6 @@ class RunnersStore:
             raise AdapterError(f"lora_path: {error}", 404) from error
 
 
-def make_store(settings: EngineSettings, config: LlamaConfig) -> RunnersStore | None:
-    """The adapters in this host's memory. None: requests have none."""
-    return RunnersStore(settings, config) if settings.enable_lora else None
-
-
 def loaded_adapters(
     settings: EngineSettings,
     store: AdapterStore | None,

@@ -62,13 +62,6 @@ class Backends:
     make: Callable[..., PagedAttention]  # as `paged_attention`
 
 
-def own_backends() -> Backends:
-    """The candidates of `pallas_kernels.api`."""
-    from pallas_kernels.api import candidates
-
-    return Backends(candidates=candidates, make=paged_attention)
-
-
 def paged_attention(
     config: LlamaConfig,
     backend: Backend,
@@ -151,7 +144,10 @@ def choose_attention(
             logger.warning("the attention backend %s cannot be used: %s", backend, failures[str(backend)])
             continue
         info = AttentionInfo(requested=requested, backend=str(backend), self_test=result, failures=failures)
-        return Chosen(attention=attention, info=info, remarks=(*_warnings(failures, backend), remark))
+        if failures:
+            warning = f"WARNING: serving with the attention backend {backend}. Not used: {_reasons(failures)}"
+            return Chosen(attention=attention, info=info, remarks=(warning, remark))
+        return Chosen(attention=attention, info=info, remarks=(remark,))
     raise ValueError(f"--attention-backend {requested} cannot be used here: {_reasons(failures)}")
 
 
@@ -320,12 +316,6 @@ def _warning_after(seconds: float, message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _warnings(failures: dict[str, str], backend: Backend) -> tuple[str, ...]:
-    if not failures:
-        return ()
-    return (f"WARNING: serving with the attention backend {backend}. Not used: {_reasons(failures)}",)
 
 
 def _reasons(failures: dict[str, str]) -> str:

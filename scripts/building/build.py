@@ -20,9 +20,9 @@ from batcher.grammar import Grammars
 from batcher.page_events import PageEventSink
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
-from scripts.building.adapters import RunnersStore, loaded_adapters, make_store
-from scripts.building.attention_backend import Backends, choose_attention, own_backends
-from scripts.building.changeable import ChangeableEngine, RunnerWeights
+from scripts.building.adapters import RunnersStore, loaded_adapters
+from scripts.building.attention_backend import Backends, choose_attention, paged_attention
+from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights
 from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
 from scripts.building.chosen_weights import ChosenWeights, bits_of_a_weight, choose_weights
 from scripts.building.compile_turn import CompileTurn
@@ -30,7 +30,7 @@ from scripts.building.device import find_device, start_jax
 from scripts.building.draft import ChosenDraft, choose_draft
 from scripts.building.end_tokens import listed
 from scripts.building.head import ChosenHead
-from scripts.building.kept_folders import KeptFolders, kept_folders
+from scripts.building.kept_folders import kept_folders
 from scripts.building.kv_events import make_publisher
 from scripts.building.limits import bucket_config, even_context, long_prompts, runner_config
 from scripts.building.load import Loader, Report, phase
@@ -40,7 +40,6 @@ from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.precompiled import made_for
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
-from scripts.building.updates import RunnerUpdates
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters, AdapterStore
 from server.engine.kv_events import KvEventPublisher
@@ -50,10 +49,7 @@ from server.grammar.matcher import TokenGrammars, vocabulary_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from model.execution.memory_plan import RunnerConfig
     from model.execution.runner import ModelRunner
-    from model.network.eagle import EagleHead
-    from model.network.llama import Llama
     from pallas_kernels.api import PagedAttention
     from server.text.tokenizer import ByteLevelTokenizer
 
@@ -80,7 +76,6 @@ class Built:
     tokenizer: Path | None  # as of `build_runner`
 
     def changeable_weights(self) -> RunnerWeights:
-        """The runner's weights, as an engine changes them."""
         return RunnerWeights(self.loader, self.settings, self.weights, self.platform, self.tokenizer)
 
     def engine(
@@ -242,7 +237,9 @@ def build_runner(
         platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
         num_devices, kind = jax.device_count(), jax.devices()[0].device_kind
         say(f"jax on {num_devices} x {kind}" + ("" if others is None else f" of {num_hosts} hosts"))
-    backends = backends or own_backends()
+    from pallas_kernels import api
+
+    backends = backends or Backends(candidates=api.candidates, make=paged_attention)
     candidates = backends.candidates(settings.attention_backend, platform)
     weights = choose_weights(settings, platform, tokenizer)
     report(f"  end tokens        {listed(weights.end_tokens)}")
@@ -253,11 +250,16 @@ def build_runner(
     @cache
     def on_chips(number: int, context: int) -> ModelOnChips:
         limits = runner_config(settings, bucket_config(settings, platform, number), context)
+
+        def placed(weights: ChosenWeights | ChosenHead, settings: EngineSettings, **more: Any) -> ModelOnChips:
+            form = {name: getattr(weights, name) for name in ("dtype", "quantization", "rounding")}
+            return ModelOnChips(weights.config, number, settings, limits, platform=platform, **form, **more)
+
         of_draft = None
         if draft is not None:
             plan = draft.weights.plan if isinstance(draft.weights, ChosenHead) else None
-            of_draft = _on_chips(draft.weights, number, draft.settings, limits, platform, plan=plan)
-        return _on_chips(weights, number, settings, limits, platform, draft=of_draft)
+            of_draft = placed(draft.weights, draft.settings, plan=plan)
+        return placed(weights, settings, draft=of_draft)
 
     num_chips, max_model_len = choose_chips_and_context(
         settings.tensor_parallel_size,
@@ -295,20 +297,27 @@ def build_runner(
     chips.pack_for(attention.backend, chips.planned)
     ladder = BucketLadder(buckets)
     later = choose_deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
-    of_draft = _planned_draft(chips, backends, attention)
-    adapter_store = make_store(settings, weights.config)
+    of_draft = chips.draft_over(backends.make, attention.backend)
+    if chips.draft is not None:
+        chips.draft.pack_for(attention.backend, chips.draft.planned)
+    # An interpreted kernel calls back into this process and cannot be stored.
+    is_interpreted = attention.backend.is_interpreted
+    export_folder = folders.executables(platform, num_hosts=num_hosts, is_interpreted=is_interpreted)
+    if is_interpreted and export_folder is not None:
+        raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
+    adapter_store = RunnersStore(settings, weights.config) if settings.enable_lora else None
+    from model.execution.runner import ModelRunner
+
     make_runner = partial(
-        _make_runner,
+        ModelRunner,
         chips.planned,
         attention,
-        folders=folders,
-        export_folder=folders.executables(
-            platform, num_hosts=num_hosts, is_interpreted=attention.backend.is_interpreted
-        ),
+        traced_folder=None if folders.compiled is None or is_interpreted else folders.compiled / "traced",
+        export_folder=export_folder,
         draft=of_draft,
-        adapter_store=adapter_store,
+        adapter_weights=None if adapter_store is None else adapter_store.weights,
     )
-    runner = make_runner(limits=limits)
+    runner = make_runner(limits)
     room, shaped_by = runner.capacity().num_pages, _facts(weights, draft, attention, ladder)
     num_pages = room
     if others is not None:
@@ -317,7 +326,7 @@ def build_runner(
         num_pages = made.num_pages or room
         report(f"  precompiled       {made.remark}")
     if num_pages < room:
-        runner = make_runner(limits=replace(limits, num_pages=num_pages))
+        runner = make_runner(replace(limits, num_pages=num_pages))
     # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
     if compile_meanwhile and platform != "gpu":
         runner.start_compiling(ladder.buckets(), later)
@@ -384,70 +393,6 @@ def build_runner(
                 "tensor_parallel_size": str(num_chips),
             },
         ),
-    )
-
-
-def _on_chips(
-    weights: ChosenWeights | ChosenHead,
-    num_chips: int,
-    settings: EngineSettings,
-    limits: RunnerConfig,
-    platform: str,
-    draft: ModelOnChips | None = None,
-    plan: Callable[[Mapping[str, Any]], EagleHead] | None = None,
-) -> ModelOnChips:
-    return ModelOnChips(
-        weights.config,
-        num_chips,
-        settings,
-        limits,
-        dtype=weights.dtype,
-        quantization=weights.quantization,
-        rounding=weights.rounding,
-        platform=platform,
-        draft=draft,
-        plan=plan,
-    )
-
-
-def _planned_draft(
-    chips: ModelOnChips, backends: Backends, attention: PagedAttention
-) -> tuple[Llama | EagleHead, PagedAttention] | None:
-    """The draft model or head without weights, and its attention over the model's backend. Raises ValueError if that
-    backend cannot compute it."""
-    if chips.draft is None:
-        return None
-    own = chips.draft.attention(backends.make, attention.backend)
-    chips.draft.pack_for(attention.backend, chips.draft.planned)
-    return chips.draft.planned, own
-
-
-def _make_runner(
-    planned: Llama,
-    attention: PagedAttention,
-    *,
-    limits: RunnerConfig,
-    folders: KeptFolders,
-    export_folder: Path | None,
-    draft: tuple[Llama | EagleHead, PagedAttention] | None,
-    adapter_store: RunnersStore | None,
-) -> ModelRunner:
-    """A runner without weights. Raises ValueError if its programs cannot be exported."""
-    from model.execution.runner import ModelRunner
-
-    # An interpreted kernel calls back into this process and cannot be stored.
-    is_interpreted = attention.backend.is_interpreted
-    if is_interpreted and export_folder is not None:
-        raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
-    traced_folder = None if folders.compiled is None or is_interpreted else folders.compiled / "traced"
-    return ModelRunner(
-        planned,
-        attention,
-        limits,
-        traced_folder=traced_folder,
-        export_folder=export_folder,
-        draft=draft,
-        adapter_weights=None if adapter_store is None else adapter_store.weights,
     )
 
 

@@ -1,11 +1,13 @@
-"""An engine that pauses, and whose weights change while it serves: to the host and back, or for others."""
+"""An engine that pauses, and whose weights change while it serves: to the host and back, or for others, which a folder
+holds or a trainer gives."""
 
 from __future__ import annotations
 
 import dataclasses
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from batcher.change import Change, OnDone
 from batcher.engine import Engine
@@ -17,13 +19,14 @@ from scripts.flags.settings import EngineSettings
 from server.engine.adapters import Adapters
 from server.engine.process import EngineWrapper, Weights
 from server.engine.weight_changes import Updates
-from server.engine.wire import ChangeWeights, WeightsChange
+from server.engine.wire import ChangeWeights, InFolder, WeightsChange, WeightsSource
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from model.config import LlamaConfig
     from model.execution.host_copy import HostCopy
+    from model.loading.given_tensors import GivenWeights
 
 
 class ChangeableEngine(EngineWrapper):
@@ -45,12 +48,7 @@ class ChangeableEngine(EngineWrapper):
 
     def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
         """Changes the weights between two steps. Running requests are recomputed, and the prefix cache is emptied."""
-
-        def work() -> None:
-            self._weights.check(command)
-            self._weights.prepare()
-            self._weights.commit()
-
+        work = partial(change, self._weights, command)
         serves_after = command.change is not WeightsChange.SLEEP
         self._engine.change(Change(work=work, on_done=on_done, serves_after=serves_after))
 
@@ -85,7 +83,6 @@ class RunnerWeights:
 
     @property
     def config(self) -> LlamaConfig:
-        """Of the model that serves."""
         return self._weights.config
 
     def check_updatable(self) -> None:
@@ -145,7 +142,6 @@ class RunnerWeights:
         self._held, self._loaded = (), None
 
     def abandon(self) -> None:
-        """Puts the weights where they were."""
         match self._change:
             case WeightsChange.SLEEP:
                 self._held = ()
@@ -181,3 +177,91 @@ def _differing(old: object, new: object) -> str:
         return f"is {new} and was {old}"
     names = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
     return ", ".join(f"{name} is {getattr(new, name)} and was {getattr(old, name)}" for name in names)
+
+
+class RunnerUpdates:
+    """`server.engine.weight_changes.Updates` of a runner on the chips of this host.
+
+    A folder comes alone, and is read by a reload in COMMIT. Arrays are kept as they come until COMMIT.
+    """
+
+    def __init__(self, loader: Loader, weights: RunnerWeights) -> None:
+        self._loader = loader
+        self._weights = weights
+        self._arrays: dict[str, Any] = {}  # by Hugging Face's names
+        self._folder: ChangeWeights | None = None
+        self._given: GivenWeights | None = None  # the arrays, checked
+
+    def begin(self) -> None:
+        self._weights.check_updatable()
+
+    def receive(self, source: WeightsSource) -> None:
+        self._given = None
+        if isinstance(source, InFolder):
+            self._folder = ChangeWeights(WeightsChange.RELOAD, source.path)
+            return
+        from model.loading.received_arrays import received
+
+        self._arrays |= received(source)
+
+    def check(self) -> None:
+        if self._folder is not None and self._arrays:
+            raise ValueError("the weights come from a folder or as arrays, not as both")
+        if self._folder is not None:
+            self._weights.check(self._folder)
+            return
+        if not self._arrays:
+            raise ValueError("nothing has been received")
+        from model.loading.given_tensors import GivenWeights
+
+        given = GivenWeights(self._arrays, self._weights.config, donate=True)
+        self._loader.check(given)
+        self._given = given
+
+    def commit(self) -> None:
+        folder, given = self._folder, self._given
+        self.abandon()  # the arrays are freed as they are used
+        if folder is not None:
+            change(self._weights, folder)
+        else:
+            assert given is not None, "the arrays are not checked"
+            self._loader.update(given)
+
+    def abandon(self) -> None:
+        self._arrays, self._folder, self._given = {}, None, None
+
+
+class FolderUpdates:
+    """`server.engine.weight_changes.Updates` of the runners of several hosts, each of which reads its own folder."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._folder: ChangeWeights | None = None
+
+    def begin(self) -> None:
+        """There is nothing to do."""
+
+    def receive(self, source: WeightsSource) -> None:
+        if not isinstance(source, InFolder):
+            raise ValueError("several hosts take weights from a folder only: give the path of one that every host has")
+        self._folder = ChangeWeights(WeightsChange.RELOAD, source.path)
+
+    def check(self) -> None:
+        """The hosts check the folder in COMMIT, all at once."""
+        if self._folder is None:
+            raise ValueError("no folder has been received")
+
+    def commit(self) -> None:
+        folder, self._folder = self._folder, None
+        assert folder is not None, "no folder has been received"
+        change(self._weights, folder)
+
+    def abandon(self) -> None:
+        self._folder = None
+
+
+def change(weights: Weights, command: ChangeWeights) -> None:
+    """A whole change, with no step in flight."""
+    weights.check(command)
+    weights.prepare()
+    weights.commit()

@@ -50,7 +50,6 @@ class ChosenWeights:
         return random_weights(self.config, **form, seed=self.seed)
 
     def remarks(self) -> Iterator[str]:
-        """For the report of the start."""
         origin = "nowhere (random)" if self.stored is None else self.source.weights
         yield f"of weights from {origin}, as {self.dtype} ({self.dtype_reason})"
         yield from filter(None, (self.quantization_remark, self.rounding_remark, self.stored and self.stored.remark))
@@ -93,7 +92,6 @@ def bits_of_a_weight(form: WeightForm | None, dtype: str) -> int:
 
 
 def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:
-    """The weights on disk; None for random ones."""
     if settings.load_format == "dummy":
         return None
     if source.weights is None:

@@ -34,7 +34,6 @@ class ChosenHead:
 
     @property
     def config(self) -> LlamaConfig:
-        """Of the head's layer."""
         return self.eagle.layer
 
     @property
@@ -59,7 +58,6 @@ class ChosenHead:
         return self.stored.load(**_placement(form))
 
     def remarks(self) -> Iterator[str]:
-        """For the report of the start."""
         origin = "nowhere (random)" if self.stored is None else self.folder
         yield f"of an {self.eagle.form} head from {origin}, as {self.dtype} (the model's)"
         if self.has_embedding:

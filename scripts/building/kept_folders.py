@@ -55,7 +55,8 @@ def kept_folders(settings: EngineSettings) -> KeptFolders:
     if compiled is not None:
         native = (users_cache_folder() / "compiled" if isinstance(compiled, RemotePath) else compiled) / "native"
         native = native if _is_private(native, asked=False) else None
-    return KeptFolders(compiled=compiled, native=native, exported=export_cache_folder(settings.export_cache))
+    exported = None if settings.export_cache is None else expanded(settings.export_cache, "--export-cache")
+    return KeptFolders(compiled=compiled, native=native, exported=exported)
 
 
 def compile_cache_folder(asked: str | None) -> Place | None:
@@ -75,11 +76,6 @@ def users_cache_folder() -> Path:
             base = f"{tempfile.gettempdir()}/cache-of-{os.geteuid()}"
     check_local(base, "XDG_CACHE_HOME")
     return Path(base) / "pallas-serve"
-
-
-def export_cache_folder(asked: str | None) -> Path | None:
-    """The folder of executables; None: they are not kept."""
-    return None if asked is None else expanded(asked, "--export-cache")
 
 
 def _is_private(folder: Path, *, asked: bool) -> bool:

@@ -16,7 +16,6 @@ from scripts.building.chosen_weights import ChosenWeights
 from scripts.building.draft import ChosenDraft
 from scripts.building.head import ChosenHead
 from scripts.building.model_on_chips import ModelOnChips
-from scripts.building.prepared import prepared_file
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 GIB = 1 << 30
+_PACKAGES = [Path(__file__).parents[2] / name for name in ("model", "pallas_kernels")]  # they prepare weights
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,13 @@ class Loader:
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
 
     def _read_one(self, weights: ChosenWeights | ChosenHead, chips: ModelOnChips, say: Report, *, keeps: bool) -> Any:
+        import jax
+        from flax import nnx
+
         from model.execution.device_memory import return_freed_memory
         from model.loading import prepared_weights
 
-        file = prepared_file(self.prepared_folder, weights, chips)
+        file = _prepared_file(self.prepared_folder, weights, chips)
         model = None if file is None else prepared_weights.mapped(chips.planned, file)
         kept = None if model is None else f"mapped from {file}, where an earlier start has kept them"
         if model is None:
@@ -101,7 +104,7 @@ class Loader:
             if keeps and file is not None and prepared_weights.keep(model, file):
                 kept = f"kept for the next start in {file}"
         size, *others = weights.remarks()
-        say(f"{_size_of(model) / GIB:.2f} GiB {size}")
+        say(f"{sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / GIB:.2f} GiB {size}")
         for line in filter(None, (*others, kept)):
             say(line)
         return model
@@ -178,11 +181,40 @@ class Loader:
         return weights.stored.kv_ranges()
 
 
-def _size_of(model: Llama | EagleHead) -> int:
+def _prepared_file(folder: Path | None, weights: ChosenWeights | ChosenHead, chips: ModelOnChips) -> Path | None:
+    """The file of these weights in the form of `chips.planned`, there or not: another one for each content, form and
+    version of the code. None: they are not kept. Those are random weights, those of a bucket and those of a head that
+    drafts.
+
+    Args:
+        folder: of the files of all weights; None: none are kept.
+    """
+    if folder is None or not chips.form["for_cpu"] or not isinstance(weights, ChosenWeights) or weights.stored is None:
+        return None
     import jax
     from flax import nnx
 
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    from model.compiling.traced_programs import fingerprint
+    from model.loading.prepared_weights import SUFFIX
+    from model.loading.weights_digest import files_of
+
+    files = files_of(weights.stored)
+    local = [file.resolve() for file in files if isinstance(file, Path)]
+    if len(local) < len(files):
+        return None
+    shapes = [
+        (path, value.shape, str(value.dtype))
+        for path, variable in nnx.to_flat_state(nnx.state(chips.planned))
+        for value in [variable.get_value()]
+    ]
+    facts = (weights.stored, sorted(chips.form.items()), shapes, sorted(map(_version, local)))
+    return folder / f"{fingerprint(_PACKAGES, facts, jax.devices()[0])}{SUFFIX}"
+
+
+def _version(file: Path) -> tuple[Any, ...]:
+    """What changes with the file's content."""
+    status = file.stat()
+    return str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 @contextmanager

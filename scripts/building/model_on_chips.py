@@ -72,6 +72,10 @@ class ModelOnChips:
         config = replace(self.config, num_heads=heads[0], num_kv_heads=heads[1])
         return self._attention(make, backend, config, None)
 
+    def draft_over(self, make: MakeAttention, backend: Backend) -> tuple[Llama | EagleHead, PagedAttention] | None:
+        """The draft without weights, and its attention over the model's backend. ValueError if there is none."""
+        return None if self.draft is None else (self.draft.planned, self.draft.attention(make, backend))
+
     def pack_for(self, backend: Backend, model: Llama | EagleHead) -> None:
         """Packs the model's weights in place, if the backend's C code or a TPU's own product multiplies them."""
         from model.network.packed import pack, pack_for_tpu
@@ -90,8 +94,7 @@ class ModelOnChips:
         from model.execution.memory_plan import check_fits, memory_needs
 
         attention = self._first_attention(make, candidates)
-        draft = None if self.draft is None else (self.draft.planned, self.draft.attention(make, attention.backend))
-        needs = memory_needs(self.planned, attention, self._limits, draft)
+        needs = memory_needs(self.planned, attention, self._limits, self.draft_over(make, attention.backend))
         memory = device_memory(jax.local_devices()[0])
         memory = replace(memory, free=memory.free - needs.weights)
         check_fits(memory, needs, self._limits, page_size=attention.spec.page_size)

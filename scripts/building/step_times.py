@@ -2,22 +2,122 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from batcher.step_times import StepTimes
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
 from scripts.building.draft import num_multiplied
-from scripts.estimates.roofline import roofline
-from scripts.estimates.target import Target
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
 
 MOST_TOKENS = 1024  # in the table of a chip
+# The shares of the published figures that a step is expected to reach. Other engines' whole decode steps reach 0.77 of
+# the memory's bandwidth (vLLM, 8B, one request, A100), and a ragged attention kernel 0.86 (arXiv 2604.15464).
+MEMORY_EFFICIENCY = 0.8
+FLOPS_EFFICIENCY = 0.6
+LINK_EFFICIENCY = 0.5
+ITEMSIZE = 2  # bytes of an activation
 # Milliseconds of the demo on two cores, with products in C: plain steps of one and two rows, and steps of one, two and
 # four rows with three drafts each (scripts/lab/results/2026-11-22-speculative.md). Where the weights do not fit
 # into a cache, longer steps take less of a short one's time than these, so the table is a cautious one.
 CPU_TIMES = StepTimes(num_tokens=(1, 2, 4, 8, 16), times=(0.26, 0.28, 0.36, 0.42, 0.66))
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device sends to its neighbours, and what a collective costs however small it is."""
+
+    bytes_per_s: float  # in one direction, over all of the device's links
+    latency_s: float  # of an all-reduce
+
+
+# Published bandwidths of both directions, halved. TPUs: "ICI bandwidth per chip" on Google Cloud's page of the
+# generation; a device of tpu7x is half a chip. GPUs: NVLink or PCIe of NVIDIA's data sheets. Latencies are estimates:
+# a few hops between TPUs, a launch of NCCL between GPUs.
+LINKS = {
+    "v5e": Link(200e9, 8e-6),
+    "v5p": Link(600e9, 8e-6),
+    "v6e": Link(400e9, 8e-6),
+    "tpu7x": Link(300e9, 8e-6),
+    "a100": Link(300e9, 15e-6),
+    "l4": Link(32e9, 25e-6),
+    "h100": Link(450e9, 15e-6),
+    "h200": Link(450e9, 15e-6),
+    "b200": Link(900e9, 15e-6),
+    "b300": Link(900e9, 15e-6),
+    "rtx5090": Link(64e9, 25e-6),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """The seconds of a step's matrix products, and of the sums between chips. Sizes are of one device."""
+
+    layers_bytes: float  # weights of all layers
+    layers_flops: float  # per token
+    head_bytes: float
+    head_flops: float  # per row
+    memory_bytes_per_s: float  # efficiency included, as in the next two
+    flops_per_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+    hidden_bytes: float  # of one token's hidden state
+    num_reduces: int  # per step
+    num_devices: int
+
+    def products_seconds(self, num_tokens: int, num_rows: int) -> float:
+        """Of a step of padded sizes."""
+        return (
+            self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens))
+            + self._part(self.head_bytes, num_rows * self.head_flops / self._speed(num_rows, is_head=True))
+            + self.num_reduces * self._reduce(num_tokens * self.hidden_bytes)
+        )
+
+    def _speed(self, num_rows: int, *, is_head: bool = False) -> float:
+        """Of a product with so many rows, as a multiple of bfloat16's."""
+        return 1.0
+
+    def _part(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.memory_bytes_per_s, flops / self.flops_per_s)
+
+    def _reduce(self, num_bytes: float) -> float:
+        sent = 2 * (self.num_devices - 1) / self.num_devices * num_bytes
+        return self.link_latency_s + sent / self.link_bytes_per_s
+
+
+def products(
+    config: LlamaConfig, chip: TpuChip | GpuChip, *, weights_read: float, weight_itemsize: float, num_chips: int
+) -> dict[str, Any]:
+    """The fields of `Products`, of a model in its stored form.
+
+    Args:
+        weights_read: bytes of one device that a step reads.
+        weight_itemsize: bytes of one weight of the projections and of the head.
+    """
+    attention = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    head, link = config.vocab_size * config.hidden_size, LINKS[chip.name]
+    head_bytes = min(head * weight_itemsize / num_chips, weights_read)
+    return {
+        "layers_bytes": weights_read - head_bytes,
+        "layers_flops": 2 * config.num_layers * (attention + mlp) / num_chips,
+        "head_bytes": head_bytes,
+        "head_flops": 2 * head / num_chips,
+        "memory_bytes_per_s": chip.memory_bytes_per_s * MEMORY_EFFICIENCY,
+        "flops_per_s": flops_per_s(chip) * FLOPS_EFFICIENCY,
+        "link_bytes_per_s": link.bytes_per_s * LINK_EFFICIENCY,
+        "link_latency_s": link.latency_s,
+        "hidden_bytes": config.hidden_size * ITEMSIZE,
+        "num_reduces": 2 * config.num_layers + 1 if num_chips > 1 else 0,
+        "num_devices": num_chips,
+    }
+
+
+def flops_per_s(chip: TpuChip | GpuChip) -> float:
+    """Of one device, in bfloat16."""
+    return chip.clock_hz * chip.flops_per_cycle if isinstance(chip, TpuChip) else chip.bf16_flops_per_s
 
 
 def choose_step_times(config: LlamaConfig, platform: str, *, weight_bits: int, num_chips: int) -> StepTimes:
@@ -34,18 +134,12 @@ def choose_step_times(config: LlamaConfig, platform: str, *, weight_bits: int, n
 
 
 def chip_times(config: LlamaConfig, chip: TpuChip | GpuChip, *, weight_bits: int, num_chips: int) -> StepTimes:
-    """Seconds as the planner estimates them: of reading the weights, or of computing with them if that takes longer.
-    K/V are left out. They are read once with and without drafts, so with them drafts would pay rather more often."""
-    estimate = roofline(
-        config,
-        Target(name=chip.name, chip=chip, num_devices=num_chips),
-        weights_read=num_multiplied(config) * weight_bits / 8 / num_chips,
-        weight_itemsize=weight_bits / 8,
-        kv_token_bytes=0,
-        chips=num_chips,
-    )
+    """Seconds of reading the weights, or of computing with them if that takes longer. K/V are left out. They are read
+    once with and without drafts, so with them drafts would pay rather more often."""
+    read, itemsize = num_multiplied(config) * weight_bits / 8 / num_chips, weight_bits / 8
+    estimate = Products(**products(config, chip, weights_read=read, weight_itemsize=itemsize, num_chips=num_chips))
     sizes = tuple(range(1, MOST_TOKENS + 1))
-    return StepTimes(num_tokens=sizes, times=tuple(estimate.seconds(n, n, kv_tokens=0, pairs=0) for n in sizes))
+    return StepTimes(num_tokens=sizes, times=tuple(estimate.products_seconds(n, n) for n in sizes))
 
 
 def attached_chip(platform: str) -> TpuChip | GpuChip:

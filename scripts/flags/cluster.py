@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from model.inputs.paths import local_path
 from scripts.flags.parsing import Once
@@ -18,8 +18,7 @@ TIMEOUT_S = 300.0
 METADATA_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """This host among the hosts, as a manager of machines tells."""
 
     manager: str
@@ -62,7 +61,7 @@ def cluster_of(
         missing = ", ".join(name for name in flags if name not in given)
         raise ValueError(f"several hosts need {', '.join(flags)}: {missing} is missing")
     if given:
-        place = Place(manager="flags", coordinator=args.coordinator, num_hosts=args.num_hosts, host_id=args.host_id)
+        place = Place("flags", args.coordinator, args.num_hosts, args.host_id)
     else:
         found = find_place(environment, has_tpu=has_tpu)
         if found is None or found.num_hosts == 1:
@@ -84,69 +83,50 @@ def find_place(environment: Mapping[str, str], *, has_tpu: Callable[[], bool]) -
 
     Raises ValueError if what a manager says is incomplete.
     """
-    for manager, read in MANAGERS.items():
-        try:
-            place = read(environment)
-        except KeyError as error:
-            raise ValueError(f"the environment is {manager}'s, and the variable {error.args[0]} is missing") from error
-        if place is not None:
-            return place
+    for manager, (mark, read) in MANAGERS.items():
+        if mark in environment:
+            try:
+                return Place(manager, *read(environment))
+            except KeyError as error:
+                missing = f"the variable {error.args[0]} is missing"
+                raise ValueError(f"the environment is {manager}'s, and {missing}") from error
     return _tpu_vm(environment) if has_tpu() and "TPU_SKIP_MDS_QUERY" not in environment else None
 
 
-def _leader_worker_set(environment: Mapping[str, str]) -> Place | None:
-    if "LWS_LEADER_ADDRESS" not in environment:
-        return None
-    return Place(
-        manager="LeaderWorkerSet",
-        coordinator=environment["LWS_LEADER_ADDRESS"],
-        num_hosts=_number(environment, "LWS_GROUP_SIZE"),
-        host_id=_number(environment, "LWS_WORKER_INDEX"),
-    )
+_Found = tuple[str, int, int]  # the fields of a `Place` without its manager
 
 
-def _gke_tpu(environment: Mapping[str, str]) -> Place | None:
+def _leader_worker_set(environment: Mapping[str, str]) -> _Found:
+    num_hosts, host_id = _number(environment, "LWS_GROUP_SIZE"), _number(environment, "LWS_WORKER_INDEX")
+    return environment["LWS_LEADER_ADDRESS"], num_hosts, host_id
+
+
+def _gke_tpu(environment: Mapping[str, str]) -> _Found:
     """A Job or JobSet on GKE with TPUs."""
-    if "TPU_WORKER_HOSTNAMES" not in environment:
-        return None
     names = environment["TPU_WORKER_HOSTNAMES"].split(",")
-    host_id = 0 if len(names) == 1 else _number(environment, "TPU_WORKER_ID")
-    return Place(manager="GKE", coordinator=names[0], num_hosts=len(names), host_id=host_id)
+    return names[0], len(names), 0 if len(names) == 1 else _number(environment, "TPU_WORKER_ID")
 
 
-def _indexed_job(environment: Mapping[str, str]) -> Place | None:
+def _indexed_job(environment: Mapping[str, str]) -> _Found:
     """A JobSet or an indexed Job, whose manifest sets the first two variables. Kubernetes sets the third."""
-    if "JAX_COORDINATOR_ADDRESS" not in environment:
-        return None
-    return Place(
-        manager="JobSet",
-        coordinator=environment["JAX_COORDINATOR_ADDRESS"],
-        num_hosts=_number(environment, "JAX_NUM_PROCESSES"),
-        host_id=_number(environment, "JOB_COMPLETION_INDEX"),
-    )
+    num_hosts, host_id = _number(environment, "JAX_NUM_PROCESSES"), _number(environment, "JOB_COMPLETION_INDEX")
+    return environment["JAX_COORDINATOR_ADDRESS"], num_hosts, host_id
 
 
-def _slurm(environment: Mapping[str, str]) -> Place | None:
+def _slurm(environment: Mapping[str, str]) -> _Found:
     """A step of a Slurm job. `SLURM_STEP_NODELIST` is missing in an allocation outside `srun`."""
-    if "SLURM_STEP_NODELIST" not in environment:
-        return None
     num_hosts, num_tasks = _number(environment, "SLURM_STEP_NUM_NODES"), _number(environment, "SLURM_STEP_NUM_TASKS")
     if num_tasks != num_hosts:
         raise ValueError(f"Slurm runs {num_tasks} tasks on {num_hosts} nodes: use srun --ntasks-per-node=1")
-    return Place(
-        manager="Slurm",
-        coordinator=first_node(environment["SLURM_STEP_NODELIST"]),
-        num_hosts=num_hosts,
-        host_id=_number(environment, "SLURM_PROCID"),
-    )
+    return first_node(environment["SLURM_STEP_NODELIST"]), num_hosts, _number(environment, "SLURM_PROCID")
 
 
-# In this order: LeaderWorkerSet's pods with TPUs have GKE's variables, too.
-MANAGERS: dict[str, Callable[[Mapping[str, str]], Place | None]] = {
-    "LeaderWorkerSet": _leader_worker_set,
-    "GKE": _gke_tpu,
-    "JobSet": _indexed_job,
-    "Slurm": _slurm,
+# Each with the variable that it always sets. In this order: LeaderWorkerSet's pods with TPUs have GKE's, too.
+MANAGERS: dict[str, tuple[str, Callable[[Mapping[str, str]], _Found]]] = {
+    "LeaderWorkerSet": ("LWS_LEADER_ADDRESS", _leader_worker_set),
+    "GKE": ("TPU_WORKER_HOSTNAMES", _gke_tpu),
+    "JobSet": ("JAX_COORDINATOR_ADDRESS", _indexed_job),
+    "Slurm": ("SLURM_STEP_NODELIST", _slurm),
 }
 
 
@@ -165,7 +145,7 @@ def _tpu_vm(environment: Mapping[str, str]) -> Place | None:
     if endpoints is None or number is None:
         return None
     addresses = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]  # `address`, or `name:id:address`
-    return Place(manager="Cloud TPU", coordinator=addresses[0], num_hosts=len(addresses), host_id=int(number))
+    return Place("Cloud TPU", addresses[0], len(addresses), int(number))
 
 
 def _metadata(environment: Mapping[str, str], name: str) -> str | None:

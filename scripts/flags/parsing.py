@@ -1,10 +1,14 @@
-"""What argparse does not have: help in parts, shell completion, and flags that are given more than once."""
+"""What argparse does not have: help in parts, shell completion, flags that are given more than once, and JSON."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, override
+
+import msgspec
+
+from model.inputs.words import shown
 
 ALL = "all"  # the groups of `--help`
 # zsh reads bash's completions after `bashcompinit`. Words that are no flags are completed as paths.
@@ -113,3 +117,24 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) is not self.default:
             parser.error(f"{flag}: it is given twice, and there can be one only")
         setattr(namespace, self.dest, values)
+
+
+def json_object(flag: str, value: str | Mapping[str, Any], example: str) -> dict[str, Any]:
+    """The fields of a JSON object, or of its text. Raises ValueError, with the flag, for anything else."""
+    try:
+        fields = msgspec.json.decode(value) if isinstance(value, str) else dict(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{flag} {shown(value)} is not JSON ({error}); give an object such as {example}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{flag} is a JSON object such as {example}, not {shown(value)}")
+    return fields
+
+
+def structure[S: msgspec.Struct](flag: str, fields: Mapping[str, Any], kind: type[S]) -> S:
+    """A structure of fields. Raises ValueError, with the flag, for unknown fields, and for values of another type."""
+    if unknown := sorted(fields.keys() - set(kind.__struct_fields__)):
+        raise ValueError(f"{flag}: unknown fields {', '.join(unknown)}; there are {', '.join(kind.__struct_fields__)}")
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{flag}: {error}") from error

@@ -15,8 +15,9 @@ from batcher.request import LogprobsMode, Pooling
 from model.inputs.paths import is_url, local_path, place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
-from scripts.flags.kv_events import kv_events_config
 from scripts.flags.lora import LoraModule, lora_modules
+from scripts.flags.parsing import json_object, structure
+from scripts.flags.speculation import EXAMPLE as SPECULATION_EXAMPLE
 from scripts.flags.speculation import SpeculativeConfig, merged
 from server.engine.block_hashes import HashAlgorithm
 from server.engine.hosts.cluster import Cluster
@@ -37,6 +38,7 @@ GROUPS = {
     "lora": "LoRA adapters, which requests name as their model.",
 }
 _of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in GROUPS)
+_KV_EVENTS_EXAMPLE = """'{"enable_kv_cache_events": true, "topic": "kv@POD@MODEL"}'"""
 ROLES = ("both", "prefill", "decode")
 # Of counts without a limit of their own. No machine has so many: a larger number is a slip of the pen, which would
 # become an error of memory.
@@ -109,8 +111,7 @@ class EngineSettings:
     )  # fmt: skip
     enable_prefix_caching: bool = _of_batching(True, "Pages of earlier prompts are not used again")
     kv_events_config: str | Mapping[str, Any] | None = _of_batching(
-        None, "Events of stored pages for routers, such as "
-        """'{"enable_kv_cache_events": true, "topic": "kv@POD@MODEL"}'""", metavar="JSON",
+        None, f"Events of stored pages for routers, such as {_KV_EVENTS_EXAMPLE}", metavar="JSON",
     )  # fmt: skip
     prefix_caching_hash_algo: str = _of_batching(
         HashAlgorithm.SHA256_CBOR.value, "The hashes of pages in these events. PYTHONHASHSEED is their seed",
@@ -122,8 +123,7 @@ class EngineSettings:
         "baseline for measurements)", choices=tuple(Scheduling),
     )  # fmt: skip
     speculative_config: str | Mapping[str, Any] | None = _of_batching(
-        None, "Drafts of several tokens a step, such as "
-        """'{"method": "ngram", "num_speculative_tokens": 3}'""", metavar="JSON",
+        None, f"Drafts of several tokens a step, such as {SPECULATION_EXAMPLE}", metavar="JSON",
     )  # fmt: skip
     num_scheduler_steps: int = _of_batching(
         1, "Decode steps of one program at most, while no request waits", type=int, metavar="N", least=1, most=1024,
@@ -208,9 +208,7 @@ class EngineSettings:
         None, "An unknown model of a request is the adapter in this folder's folder of that name", type=local_path,
         metavar="DIR",
     )  # fmt: skip
-    max_loras: int = _of_lora(
-        8, "Adapters that run at once", type=int, metavar="N", least=1, most=1024,
-    )  # fmt: skip
+    max_loras: int = _of_lora(8, "Adapters that run at once", type=int, metavar="N", least=1, most=1024)
     max_lora_rank: int = _of_lora(
         16, "The highest rank of an adapter. All take the memory of this one", type=int, metavar="N", least=1, most=512,
     )  # fmt: skip
@@ -288,7 +286,6 @@ class EngineSettings:
 
     @property
     def adapters(self) -> list[LoraModule]:
-        """The adapters that are loaded at the start."""
         return lora_modules(self.lora_modules or ())
 
     @property
@@ -299,7 +296,11 @@ class EngineSettings:
     @property
     def kv_events(self) -> KvEventsConfig | None:
         """The parsed `kv_events_config`; None: no events are published. Raises ValueError if it cannot be used."""
-        return kv_events_config(self.kv_events_config)
+        if self.kv_events_config is None:
+            return None
+        fields = json_object(KV_EVENTS, self.kv_events_config, _KV_EVENTS_EXAMPLE)
+        config = structure(KV_EVENTS, fields, KvEventsConfig)
+        return config if config.is_on else None
 
     @property
     def pooling(self) -> Pooling | None:
@@ -323,7 +324,6 @@ class EngineSettings:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The names of all settings."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
 

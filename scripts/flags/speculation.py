@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import msgspec
 
 from model.quantization.forms import FORM_NAMES
+from scripts.flags.parsing import json_object, structure
 
 FLAG = "--speculative-config"
+EXAMPLE = """'{"method": "ngram", "num_speculative_tokens": 3}'"""
 _NGRAM, _DRAFT_MODEL = "ngram", "draft_model"
 _HEADS = ("eagle", "eagle3")
 _METHODS = (_NGRAM, _DRAFT_MODEL, *_HEADS)
@@ -45,7 +47,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_head(self) -> bool:
-        """Whether the drafts are a head's."""
         return self.method in _HEADS
 
     @property
@@ -59,30 +60,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
         """The settings of a JSON object, or of its text. Raises ValueError, with the flag's name, for anything else."""
-        example = f"""such as '{{"method": "{_NGRAM}", "num_speculative_tokens": 3}}'"""
-        try:
-            fields = msgspec.json.decode(value) if isinstance(value, str) else dict(value)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{FLAG} {value!r} is not JSON ({error}); give an object {example}") from error
-        except RecursionError as error:
-            raise ValueError(f"{FLAG} is nested too deeply; give an object {example}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{FLAG} is a JSON object {example}, not {value!r}")
+        fields = json_object(FLAG, value, EXAMPLE)
         method = fields.get("method")
         there_are = ", ".join(f'"{known}"' for known in _METHODS)
         if isinstance(method, str) and method in _NOT_HERE:
             raise ValueError(f'{FLAG}: method "{method}" is not supported: {_NOT_HERE[method]}; there are {there_are}')
         if method not in _METHODS:
             said = "has no method" if method is None else f"has the unknown method {method!r}"
-            raise ValueError(f"{FLAG} {said}; there are {there_are}, {example}")
-        if unknown := sorted(fields.keys() - set(cls.__struct_fields__)):
-            raise ValueError(
-                f"{FLAG}: unknown fields {', '.join(unknown)}; there are {', '.join(cls.__struct_fields__)}"
-            )
-        try:
-            config = msgspec.convert(fields, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{FLAG}: {error}") from error
+            raise ValueError(f"{FLAG} {said}; there are {there_are}, such as {EXAMPLE}")
+        config = structure(FLAG, fields, cls)
         if not config.looks_up and {"prompt_lookup_max", "prompt_lookup_min"} & fields.keys():
             raise ValueError(
                 f'{FLAG}: prompt_lookup_min and prompt_lookup_max are for "{_NGRAM}": nothing is looked up'

@@ -35,27 +35,18 @@ def add_tls_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+_FLAGS = {
+    "keyfile": "ssl_keyfile", "keyfile_password": "ssl_keyfile_password", "ca_certs": "ssl_ca_certs",
+    "cert_reqs": "ssl_cert_reqs", "ciphers": "ssl_ciphers", "refresh": "enable_ssl_refresh",
+}  # fmt: skip
+
+
 def tls_files(args: argparse.Namespace) -> TlsFiles | None:
     """None: plain HTTP. Raises ValueError for a flag without those that it needs."""
+    given = {field: getattr(args, flag) for field, flag in _FLAGS.items()}
     if args.ssl_certfile is not None:
-        return TlsFiles(
-            certfile=args.ssl_certfile,
-            keyfile=args.ssl_keyfile,
-            keyfile_password=args.ssl_keyfile_password,
-            ca_certs=args.ssl_ca_certs,
-            cert_reqs=args.ssl_cert_reqs,
-            ciphers=args.ssl_ciphers,
-            refresh=args.enable_ssl_refresh,
-        )
-    others = (
-        "ssl_keyfile",
-        "ssl_keyfile_password",
-        "ssl_ca_certs",
-        "ssl_cert_reqs",
-        "ssl_ciphers",
-        "enable_ssl_refresh",
-    )
-    for name in others:
-        if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} has no effect without --ssl-certfile")
+        return TlsFiles(certfile=args.ssl_certfile, **given)
+    for field, value in given.items():
+        if value:
+            raise ValueError(f"--{_FLAGS[field].replace('_', '-')} has no effect without --ssl-certfile")
     return None

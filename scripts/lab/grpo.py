@@ -33,11 +33,11 @@ import optax
 from flax import nnx
 
 from model.inputs.paths import local_path
-from model.loading.export import save_hf
 from model.loading.source import resolve
 from model.network.llama import Llama
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.lab.demo.arithmetic import held_out_pairs
+from scripts.lab.demo.export import save_hf
 from scripts.lab.planning.plot import check_installed
 from scripts.lab.rollouts import Rollouts, dense_logprobs, rollouts
 from scripts.lab.tables import Table, say, say_head

@@ -18,13 +18,13 @@ import sys
 from collections.abc import Sequence
 
 from model.inputs.paths import local_path
-from scripts.estimates.target import parse_target
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.settings import add_engine_flags
 from scripts.lab.planning.cost import ApiPrice
 from scripts.lab.planning.page import add_listed_prices, answer_choices, write_file
 from scripts.lab.planning.planner import COMPILE, Planner
 from scripts.lab.planning.plot import check_installed
+from scripts.lab.planning.target import parse_target
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,7 +15,6 @@ from dataclasses import asdict
 
 from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant
-from scripts.estimates.target import parse_target
 from scripts.flags.errors import FailedError
 from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import add_engine_flags
@@ -24,6 +23,7 @@ from scripts.lab.planning.compiled import obstacle
 from scripts.lab.planning.ladder import NOTHING, Cost, Entry, Question, costs, entries, name_of, ready_after
 from scripts.lab.planning.memory import size_up
 from scripts.lab.planning.planner import read_settings
+from scripts.lab.planning.target import parse_target
 from scripts.lab.tables import Table, say, say_head
 
 UPDATES = ("patch", "bring masks", "reset history")  # the programs besides the steps, as `StepPrograms` names them

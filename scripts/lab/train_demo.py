@@ -25,7 +25,6 @@ from tokenizers import Tokenizer
 
 from model.config import LlamaConfig
 from model.inputs.paths import local_path
-from model.loading.export import save_hf
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from scripts.lab.demo import calculator, evaluate
@@ -33,6 +32,7 @@ from scripts.lab.demo import tokenizer as llama_tokenizer
 from scripts.lab.demo.agreement import agreement
 from scripts.lab.demo.arithmetic import Arithmetic
 from scripts.lab.demo.corpus import Corpus, Document
+from scripts.lab.demo.export import save_hf
 from scripts.lab.demo.tokenizer import SampleEncoder
 from scripts.lab.demo.trainer import Schedule, Shape, Trainer, rounded
 

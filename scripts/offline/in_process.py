@@ -18,7 +18,7 @@ from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
 from server.engine.adapters import AdapterError, Adapters
-from server.engine.link import Receiver
+from server.engine.link import Receiver, Receivers
 from server.engine.process import status_of
 from server.engine.wire import (
     DEFAULT_VERSION,
@@ -26,7 +26,7 @@ from server.engine.wire import (
     AdapterAnswer,
     AdapterChange,
     EngineInfo,
-    Output,
+    Outputs,
     WeightVersion,
     WireRequest,
     failure,
@@ -54,9 +54,8 @@ class InProcessEngineClient:
         self._adapters = adapters
         self._add_request = engine.add_request if adapters is None else adapters.add_request
         self._loop = loop
-        self._receivers: dict[str, Receiver] = {}
+        self._receivers = Receivers()
         self._lock = threading.Lock()
-        self._names: dict[int, str] = {}  # number -> id of the requests that the engine has
         self._arrived: list[RequestOutput | Tokens | WeightVersion] = []
         engine.listen(self._hear)
         if adapters is not None:
@@ -79,24 +78,23 @@ class InProcessEngineClient:
         items, receivers = zip(*requests, strict=True)
         for request, receiver in zip(requests_from_wire(items), receivers, strict=True):
             receiver.on_weight_version(self.weight_version)
-            self._receivers[request.request_id] = receiver
+            self._receivers.add(request.request_id, receiver)
             try:
                 self._add_request(request, self._hear)
             except (InvalidRequestError, AdapterError) as error:
                 status, param = status_of(error)
                 refusal = failure(request.request_id, str(error), status=status, param=param)
-                self._loop.call_soon(self._deliver, refusal)
+                self._loop.call_soon(self._receivers.take, Outputs([refusal]))
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for request_id in request_ids:
-            if self._receivers.pop(request_id, None) is not None:
+            if self._receivers.remove(request_id):
                 self._engine.abort(request_id, reason)
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
-        """As of `ProcessEngineClient`."""
         if self._adapters is None:
             raise AdapterError("This engine has no LoRA adapters: enable_lora=True.")
         answered: asyncio.Future[AdapterAnswer] = self._loop.create_future()
@@ -132,27 +130,12 @@ class InProcessEngineClient:
             arrived, self._arrived = self._arrived, []
         for news in arrived:
             if isinstance(news, RequestOutput):
-                self._deliver(output_to_wire(news))
+                self._receivers.take(Outputs([output_to_wire(news)]))
             elif isinstance(news, WeightVersion):
                 self.weight_version = news.version
-                for open_one in self._receivers.values():
-                    open_one.on_weight_version(news.version)
+                self._receivers.tell(news.version)
             else:
-                for number, token_ids in tokens_to_wire(news).rows():
-                    if (receiver := self._receivers.get(self._names[number])) is not None:
-                        receiver.on_tokens(token_ids)
-
-    def _deliver(self, output: Output) -> None:
-        if output.finish_reason is None:
-            self._names[output.number] = output.request_id
-        else:
-            self._names.pop(output.number, None)
-        receiver = self._receivers.get(output.request_id)
-        if receiver is None:  # aborted in the meantime
-            return
-        if output.finish_reason is not None:
-            del self._receivers[output.request_id]
-        receiver.on_output(output)
+                self._receivers.take(Outputs([], tokens_to_wire(news)))
 
 
 class LoopThread:

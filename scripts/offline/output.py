@@ -45,14 +45,14 @@ class Output:
     def __init__(self, place: Place, work: Path) -> None:
         self._copy_version: str | None = None  # of the copy that this run has read or written; None: there was none
         self._is_copy_known = True  # not after a write that has failed, and perhaps not
+        # The target of a link is written.
         self.place: Place = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
+        _check(self.place)
         if isinstance(self.place, RemotePath):
-            _check_remote(self.place)
             folder = work / hashlib.sha256(str(self.place).encode()).hexdigest()[:32]
             folder.mkdir(parents=True, exist_ok=True)
             local = folder / self.place.name
         else:
-            _check_local(self.place)  # the target of a link is written
             local = self.place
         self.partial = partial_path(local)
         self.ordered = ordered_path(local)
@@ -62,7 +62,6 @@ class Output:
         return _version(self.place)
 
     def local_files(self) -> tuple[Path, ...]:
-        """The files of this machine that a run writes."""
         own = (self.partial, self.ordered)
         return own if isinstance(self.place, RemotePath) else (self.place, *own)
 
@@ -206,16 +205,12 @@ def _version(place: Place) -> str | None:
         return None
 
 
-def _check_remote(output: RemotePath) -> None:
+def _check(output: Place) -> None:
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder: name a file in it")
-    output.check_bucket()
-
-
-def _check_local(output: Path) -> None:
-    """Raises ValueError if no file can be written at `output`."""
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder: name a file in it")
+    if isinstance(output, RemotePath):
+        output.check_bucket()
+        return
     if output.exists() and not output.is_file():
         raise ValueError(f"--output {output} is a device or a pipe: the records need a file")
     if not output.parent.is_dir():

@@ -68,7 +68,6 @@ class Sent:
 
     @property
     def is_done(self) -> bool:
-        """Whether no more answers come."""
         return self._task.done()
 
     def wait(self) -> None:
@@ -174,7 +173,6 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether all have ended."""
         return self._last is not None or self._sent.is_done
 
     def outputs(self) -> list[RequestOutput]:

@@ -17,9 +17,9 @@ import pytest
 from safetensors.flax import load_file
 
 from model.config import LlamaConfig
-from model.loading.export import save_hf
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
+from scripts.lab.demo.export import save_hf
 from scripts.lab.grpo import Trainer, advantages
 from scripts.lab.rollouts import rollouts
 from scripts.offline.results import request_output

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from model.loading.adapter import read_adapter
-from model.loading.export import save_hf
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
@@ -24,6 +23,7 @@ from scripts.lab.demo import facts
 from scripts.lab.demo.adapters import ALMANAC_ANSWER, LANDS, TEXTS
 from scripts.lab.demo.arithmetic import Turn
 from scripts.lab.demo.corpus import Chat, Sample
+from scripts.lab.demo.export import save_hf
 from scripts.lab.demo.tokenizer import SampleEncoder
 from scripts.lab.demo.trainer import Schedule, Shape, rounded, row_logits
 from scripts.lab.train_adapter import AdapterTrainer, save_peft

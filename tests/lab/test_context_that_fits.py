@@ -10,9 +10,9 @@ import pytest
 from model.execution.memory_plan import DoesNotFitError
 from model.presets import PRESETS
 from scripts.building.parallel import CONTEXT_STEP, choose_chips_and_context
-from scripts.estimates.target import CHIPS, parse_target
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import Sizes, size_up
+from scripts.lab.planning.target import CHIPS, parse_target
 
 DIFFERENT = list({config: name for name, config in PRESETS.items()}.values())
 SETTINGS = {form: EngineSettings(load_format="dummy", quantization=form) for form in (None, "int8")}

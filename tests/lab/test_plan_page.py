@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from scripts.estimates.target import parse_target
 from scripts.lab import plan
 from scripts.lab.planning.page import CUSTOM, SERVED, chosen, flags, options, targets
+from scripts.lab.planning.target import parse_target
 from server.api.routes.plan import PlanRequest
 
 BASE = {"model": "1b", "target": "1xl4", "workload": "chat"}

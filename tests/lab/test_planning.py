@@ -16,8 +16,7 @@ from model.presets import preset
 from model.quantization.forms import Rounding
 from scripts import launch
 from scripts.building.replicas import claim_chips, replicas_of
-from scripts.estimates.roofline import FLOPS_EFFICIENCY, MEMORY_EFFICIENCY, Roofline, roofline
-from scripts.estimates.target import CHIPS, LINKS, parse_target
+from scripts.building.step_times import FLOPS_EFFICIENCY, LINKS, MEMORY_EFFICIENCY
 from scripts.flags.settings import EngineSettings, ServedSettings
 from scripts.lab import plan
 from scripts.lab.planning import compiled, sweep
@@ -26,6 +25,8 @@ from scripts.lab.planning.cost import HOURS_PER_MONTH, ApiPrice, cost, listed
 from scripts.lab.planning.estimate import Estimator, Mix
 from scripts.lab.planning.memory import GIB, Account, size_up
 from scripts.lab.planning.planner import NAMES, limits_to_try
+from scripts.lab.planning.roofline import Roofline, roofline
+from scripts.lab.planning.target import CHIPS, parse_target
 from scripts.lab.planning.workload import arriving, parse_objectives, parse_workload
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
 from tests.examples import examples

@@ -10,11 +10,11 @@ import pytest
 from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant
 from scripts.building.limits import bucket_config
-from scripts.estimates.target import parse_target
 from scripts.flags.settings import EngineSettings
 from scripts.lab import startup, startup_account
 from scripts.lab.planning import ladder
 from scripts.lab.planning.ladder import Cost, Question, costs, entries, name_of, ready_after
+from scripts.lab.planning.target import parse_target
 
 GREEDY, SAMPLE, SCORE = Variant.GREEDY, Variant.SAMPLE, Variant.SCORE
 

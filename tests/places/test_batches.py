@@ -15,9 +15,8 @@ import pytest
 
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
-from scripts.generate import begin, generate
+from scripts.generate import BatchInput, begin, generate
 from scripts.offline import output as outputs
-from scripts.offline.batch_input import BatchInput
 from scripts.offline.output import Output
 from server.batches.journal import Header, Journal
 from server.http.encoding import encode_json

@@ -7,9 +7,8 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.changeable import ChangeableEngine, RunnerWeights
+from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights
 from scripts.building.chosen_weights import ChosenWeights, choose_weights
-from scripts.building.updates import RunnerUpdates
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import ChangeWeights, WeightsChange
 from tests.batcher.harness import Drive

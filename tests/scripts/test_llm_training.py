@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.loading.export import hf_tensors, save_hf
 from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
+from scripts.lab.demo.export import hf_tensors, save_hf
 from scripts.llm import LLM, Pending, SamplingParams
 from tests.conftest import COMPILED
 from tests.model.driver import TINY, dense_logits, tiny_model

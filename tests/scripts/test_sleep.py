@@ -7,7 +7,7 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.sleep import KV_CACHE, TAGS, WEIGHTS, RunnerSleep
+from scripts.offline.training import KV_CACHE, TAGS, WEIGHTS, RunnerSleep
 from tests.model.driver import paged_attention, tiny_model
 
 LIMITS = RunnerConfig(

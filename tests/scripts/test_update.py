@@ -35,6 +35,7 @@ from tests.batcher.harness import make_request
 from tests.conftest import COMPILED
 from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
+from tests.model.given import loaded
 from tests.model.goldens import make as make_goldens
 
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_pages": 16}
@@ -275,7 +276,7 @@ def test_a_check_compiles_what_each_form_of_projections_needs(tmp_path):
     compiled = of.runner.num_compiles
     of.loader.update(weights)
     assert of.runner.num_compiles == compiled
-    expected = pack(given(of, other_tensors("gqa2")).load(**of.loader.chips.form))
+    expected = pack(loaded(given(of, other_tensors("gqa2")), **of.loader.chips.form))
     leaves = [jax.tree.leaves(x) for x in (of.runner.weights, nnx.state(expected))]
     assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(*leaves, strict=True))
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from model.loading.source import DEMO_FOLDER
-from scripts.building.changeable import RunnerWeights
+from scripts.building.changeable import FolderUpdates, RunnerUpdates, RunnerWeights
 from scripts.building.chosen_weights import choose_weights
-from scripts.building.updates import FolderUpdates, RunnerUpdates
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import ByTransfer, ChangeWeights, InFolder, InSharedMemory, WeightsChange
 from tests.scripts.test_changeable import SLEEP, WAKE_UP, Changed

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.step import Bucket, Variant
-from scripts.estimates.target import Target
 from scripts.lab.accounts.process import CompilerError, printed_by
 from scripts.lab.planning.memory import Account, MemoryPlan, Sizes, size_up
+from scripts.lab.planning.target import Target
 
 if TYPE_CHECKING:
     from model.execution.step_programs import StepPrograms

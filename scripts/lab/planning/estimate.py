@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batcher.config import Scheduling
-from scripts.estimates.roofline import HOST_ROW_S, HOST_STEP_S
+from scripts.lab.planning.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.lab.planning.sweep import Candidate, Outcome, Simulator
 from scripts.lab.planning.workload import Objectives, Workload
 

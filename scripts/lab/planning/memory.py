@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.chips import GPUS
-from scripts.estimates.roofline import Roofline, roofline
-from scripts.estimates.target import Target
 from scripts.flags.settings import EngineSettings
+from scripts.lab.planning.roofline import Roofline, roofline
+from scripts.lab.planning.target import Target
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh

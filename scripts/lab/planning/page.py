@@ -17,13 +17,13 @@ import msgspec
 
 from model.inputs.words import one_line
 from pallas_kernels.chips import TPUS
-from scripts.estimates.target import CHIPS, Target
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import KV_CACHE_DTYPES, QUANTIZATIONS
 from scripts.lab.load.presets import TRAFFIC
 from scripts.lab.planning.compiled import slice_name
 from scripts.lab.planning.cost import ApiPrice, listed
 from scripts.lab.planning.planner import NAMES, Planner
+from scripts.lab.planning.target import CHIPS, Target
 from server.api.routes.plan import PlanRequest
 from server.api.routes.ui import FOLDER
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from batcher.buckets import BucketLadder
 from model.loading.source import resolve
-from scripts.estimates.target import Target, parse_target
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.apart import Apart, layouts
@@ -48,6 +47,7 @@ from scripts.lab.planning.sweep import (
     capacity,
     search,
 )
+from scripts.lab.planning.target import Target, parse_target
 from scripts.lab.planning.workload import Workload, parse_objectives, parse_workload
 
 NAMES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}

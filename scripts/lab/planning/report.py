@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batcher.buckets import BucketLadder
-from scripts.estimates.roofline import FLOPS_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY
+from scripts.building.step_times import FLOPS_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from scripts.lab.planning.apart import Apart
 from scripts.lab.planning.cost import Cost
 from scripts.lab.planning.memory import GIB, Account, MemoryPlan, Sizes

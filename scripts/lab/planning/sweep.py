@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from batcher.config import Scheduling
-from scripts.estimates.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import MemoryPlan, Sizes
+from scripts.lab.planning.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.lab.planning.workload import DEFAULT_PERCENTILE, METRICS, Objectives, Workload, arriving
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, simulate
 

@@ -11,8 +11,8 @@ from batcher.request import Pooling
 from batcher.step import Bucket, Variant
 from model.config import LlamaConfig
 from model.execution.memory_plan import RunnerConfig
-from model.execution.pooling import pool
 from model.execution.runner import ModelRunner
+from model.execution.step import pool
 from model.loading.weights import load_hf
 from tests.model import checkpoints
 from tests.model.dense_attention import dense_hidden, dense_logits

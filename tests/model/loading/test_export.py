@@ -6,9 +6,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from model.config import LlamaConfig
-from model.loading.export import save_hf
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
+from scripts.lab.demo.export import save_hf
 from tests.model import checkpoints
 from tests.model.goldens.make import VARIANTS
 

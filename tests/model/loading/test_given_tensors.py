@@ -23,6 +23,7 @@ from model.network.packed import pack_for_tpu, packer
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, Rounding
 from tests.model import checkpoints
+from tests.model.given import loaded
 from tests.model.loading.test_weights import config_of, flat
 
 NOTHING = {"dtype": "float32", "mesh": None, "quantization": None, "rounding": None, "for_cpu": False}
@@ -87,7 +88,7 @@ def test_arrays_make_the_parameters_that_their_files_make(variant, form, tmp_pat
     expected = flat(load_hf(folder, config, **FORMS[form]))
     for place in (np.asarray, whole):
         arrays = {name: place(array) for name, array in checkpoints.tensors(variant).items()}
-        assert same(flat(GivenWeights(arrays, config).load(**FORMS[form])), expected)
+        assert same(flat(loaded(GivenWeights(arrays, config), **FORMS[form])), expected)
 
 
 def test_the_host_is_seen_where_parts_are_cut_in_another_way():
@@ -113,7 +114,7 @@ def test_arrays_go_from_any_devices_to_the_chips_without_the_host(names, chips, 
         given = GivenWeights({name: place(array) for name, array in arrays.items()}, config, names=names)
         given.check(NOTHING)
         with no_host():
-            model = given.load(**asked)
+            model = loaded(given, **asked)
         assert same(flat(model), flat(expected))
         placed = [[leaf.sharding for leaf in jax.tree.leaves(nnx.state(x))] for x in (model, expected)]
         assert placed[0] == placed[1]
@@ -142,7 +143,7 @@ def test_a_model_of_ours_is_given_as_it_is(variant, tree, tmp_path):
     trained = load_hf(folder, config, dtype="float32")
     given = tree(trained)
     for form in ("bfloat16", "int8"):
-        model = GivenWeights(given, config, names="own").load(**FORMS[form])
+        model = loaded(GivenWeights(given, config, names="own"), **FORMS[form])
         assert same(flat(model), flat(load_hf(folder, config, **FORMS[form])))
 
 
@@ -215,7 +216,7 @@ def test_a_tied_head_may_be_given_alone_or_equal_to_the_embedding(place, tmp_pat
     both = {"model.embed_tokens.weight": place(embedding), "lm_head.weight": place(embedding)}
     for names in (["lm_head.weight"], ["model.embed_tokens.weight"], [*both]):
         for form, values in expected.items():
-            model = GivenWeights(given | {name: both[name] for name in names}, config).load(**FORMS[form])
+            model = loaded(GivenWeights(given | {name: both[name] for name in names}, config), **FORMS[form])
             assert same(flat(model), values)
     changed = embedding.copy()
     changed[-1, 3] += 1
@@ -235,7 +236,7 @@ def test_arrays_are_deleted_as_they_are_used_if_they_are_donated(names, form, tm
         return {name: whole(array) for name, array in given.items()}
 
     expected, kept, donated = flat(load_hf(folder, config, **FORMS[form])), arrays(), arrays()
-    model = GivenWeights(kept, config, names=names).load(**FORMS[form])
+    model = loaded(GivenWeights(kept, config, names=names), **FORMS[form])
     assert same(flat(model), expected)
     for leaf in jax.tree.leaves(nnx.state(model)):
         leaf.delete()
@@ -257,14 +258,14 @@ def test_a_form_with_stored_scales_of_inputs_is_refused(tmp_path):
     config = config_of("gqa2", tmp_path)
     given = GivenWeights(checkpoints.tensors("gqa2"), config)
     with pytest.raises(ValueError, match="start the engine with a checkpoint that is not quantised"):
-        given.load(dtype="float32", quantization=EightBit.INT8, rounding=Rounding(is_static=True))
+        loaded(given, dtype="float32", quantization=EightBit.INT8, rounding=Rounding(is_static=True))
 
 
 def test_a_model_with_zeros_gets_zeros_of_0(tmp_path):
     config = config_of("gqa2", tmp_path)
     form = {"dtype": "float32", "quantization": FourBit(group=16, has_zeros=True)}
     without = {"dtype": "float32", "quantization": FourBit(group=16)}
-    values = flat(GivenWeights(checkpoints.tensors("gqa2"), config).load(**form))
+    values = flat(loaded(GivenWeights(checkpoints.tensors("gqa2"), config), **form))
     zeros = {name: values.pop(name) for name in [*values] if name.endswith(".zero")}
     assert len(zeros) == 4 * config.num_layers and not any(map(np.any, zeros.values()))
     assert same(values, flat(load_hf(tmp_path / "config", config, **without)))
@@ -280,7 +281,7 @@ def test_modules_are_packed_one_by_one_as_a_whole_model_is(chips, tmp_path):
     given = GivenWeights(checkpoints.tensors("gqa2"), config)
     for module, values in given.modules(form):
         made |= {f"{module}.{name}" if module else name: value for name, value in packed(module, values).items()}
-    expected = pack_for_tpu(given.load(**form), form["mesh"], interpret=True)
+    expected = pack_for_tpu(loaded(given, **form), form["mesh"], interpret=True)
     assert same({name: np.asarray(value) for name, value in made.items()}, flat(expected))
     for path, like in nnx.to_flat_state(nnx.state(planned)):
         assert made[".".join(map(str, path))].sharding == like.get_value().sharding

@@ -9,13 +9,13 @@ import pytest
 
 from model.config import LlamaConfig
 from model.execution.memory_plan import weights_bytes
-from model.loading.export import save_hf
 from model.loading.orbax_format import load_orbax, save_orbax
 from model.loading.stored_weights import CONVERTED, find_weights
 from model.loading.weights import load_hf, random_weights
 from model.network.eight_bit import quantize
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import EightBit, Rounding
+from scripts.lab.demo.export import save_hf
 from tests.model import checkpoints
 from tests.model.dense_attention import dense_logits
 from tests.model.dequantized import dequantize

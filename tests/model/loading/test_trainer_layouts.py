@@ -18,6 +18,7 @@ from model.loading import given_tensors
 from model.loading.given_tensors import GivenWeights
 from tests.model.dense_attention import dense_logits
 from tests.model.driver import TINY
+from tests.model.given import loaded
 from tests.model.loading.test_given_tensors import NOTHING
 
 TOKENS = np.random.default_rng(1).integers(TINY.vocab_size, size=24, dtype=np.int32)
@@ -108,7 +109,7 @@ def tree_of(flat: dict[str, Any]) -> dict[str, Any]:
 
 def check(tree: Any, names: str, expected: np.ndarray, config: LlamaConfig = TINY) -> None:
     given = GivenWeights(tree, config, names=names)
-    found = np.asarray(dense_logits(given.load(dtype="float32"), TOKENS))
+    found = np.asarray(dense_logits(loaded(given, dtype="float32"), TOKENS))
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 

@@ -1,1 +1,0 @@
-"""How long steps take on a chip, by published figures."""
