@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,11 +79,3 @@ class OffloadingCounts:
     num_prompts_lost: int = 0  # of which a page did not come from another engine
     num_query_tokens: int = 0  # of prompts, looked up after those that the device has
     num_hit_tokens: int = 0  # of these, loaded
-
-    def copy(self) -> OffloadingCounts:
-        return copy.copy(self)
-
-    def add(self, other: OffloadingCounts) -> None:
-        """Adds the counts of `other`."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
