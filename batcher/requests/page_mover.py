@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from queue import Full, Queue, SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from batcher.page_store import Offloading
+from batcher.page_store import Offloading, PageStore
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.step import MAX_PAGE_COPIES, Capacity, PagesRead, Runner, StagedPages
 
@@ -41,28 +42,8 @@ class Loaded(NamedTuple):
     error: Exception | None = None  # of the device; the pages have not been staged then
 
 
-class _Save(NamedTuple):
-    save: PageSave
-    read: PagesRead
-
-
-class _Load(NamedTuple):
-    """A copy of a load: `load.away[start:stop]`."""
-
-    load: PageLoad
-    start: int
-    stop: int
-    read: np.ndarray | None = None  # u8[pages_of_copy, page_bytes], with the pages that are not in the host's memory
-    num_read: int = 0  # the first pages of the copy, after which one is lost
-
-
-class _Write(NamedTuple):
-    host: HostPage
-    page: np.ndarray  # u8[page_bytes], a copy
-
-
 Moved = Saved | Loaded
-_Work = PageLoad | _Save | _Load | _Write
+_Work = Callable[[], object]
 _Queue = SimpleQueue[_Work | None] | Queue[_Work | None]
 
 
@@ -109,12 +90,12 @@ class PageMover:
         gets the results."""
         for move in moves:
             if not isinstance(move, PageLoad):
-                self._moves.put(_Save(*move))
+                self._moves.put(partial(self._save, *move))
             elif move.from_store:
-                self._to_read.put(move)
+                self._to_read.put(partial(self._read, move))
             else:
                 for start, stop in self._copies_of(move):
-                    self._moves.put(_Load(move, start, stop))
+                    self._moves.put(partial(self._stage, move, start, stop))
 
     def took(self, moved: Moved) -> None:
         """What `on_moved` got has been used, or is not needed."""
@@ -132,12 +113,16 @@ class PageMover:
             counts.num_prompts_lost = self._remote.num_failed
 
     def start(self) -> None:
-        """Starts the threads, once."""
+        """Starts the threads, once. They write to the memory that they work in: the first write is slow, and a request
+        would wait for it."""
         if self._threads:
             return
         queues: dict[str, _Queue] = {"engine-pages": self._moves}
+        self._moves.put(partial(self._staged, list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8))))
         if self._store is not None or self._remote is not None:
             queues |= {"engine-pages-read": self._to_read}
+            for _ in range(2):
+                self._to_read.put(lambda: self._buffers.put(self._new_buffer()))
         if self._store is not None:
             queues |= {"engine-pages-write": self._to_write}
         self._threads = [
@@ -153,7 +138,7 @@ class PageMover:
         num_done = 0
         for queue in queues:
             while not queue.empty() and num_done != most and (work := queue.get()) is not None:
-                self._do(work)
+                work()
                 num_done += 1
         return num_done > 0
 
@@ -195,85 +180,64 @@ class PageMover:
 
     def _serve(self, queue: _Queue) -> None:
         try:
-            self._touch_memory(queue)
             while (work := queue.get()) is not None and not self._is_closed:
-                self._do(work)
+                work()
         except Exception as error:
             self._on_failure(error)
 
-    def _touch_memory(self, queue: _Queue) -> None:
-        """Writes to the memory that the thread works in. The first write is slow, and a request would wait for it."""
-        if queue is self._to_read:
-            for _ in range(2):
-                buffer = self._new_buffer()
-                buffer.fill(0)
-                self._buffers.put(buffer)
-        elif queue is self._moves:
-            self._staged(list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8)))
-
     # --- the work ---
 
-    def _do(self, work: _Work) -> None:
-        if isinstance(work, _Save):
-            self._on_moved(Saved(work.save, self._saved(work)))
-        elif isinstance(work, _Load):
-            self._stage(work)
-        elif isinstance(work, _Write):
-            self._write(work)
-        else:
-            self._read(work)
-
-    def _saved(self, move: _Save) -> Exception | None:
-        """Copies the pages to their places. Returns the device's error."""
-        places = [self._place(host) for host in move.save.hosts]
-        for host in move.save.hosts:
+    def _save(self, save: PageSave, read: PagesRead) -> None:
+        """Copies the pages to their places."""
+        places = [self._place(host) for host in save.hosts]
+        for host in save.hosts:
             self._in_place[host.place] = None
         try:
-            move.read.copy_to(places)
+            read.copy_to(places)
         except Exception as error:
-            return error
-        for host, place in zip(move.save.hosts, places, strict=True):
+            self._on_moved(Saved(save, error))
+            return
+        for host, place in zip(save.hosts, places, strict=True):
             host.checksum = xxh3_64_intdigest(place)
             self._in_place[host.place] = host
             if self._store is not None:
-                self._ask_to_write(host, place)
-        return None
+                self._ask_to_write(self._store, host, place)
+        self._on_moved(Saved(save, None))
 
-    def _ask_to_write(self, host: HostPage, place: np.ndarray) -> None:
+    def _ask_to_write(self, store: PageStore, host: HostPage, place: np.ndarray) -> None:
         if self._to_write.full():
             self._num_unwritten += 1
         else:
-            self._to_write.put_nowait(_Write(host, place.copy()))
+            self._to_write.put_nowait(partial(self._write, store, host, place.copy()))
 
-    def _stage(self, move: _Load) -> None:
-        """Stages the pages of a copy, up to the first one that is lost, which ends the load."""
-        load, stop = move.load, move.stop
+    def _stage(self, load: PageLoad, start: int, stop: int, read: np.ndarray | None = None, num_read: int = 0) -> None:
+        """Stages a copy of a load, `load.away[start:stop]`, up to the first page that is lost, which ends the load.
+
+        Args:
+            read: u8[pages_of_copy, page_bytes], with the pages that are not in the host's memory.
+            num_read: the first pages of the copy, after which one is lost.
+        """
         if load.is_wanted and not load.is_cut:
             self._may_stage.acquire()  # `took` releases it
             if self._is_closed:
                 return
-            found = self._found_pages(move, stop)
-            load.is_cut = move.start + len(found) < stop
+            found: list[np.ndarray] = []
+            for place, away in enumerate(load.away[start:stop]):
+                page = self._on_host(away.host) if away.host is not None else None
+                if away.host is None and read is not None and place < num_read:
+                    page = read[place]
+                if page is None:
+                    break
+                found.append(page)
+            load.is_cut = start + len(found) < stop
             staged, error = self._staged(found)
             if staged is None:
                 load.is_cut = True
                 self._may_stage.release()
             is_last = load.is_cut or stop == len(load.away)
             self._on_moved(Loaded(load, staged, 0 if staged is None else len(found), is_last, error))
-        if move.read is not None:
-            self._give_back(move.read)
-
-    def _found_pages(self, move: _Load, stop: int) -> list[np.ndarray]:
-        """The bytes of the pages before `stop` and before the first one that is lost, each u8[page_bytes]."""
-        found: list[np.ndarray] = []
-        for place, away in enumerate(move.load.away[move.start : stop]):
-            page = self._on_host(away.host) if away.host is not None else None
-            if away.host is None and move.read is not None and place < move.num_read:
-                page = move.read[place]
-            if page is None:
-                break
-            found.append(page)
-        return found
+        if read is not None:
+            self._give_back(read)
 
     def _staged(self, pages: list[np.ndarray]) -> tuple[StagedPages | None, Exception | None]:
         """The pages on the device, or the device's error."""
@@ -313,7 +277,7 @@ class PageMover:
             pages = load.away[start:stop]
             into = zip(pages, read, strict=False)
             num_read = next((i for i, (p, to) in enumerate(into) if not (p.host or self._is_read(p, to))), len(pages))
-            self._moves.put(_Load(load, start, stop, read, num_read))
+            self._moves.put(partial(self._stage, load, start, stop, read, num_read))
             if num_read < len(pages):
                 return
 
@@ -322,17 +286,16 @@ class PageMover:
             self._buffers.put(buffer)
 
     def _new_buffer(self) -> np.ndarray:
-        return np.empty((self._pages_of_copy, self._page_bytes), np.uint8)
+        return np.full((self._pages_of_copy, self._page_bytes), 0, np.uint8)  # `zeros` would leave it to the first use
 
     def _is_read(self, page: AwayPage, into: np.ndarray) -> bool:
         sources = (self._remote, self._store)
         return any(source is not None and source.load(page.digest, page.tokens, into) for source in sources)
 
-    def _write(self, write: _Write) -> None:
-        assert self._store is not None
+    def _write(self, store: PageStore, host: HostPage, page: np.ndarray) -> None:
         with self._writing:
-            if write.host.is_trusted:
-                self._store.store(write.host.digest, write.host.tokens, write.page)
+            if host.is_trusted:
+                store.store(host.digest, host.tokens, page)
 
     def _place(self, host: HostPage) -> np.ndarray:
         if self._memory is None:
