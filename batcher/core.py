@@ -12,13 +12,12 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.deferred_programs import DeferredPrograms
 from batcher.delivery import Delivery, StepDelivery
 from batcher.page_events import PageEventRecorder, PageEventSink
-from batcher.page_store import NoPage
 from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
 from batcher.requests.page_mover import Moved, Saved
 from batcher.scheduling.multi_step import SeveralSteps
-from batcher.scheduling.page_moves import HostPage, PageLoad, PageSave
+from batcher.scheduling.page_moves import PageLoad, PageSave
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import State
 from batcher.scheduling.row_tokens import OneToken
@@ -240,17 +239,6 @@ class EngineCore:
             for load in offloaded.overdue():
                 self.scheduler.end_load(load)
             offloaded.kept.drop_overdue(self._clock())
-
-    def find_kept(self, token: bytes, index: int) -> HostPage | NoPage:
-        """A page that is kept for another engine. Any thread may call it."""
-        offloaded = self.scheduler.offloaded
-        prompt = None if offloaded is None else offloaded.kept.get(token)
-        return NoPage.NEVER if prompt is None else prompt.find(index)
-
-    def drop_kept(self, token: bytes) -> None:
-        """Another engine has taken the pages of a prompt."""
-        if self.scheduler.offloaded is not None:
-            self.scheduler.offloaded.kept.drop(token)
 
     # --- failure ---
 

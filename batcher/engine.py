@@ -41,32 +41,29 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from queue import SimpleQueue
 from random import Random
 
 from batcher.buckets import BucketLadder
-from batcher.change import Change, OnDone, Pause, PauseMode, Resume
+from batcher.change import Change, ForgetPrefixes, OnDone, Pause, PauseMode, Resume
 from batcher.config import EngineConfig
 from batcher.core import EngineCore, InFlight
 from batcher.deferred_programs import DeferredPrograms, compile_while_serving
 from batcher.delivery import Delivery, StepDelivery, Tokens
-from batcher.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    InvalidRequestError,
-    StepTimeoutError,
-)
+from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, StepTimeoutError
 from batcher.grammar import Grammars
-from batcher.inbox import Inbox, Result
+from batcher.inbox import Abort, Inbox, Result, Taken
 from batcher.page_events import PageEventSink
 from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
-from batcher.requests.masks import Ask, MaskThreads, answer
-from batcher.requests.page_mover import Moved, PageMover
+from batcher.requests.masks import Answer, Ask, MaskThreads, answer
+from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
 from batcher.requests.pauses import Pauses
-from batcher.requests.staging import StagingThread, stage
+from batcher.requests.staging import Staged, StagingThread, stage
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.stats import EngineStats
@@ -109,14 +106,15 @@ class Engine:
         self.core = EngineCore(runner, config, ladder, clock, page_events)
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
-        self._staging_thread = StagingThread(runner, self._inbox.staged, self._inbox.failed)
+        self._staging_thread = StagingThread(runner, self._inbox.put)
         self._page_mover = self._make_page_mover()
         self._remote = None if config.offloading is None else config.offloading.remote
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
-        self._report: Callable[[str], None] = _say_nothing
+        self._report: Callable[[str], None] = _ignore
+        self._changes: deque[Change] = deque()  # to be made when no step is in flight; no other step starts
         self._is_unable = False  # a change has left the device unable to run steps
         self._pauses = Pauses(self.core.requests, self.core.scheduler)
         self._is_unchecked = False  # steps have run since the last check of integrity
@@ -185,11 +183,11 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them."""
-        self._inbox.forget_prefixes()
+        self._inbox.put(ForgetPrefixes())
 
     def change(self, change: Change) -> None:
         """Makes the change soon, between two steps. Raises EngineClosedError or EngineDeadError."""
-        self._inbox.change(change)
+        self._inbox.ask(change)
 
     def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
         """No request runs from now on until `resume`, and those that arrive wait. Raises EngineClosedError or
@@ -201,12 +199,12 @@ class Engine:
             on_done: is called on the engine's thread when no request runs any more, or with a ValueError if `resume`
                 was called before. Changes are made during a pause.
         """
-        self._inbox.pause(Pause(mode=mode, clear_cache=clear_cache, on_done=on_done))
+        self._inbox.ask(Pause(mode=mode, clear_cache=clear_cache, on_done=on_done))
 
     def resume(self, on_done: OnDone) -> None:
         """Requests run again. `on_done` is called on the engine's thread, also if there was no pause. Raises
         EngineClosedError or EngineDeadError."""
-        self._inbox.pause(Resume(on_done=on_done))
+        self._inbox.ask(Resume(on_done=on_done))
 
     def adapters_in_use(self) -> set[int]:
         """The LoRA adapters of the requests that have not had their last output."""
@@ -215,7 +213,8 @@ class Engine:
     def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
         """A page of the prompt of a request with `keep_as`, which has ended. Its bytes may change once it is kept no
         longer."""
-        host = self.core.find_kept(token, index)
+        offloaded = self.core.scheduler.offloaded
+        host = NoPage.NEVER if offloaded is None else offloaded.kept.find(token, index)
         if isinstance(host, NoPage):
             return host
         assert self._page_mover is not None and host.checksum is not None, "the mover has brought it there"
@@ -224,7 +223,7 @@ class Engine:
 
     def drop_kept(self, token: bytes) -> None:
         """The pages of the prompt are kept no longer."""
-        self._inbox.taken(token)
+        self._inbox.put(Taken(token))
 
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
@@ -399,26 +398,32 @@ class Engine:
                 self._deliver_step(self.core.complete(result))
 
     def _take_inbox(self) -> None:
-        """Takes in arrivals before aborts, so an abort never comes before its request."""
-        news = self._inbox.take()
-        if news.forgets_prefixes:
-            self._forget_prefixes()
-        for sequence in news.arrived:
-            self.core.requests.add(sequence)
-        for sequence, reason in news.aborted:
-            self._deliver(self.core.requests.abort(sequence, reason))
-        for mask in news.masks:
-            self._deliver(self.core.requests.take_mask(mask))
-        for staged in news.staged:
-            self._deliver(self.core.requests.take_staged(staged))
-        for moved in news.moved:
-            self._take_moved(moved)
-        for token in news.taken:
-            self.core.drop_kept(token)
-        for pause in news.pauses:
-            self._deliver(self._pauses.take(pause))
-        self.core.give_up()
-        self._deliver(self.core.requests.expire())
+        """Takes in what other threads have told, in the order of its coming."""
+        core = self.core
+        for news in self._inbox.take():
+            match news:
+                case RequestState():
+                    core.requests.add(news)
+                case Abort(sequence, reason):
+                    self._deliver(core.requests.abort(sequence, reason))
+                case Answer():
+                    self._deliver(core.requests.take_mask(news))
+                case Staged():
+                    self._deliver(core.requests.take_staged(news))
+                case Saved() | Loaded():
+                    self._take_moved(news)
+                case Taken(token) if core.scheduler.offloaded is not None:
+                    core.scheduler.offloaded.kept.drop(token)
+                case Change():
+                    self._changes.append(news)
+                case Pause() | Resume():
+                    self._deliver(self._pauses.take(news))
+                case ForgetPrefixes():
+                    self._forget_prefixes()
+                case Exception() if not self._inbox.is_stopping:
+                    raise news
+        core.give_up()
+        self._deliver(core.requests.expire())
 
     def _dispatch(self) -> InFlight | None:
         """Dispatches a step, and begins the moves of pages that come before it."""
@@ -431,11 +436,12 @@ class Engine:
         return self.core.can_dispatch() and self._serves()
 
     def _serves(self) -> bool:
-        return not (self._inbox.has_changes or self._is_unable or self._pauses.is_paused)
+        return not (self._changes or self._is_unable or self._pauses.is_paused)
 
     def _make_changes(self) -> None:
         """Makes the changes that wait, if no step is in flight."""
-        while not self.core.in_flight and (change := self._inbox.take_change()) is not None:
+        while self._changes and not self.core.in_flight:
+            change = self._changes.popleft()
             try:
                 self.core.change(change.work)
             except Exception as error:
@@ -523,8 +529,8 @@ class Engine:
             self._capacity,
             offloaded.num_pages,
             offloading,
-            on_moved=lambda moved: self._inbox.moved(moved) if self._threads else self._take_moved(moved),
-            on_failure=self._inbox.failed,
+            on_moved=lambda moved: self._inbox.put(moved) if self._threads else self._take_moved(moved),
+            on_failure=self._inbox.put,
         )
 
     def _take_moved(self, moved: Moved) -> None:
@@ -545,10 +551,10 @@ class Engine:
 
     def _refuse_rest(self, error: Exception) -> None:
         """Answers those who wait for a change or a pause that will not be made."""
-        for asked in self._inbox.take().pauses:
-            asked.on_done(error)
-        while (change := self._inbox.take_change()) is not None:
-            change.on_done(error)
+        asked = [*self._changes, *(news for news in self._inbox.take() if isinstance(news, Change | Pause | Resume))]
+        self._changes.clear()
+        for each in asked:
+            each.on_done(error)
         self._pauses.fail(error)
 
     def _check_not_stuck(self) -> None:
@@ -561,21 +567,8 @@ class Engine:
         _log.critical("the engine is dead", exc_info=error)
         orphans = self._inbox.die(error)
         message = f"the engine died: {type(error).__name__}: {error}"
-        self._deliver(
-            [
-                (
-                    sequence,
-                    RequestOutput(
-                        request_id=sequence.request_id,
-                        number=sequence.number,
-                        finish_reason=FinishReason.ERROR,
-                        error=message,
-                        error_code=ErrorCode.ENGINE_DEAD,
-                    ),
-                )
-                for sequence in orphans
-            ]
-        )
+        last = partial(RequestOutput, finish_reason=FinishReason.ERROR, error=message, error_code=ErrorCode.ENGINE_DEAD)
+        self._deliver([(seq, last(request_id=seq.request_id, number=seq.number)) for seq in orphans])
         self._refuse_rest(EngineDeadError(message))
         self._inbox.ended(())  # wakes those who wait, even if there was no request
         if self._on_death is not None:
@@ -590,12 +583,8 @@ def _result(step: InFlight) -> Result:
         return error
 
 
-def _say_nothing(_line: str) -> None:
-    """Before the warm-up there is nothing to report."""
-
-
-def _ignore(_output: RequestOutput) -> None:
-    """The listener of a request whose own listener has failed."""
+def _ignore(_news: object) -> None:
+    """In place of a listener that has failed, and of a report before the warm-up."""
 
 
 def _end_compiler(inbox: Inbox, compiler: threading.Thread) -> None:

@@ -33,15 +33,12 @@ class StagingThread:
     """The thread. It starts at the first `ask`.
 
     Args:
-        on_staged, on_failure: are called on it. A failure is an error that ends the engine, and the thread.
+        put: is called on it with the results. An exception is an error that ends the engine, and the thread.
     """
 
-    def __init__(
-        self, runner: Runner, on_staged: Callable[[Staged], None], on_failure: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, runner: Runner, put: Callable[[Staged | Exception], None]) -> None:
         self._runner = runner
-        self._on_staged = on_staged
-        self._on_failure = on_failure
+        self._put = put
         self._asked: SimpleQueue[int | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -66,7 +63,7 @@ class StagingThread:
     def _run(self) -> None:
         while (adapter := self._asked.get()) is not None and not self._is_closed:
             try:
-                self._on_staged(stage(self._runner, adapter))
+                self._put(stage(self._runner, adapter))
             except Exception as error:
-                self._on_failure(error)
+                self._put(error)
                 return
