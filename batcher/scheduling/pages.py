@@ -13,33 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
+from batcher.page_events import PageObserver
 from batcher.scheduling.prefix import StoredPrefix
-
-
-class PageObserver(Protocol):
-    """Hears what happens to stored pages. Called in the middle of the pool's methods, so it calls none of them."""
-
-    def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """A used page can be found now. `tokens` are the bytes of i32[page_size]."""
-
-    def released(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """A stored page has become reusable."""
-
-    def acquired(self, page: int) -> None:
-        """A reusable page is used again."""
-
-    def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """A reusable page is given to a request, which will write to it."""
-
-    def forgotten(self, page: int | None, digest: bytes) -> None:
-        """The K/V of this digest are not to be trusted. `page` has them, unless the pool does not know the digest."""
-
-    def cleared(self) -> None:
-        """All stored pages are forgotten."""
 
 
 class PagePool:
