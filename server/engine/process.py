@@ -253,7 +253,8 @@ def _serve(
                         weights.ask(command)
                 case wire.LoadAdapter() | wire.UnloadAdapter() | wire.UndoLoad() as change:
                     if adapters is None:
-                        sender.put(wire.AdapterAnswer(error="This engine has no LoRA adapters: --enable-lora."))
+                        error = "This engine has no LoRA adapters: --enable-lora."
+                        sender.put(wire.AdapterAnswer(error=error, number=change.number))
                     else:
                         adapters.ask(change, sender.put)
                 case wire.AddFrontend(frontend=number) as added:
