@@ -17,7 +17,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from batcher.page_events import PageObserver
-from batcher.scheduling.prefix import StoredPrefix
+
+
+class StoredPrefix:
+    """The longest stored prefix of a waiting request. The pool keeps it up to date while the request waits, so a long
+    one is not searched for again in every step."""
+
+    __slots__ = ("num_reusable", "pages")
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.num_reusable = 0  # pages among these that no sequence refers to
 
 
 class PagePool:

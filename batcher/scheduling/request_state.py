@@ -13,7 +13,7 @@ from batcher.grammar import Matcher
 from batcher.request import Pooling, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.sampling_table import PARAMETERS, is_asked
 from batcher.scheduling.page_moves import PageLoad
-from batcher.scheduling.prefix import StoredPrefix
+from batcher.scheduling.pages import StoredPrefix
 from batcher.step import Variant
 
 OnOutput = Callable[[RequestOutput], None]

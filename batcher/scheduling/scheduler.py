@@ -46,7 +46,7 @@ from batcher.config import EngineConfig
 from batcher.request import Pooling
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.offloading import OffloadedPages
-from batcher.scheduling.plan import Chunk, StepPlan, Work
+from batcher.scheduling.plan import Chunk, StepPlan
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.row_tokens import OneToken
@@ -112,7 +112,7 @@ class Scheduler(RequestQueues):
         chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
         if not singles and not chunks:
             return None
-        return self._plan(Work(decodes=singles, chunks=chunks, admitted=admitted, grown=grown))
+        return self._plan_ones(singles, chunks, admitted, grown) if chunks else self._plan_decodes(singles, grown)
 
     def _exchange_rows(self) -> None:
         """Rule 8, for the first request that found no room in the last step."""
@@ -295,21 +295,17 @@ class Scheduler(RequestQueues):
         if rest < count:
             chunks[-1] = (seq, count - rest)
 
-    def _plan(self, work: Work) -> StepPlan:
+    def _plan_decodes(self, decodes: list[RequestState], grown: list[tuple[RequestState, int]]) -> StepPlan:
         """Rule 9."""
-        if work.chunks:
-            return self._plan_ones(work)
-        is_alone = not self.waiting and len(work.decodes) == len(self.running)
-        has_adapters = self._have_adapters(work.decodes)
-        several = self.row_tokens.several(
-            work.decodes, self.last_step + 1, is_alone=is_alone, has_adapters=has_adapters
-        )
+        is_alone = not self.waiting and len(decodes) == len(self.running)
+        has_adapters = self._have_adapters(decodes)
+        several = self.row_tokens.several(decodes, self.last_step + 1, is_alone=is_alone, has_adapters=has_adapters)
         if several is None:
-            return self._plan_ones(work)
-        q_lens = {seq: self._fit(seq, most, work.grown) for seq, most in several.most.items()}
+            return self._plan_ones(decodes, [], [], grown)
+        q_lens = {seq: self._fit(seq, most, grown) for seq, most in several.most.items()}
         if any(q_len > 1 for q_len in q_lens.values()):
-            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in work.decodes], several.bucket, work.grown)
-        plan = self._plan_ones(work)
+            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], several.bucket, grown)
+        plan = self._plan_ones(decodes, [], [], grown)
         plan.looks_up = several.looks_up
         return plan
 
@@ -346,9 +342,14 @@ class Scheduler(RequestQueues):
                 plan.masks.append((seq, seq.take_mask()))
         return plan
 
-    def _plan_ones(self, work: Work) -> StepPlan:
-        """The step in which each decoding row draws one token, with the chunks of prompts."""
-        decodes, chunks = work.decodes, work.chunks
+    def _plan_ones(
+        self,
+        decodes: list[RequestState],
+        chunks: list[tuple[RequestState, int]],
+        admitted: list[RequestState],
+        grown: list[tuple[RequestState, int]],
+    ) -> StepPlan:
+        """The step in which each decoding row draws one token, with the chunks of prompts, of some tokens each."""
         self.last_step += 1
         number = self.last_step
         ones = [seq for seq, count in chunks if count == 1]
@@ -401,10 +402,10 @@ class Scheduler(RequestQueues):
             num_singles=len(decodes) + len(ones),
             num_tokens=num_tokens,
             chunks=listed,
-            admitted=work.admitted,
+            admitted=admitted,
             adapters=self.adapters.take_writes(),
             masks=masks,
-            grown=work.grown,
+            grown=grown,
         )
 
     def _have_adapters(self, rows: list[RequestState]) -> bool:

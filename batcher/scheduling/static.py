@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batcher.scheduling.plan import StepPlan, Work
+from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler, Verdict
 from batcher.step import Bucket, Variant
@@ -55,7 +55,7 @@ class StaticScheduler(Scheduler):
                 chunks.append((seq, min(len(seq.to_compute) - seq.num_computed, budget)))
                 budget -= chunks[-1][1]
         if chunks:
-            return self._plan(Work(decodes=[], chunks=chunks, admitted=admitted, grown=[]))
+            return self._plan_ones([], chunks, admitted, [])
         longest = max((seq.limit for seq in self.running), default=0)
         decodes = [
             seq
@@ -66,7 +66,7 @@ class StaticScheduler(Scheduler):
         if not num_wanted:
             return None
         grown = [self._grow(seq) for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
-        plan = self._plan(Work(decodes=decodes, chunks=chunks, admitted=admitted, grown=grown))
+        plan = self._plan_ones(decodes, [], admitted, grown)
         plan.num_ended = len(decodes) - num_wanted
         return plan
 
