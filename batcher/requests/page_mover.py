@@ -71,7 +71,7 @@ class PageMover:
         self._num_pages = num_pages
         self._memory: np.ndarray | None = None  # u8[num_pages, page_bytes], made at the first move
         self._in_place: list[HostPage | None] = [None] * num_pages
-        self._store, self._remote = offloading.store, offloading.remote
+        self._store, self._remote, self._tiers = offloading.store, offloading.remote, offloading.tiers
         self._on_moved, self._on_failure = on_moved, on_failure
         self._moves: _Queue = SimpleQueue()
         self._to_read: _Queue = SimpleQueue()
@@ -119,7 +119,7 @@ class PageMover:
             return
         queues: dict[str, _Queue] = {"engine-pages": self._moves}
         self._moves.put(partial(self._staged, list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8))))
-        if self._store is not None or self._remote is not None:
+        if self._tiers:
             queues |= {"engine-pages-read": self._to_read}
             for _ in range(2):
                 self._to_read.put(lambda: self._buffers.put(self._new_buffer()))
@@ -145,11 +145,9 @@ class PageMover:
     def clear_store(self) -> None:
         """The store forgets all pages, and gets none that is not trusted any more. Waits for a page that is being
         written. Those of other engines are not expected any more."""
-        if self._remote is not None:
-            self._remote.clear()
-        if self._store is not None:
-            with self._writing:
-                self._store.clear()
+        with self._writing:
+            for tier in self._tiers:
+                tier.clear()
 
     def close(self) -> None:
         """The threads are to end after the moves that they are at."""
@@ -165,9 +163,8 @@ class PageMover:
         """Waits until the threads have ended, and closes the store."""
         for thread in self._threads:
             thread.join()
-        for source in (self._store, self._remote):
-            if source is not None:
-                source.close()
+        for tier in self._tiers:
+            tier.close()
 
     # --- any thread ---
 
@@ -289,8 +286,7 @@ class PageMover:
         return np.full((self._pages_of_copy, self._page_bytes), 0, np.uint8)  # `zeros` would leave it to the first use
 
     def _is_read(self, page: AwayPage, into: np.ndarray) -> bool:
-        sources = (self._remote, self._store)
-        return any(source is not None and source.load(page.digest, page.tokens, into) for source in sources)
+        return any(tier.load(page.digest, page.tokens, into) for tier in self._tiers)
 
     def _write(self, store: PageStore, host: HostPage, page: np.ndarray) -> None:
         with self._writing:

@@ -92,7 +92,7 @@ class OffloadedPages(PageObserver):
             raise ValueError(
                 f"the host's memory has no room for a page of {capacity.page_bytes} bytes: {offloading.host_bytes=}"
             )
-        self._store, self._remote = offloading.store, offloading.remote
+        self._store, self._tiers = offloading.store, offloading.tiers
         self._keep_s = offloading.keep_s
         self._saves_all = self._store is not None or self._keep_s is not None
         self._pages_of_copy, self._page_bytes = capacity.pages_of_copy, capacity.page_bytes
@@ -287,7 +287,7 @@ class OffloadedPages(PageObserver):
 
     def _is_away(self, digest: bytes) -> bool:
         """Whether another engine or the store has the page."""
-        return any(source is not None and source.has(digest) for source in (self._remote, self._store))
+        return any(tier.has(digest) for tier in self._tiers)
 
     def load(self, seq: RequestState, first: int, away: list[AwayPage]) -> None:
         """The request has pages, and these are to come to those from index `first` on."""
