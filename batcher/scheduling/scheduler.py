@@ -388,7 +388,7 @@ class Scheduler(RequestQueues):
         variant = next((variant for is_asked, variant in asked if is_asked), Variant.GREEDY)
         return StepPlan(
             number=number,
-            bucket=self._bucket(
+            bucket=self.ladder.choose(
                 num_tokens,
                 len(rows),
                 decode_only=not longer,
@@ -411,10 +411,3 @@ class Scheduler(RequestQueues):
     def _have_adapters(self, rows: list[RequestState]) -> bool:
         """Whether one of the rows has an adapter."""
         return self.adapters.has_rows and any(seq.adapter_slot for seq in rows)
-
-    def _bucket(
-        self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant, has_adapters: bool
-    ) -> Bucket:
-        return self.ladder.choose(
-            num_tokens, num_rows, decode_only=decode_only, variant=variant, has_adapters=has_adapters
-        )
