@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+@dataclass(eq=False, slots=True)
 class HostPage:
     """A page in the host's memory. Its bytes are the mover's."""
 
-    __slots__ = ("checksum", "digest", "is_coming", "is_trusted", "num_keepers", "place", "tokens")
-
-    def __init__(self, place: int, digest: bytes, tokens: bytes) -> None:
-        self.place = place  # in the host's memory
-        self.digest = digest
-        self.tokens = tokens
-        self.is_coming = True  # a copy that is on its way brings its bytes
-        self.is_trusted = True  # False: its K/V are not to be found again, in the store neither
-        self.num_keepers = 0  # prompts that are kept for other engines; it is not evicted before they go
-        self.checksum: int | None = None  # of its bytes; None: they are not there. Only the mover reads and writes it
+    place: int  # in the host's memory
+    digest: bytes
+    tokens: bytes
+    is_coming: bool = True  # a copy that is on its way brings its bytes
+    is_trusted: bool = True  # False: its K/V are not to be found again, in the store neither
+    num_keepers: int = 0  # prompts that are kept for other engines; it is not evicted before they go
+    checksum: int | None = None  # of its bytes; None: they are not there. Only the mover reads and writes it
 
 
 class AwayPage(NamedTuple):

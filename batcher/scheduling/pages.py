@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from batcher.page_events import PageObserver
 
 
+@dataclass(eq=False, slots=True)
 class StoredPrefix:
     """The longest stored prefix of a waiting request. The pool keeps it up to date while the request waits, so a long
     one is not searched for again in every step."""
 
-    __slots__ = ("num_reusable", "pages")
-
-    def __init__(self) -> None:
-        self.pages: list[int] = []
-        self.num_reusable = 0  # pages among these that no sequence refers to
+    pages: list[int] = field(default_factory=list)
+    num_reusable: int = 0  # pages among these that no sequence refers to
 
 
 class PagePool:
