@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from batcher.buckets import BucketLadder
@@ -39,7 +40,7 @@ class InFlight:
     """A dispatched step whose result has not been read."""
 
     plan: StepPlan
-    handle: StepHandle
+    handle: StepHandle | Future[StepOutput]
 
 
 class EngineCore:
@@ -97,11 +98,13 @@ class EngineCore:
         self._counts.num_stand_in_steps += plan.bucket != bucket
         counting.count_plan(self._counts, plan, self._clock)
         self._step_log.dispatched(plan, self._clock())
+        handle: StepHandle | Future[StepOutput]
         try:
             handle = self._runner.execute(self._packer.pack(plan))
         except Exception as error:
             self._failure = error
-            handle = _Refused(error)
+            handle = Future()
+            handle.set_exception(error)
         self.in_flight.append(InFlight(plan, handle))
         self.step_watch.dispatched()
         return self.in_flight[-1]
@@ -221,11 +224,6 @@ class EngineCore:
         if moved.is_last:
             self.scheduler.end_load(load)
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether rows wait for pages."""
-        return self.scheduler.offloaded is not None and self.scheduler.offloaded.is_loading_any
-
     def next_give_ups(self) -> tuple[float | None, ...]:
         """When `give_up` has something to do, by the clock."""
         offloaded = self.scheduler.offloaded
@@ -281,13 +279,3 @@ def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder, c
     elif ladder.config.num_drafts:
         row_tokens = Drafts(ladder, config.step_times, config.draft_cost)
     return Scheduler(capacity, ladder, config, row_tokens, clock)
-
-
-class _Refused:
-    """The handle of a step that never started."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> StepOutput:
-        raise self._error

@@ -52,7 +52,7 @@ from batcher.change import Change, ForgetPrefixes, OnDone, Pause, PauseMode, Res
 from batcher.config import EngineConfig
 from batcher.core import EngineCore, InFlight
 from batcher.deferred_programs import DeferredPrograms, compile_while_serving
-from batcher.delivery import Delivery, StepDelivery, Tokens
+from batcher.delivery import Delivery, Tokens
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, StepTimeoutError
 from batcher.grammar import Grammars
 from batcher.inbox import Abort, Inbox, Result, Taken
@@ -164,17 +164,14 @@ class Engine:
             matcher=None if grammar is None or self._grammars is None else self._grammars.matcher(grammar),
         )
         if self.config.prefix_caching:
-            self._add_digests(sequence)
+            # On the caller's thread, which gives way between parts: one that computes on would keep the engine's thread
+            # from the interpreter for milliseconds.
+            while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
+                time.sleep(GIVE_WAY_S)
         if request.source is not None and self._remote is not None:
             count = (sequence.num_prompt - 1) // self._capacity.page_size  # the last token is always computed
             self._remote.expect(sequence.digests[:count], request.source)
         self._inbox.accept(sequence)
-
-    def _add_digests(self, sequence: RequestState) -> None:
-        """Computes the digests of the prompt's pages on the caller's thread. It gives way between parts: a thread that
-        computes on would keep the engine's thread from the interpreter for milliseconds."""
-        while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
-            time.sleep(GIVE_WAY_S)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request soon, with `reason`: STOP if the caller found a stop string in the text. An id that is
@@ -373,8 +370,10 @@ class Engine:
         """Sleeps until there is something to do; takes the results that have arrived."""
         core = self.core
         core.tell_of_pages()
-        if self._is_unchecked and not core.requests.sequences and not core.in_flight:
-            self._check_when_idle()
+        is_idle = not core.requests.sequences and not core.in_flight
+        if self._is_unchecked and is_idle and not self._inbox.wait(IDLE_CHECK_S, is_idle=True):
+            self._is_unchecked = False
+            core.check_integrity()
         deadlines = core.requests.next_deadline(), core.step_watch.next_check(), *core.next_give_ups()
         times = [time for time in deadlines if time is not None]
         timeout_s = max(0.0, min(times) - self._clock()) if times else None
@@ -384,18 +383,17 @@ class Engine:
             core.step_watch.check()
         return results
 
-    def _check_when_idle(self) -> None:
-        """Checks the core's integrity if nothing arrives for `IDLE_CHECK_S`."""
-        if not self._inbox.wait(IDLE_CHECK_S, is_idle=True):
-            self._is_unchecked = False
-            self.core.check_integrity()
-
     def _take(self, results: list[Result]) -> None:
         for result in results:
             if isinstance(result, BaseException):
                 self._deliver(self.core.fail(result))
+                continue
+            step = self.core.complete(result)
+            self._deliver(step.outputs)
+            if step.tokens is not None and self._on_tokens is not None:
+                self._on_tokens(step.tokens)
             else:
-                self._deliver_step(self.core.complete(result))
+                self._deliver(step.plain_outputs())
 
     def _take_inbox(self) -> None:
         """Takes in what other threads have told, in the order of its coming."""
@@ -464,15 +462,6 @@ class Engine:
     def _forget_prefixes(self) -> None:
         self.core.scheduler.pool.clear_cache()
         self._clear_store()
-
-    def _deliver_step(self, step: StepDelivery) -> None:
-        self._deliver(step.outputs)
-        if step.tokens is None:
-            return
-        if self._on_tokens is None:
-            self._deliver(step.plain_outputs())
-        else:
-            self._on_tokens(step.tokens)
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         ended = []
@@ -558,8 +547,9 @@ class Engine:
         self._pauses.fail(error)
 
     def _check_not_stuck(self) -> None:
-        core = self.core
-        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging or core.is_loading
+        core, offloaded = self.core, self.core.scheduler.offloaded
+        is_loading = offloaded is not None and offloaded.is_loading_any
+        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging or is_loading
         is_waiting = core.in_flight or is_asking or not self._serves()
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 

@@ -57,9 +57,12 @@ class LiveRequests:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a queued request, by the clock. None if there is none."""
-        while self._deadlines and not _still_queued(self._deadlines[0][2]):
+        while self._deadlines:
+            due, _, seq = self._deadlines[0]
+            if seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0:  # not if it was admitted before
+                return due
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return None
 
     def expire(self) -> list[Delivery]:
         """Ends the queued requests whose deadline has passed."""
@@ -143,8 +146,3 @@ class LiveRequests:
         if reason is not FinishReason.ERROR and seq.output:
             self._scheduler.forecast.finished(seq, stopped=reason is FinishReason.STOP)
         counting.count_end(self._counts, seq, reason)
-
-
-def _still_queued(seq: RequestState) -> bool:
-    """Whether the deadline still applies. It does not for a preempted request, which was admitted before."""
-    return seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0

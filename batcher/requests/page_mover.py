@@ -18,7 +18,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import Offloading, PageStore
-from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
+from batcher.scheduling.page_moves import HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.step import MAX_PAGE_COPIES, Capacity, PagesRead, Runner, StagedPages
 
 SMALL_LOAD = 2  # of the largest copies; loads up to it have small ones
@@ -197,15 +197,13 @@ class PageMover:
         for host, place in zip(save.hosts, places, strict=True):
             host.checksum = xxh3_64_intdigest(place)
             self._in_place[host.place] = host
-            if self._store is not None:
-                self._ask_to_write(self._store, host, place)
+            if self._store is None:
+                continue
+            if self._to_write.full():
+                self._num_unwritten += 1
+            else:
+                self._to_write.put_nowait(partial(self._write, self._store, host, place.copy()))
         self._on_moved(Saved(save, None))
-
-    def _ask_to_write(self, store: PageStore, host: HostPage, place: np.ndarray) -> None:
-        if self._to_write.full():
-            self._num_unwritten += 1
-        else:
-            self._to_write.put_nowait(partial(self._write, store, host, place.copy()))
 
     def _stage(self, load: PageLoad, start: int, stop: int, read: np.ndarray | None = None, num_read: int = 0) -> None:
         """Stages a copy of a load, `load.away[start:stop]`, up to the first page that is lost, which ends the load.
@@ -272,8 +270,11 @@ class PageMover:
                 self._give_back(read)
                 return
             pages = load.away[start:stop]
-            into = zip(pages, read, strict=False)
-            num_read = next((i for i, (p, to) in enumerate(into) if not (p.host or self._is_read(p, to))), len(pages))
+            num_read = 0
+            for page, to in zip(pages, read, strict=False):
+                if page.host is None and not any(tier.load(page.digest, page.tokens, to) for tier in self._tiers):
+                    break
+                num_read += 1
             self._moves.put(partial(self._stage, load, start, stop, read, num_read))
             if num_read < len(pages):
                 return
@@ -284,9 +285,6 @@ class PageMover:
 
     def _new_buffer(self) -> np.ndarray:
         return np.full((self._pages_of_copy, self._page_bytes), 0, np.uint8)  # `zeros` would leave it to the first use
-
-    def _is_read(self, page: AwayPage, into: np.ndarray) -> bool:
-        return any(tier.load(page.digest, page.tokens, into) for tier in self._tiers)
 
     def _write(self, store: PageStore, host: HostPage, page: np.ndarray) -> None:
         with self._writing:

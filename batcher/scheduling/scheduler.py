@@ -140,7 +140,8 @@ class Scheduler(RequestQueues):
             if not seq.decoding or seq.is_blocked or seq.num_emitted == seq.limit:
                 continue
             if seq.num_computed == len(seq.pages) * page_size:
-                if not self.pool.num_available and self._may_stall(seq):
+                may_stall = seq.num_stalls < self.max_stalls and running[-1].request.priority <= seq.request.priority
+                if not self.pool.num_available and may_stall:
                     seq.num_stalls += 1
                     stalled.append(seq)
                     continue
@@ -156,9 +157,6 @@ class Scheduler(RequestQueues):
             rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
             grown = [self._grow(seq) for seq in rows]
         return rows, grown
-
-    def _may_stall(self, seq: RequestState) -> bool:
-        return seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
 
     def _make_room(self, sequence: RequestState, promised: int) -> bool:
         """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
@@ -243,7 +241,9 @@ class Scheduler(RequestQueues):
             if not seq.needs_every_position:
                 usable = (seq.num_known - 1) // self.page_size  # the last token is always computed
                 self.pool.extend(prefix, seq.digests, usable, lambda page: seq.page_bytes(page, self.page_size))
-                if len(prefix.pages) < usable and self._is_coming(seq.digests[len(prefix.pages)], in_this_step):
+                missing = seq.digests[len(prefix.pages)] if len(prefix.pages) < usable else b""
+                is_loading = self.offloaded is not None and self.offloaded.is_loading(missing)
+                if missing in in_this_step or is_loading:
                     return Verdict.NEXT_STEP
         if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
             return Verdict.NO_TURN
@@ -265,10 +265,6 @@ class Scheduler(RequestQueues):
             return Verdict.ADMITTED
         self.offloaded.load(seq, first, away)
         return Verdict.LOADING
-
-    def _is_coming(self, digest: bytes, in_this_step: set[bytes]) -> bool:
-        """Whether the page of this digest will soon be on the device: this step computes it, or a row waits for it."""
-        return digest in in_this_step or (self.offloaded is not None and self.offloaded.is_loading(digest))
 
     def _has_room(self, seq: RequestState, num_new: int, num_revived: int) -> bool:
         """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""
