@@ -12,7 +12,6 @@ from batcher.step import Runner
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER
-from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 
 
@@ -67,32 +66,3 @@ class AllAdapters:
         self._leader.send(commands.ForgetAdapter(identity))
         if has_own:
             self._own.forget(identity)
-
-
-class FollowersAdapters:
-    """Loads and stages adapters on a follower as the leader says, and answers it."""
-
-    def __init__(self, store: AdapterStore, runner: Runner, follower: Follower) -> None:
-        self._store = store
-        self._runner = runner
-        self._follower = follower
-        self._held: set[int] = set()
-
-    def follow(self, command: commands.AdapterCommand) -> None:
-        """Does what the command says. Errors other than a refusal are raised."""
-        match command:
-            case commands.LoadAdapter(path=path):
-                self._follower.answer(command, lambda: self._load(path))
-            case commands.ForgetAdapter(identity=identity):
-                if identity in self._held:  # else the leader forgets what another host has found
-                    self._held.discard(identity)
-                    self._store.forget(identity)
-            case commands.StageAdapter(identity=identity):
-                self._follower.answer(command, lambda: self._runner.stage_adapter(identity))
-            case commands.UnstageAdapter(identity=identity):
-                self._runner.unstage_adapter(identity)
-
-    def _load(self, path: str) -> int:
-        identity = self._store.load(path)
-        self._held.add(identity)
-        return identity

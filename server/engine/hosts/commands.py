@@ -102,10 +102,9 @@ class Fail(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
+WeightsCommand = Check | Prepare | Commit | Abandon
 AdapterCommand = LoadAdapter | ForgetAdapter | StageAdapter | UnstageAdapter
-Command = (
-    Welcome | UsePages | Compile | Step | Recover | Check | Prepare | Commit | Abandon | AdapterCommand | Stop | Fail
-)
+Command = Welcome | UsePages | Compile | Step | Recover | WeightsCommand | AdapterCommand | Stop | Fail
 
 
 class Numbered(msgspec.Struct, array_like=True):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER
-from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.process import Weights
 from server.engine.wire import ChangeWeights
@@ -52,29 +51,3 @@ class AllWeights:
     def abandon(self) -> None:
         self._leader.send(commands.Abandon())
         self._own.abandon()
-
-
-class FollowersWeights:
-    """Changes a follower's weights as the leader says, and answers it."""
-
-    def __init__(self, weights: Weights, follower: Follower) -> None:
-        self._weights = weights
-        self._follower = follower
-        self._is_prepared = False
-
-    def follow(self, command: commands.Check | commands.Prepare | commands.Commit | commands.Abandon) -> None:
-        """Does what the command says, with no step in flight. Errors other than a refusal are raised: this host then
-        ends, and all others with it."""
-        match command:
-            case commands.Check(change=change):
-                self._follower.answer(command, lambda: dict(self._weights.check(change)))
-            case commands.Prepare():
-                self._is_prepared = self._follower.answer(command, self._weights.prepare)
-            case commands.Commit():
-                self._is_prepared = False
-                self._weights.commit()
-                self._follower.answer(command, lambda: None)
-            case commands.Abandon():
-                if self._is_prepared:
-                    self._is_prepared = False
-                    self._weights.abandon()
