@@ -50,7 +50,7 @@ class Inbox:
     def __init__(self, max_live: int, max_waiting: int) -> None:
         self._max_live = max_live
         self._max_waiting = max_waiting
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
         # For those who wait until no request is live, or the engine is dead or about to stop.
         self._idle = threading.Condition(self._lock)
@@ -74,7 +74,7 @@ class Inbox:
             EngineClosedError, EngineDeadError: no more requests are taken.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             if sequence.request_id in self._live:
                 raise InvalidRequestError("request_id", f"a request {sequence.request_id!r} is running already")
             if len(self._live) >= self._max_live:
@@ -82,15 +82,13 @@ class Inbox:
             sequence.number = self._num_accepted
             self._num_accepted += 1
             self._live[sequence.request_id] = sequence
-            self._news.append(sequence)
-            self._wake.notify()
+            self.put(sequence)
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
         """The request is to end. An id that is not live is ignored."""
         with self._lock:
             if request_id in self._live:
-                self._news.append(Abort(self._live[request_id], reason))
-                self._wake.notify()
+                self.put(Abort(self._live[request_id], reason))
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """These requests have had their last output."""
@@ -128,9 +126,8 @@ class Inbox:
     def ask(self, asked: Change | Pause | Resume) -> None:
         """As `put`. Raises EngineClosedError or EngineDeadError."""
         with self._lock:
-            self._check_open()
-            self._news.append(asked)
-            self._wake.notify()
+            self.check_open()
+            self.put(asked)
 
     def returned(self, result: Result) -> None:
         """The oldest step whose result was not there has returned."""
@@ -227,18 +224,12 @@ class Inbox:
     def check_open(self) -> None:
         """Raises EngineClosedError or EngineDeadError if no more requests are taken."""
         with self._lock:
-            self._check_open()
+            self.check_alive()
+            if self._is_closed:
+                raise EngineClosedError("the engine is shutting down and takes no more requests")
 
     def check_alive(self) -> None:
         """Raises EngineDeadError if the engine is dead."""
         with self._lock:
-            self._check_alive()
-
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine died: {self._death}")
-
-    def _check_open(self) -> None:
-        self._check_alive()
-        if self._is_closed:
-            raise EngineClosedError("the engine is shutting down and takes no more requests")
+            if self._death is not None:
+                raise EngineDeadError(f"the engine died: {self._death}")
