@@ -63,7 +63,8 @@ from batcher.requests.admission import make_request_state
 from batcher.requests.masks import Answer, Ask, MaskThreads, answer
 from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
 from batcher.requests.pauses import Pauses
-from batcher.requests.staging import Staged, StagingThread, stage
+from batcher.requests.staging import Staged, stage
+from batcher.requests.worker import Worker
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.stats import EngineStats
@@ -106,7 +107,7 @@ class Engine:
         self.core = EngineCore(runner, config, ladder, clock, page_events)
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
-        self._staging_thread = StagingThread(runner, self._inbox.put)
+        self._staging = Worker("engine-adapters", self._inbox.put)
         self._page_mover = self._make_page_mover()
         self._remote = None if config.offloading is None else config.offloading.remote
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
@@ -256,6 +257,8 @@ class Engine:
         )
         for thread in self._threads:
             thread.start()
+        if self._capacity.max_loras:
+            self._staging.start()
         if self._page_mover is not None:
             self._page_mover.start()
         if self._deferred_programs:
@@ -282,7 +285,7 @@ class Engine:
         for the steps in flight and ends the threads. May be called again, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
-        self._staging_thread.close()
+        self._staging.close()
         if self._page_mover is not None:
             self._page_mover.close()
         self._inbox.stop()
@@ -298,7 +301,7 @@ class Engine:
                 self._take([_result(self.core.in_flight[0])])
         self._mask_threads.close()
         if not is_stuck:
-            self._staging_thread.join()
+            self._staging.join()
             if self._page_mover is not None:
                 self._page_mover.join()
         if self._page_events is not None:
@@ -348,7 +351,7 @@ class Engine:
                 self._make_pauses()
                 self._ask_for_masks(self._mask_threads.ask)
                 for adapter in self._next_to_stage():
-                    self._staging_thread.ask(adapter)
+                    self._staging.do(partial(self._stage, adapter))
                 while (step := self._dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
@@ -500,6 +503,9 @@ class Engine:
 
     def _next_to_stage(self) -> list[int]:
         return self.core.next_to_stage(may_stage=self._serves()) if self._capacity.max_loras else []
+
+    def _stage(self, adapter: int) -> None:
+        self._inbox.put(stage(self._runner, adapter))
 
     def _stage_here(self) -> None:
         """Without threads: stages the adapters on the caller's thread."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
-from queue import Full, Queue, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import Offloading, PageStore
+from batcher.requests.worker import Worker
 from batcher.scheduling.page_moves import HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.step import MAX_PAGE_COPIES, Capacity, PagesRead, Runner, StagedPages
 
@@ -43,8 +43,6 @@ class Loaded(NamedTuple):
 
 
 Moved = Saved | Loaded
-_Work = Callable[[], object]
-_Queue = SimpleQueue[_Work | None] | Queue[_Work | None]
 
 
 class PageMover:
@@ -72,12 +70,11 @@ class PageMover:
         self._memory: np.ndarray | None = None  # u8[num_pages, page_bytes], made at the first move
         self._in_place: list[HostPage | None] = [None] * num_pages
         self._store, self._remote, self._tiers = offloading.store, offloading.remote, offloading.tiers
-        self._on_moved, self._on_failure = on_moved, on_failure
-        self._moves: _Queue = SimpleQueue()
-        self._to_read: _Queue = SimpleQueue()
-        self._to_write: Queue[_Work | None] = Queue(MAX_UNWRITTEN)
+        self._on_moved = on_moved
+        names = ("engine-pages-read", "engine-pages", "engine-pages-write")
+        self._workers = self._reads, self._moves, self._writes = [Worker(name, on_failure) for name in names]
         self._writing = threading.Lock()  # a page is written, or the store is cleared
-        self._threads: list[threading.Thread] = []
+        self._has_threads = False
         self._may_stage = threading.Semaphore(MAX_PAGE_COPIES)
         self._buffers: SimpleQueue[np.ndarray | None] = SimpleQueue()  # of the thread that reads
         self._is_closed = False
@@ -90,12 +87,12 @@ class PageMover:
         gets the results."""
         for move in moves:
             if not isinstance(move, PageLoad):
-                self._moves.put(partial(self._save, *move))
+                self._moves.do(partial(self._save, *move))
             elif move.from_store:
-                self._to_read.put(partial(self._read, move))
+                self._reads.do(partial(self._read, move))
             else:
                 for start, stop in self._copies_of(move):
-                    self._moves.put(partial(self._stage, move, start, stop))
+                    self._moves.do(partial(self._stage, move, start, stop))
 
     def took(self, moved: Moved) -> None:
         """What `on_moved` got has been used, or is not needed."""
@@ -115,31 +112,21 @@ class PageMover:
     def start(self) -> None:
         """Starts the threads, once. They write to the memory that they work in: the first write is slow, and a request
         would wait for it."""
-        if self._threads:
-            return
-        queues: dict[str, _Queue] = {"engine-pages": self._moves}
-        self._moves.put(partial(self._staged, list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8))))
+        self._has_threads = True
+        self._moves.do(partial(self._staged, list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8))))
+        self._moves.start()
         if self._tiers:
-            queues |= {"engine-pages-read": self._to_read}
             for _ in range(2):
-                self._to_read.put(lambda: self._buffers.put(self._new_buffer()))
+                self._reads.do(lambda: self._buffers.put(self._new_buffer()))
+            self._reads.start()
         if self._store is not None:
-            queues |= {"engine-pages-write": self._to_write}
-        self._threads = [
-            threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
-            for name, queue in queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+            self._writes.start()
 
     def work_here(self, most: int | None = None) -> bool:
         """Without threads: does the moves on the caller's thread, at most so many. Whether there were any."""
-        queues: tuple[_Queue, ...] = (self._to_read, self._moves, self._to_write)
         num_done = 0
-        for queue in queues:
-            while not queue.empty() and num_done != most and (work := queue.get()) is not None:
-                work()
-                num_done += 1
+        for worker in self._workers:
+            num_done += worker.work_here(None if most is None else most - num_done)
         return num_done > 0
 
     def clear_store(self) -> None:
@@ -154,15 +141,13 @@ class PageMover:
         self._is_closed = True
         self._may_stage.release()
         self._buffers.put(None)
-        self._moves.put(None)
-        self._to_read.put(None)
-        with suppress(Full):  # the writer looks at `_is_closed` after each page
-            self._to_write.put_nowait(None)
+        for worker in self._workers:
+            worker.close()
 
     def join(self) -> None:
         """Waits until the threads have ended, and closes the store."""
-        for thread in self._threads:
-            thread.join()
+        for worker in self._workers:
+            worker.join()
         for tier in self._tiers:
             tier.close()
 
@@ -172,15 +157,6 @@ class PageMover:
         """The bytes of a page, u8[page_bytes], if they are there. A later save may write to them, unless the page is
         kept; its checksum tells."""
         return self._place(host) if self._in_place[host.place] is host else None
-
-    # --- the threads ---
-
-    def _serve(self, queue: _Queue) -> None:
-        try:
-            while (work := queue.get()) is not None and not self._is_closed:
-                work()
-        except Exception as error:
-            self._on_failure(error)
 
     # --- the work ---
 
@@ -199,10 +175,10 @@ class PageMover:
             self._in_place[host.place] = host
             if self._store is None:
                 continue
-            if self._to_write.full():
+            if self._writes.num_waiting() >= MAX_UNWRITTEN:
                 self._num_unwritten += 1
             else:
-                self._to_write.put_nowait(partial(self._write, self._store, host, place.copy()))
+                self._writes.do(partial(self._write, self._store, host, place.copy()))
         self._on_moved(Saved(save, None))
 
     def _stage(self, load: PageLoad, start: int, stop: int, read: np.ndarray | None = None, num_read: int = 0) -> None:
@@ -263,7 +239,7 @@ class PageMover:
         """Reads the pages of the store and of other engines, copy by copy, up to the first one that is lost."""
         for start, stop in self._copies_of(load):
             # While one copy is read, the one before it is staged.
-            read = self._buffers.get() if self._threads else self._new_buffer()
+            read = self._buffers.get() if self._has_threads else self._new_buffer()
             if read is None:  # the end
                 return
             if not load.is_wanted:
@@ -275,12 +251,12 @@ class PageMover:
                 if page.host is None and not any(tier.load(page.digest, page.tokens, to) for tier in self._tiers):
                     break
                 num_read += 1
-            self._moves.put(partial(self._stage, load, start, stop, read, num_read))
+            self._moves.do(partial(self._stage, load, start, stop, read, num_read))
             if num_read < len(pages):
                 return
 
     def _give_back(self, buffer: np.ndarray) -> None:
-        if self._threads:
+        if self._has_threads:
             self._buffers.put(buffer)
 
     def _new_buffer(self) -> np.ndarray:
