@@ -60,10 +60,10 @@ from batcher.page_events import PageEventSink
 from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
+from batcher.requests.live_requests import Staged
 from batcher.requests.masks import Answer, Ask, MaskThreads, answer
 from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
 from batcher.requests.pauses import Pauses
-from batcher.requests.staging import Staged, stage
 from batcher.requests.worker import Worker
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
@@ -351,7 +351,7 @@ class Engine:
                 self._make_pauses()
                 self._ask_for_masks(self._mask_threads.ask)
                 for adapter in self._next_to_stage():
-                    self._staging.do(partial(self._stage, adapter))
+                    self._staging.do(lambda adapter=adapter: self._inbox.put(self._staged(adapter)))
                 while (step := self._dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
@@ -504,14 +504,19 @@ class Engine:
     def _next_to_stage(self) -> list[int]:
         return self.core.next_to_stage(may_stage=self._serves()) if self._capacity.max_loras else []
 
-    def _stage(self, adapter: int) -> None:
-        self._inbox.put(stage(self._runner, adapter))
+    def _staged(self, adapter: int) -> Staged:
+        """Stages the adapter on this thread. Raises errors that are not of its files."""
+        try:
+            self._runner.stage_adapter(adapter)
+        except (ValueError, OSError) as error:
+            return Staged(adapter, error)
+        return Staged(adapter, None)
 
     def _stage_here(self) -> None:
         """Without threads: stages the adapters on the caller's thread."""
         while adapters := self._next_to_stage():
             for adapter in adapters:
-                self._deliver(self.core.requests.take_staged(stage(self._runner, adapter)))
+                self._deliver(self.core.requests.take_staged(self._staged(adapter)))
 
     # --- pages that leave the device and come back ---
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from batcher.change import Change, ForgetPrefixes, Pause, Resume
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason
+from batcher.requests.live_requests import Staged
 from batcher.requests.masks import Answer
 from batcher.requests.page_mover import Moved
-from batcher.requests.staging import Staged
 from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from batcher.delivery import Delivery
 from batcher.grammar import GrammarError
 from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.requests import counting
 from batcher.requests.masks import Answer, Ask
-from batcher.requests.staging import Staged
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.stats import EngineStats
 
 _log = logging.getLogger(__name__)
+
+
+class Staged(NamedTuple):
+    """An adapter is on the device, or its weights cannot be read."""
+
+    adapter: int
+    error: Exception | None
 
 
 class LiveRequests:
