@@ -95,9 +95,8 @@ class ProcessEngineClient(EngineLink):
         self._folder = folder_for_sockets()
         self.commands, events = (f"ipc://{self._folder.path / name}" for name in ("commands", "events"))
         super().__init__(self.commands, events)
-        addresses = engine_process.Addresses(commands=self.commands, events=events)
         self.process = multiprocessing.get_context("spawn").Process(
-            target=engine_process.main, args=(addresses, target, engine_args, debug), name="engine"
+            target=engine_process.main, args=(self.commands, events, target, engine_args, debug), name="engine"
         )
         start_without_main(self.process)
 
