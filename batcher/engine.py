@@ -55,7 +55,7 @@ from batcher.deferred_programs import DeferredPrograms, compile_while_serving
 from batcher.delivery import Delivery, Tokens
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, StepTimeoutError
 from batcher.grammar import Grammars
-from batcher.inbox import Abort, Inbox, Result, Taken
+from batcher.inbox import Abort, Inbox, News, Result, Taken
 from batcher.page_events import PageEventSink
 from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
@@ -115,6 +115,7 @@ class Engine:
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _ignore
+        self._news: deque[News] = deque()  # taken from the inbox, and not taken in yet
         self._changes: deque[Change] = deque()  # to be made when no step is in flight; no other step starts
         self._is_unable = False  # a change has left the device unable to run steps
         self._pauses = Pauses(self.core.requests, self.core.scheduler)
@@ -401,8 +402,9 @@ class Engine:
     def _take_inbox(self) -> None:
         """Takes in what other threads have told, in the order of its coming."""
         core = self.core
-        for news in self._inbox.take():
-            match news:
+        self._news.extend(self._inbox.take())
+        while self._news:
+            match news := self._news.popleft():
                 case RequestState():
                     core.requests.add(news)
                 case Abort(sequence, reason):
@@ -551,10 +553,10 @@ class Engine:
 
     def _refuse_rest(self, error: Exception) -> None:
         """Answers those who wait for a change or a pause that will not be made."""
-        asked = [*self._changes, *(news for news in self._inbox.take() if isinstance(news, Change | Pause | Resume))]
+        for asked in (*self._changes, *self._news, *self._inbox.take()):
+            if isinstance(asked, Change | Pause | Resume):
+                asked.on_done(error)
         self._changes.clear()
-        for each in asked:
-            each.on_done(error)
         self._pauses.fail(error)
 
     def _check_not_stuck(self) -> None:
