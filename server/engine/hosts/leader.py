@@ -98,10 +98,10 @@ class Leader:
             if self._is_over:
                 answers.put(HostsError("the hosts of this engine have ended"))
         try:
-            found[LEADER] = own()
-        except (ValueError, OSError) as error:
-            faults[LEADER] = described(error)
-        try:
+            try:
+                found[LEADER] = own()
+            except (ValueError, OSError) as error:
+                faults[LEADER] = described(error)
             while len(found) + len(faults) <= len(self._names) and (answer := answers.next()) is not None:
                 if answer.error is None:
                     found[answer.host_id] = answer.found
