@@ -352,7 +352,7 @@ class Engine:
                 self._make_pauses()
                 self._ask_for_masks(self._mask_threads.ask)
                 for adapter in self._next_to_stage():
-                    self._staging.do(lambda adapter=adapter: self._inbox.put(self._staged(adapter)))
+                    self._staging.do(partial(self._stage, adapter, self._inbox.put))
                 while (step := self._dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
@@ -506,19 +506,20 @@ class Engine:
     def _next_to_stage(self) -> list[int]:
         return self.core.next_to_stage(may_stage=self._serves()) if self._capacity.max_loras else []
 
-    def _staged(self, adapter: int) -> Staged:
+    def _stage(self, adapter: int, tell: Callable[[Staged], object]) -> None:
         """Stages the adapter on this thread. Raises errors that are not of its files."""
         try:
             self._runner.stage_adapter(adapter)
         except (ValueError, OSError) as error:
-            return Staged(adapter, error)
-        return Staged(adapter, None)
+            tell(Staged(adapter, error))
+        else:
+            tell(Staged(adapter, None))
 
     def _stage_here(self) -> None:
         """Without threads: stages the adapters on the caller's thread."""
         while adapters := self._next_to_stage():
             for adapter in adapters:
-                self._deliver(self.core.requests.take_staged(self._staged(adapter)))
+                self._stage(adapter, lambda staged: self._deliver(self.core.requests.take_staged(staged)))
 
     # --- pages that leave the device and come back ---
 

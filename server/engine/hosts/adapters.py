@@ -33,7 +33,7 @@ class AllAdapters:
     def load(self, path: str) -> int:
         with self._lock:
             identities, faults = self._leader.ask(commands.LoadAdapter(path), lambda: self._own.load(path))
-            own = identities.get(LEADER)
+            own: int | None = identities.get(LEADER)
             for number, identity in identities.items():
                 if own is not None and identity != own:
                     faults[number] = "it finds other weights there than the leader"

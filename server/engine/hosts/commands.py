@@ -102,6 +102,7 @@ class Fail(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
+Question = Check | Prepare | Commit | LoadAdapter | StageAdapter
 WeightsCommand = Check | Prepare | Commit | Abandon
 AdapterCommand = LoadAdapter | ForgetAdapter | StageAdapter | UnstageAdapter
 Command = Welcome | UsePages | Compile | Step | Recover | WeightsCommand | AdapterCommand | Stop | Fail

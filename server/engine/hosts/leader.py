@@ -82,7 +82,9 @@ class Leader:
 
     # --- at any time ---
 
-    def ask(self, command: commands.Asked, own: Callable[[], commands.Found]) -> tuple[dict[int, Any], dict[int, str]]:
+    def ask(
+        self, command: commands.Question, own: Callable[[], commands.Found]
+    ) -> tuple[dict[int, Any], dict[int, str]]:
         """Has all hosts do what the command says at once, this one by `own`.
 
         Returns what hosts have found, and why others have changed nothing, by their numbers. RuntimeError if a host is
@@ -256,8 +258,9 @@ class Leader:
 
     def _lose(self, reason: str) -> None:
         if self._finish(commands.Fail(reason)):
-            for waiting in (self._arrivals, *self._asked.copy().values()):
-                waiting.put(HostsError(reason))
+            self._arrivals.put(HostsError(reason))
+            for answers in self._asked.copy().values():
+                answers.put(HostsError(reason))
             self._on_failure(reason)
 
 

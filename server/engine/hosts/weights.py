@@ -27,7 +27,7 @@ class AllWeights:
 
     def check(self, command: ChangeWeights) -> Mapping[str, str]:
         found, faults = self._leader.ask(commands.Check(command), lambda: dict(self._own.check(command)))
-        facts = found.get(LEADER)
+        facts: dict[str, str] | None = found.get(LEADER)
         for number, theirs in found.items():
             if facts is not None and theirs != facts:
                 faults[number] = f"it finds {theirs} where the leader finds {facts}"
