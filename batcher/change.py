@@ -53,3 +53,8 @@ class Resume:
     """Requests run again. `on_done` is as of `Pause`."""
 
     on_done: OnDone
+
+
+@dataclass(frozen=True)
+class ForgetPrefixes:
+    """The prefix cache is to be emptied."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from batcher.buckets import BucketLadder
@@ -12,13 +13,12 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.deferred_programs import DeferredPrograms
 from batcher.delivery import Delivery, StepDelivery
 from batcher.page_events import PageEventRecorder, PageEventSink
-from batcher.page_store import NoPage
 from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
 from batcher.requests.page_mover import Moved, Saved
 from batcher.scheduling.multi_step import SeveralSteps
-from batcher.scheduling.page_moves import HostPage, PageLoad, PageSave
+from batcher.scheduling.page_moves import PageLoad, PageSave
 from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import State
 from batcher.scheduling.row_tokens import OneToken
@@ -40,7 +40,7 @@ class InFlight:
     """A dispatched step whose result has not been read."""
 
     plan: StepPlan
-    handle: StepHandle
+    handle: StepHandle | Future[StepOutput]
 
 
 class EngineCore:
@@ -98,11 +98,13 @@ class EngineCore:
         self._counts.num_stand_in_steps += plan.bucket != bucket
         counting.count_plan(self._counts, plan, self._clock)
         self._step_log.dispatched(plan, self._clock())
+        handle: StepHandle | Future[StepOutput]
         try:
             handle = self._runner.execute(self._packer.pack(plan))
         except Exception as error:
             self._failure = error
-            handle = _Refused(error)
+            handle = Future()
+            handle.set_exception(error)
         self.in_flight.append(InFlight(plan, handle))
         self.step_watch.dispatched()
         return self.in_flight[-1]
@@ -222,11 +224,6 @@ class EngineCore:
         if moved.is_last:
             self.scheduler.end_load(load)
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether rows wait for pages."""
-        return self.scheduler.offloaded is not None and self.scheduler.offloaded.is_loading_any
-
     def next_give_ups(self) -> tuple[float | None, ...]:
         """When `give_up` has something to do, by the clock."""
         offloaded = self.scheduler.offloaded
@@ -240,17 +237,6 @@ class EngineCore:
             for load in offloaded.overdue():
                 self.scheduler.end_load(load)
             offloaded.kept.drop_overdue(self._clock())
-
-    def find_kept(self, token: bytes, index: int) -> HostPage | NoPage:
-        """A page that is kept for another engine. Any thread may call it."""
-        offloaded = self.scheduler.offloaded
-        prompt = None if offloaded is None else offloaded.kept.get(token)
-        return NoPage.NEVER if prompt is None else prompt.find(index)
-
-    def drop_kept(self, token: bytes) -> None:
-        """Another engine has taken the pages of a prompt."""
-        if self.scheduler.offloaded is not None:
-            self.scheduler.offloaded.kept.drop(token)
 
     # --- failure ---
 
@@ -293,13 +279,3 @@ def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder, c
     elif ladder.config.num_drafts:
         row_tokens = Drafts(ladder, config.step_times, config.draft_cost)
     return Scheduler(capacity, ladder, config, row_tokens, clock)
-
-
-class _Refused:
-    """The handle of a step that never started."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> StepOutput:
-        raise self._error

@@ -66,7 +66,7 @@ def compile_while_serving(
         try:
             runner.compile_later(bucket, report)
         except Exception as error:
-            inbox.failed(error)
+            inbox.put(error)
             return
         later.arrived(bucket)
     report(f"{num_left} more programs came in {clock() - started_s:.1f} s while serving")

@@ -41,32 +41,30 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from queue import SimpleQueue
 from random import Random
 
 from batcher.buckets import BucketLadder
-from batcher.change import Change, OnDone, Pause, PauseMode, Resume
+from batcher.change import Change, ForgetPrefixes, OnDone, Pause, PauseMode, Resume
 from batcher.config import EngineConfig
 from batcher.core import EngineCore, InFlight
 from batcher.deferred_programs import DeferredPrograms, compile_while_serving
-from batcher.delivery import Delivery, StepDelivery, Tokens
-from batcher.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    InvalidRequestError,
-    StepTimeoutError,
-)
+from batcher.delivery import Delivery, Tokens
+from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, StepTimeoutError
 from batcher.grammar import Grammars
-from batcher.inbox import Inbox, Result
+from batcher.inbox import Abort, Inbox, News, Result, Taken
 from batcher.page_events import PageEventSink
 from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
-from batcher.requests.masks import Ask, MaskThreads, answer
-from batcher.requests.page_mover import Moved, PageMover
+from batcher.requests.live_requests import Staged
+from batcher.requests.masks import Answer, Ask, MaskThreads, answer
+from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
 from batcher.requests.pauses import Pauses
-from batcher.requests.staging import StagingThread, stage
+from batcher.requests.worker import Worker
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
 from batcher.stats import EngineStats
@@ -109,14 +107,16 @@ class Engine:
         self.core = EngineCore(runner, config, ladder, clock, page_events)
         self._inbox = Inbox(limits.max_num_seqs + config.max_waiting, config.max_waiting)
         self._mask_threads = MaskThreads(self._inbox.computed)
-        self._staging_thread = StagingThread(runner, self._inbox.staged, self._inbox.failed)
+        self._staging = Worker("engine-adapters", self._inbox.put)
         self._page_mover = self._make_page_mover()
         self._remote = None if config.offloading is None else config.offloading.remote
         self._seeds = Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._seeds_lock = threading.Lock()
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
-        self._report: Callable[[str], None] = _say_nothing
+        self._report: Callable[[str], None] = _ignore
+        self._news: deque[News] = deque()  # taken from the inbox, and not taken in yet
+        self._changes: deque[Change] = deque()  # to be made when no step is in flight; no other step starts
         self._is_unable = False  # a change has left the device unable to run steps
         self._pauses = Pauses(self.core.requests, self.core.scheduler)
         self._is_unchecked = False  # steps have run since the last check of integrity
@@ -166,17 +166,14 @@ class Engine:
             matcher=None if grammar is None or self._grammars is None else self._grammars.matcher(grammar),
         )
         if self.config.prefix_caching:
-            self._add_digests(sequence)
+            # On the caller's thread, which gives way between parts: one that computes on would keep the engine's thread
+            # from the interpreter for milliseconds.
+            while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
+                time.sleep(GIVE_WAY_S)
         if request.source is not None and self._remote is not None:
             count = (sequence.num_prompt - 1) // self._capacity.page_size  # the last token is always computed
             self._remote.expect(sequence.digests[:count], request.source)
         self._inbox.accept(sequence)
-
-    def _add_digests(self, sequence: RequestState) -> None:
-        """Computes the digests of the prompt's pages on the caller's thread. It gives way between parts: a thread that
-        computes on would keep the engine's thread from the interpreter for milliseconds."""
-        while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
-            time.sleep(GIVE_WAY_S)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the request soon, with `reason`: STOP if the caller found a stop string in the text. An id that is
@@ -185,11 +182,11 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them."""
-        self._inbox.forget_prefixes()
+        self._inbox.put(ForgetPrefixes())
 
     def change(self, change: Change) -> None:
         """Makes the change soon, between two steps. Raises EngineClosedError or EngineDeadError."""
-        self._inbox.change(change)
+        self._inbox.ask(change)
 
     def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
         """No request runs from now on until `resume`, and those that arrive wait. Raises EngineClosedError or
@@ -201,12 +198,12 @@ class Engine:
             on_done: is called on the engine's thread when no request runs any more, or with a ValueError if `resume`
                 was called before. Changes are made during a pause.
         """
-        self._inbox.pause(Pause(mode=mode, clear_cache=clear_cache, on_done=on_done))
+        self._inbox.ask(Pause(mode=mode, clear_cache=clear_cache, on_done=on_done))
 
     def resume(self, on_done: OnDone) -> None:
         """Requests run again. `on_done` is called on the engine's thread, also if there was no pause. Raises
         EngineClosedError or EngineDeadError."""
-        self._inbox.pause(Resume(on_done=on_done))
+        self._inbox.ask(Resume(on_done=on_done))
 
     def adapters_in_use(self) -> set[int]:
         """The LoRA adapters of the requests that have not had their last output."""
@@ -215,7 +212,8 @@ class Engine:
     def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
         """A page of the prompt of a request with `keep_as`, which has ended. Its bytes may change once it is kept no
         longer."""
-        host = self.core.find_kept(token, index)
+        offloaded = self.core.scheduler.offloaded
+        host = NoPage.NEVER if offloaded is None else offloaded.kept.find(token, index)
         if isinstance(host, NoPage):
             return host
         assert self._page_mover is not None and host.checksum is not None, "the mover has brought it there"
@@ -224,7 +222,7 @@ class Engine:
 
     def drop_kept(self, token: bytes) -> None:
         """The pages of the prompt are kept no longer."""
-        self._inbox.taken(token)
+        self._inbox.put(Taken(token))
 
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
@@ -260,6 +258,8 @@ class Engine:
         )
         for thread in self._threads:
             thread.start()
+        if self._capacity.max_loras:
+            self._staging.start()
         if self._page_mover is not None:
             self._page_mover.start()
         if self._deferred_programs:
@@ -286,7 +286,7 @@ class Engine:
         for the steps in flight and ends the threads. May be called again, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
-        self._staging_thread.close()
+        self._staging.close()
         if self._page_mover is not None:
             self._page_mover.close()
         self._inbox.stop()
@@ -302,7 +302,7 @@ class Engine:
                 self._take([_result(self.core.in_flight[0])])
         self._mask_threads.close()
         if not is_stuck:
-            self._staging_thread.join()
+            self._staging.join()
             if self._page_mover is not None:
                 self._page_mover.join()
         if self._page_events is not None:
@@ -352,7 +352,7 @@ class Engine:
                 self._make_pauses()
                 self._ask_for_masks(self._mask_threads.ask)
                 for adapter in self._next_to_stage():
-                    self._staging_thread.ask(adapter)
+                    self._staging.do(partial(self._stage, adapter, self._inbox.put))
                 while (step := self._dispatch()) is not None:
                     self._to_read.put(step)
                     self._is_unchecked = True
@@ -374,8 +374,10 @@ class Engine:
         """Sleeps until there is something to do; takes the results that have arrived."""
         core = self.core
         core.tell_of_pages()
-        if self._is_unchecked and not core.requests.sequences and not core.in_flight:
-            self._check_when_idle()
+        is_idle = not core.requests.sequences and not core.in_flight
+        if self._is_unchecked and is_idle and not self._inbox.wait(IDLE_CHECK_S, is_idle=True):
+            self._is_unchecked = False
+            core.check_integrity()
         deadlines = core.requests.next_deadline(), core.step_watch.next_check(), *core.next_give_ups()
         times = [time for time in deadlines if time is not None]
         timeout_s = max(0.0, min(times) - self._clock()) if times else None
@@ -385,40 +387,46 @@ class Engine:
             core.step_watch.check()
         return results
 
-    def _check_when_idle(self) -> None:
-        """Checks the core's integrity if nothing arrives for `IDLE_CHECK_S`."""
-        if not self._inbox.wait(IDLE_CHECK_S, is_idle=True):
-            self._is_unchecked = False
-            self.core.check_integrity()
-
     def _take(self, results: list[Result]) -> None:
         for result in results:
             if isinstance(result, BaseException):
                 self._deliver(self.core.fail(result))
+                continue
+            step = self.core.complete(result)
+            self._deliver(step.outputs)
+            if step.tokens is not None and self._on_tokens is not None:
+                self._on_tokens(step.tokens)
             else:
-                self._deliver_step(self.core.complete(result))
+                self._deliver(step.plain_outputs())
 
     def _take_inbox(self) -> None:
-        """Takes in arrivals before aborts, so an abort never comes before its request."""
-        news = self._inbox.take()
-        if news.forgets_prefixes:
-            self._forget_prefixes()
-        for sequence in news.arrived:
-            self.core.requests.add(sequence)
-        for sequence, reason in news.aborted:
-            self._deliver(self.core.requests.abort(sequence, reason))
-        for mask in news.masks:
-            self._deliver(self.core.requests.take_mask(mask))
-        for staged in news.staged:
-            self._deliver(self.core.requests.take_staged(staged))
-        for moved in news.moved:
-            self._take_moved(moved)
-        for token in news.taken:
-            self.core.drop_kept(token)
-        for pause in news.pauses:
-            self._deliver(self._pauses.take(pause))
-        self.core.give_up()
-        self._deliver(self.core.requests.expire())
+        """Takes in what other threads have told, in the order of its coming."""
+        core = self.core
+        self._news.extend(self._inbox.take())
+        while self._news:
+            match news := self._news.popleft():
+                case RequestState():
+                    core.requests.add(news)
+                case Abort(sequence, reason):
+                    self._deliver(core.requests.abort(sequence, reason))
+                case Answer():
+                    self._deliver(core.requests.take_mask(news))
+                case Staged():
+                    self._deliver(core.requests.take_staged(news))
+                case Saved() | Loaded():
+                    self._take_moved(news)
+                case Taken(token) if core.scheduler.offloaded is not None:
+                    core.scheduler.offloaded.kept.drop(token)
+                case Change():
+                    self._changes.append(news)
+                case Pause() | Resume():
+                    self._deliver(self._pauses.take(news))
+                case ForgetPrefixes():
+                    self._forget_prefixes()
+                case Exception() if not self._inbox.is_stopping:
+                    raise news
+        core.give_up()
+        self._deliver(core.requests.expire())
 
     def _dispatch(self) -> InFlight | None:
         """Dispatches a step, and begins the moves of pages that come before it."""
@@ -431,11 +439,12 @@ class Engine:
         return self.core.can_dispatch() and self._serves()
 
     def _serves(self) -> bool:
-        return not (self._inbox.has_changes or self._is_unable or self._pauses.is_paused)
+        return not (self._changes or self._is_unable or self._pauses.is_paused)
 
     def _make_changes(self) -> None:
         """Makes the changes that wait, if no step is in flight."""
-        while not self.core.in_flight and (change := self._inbox.take_change()) is not None:
+        while self._changes and not self.core.in_flight:
+            change = self._changes.popleft()
             try:
                 self.core.change(change.work)
             except Exception as error:
@@ -458,15 +467,6 @@ class Engine:
     def _forget_prefixes(self) -> None:
         self.core.scheduler.pool.clear_cache()
         self._clear_store()
-
-    def _deliver_step(self, step: StepDelivery) -> None:
-        self._deliver(step.outputs)
-        if step.tokens is None:
-            return
-        if self._on_tokens is None:
-            self._deliver(step.plain_outputs())
-        else:
-            self._on_tokens(step.tokens)
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         ended = []
@@ -506,11 +506,20 @@ class Engine:
     def _next_to_stage(self) -> list[int]:
         return self.core.next_to_stage(may_stage=self._serves()) if self._capacity.max_loras else []
 
+    def _stage(self, adapter: int, tell: Callable[[Staged], object]) -> None:
+        """Stages the adapter on this thread. Raises errors that are not of its files."""
+        try:
+            self._runner.stage_adapter(adapter)
+        except (ValueError, OSError) as error:
+            tell(Staged(adapter, error))
+        else:
+            tell(Staged(adapter, None))
+
     def _stage_here(self) -> None:
         """Without threads: stages the adapters on the caller's thread."""
         while adapters := self._next_to_stage():
             for adapter in adapters:
-                self._deliver(self.core.requests.take_staged(stage(self._runner, adapter)))
+                self._stage(adapter, lambda staged: self._deliver(self.core.requests.take_staged(staged)))
 
     # --- pages that leave the device and come back ---
 
@@ -523,8 +532,8 @@ class Engine:
             self._capacity,
             offloaded.num_pages,
             offloading,
-            on_moved=lambda moved: self._inbox.moved(moved) if self._threads else self._take_moved(moved),
-            on_failure=self._inbox.failed,
+            on_moved=lambda moved: self._inbox.put(moved) if self._threads else self._take_moved(moved),
+            on_failure=self._inbox.put,
         )
 
     def _take_moved(self, moved: Moved) -> None:
@@ -545,15 +554,16 @@ class Engine:
 
     def _refuse_rest(self, error: Exception) -> None:
         """Answers those who wait for a change or a pause that will not be made."""
-        for asked in self._inbox.take().pauses:
-            asked.on_done(error)
-        while (change := self._inbox.take_change()) is not None:
-            change.on_done(error)
+        for asked in (*self._changes, *self._news, *self._inbox.take()):
+            if isinstance(asked, Change | Pause | Resume):
+                asked.on_done(error)
+        self._changes.clear()
         self._pauses.fail(error)
 
     def _check_not_stuck(self) -> None:
-        core = self.core
-        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging or core.is_loading
+        core, offloaded = self.core, self.core.scheduler.offloaded
+        is_loading = offloaded is not None and offloaded.is_loading_any
+        is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging or is_loading
         is_waiting = core.in_flight or is_asking or not self._serves()
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 
@@ -561,21 +571,8 @@ class Engine:
         _log.critical("the engine is dead", exc_info=error)
         orphans = self._inbox.die(error)
         message = f"the engine died: {type(error).__name__}: {error}"
-        self._deliver(
-            [
-                (
-                    sequence,
-                    RequestOutput(
-                        request_id=sequence.request_id,
-                        number=sequence.number,
-                        finish_reason=FinishReason.ERROR,
-                        error=message,
-                        error_code=ErrorCode.ENGINE_DEAD,
-                    ),
-                )
-                for sequence in orphans
-            ]
-        )
+        last = partial(RequestOutput, finish_reason=FinishReason.ERROR, error=message, error_code=ErrorCode.ENGINE_DEAD)
+        self._deliver([(seq, last(request_id=seq.request_id, number=seq.number)) for seq in orphans])
         self._refuse_rest(EngineDeadError(message))
         self._inbox.ended(())  # wakes those who wait, even if there was no request
         if self._on_death is not None:
@@ -590,12 +587,8 @@ def _result(step: InFlight) -> Result:
         return error
 
 
-def _say_nothing(_line: str) -> None:
-    """Before the warm-up there is nothing to report."""
-
-
-def _ignore(_output: RequestOutput) -> None:
-    """The listener of a request whose own listener has failed."""
+def _ignore(_news: object) -> None:
+    """In place of a listener that has failed, and of a report before the warm-up."""
 
 
 def _end_compiler(inbox: Inbox, compiler: threading.Thread) -> None:

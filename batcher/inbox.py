@@ -10,33 +10,33 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from batcher.change import Change, Pause, Resume
+from batcher.change import Change, ForgetPrefixes, Pause, Resume
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason
+from batcher.requests.live_requests import Staged
 from batcher.requests.masks import Answer
 from batcher.requests.page_mover import Moved
-from batcher.requests.staging import Staged
 from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
 
 Result = StepOutput | BaseException  # of a step; the exception that it failed with
 
 
-class News(NamedTuple):
-    """What has come since the last look. Arrivals are to be taken in before aborts."""
+class Abort(NamedTuple):
+    """A request is to end. Not by its id, which may be used again."""
 
-    arrived: list[RequestState]
-    aborted: list[tuple[RequestState, FinishReason]]  # not ids: those may be used again
-    masks: list[Answer]
-    staged: list[Staged]
-    moved: list[Moved]
-    taken: list[bytes]  # tokens of prompts whose pages were kept
-    pauses: list[Pause | Resume]
-    forgets_prefixes: bool
+    sequence: RequestState
+    reason: FinishReason
 
 
-def _no_news() -> News:
-    return News([], [], [], [], [], [], [], forgets_prefixes=False)
+class Taken(NamedTuple):
+    """Another engine has taken the pages of a prompt that were kept for it."""
+
+    token: bytes
+
+
+# A request has arrived, or ... An exception is the failure of another thread of the engine, which cannot go on.
+News = RequestState | Abort | Answer | Staged | Moved | Taken | Change | Pause | Resume | ForgetPrefixes | Exception
 
 
 class Inbox:
@@ -50,20 +50,18 @@ class Inbox:
     def __init__(self, max_live: int, max_waiting: int) -> None:
         self._max_live = max_live
         self._max_waiting = max_waiting
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
         # For those who wait until no request is live, or the engine is dead or about to stop.
         self._idle = threading.Condition(self._lock)
-        self._news = _no_news()
+        self._news: list[News] = []  # in the order of their coming, so an abort is never before its request
         self._results: list[Result] = []  # of steps in flight, in order
-        self._changes: list[Change] = []
         self._num_hurried = 0  # masks that the next step waits for
         self._num_accepted = 0
         self._live: dict[str, RequestState] = {}  # by request id, from `accept` to `ended`
         self._is_closed = False
         self._is_stopping = False
         self._death: BaseException | None = None
-        self._failure: Exception | None = None
 
     # --- requests ---
 
@@ -76,7 +74,7 @@ class Inbox:
             EngineClosedError, EngineDeadError: no more requests are taken.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             if sequence.request_id in self._live:
                 raise InvalidRequestError("request_id", f"a request {sequence.request_id!r} is running already")
             if len(self._live) >= self._max_live:
@@ -84,15 +82,13 @@ class Inbox:
             sequence.number = self._num_accepted
             self._num_accepted += 1
             self._live[sequence.request_id] = sequence
-            self._news.arrived.append(sequence)
-            self._wake.notify()
+            self.put(sequence)
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
         """The request is to end. An id that is not live is ignored."""
         with self._lock:
             if request_id in self._live:
-                self._news.aborted.append((self._live[request_id], reason))
-                self._wake.notify()
+                self.put(Abort(self._live[request_id], reason))
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """These requests have had their last output."""
@@ -112,7 +108,7 @@ class Inbox:
     def num_arrived(self) -> int:
         """Requests that the engine's thread has not taken in."""
         with self._lock:
-            return len(self._news.arrived)
+            return sum(isinstance(news, RequestState) for news in self._news)
 
     def num_live_of_adapters(self) -> Counter[int]:
         """Identity of a LoRA adapter -> its accepted requests that have not had their last output."""
@@ -121,25 +117,17 @@ class Inbox:
 
     # --- other news ---
 
-    def forget_prefixes(self) -> None:
-        """The prefix cache is to be emptied."""
+    def put(self, news: News) -> None:
+        """Tells the engine's thread."""
         with self._lock:
-            self._news = self._news._replace(forgets_prefixes=True)
+            self._news.append(news)
             self._wake.notify()
 
-    def change(self, change: Change) -> None:
-        """A change is to be made when no step is in flight. Raises EngineClosedError or EngineDeadError."""
+    def ask(self, asked: Change | Pause | Resume) -> None:
+        """As `put`. Raises EngineClosedError or EngineDeadError."""
         with self._lock:
-            self._check_open()
-            self._changes.append(change)
-            self._wake.notify()
-
-    def pause(self, asked: Pause | Resume) -> None:
-        """No request is to run, or requests are to run again. Raises EngineClosedError or EngineDeadError."""
-        with self._lock:
-            self._check_open()
-            self._news.pauses.append(asked)
-            self._wake.notify()
+            self.check_open()
+            self.put(asked)
 
     def returned(self, result: Result) -> None:
         """The oldest step whose result was not there has returned."""
@@ -150,75 +138,35 @@ class Inbox:
     def computed(self, masks: list[Answer]) -> None:
         """These masks have been computed."""
         with self._lock:
-            self._news.masks.extend(masks)
+            self._news += masks
             self._num_hurried -= len(masks)
             self._wake.notify()
 
-    def staged(self, adapter: Staged) -> None:
-        """An adapter has been staged, or cannot be."""
-        with self._lock:
-            self._news.staged.append(adapter)
-            self._wake.notify()
-
-    def moved(self, moved: Moved) -> None:
-        """Pages have left the device, or can come back."""
-        with self._lock:
-            self._news.moved.append(moved)
-            self._wake.notify()
-
-    def taken(self, token: bytes) -> None:
-        """Another engine has taken the pages of a prompt."""
-        with self._lock:
-            self._news.taken.append(token)
-            self._wake.notify()
-
-    def failed(self, error: Exception) -> None:
-        """Another thread of the engine has failed: the engine cannot go on."""
-        with self._lock:
-            self._failure = error
-            self._wake.notify()
-
     # --- for the engine's thread ---
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether changes wait to be made. Steps in flight are then to return, and no other may start."""
-        return bool(self._changes)
 
     def wait(self, timeout_s: float | None, *, is_idle: bool) -> bool:
         """Waits until there is something to do, `timeout_s` seconds at most. Returns whether there is.
 
         Args:
-            is_idle: no step is in flight. Changes are made and the engine stops only then.
+            is_idle: no step is in flight. The engine stops only then.
         """
         with self._lock:
             return self._wake.wait_for(lambda: self._has_work(is_idle), timeout_s)
 
     def _has_work(self, is_idle: bool) -> bool:
-        if is_idle and (self._is_stopping or self._changes):
-            return True
-        news = self._news
-        has_news = any(news)
-        return bool(self._results or has_news or (self._failure is not None and not self._is_stopping))
+        return bool(self._results or self._news or (is_idle and self._is_stopping))
 
     def take_results(self) -> list[Result]:
-        """The results that have arrived. Raises the failure of another thread, unless the engine is stopping."""
+        """The results that have arrived."""
         with self._lock:
-            if self._failure is not None and not self._is_stopping:
-                raise self._failure
             results, self._results = self._results, []
         return results
 
-    def take(self) -> News:
-        """All that has come since the last call, other than results and changes."""
+    def take(self) -> list[News]:
+        """All that has come since the last call, other than results."""
         with self._lock:
-            news, self._news = self._news, _no_news()
+            news, self._news = self._news, []
         return news
-
-    def take_change(self) -> Change | None:
-        """The first change that waits."""
-        with self._lock:
-            return self._changes.pop(0) if self._changes else None
 
     def hurry(self, num_masks: int) -> None:
         """So many masks of those asked for next are needed at once."""
@@ -276,18 +224,12 @@ class Inbox:
     def check_open(self) -> None:
         """Raises EngineClosedError or EngineDeadError if no more requests are taken."""
         with self._lock:
-            self._check_open()
+            self.check_alive()
+            if self._is_closed:
+                raise EngineClosedError("the engine is shutting down and takes no more requests")
 
     def check_alive(self) -> None:
         """Raises EngineDeadError if the engine is dead."""
         with self._lock:
-            self._check_alive()
-
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine died: {self._death}")
-
-    def _check_open(self) -> None:
-        self._check_alive()
-        if self._is_closed:
-            raise EngineClosedError("the engine is shutting down and takes no more requests")
+            if self._death is not None:
+                raise EngineDeadError(f"the engine died: {self._death}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from batcher.request import Request
-
 
 class Medium(StrEnum):
     """Where a page is, in vLLM's names."""
@@ -58,9 +56,31 @@ class PageEventSink(Protocol):
         """There are no more events. Blocks until those that were put are done with. May be called again."""
 
 
-class PageEventRecorder:
-    """Collects the events of a step. The engine's thread calls it; the sink does all else on threads of its own. It
-    observes the pages of the device (`batcher.scheduling.pages.PageObserver`)."""
+class PageObserver:
+    """Hears what happens to the device's stored pages, in the middle of the pool's methods, so it calls none of them. A
+    page's `tokens` are the bytes of i32[page_size]. What a subclass does not override it ignores."""
+
+    def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """A used page can be found now."""
+
+    def released(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """No request holds the stored page any more: it has become reusable."""
+
+    def acquired(self, page: int) -> None:
+        """A reusable page is used again."""
+
+    def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
+        """A reusable page is given to a request, which will write to it."""
+
+    def forgotten(self, page: int | None, digest: bytes) -> None:
+        """The K/V of this digest are not to be trusted. `page` has them, unless the pool does not know the digest."""
+
+    def cleared(self) -> None:
+        """All stored pages are forgotten."""
+
+
+class PageEventRecorder(PageObserver):
+    """Collects the events of a step. The engine's thread calls it; the sink does all else on threads of its own."""
 
     def __init__(self, sink: PageEventSink) -> None:
         self._sink = sink
@@ -68,21 +88,8 @@ class PageEventRecorder:
         self.num_told = 0  # events that the sink took
         self.num_lost = 0
 
-    def stored_for(self, request: Request, parent: bytes | None, digest: bytes, tokens: bytes) -> None:
-        """A page of the device, which the request has computed, can be found now."""
-        self._events.append(PageStored(digest, parent, tokens, request.cache_salt, request.adapter))
-
-    def copied(self, digest: bytes, medium: Medium) -> None:
-        """A page that can be or could be found on the device is in another medium, too."""
-        self._events.append(PageCopied(digest, medium))
-
-    def removed(self, digest: bytes, medium: Medium) -> None:
-        """A page is no longer in this medium."""
-        self._events.append(PageRemoved(digest, medium))
-
-    def all_removed(self, medium: Medium) -> None:
-        """No page is in this medium any more."""
-        self._events.append(PagesCleared(medium))
+    def add(self, event: PageEvent) -> None:
+        self._events.append(event)
 
     def tell(self) -> None:
         """Hands the events since the last call to the sink."""
@@ -94,23 +101,12 @@ class PageEventRecorder:
         else:
             self.num_lost += len(events)
 
-    # --- what the pool of the device's pages says ---
-
-    def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """`stored_for` says more."""
-
-    def released(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """The page can still be found."""
-
-    def acquired(self, page: int) -> None:
-        """The page could be found before."""
-
     def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
-        self.removed(digest, Medium.DEVICE)
+        self.add(PageRemoved(digest, Medium.DEVICE))
 
     def forgotten(self, page: int | None, digest: bytes) -> None:
         if page is not None:
-            self.removed(digest, Medium.DEVICE)
+            self.add(PageRemoved(digest, Medium.DEVICE))
 
     def cleared(self) -> None:
-        self.all_removed(Medium.DEVICE)
+        self.add(PagesCleared(Medium.DEVICE))

@@ -15,8 +15,29 @@ if TYPE_CHECKING:  # the HTTP process knows sources, without numpy
     import numpy as np
 
 
-class PageStore(Protocol):
-    """Pages by their digest. Thread-safe. No method raises for a page that is missing or broken, or for a full disk."""
+class PageTier(Protocol):
+    """Pages that are not in the host's memory, by their digest. Thread-safe, but for `load` of `RemotePages`. No method
+    raises for a page that is missing or broken."""
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the page is likely to be there. Quick: nothing is read."""
+
+    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
+        """Reads a page into `page`, u8[page_bytes]. False: it is not there, is broken, or is of other tokens.
+
+        Args:
+            tokens: of the page, i32[page_size].
+        """
+
+    def clear(self) -> None:
+        """Forgets all pages: later calls do not find them."""
+
+    def close(self) -> None:
+        """Ends what runs in the background. No other call is made afterwards."""
+
+
+class PageStore(PageTier, Protocol):
+    """Pages that this engine, or one before it, has written. No method raises for a full disk."""
 
     num_broken: int  # pages found to be damaged
     num_failed: int  # reads and writes that failed, and pages that were not written for that reason
@@ -29,24 +50,8 @@ class PageStore(Protocol):
     def bytes_on_disk(self) -> int:
         """Of these."""
 
-    def has(self, digest: bytes) -> bool:
-        """Whether the page is likely to be there. Quick: nothing is read."""
-
-    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
-        """Reads a page into `page`, u8[page_bytes]. False: it is not there, is broken, or is of other tokens.
-
-        Args:
-            tokens: of the page, i32[page_size].
-        """
-
     def store(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
         """Writes a page, unless it is there. False: it could not be written."""
-
-    def clear(self) -> None:
-        """Forgets all pages: later calls do not find them."""
-
-    def close(self) -> None:
-        """Ends what runs in the background. No other call is made afterwards."""
 
 
 class KeptPage(NamedTuple):
@@ -73,25 +78,13 @@ class PageSource:
     keep_s: float  # that it keeps them
 
 
-class RemotePages(Protocol):
-    """Pages of other engines, by their digest. Thread-safe, but for `load`, which one thread calls."""
+class RemotePages(PageTier, Protocol):
+    """Pages of other engines. One thread calls `load`."""
 
     num_failed: int  # prompts of which a page did not come
 
     def expect(self, digests: Sequence[bytes], source: PageSource) -> None:
         """The first pages of a prompt can be had, each once."""
-
-    def has(self, digest: bytes) -> bool:
-        """Whether the page is expected. Quick."""
-
-    def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
-        """As of `PageStore`."""
-
-    def clear(self) -> None:
-        """No page is expected any more."""
-
-    def close(self) -> None:
-        """No other call is made afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,3 +95,8 @@ class Offloading:
     store: PageStore | None = None  # behind the host's memory
     remote: RemotePages | None = None  # None: no request has a `source`
     keep_s: float | None = None  # that pages are kept for other engines; None: no request has a `keep_as`
+
+    @property
+    def tiers(self) -> list[PageTier]:
+        """What is behind the host's memory, in the order in which it is asked."""
+        return [tier for tier in (self.remote, self.store) if tier is not None]

@@ -49,7 +49,7 @@ class Column:
 
 
 class Admitted(Protocol):
-    """What the columns of an admitted request are computed from. `batcher.scheduling.request_state.Sequence` has it."""
+    """What the columns of an admitted request are computed from. `RequestState` has it."""
 
     sampling: SamplingParams
     seed: int

@@ -5,12 +5,12 @@ They are numbers in dataclasses, which any serialiser can send to another proces
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial, reduce
 from itertools import zip_longest
+from typing import Any
 
 from batcher.scheduling.page_moves import OffloadingCounts
 from batcher.step_log import StepRecord
@@ -47,9 +47,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def copy(self) -> Histogram:
-        return Histogram(self.bounds, list(self.counts), self.total)
-
     def add(self, other: Histogram) -> None:
         """Adds the observations of `other`, which has the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
@@ -76,17 +73,10 @@ class SpeculationCounts:
             for place in range(num_accepted):
                 per_pos[place] += 1
 
-    def copy(self) -> SpeculationCounts:
-        return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
 
-    def add(self, other: SpeculationCounts) -> None:
-        """Adds the counts of `other`."""
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        pairs = zip_longest(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0)
-        self.num_accepted_tokens_per_pos = [mine + theirs for mine, theirs in pairs]
-        self.num_undrafted_rows += other.num_undrafted_rows
+_ttft, _itl, _latency, _preemptions, _tokens = (
+    partial(Histogram, bounds) for bounds in (TTFT_BOUNDS, ITL_BOUNDS, LATENCY_BOUNDS, PREEMPTION_BOUNDS, TOKEN_BOUNDS)
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,26 +119,18 @@ class EngineStats:
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     offloading: OffloadingCounts = field(default_factory=OffloadingCounts)
     # histograms
-    queue_time: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))
-    time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))
-    inter_token_latency: Histogram = field(default_factory=partial(Histogram, ITL_BOUNDS))
-    time_per_output_token: Histogram = field(
-        default_factory=partial(Histogram, ITL_BOUNDS)
-    )  # a request's mean, without its first token
-    e2e_latency: Histogram = field(default_factory=partial(Histogram, LATENCY_BOUNDS))
-    prefill_time: Histogram = field(
-        default_factory=partial(Histogram, LATENCY_BOUNDS)
-    )  # from admission to the first token
-    decode_time: Histogram = field(
-        default_factory=partial(Histogram, LATENCY_BOUNDS)
-    )  # from the first token to the last
-    inference_time: Histogram = field(
-        default_factory=partial(Histogram, LATENCY_BOUNDS)
-    )  # from admission to the last token
-    request_preemptions: Histogram = field(default_factory=partial(Histogram, PREEMPTION_BOUNDS))
-    request_prompt_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
-    request_generation_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
-    iteration_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))  # real tokens of a step
+    queue_time: Histogram = field(default_factory=_latency)
+    time_to_first_token: Histogram = field(default_factory=_ttft)
+    inter_token_latency: Histogram = field(default_factory=_itl)
+    time_per_output_token: Histogram = field(default_factory=_itl)  # a request's mean, without its first token
+    e2e_latency: Histogram = field(default_factory=_latency)
+    prefill_time: Histogram = field(default_factory=_latency)  # from admission to the first token
+    decode_time: Histogram = field(default_factory=_latency)  # from the first token to the last
+    inference_time: Histogram = field(default_factory=_latency)  # from admission to the last token
+    request_preemptions: Histogram = field(default_factory=_preemptions)
+    request_prompt_tokens: Histogram = field(default_factory=_tokens)
+    request_generation_tokens: Histogram = field(default_factory=_tokens)
+    iteration_tokens: Histogram = field(default_factory=_tokens)  # real tokens of a step
 
     @property
     def kv_cache_usage(self) -> float:
@@ -156,26 +138,36 @@ class EngineStats:
         return self.num_pages_used / self.num_pages if self.num_pages else 0.0
 
     def copy(self) -> EngineStats:
-        duplicate = copy.copy(self)
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, Histogram | SpeculationCounts | OffloadingCounts | dict):
-                setattr(duplicate, name, value.copy())
+        duplicate: EngineStats = _copied(self)
         return duplicate
 
 
 def total_of(engines: Sequence[EngineStats]) -> EngineStats:
     """The sums over several engines, gauges included. There are no sampled steps: each engine numbers its own."""
-    total = engines[0].copy()
-    total.recent_steps = []
-    for stats in engines[1:]:
-        for name in stats.__dataclass_fields__:
-            mine, theirs = getattr(total, name), getattr(stats, name)
-            if isinstance(mine, Histogram | SpeculationCounts | OffloadingCounts):
-                mine.add(theirs)
-            elif isinstance(mine, dict):
-                for reason, count in theirs.items():
-                    mine[reason] = mine.get(reason, 0) + count
-            elif isinstance(mine, int):
-                setattr(total, name, mine + theirs)
+    total: EngineStats = reduce(_sum, [replace(stats, recent_steps=[]) for stats in engines])
     return total
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        return value.copy()
+    return _by_field(_copied, value) if is_dataclass(value) else value
+
+
+def _sum(mine: Any, theirs: Any) -> Any:
+    match mine:
+        case dict():
+            return {key: mine.get(key, 0) + theirs.get(key, 0) for key in mine | theirs}
+        case list():
+            return [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+        case tuple():  # the bounds of a histogram
+            return mine
+        case int() | float():
+            return mine + theirs
+    return _by_field(_sum, mine, theirs)
+
+
+def _by_field(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """A dataclass of what the function gives for each field of these."""
+    figures = {f.name: function(*(getattr(each, f.name) for each in (first, *others))) for f in fields(first)}
+    return replace(first, **figures)

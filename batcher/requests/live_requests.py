@@ -5,18 +5,25 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from batcher.delivery import Delivery
 from batcher.grammar import GrammarError
 from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.requests import counting
 from batcher.requests.masks import Answer, Ask
-from batcher.requests.staging import Staged
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.stats import EngineStats
 
 _log = logging.getLogger(__name__)
+
+
+class Staged(NamedTuple):
+    """An adapter is on the device, or its weights cannot be read."""
+
+    adapter: int
+    error: Exception | None
 
 
 class LiveRequests:
@@ -57,9 +64,12 @@ class LiveRequests:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a queued request, by the clock. None if there is none."""
-        while self._deadlines and not _still_queued(self._deadlines[0][2]):
+        while self._deadlines:
+            due, _, seq = self._deadlines[0]
+            if seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0:  # not if it was admitted before
+                return due
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return None
 
     def expire(self) -> list[Delivery]:
         """Ends the queued requests whose deadline has passed."""
@@ -143,8 +153,3 @@ class LiveRequests:
         if reason is not FinishReason.ERROR and seq.output:
             self._scheduler.forecast.finished(seq, stopped=reason is FinishReason.STOP)
         counting.count_end(self._counts, seq, reason)
-
-
-def _still_queued(seq: RequestState) -> bool:
-    """Whether the deadline still applies. It does not for a preempted request, which was admitted before."""
-    return seq.state in (State.COMPILING, State.WAITING) and seq.started_s < 0

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from queue import Full, Queue, SimpleQueue
+from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from batcher.page_store import Offloading
-from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
+from batcher.page_store import Offloading, PageStore
+from batcher.requests.worker import Worker
+from batcher.scheduling.page_moves import HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.step import MAX_PAGE_COPIES, Capacity, PagesRead, Runner, StagedPages
 
 SMALL_LOAD = 2  # of the largest copies; loads up to it have small ones
@@ -41,29 +42,7 @@ class Loaded(NamedTuple):
     error: Exception | None = None  # of the device; the pages have not been staged then
 
 
-class _Save(NamedTuple):
-    save: PageSave
-    read: PagesRead
-
-
-class _Load(NamedTuple):
-    """A copy of a load: `load.away[start:stop]`."""
-
-    load: PageLoad
-    start: int
-    stop: int
-    read: np.ndarray | None = None  # u8[pages_of_copy, page_bytes], with the pages that are not in the host's memory
-    num_read: int = 0  # the first pages of the copy, after which one is lost
-
-
-class _Write(NamedTuple):
-    host: HostPage
-    page: np.ndarray  # u8[page_bytes], a copy
-
-
 Moved = Saved | Loaded
-_Work = PageLoad | _Save | _Load | _Write
-_Queue = SimpleQueue[_Work | None] | Queue[_Work | None]
 
 
 class PageMover:
@@ -90,13 +69,12 @@ class PageMover:
         self._num_pages = num_pages
         self._memory: np.ndarray | None = None  # u8[num_pages, page_bytes], made at the first move
         self._in_place: list[HostPage | None] = [None] * num_pages
-        self._store, self._remote = offloading.store, offloading.remote
-        self._on_moved, self._on_failure = on_moved, on_failure
-        self._moves: _Queue = SimpleQueue()
-        self._to_read: _Queue = SimpleQueue()
-        self._to_write: Queue[_Work | None] = Queue(MAX_UNWRITTEN)
+        self._store, self._remote, self._tiers = offloading.store, offloading.remote, offloading.tiers
+        self._on_moved = on_moved
+        names = ("engine-pages-read", "engine-pages", "engine-pages-write")
+        self._workers = self._reads, self._moves, self._writes = [Worker(name, on_failure) for name in names]
         self._writing = threading.Lock()  # a page is written, or the store is cleared
-        self._threads: list[threading.Thread] = []
+        self._has_threads = False
         self._may_stage = threading.Semaphore(MAX_PAGE_COPIES)
         self._buffers: SimpleQueue[np.ndarray | None] = SimpleQueue()  # of the thread that reads
         self._is_closed = False
@@ -109,12 +87,12 @@ class PageMover:
         gets the results."""
         for move in moves:
             if not isinstance(move, PageLoad):
-                self._moves.put(_Save(*move))
+                self._moves.do(partial(self._save, *move))
             elif move.from_store:
-                self._to_read.put(move)
+                self._reads.do(partial(self._read, move))
             else:
                 for start, stop in self._copies_of(move):
-                    self._moves.put(_Load(move, start, stop))
+                    self._moves.do(partial(self._stage, move, start, stop))
 
     def took(self, moved: Moved) -> None:
         """What `on_moved` got has been used, or is not needed."""
@@ -132,57 +110,46 @@ class PageMover:
             counts.num_prompts_lost = self._remote.num_failed
 
     def start(self) -> None:
-        """Starts the threads, once."""
-        if self._threads:
-            return
-        queues: dict[str, _Queue] = {"engine-pages": self._moves}
-        if self._store is not None or self._remote is not None:
-            queues |= {"engine-pages-read": self._to_read}
+        """Starts the threads, once. They write to the memory that they work in: the first write is slow, and a request
+        would wait for it."""
+        self._has_threads = True
+        self._moves.do(partial(self._staged, list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8))))
+        self._moves.start()
+        if self._tiers:
+            for _ in range(2):
+                self._reads.do(lambda: self._buffers.put(self._new_buffer()))
+            self._reads.start()
         if self._store is not None:
-            queues |= {"engine-pages-write": self._to_write}
-        self._threads = [
-            threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
-            for name, queue in queues.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+            self._writes.start()
 
     def work_here(self, most: int | None = None) -> bool:
         """Without threads: does the moves on the caller's thread, at most so many. Whether there were any."""
-        queues: tuple[_Queue, ...] = (self._to_read, self._moves, self._to_write)
         num_done = 0
-        for queue in queues:
-            while not queue.empty() and num_done != most and (work := queue.get()) is not None:
-                self._do(work)
-                num_done += 1
+        for worker in self._workers:
+            num_done += worker.work_here(None if most is None else most - num_done)
         return num_done > 0
 
     def clear_store(self) -> None:
         """The store forgets all pages, and gets none that is not trusted any more. Waits for a page that is being
         written. Those of other engines are not expected any more."""
-        if self._remote is not None:
-            self._remote.clear()
-        if self._store is not None:
-            with self._writing:
-                self._store.clear()
+        with self._writing:
+            for tier in self._tiers:
+                tier.clear()
 
     def close(self) -> None:
         """The threads are to end after the moves that they are at."""
         self._is_closed = True
         self._may_stage.release()
         self._buffers.put(None)
-        self._moves.put(None)
-        self._to_read.put(None)
-        with suppress(Full):  # the writer looks at `_is_closed` after each page
-            self._to_write.put_nowait(None)
+        for worker in self._workers:
+            worker.close()
 
     def join(self) -> None:
         """Waits until the threads have ended, and closes the store."""
-        for thread in self._threads:
-            thread.join()
-        for source in (self._store, self._remote):
-            if source is not None:
-                source.close()
+        for worker in self._workers:
+            worker.join()
+        for tier in self._tiers:
+            tier.close()
 
     # --- any thread ---
 
@@ -191,89 +158,57 @@ class PageMover:
         kept; its checksum tells."""
         return self._place(host) if self._in_place[host.place] is host else None
 
-    # --- the threads ---
-
-    def _serve(self, queue: _Queue) -> None:
-        try:
-            self._touch_memory(queue)
-            while (work := queue.get()) is not None and not self._is_closed:
-                self._do(work)
-        except Exception as error:
-            self._on_failure(error)
-
-    def _touch_memory(self, queue: _Queue) -> None:
-        """Writes to the memory that the thread works in. The first write is slow, and a request would wait for it."""
-        if queue is self._to_read:
-            for _ in range(2):
-                buffer = self._new_buffer()
-                buffer.fill(0)
-                self._buffers.put(buffer)
-        elif queue is self._moves:
-            self._staged(list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8)))
-
     # --- the work ---
 
-    def _do(self, work: _Work) -> None:
-        if isinstance(work, _Save):
-            self._on_moved(Saved(work.save, self._saved(work)))
-        elif isinstance(work, _Load):
-            self._stage(work)
-        elif isinstance(work, _Write):
-            self._write(work)
-        else:
-            self._read(work)
-
-    def _saved(self, move: _Save) -> Exception | None:
-        """Copies the pages to their places. Returns the device's error."""
-        places = [self._place(host) for host in move.save.hosts]
-        for host in move.save.hosts:
+    def _save(self, save: PageSave, read: PagesRead) -> None:
+        """Copies the pages to their places."""
+        places = [self._place(host) for host in save.hosts]
+        for host in save.hosts:
             self._in_place[host.place] = None
         try:
-            move.read.copy_to(places)
+            read.copy_to(places)
         except Exception as error:
-            return error
-        for host, place in zip(move.save.hosts, places, strict=True):
+            self._on_moved(Saved(save, error))
+            return
+        for host, place in zip(save.hosts, places, strict=True):
             host.checksum = xxh3_64_intdigest(place)
             self._in_place[host.place] = host
-            if self._store is not None:
-                self._ask_to_write(host, place)
-        return None
+            if self._store is None:
+                continue
+            if self._writes.num_waiting() >= MAX_UNWRITTEN:
+                self._num_unwritten += 1
+            else:
+                self._writes.do(partial(self._write, self._store, host, place.copy()))
+        self._on_moved(Saved(save, None))
 
-    def _ask_to_write(self, host: HostPage, place: np.ndarray) -> None:
-        if self._to_write.full():
-            self._num_unwritten += 1
-        else:
-            self._to_write.put_nowait(_Write(host, place.copy()))
+    def _stage(self, load: PageLoad, start: int, stop: int, read: np.ndarray | None = None, num_read: int = 0) -> None:
+        """Stages a copy of a load, `load.away[start:stop]`, up to the first page that is lost, which ends the load.
 
-    def _stage(self, move: _Load) -> None:
-        """Stages the pages of a copy, up to the first one that is lost, which ends the load."""
-        load, stop = move.load, move.stop
+        Args:
+            read: u8[pages_of_copy, page_bytes], with the pages that are not in the host's memory.
+            num_read: the first pages of the copy, after which one is lost.
+        """
         if load.is_wanted and not load.is_cut:
             self._may_stage.acquire()  # `took` releases it
             if self._is_closed:
                 return
-            found = self._found_pages(move, stop)
-            load.is_cut = move.start + len(found) < stop
+            found: list[np.ndarray] = []
+            for place, away in enumerate(load.away[start:stop]):
+                page = self._on_host(away.host) if away.host is not None else None
+                if away.host is None and read is not None and place < num_read:
+                    page = read[place]
+                if page is None:
+                    break
+                found.append(page)
+            load.is_cut = start + len(found) < stop
             staged, error = self._staged(found)
             if staged is None:
                 load.is_cut = True
                 self._may_stage.release()
             is_last = load.is_cut or stop == len(load.away)
             self._on_moved(Loaded(load, staged, 0 if staged is None else len(found), is_last, error))
-        if move.read is not None:
-            self._give_back(move.read)
-
-    def _found_pages(self, move: _Load, stop: int) -> list[np.ndarray]:
-        """The bytes of the pages before `stop` and before the first one that is lost, each u8[page_bytes]."""
-        found: list[np.ndarray] = []
-        for place, away in enumerate(move.load.away[move.start : stop]):
-            page = self._on_host(away.host) if away.host is not None else None
-            if away.host is None and move.read is not None and place < move.num_read:
-                page = move.read[place]
-            if page is None:
-                break
-            found.append(page)
-        return found
+        if read is not None:
+            self._give_back(read)
 
     def _staged(self, pages: list[np.ndarray]) -> tuple[StagedPages | None, Exception | None]:
         """The pages on the device, or the device's error."""
@@ -304,35 +239,33 @@ class PageMover:
         """Reads the pages of the store and of other engines, copy by copy, up to the first one that is lost."""
         for start, stop in self._copies_of(load):
             # While one copy is read, the one before it is staged.
-            read = self._buffers.get() if self._threads else self._new_buffer()
+            read = self._buffers.get() if self._has_threads else self._new_buffer()
             if read is None:  # the end
                 return
             if not load.is_wanted:
                 self._give_back(read)
                 return
             pages = load.away[start:stop]
-            into = zip(pages, read, strict=False)
-            num_read = next((i for i, (p, to) in enumerate(into) if not (p.host or self._is_read(p, to))), len(pages))
-            self._moves.put(_Load(load, start, stop, read, num_read))
+            num_read = 0
+            for page, to in zip(pages, read, strict=False):
+                if page.host is None and not any(tier.load(page.digest, page.tokens, to) for tier in self._tiers):
+                    break
+                num_read += 1
+            self._moves.do(partial(self._stage, load, start, stop, read, num_read))
             if num_read < len(pages):
                 return
 
     def _give_back(self, buffer: np.ndarray) -> None:
-        if self._threads:
+        if self._has_threads:
             self._buffers.put(buffer)
 
     def _new_buffer(self) -> np.ndarray:
-        return np.empty((self._pages_of_copy, self._page_bytes), np.uint8)
+        return np.full((self._pages_of_copy, self._page_bytes), 0, np.uint8)  # `zeros` would leave it to the first use
 
-    def _is_read(self, page: AwayPage, into: np.ndarray) -> bool:
-        sources = (self._remote, self._store)
-        return any(source is not None and source.load(page.digest, page.tokens, into) for source in sources)
-
-    def _write(self, write: _Write) -> None:
-        assert self._store is not None
+    def _write(self, store: PageStore, host: HostPage, page: np.ndarray) -> None:
         with self._writing:
-            if write.host.is_trusted:
-                self._store.store(write.host.digest, write.host.tokens, write.page)
+            if host.is_trusted:
+                store.store(host.digest, host.tokens, page)
 
     def _place(self, host: HostPage) -> np.ndarray:
         if self._memory is None:

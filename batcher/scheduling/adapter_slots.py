@@ -23,6 +23,7 @@ before it get slots, and the rows of the slot that is then kept for it end.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from batcher.scheduling.request_state import RequestState
@@ -35,14 +36,12 @@ def _place(seq: RequestState) -> tuple[int, int]:
     return seq.request.priority, seq.arrival
 
 
+@dataclass(eq=False, slots=True)
 class _Waiting:
     """The requests that wait for one adapter."""
 
-    __slots__ = ("num_passes", "requests")
-
-    def __init__(self) -> None:
-        self.requests: list[RequestState] = []  # sorted by place
-        self.num_passes = 0  # admissions of requests that come after the first of these, since the adapter is cold
+    requests: list[RequestState] = field(default_factory=list)  # sorted by place
+    num_passes: int = 0  # admissions of requests that come after the first of these, since the adapter is cold
 
 
 class AdapterSlots:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from batcher.scheduling.request_state import RequestState
@@ -35,27 +36,23 @@ def _num_rows(group: _Group) -> int:
     return len(group.running)
 
 
+@dataclass(eq=False, slots=True)
 class _Group:
     """The requests of one API request. `place` is its entry in its client's order, None while none of them waits."""
 
-    __slots__ = ("place", "running", "waiting")
-
-    def __init__(self) -> None:
-        self.running: list[RequestState] = []  # sorted by arrival, as are those that wait
-        self.waiting: list[RequestState] = []
-        self.place: tuple[int, int, _Group] | None = None
+    running: list[RequestState] = field(default_factory=list)  # sorted by arrival, as are those that wait
+    waiting: list[RequestState] = field(default_factory=list)
+    place: tuple[int, int, _Group] | None = None
 
 
+@dataclass(eq=False, slots=True)
 class _Client:
-    """The groups of one client."""
+    """The groups of one client. `order` is of those that wait: sorted (quanta held, first arrival, group)."""
 
-    __slots__ = ("groups", "num_rows", "order", "place")
-
-    def __init__(self) -> None:
-        self.groups: dict[str, _Group] = {}
-        self.num_rows = 0
-        self.order: list[tuple[int, int, _Group]] = []  # sorted (quanta held, first arrival, group) of those that wait
-        self.place: tuple[int, int, _Client] | None = None
+    groups: defaultdict[str, _Group] = field(default_factory=lambda: defaultdict(_Group))
+    num_rows: int = 0
+    order: list[tuple[int, int, _Group]] = field(default_factory=list)
+    place: tuple[int, int, _Client] | None = None
 
     def largest(self) -> _Group:
         """The group with the most rows; of several, the one with the latest request."""
@@ -63,14 +60,12 @@ class _Client:
         return max(held, key=lambda group: (len(group.running), group.running[-1].arrival))
 
 
+@dataclass(eq=False, slots=True)
 class _Level:
-    """The clients of one priority."""
+    """The clients of one priority. `order` is of those that wait: sorted (rows held, first arrival, client)."""
 
-    __slots__ = ("clients", "order")
-
-    def __init__(self) -> None:
-        self.clients: dict[int, _Client] = {}
-        self.order: list[tuple[int, int, _Client]] = []  # sorted (rows held, first arrival, client) of those that wait
+    clients: defaultdict[int, _Client] = field(default_factory=lambda: defaultdict(_Client))
+    order: list[tuple[int, int, _Client]] = field(default_factory=list)
 
 
 class FairQueue:
@@ -193,14 +188,8 @@ class FairQueue:
         if level is None:
             level = self._levels[request.priority] = _Level()
             insort(self._priorities, request.priority)
-        client = level.clients.get(request.client)
-        if client is None:
-            client = level.clients[request.client] = _Client()
-        name = request.group or request.request_id
-        group = client.groups.get(name)
-        if group is None:
-            group = client.groups[name] = _Group()
-        return level, client, group
+        client = level.clients[request.client]
+        return level, client, client.groups[request.group or request.request_id]
 
     def _put(self, level: _Level, client: _Client, group: _Group) -> None:
         """Puts a group that has changed, and its client, at their places."""

@@ -83,9 +83,10 @@ class KeptPrompts:
         self.drop(token)
         self._prompts[token] = self._unsaved[token] = KeptPrompt(until_s, pages)
 
-    def get(self, token: bytes) -> KeptPrompt | None:
-        """Any thread may call it."""
-        return self._prompts.get(token)
+    def find(self, token: bytes, index: int) -> HostPage | NoPage:
+        """A page that is kept. Any thread may call it."""
+        prompt = self._prompts.get(token)
+        return NoPage.NEVER if prompt is None else prompt.find(index)
 
     def unsaved(self) -> Iterator[KeptPrompt]:
         """The prompts with pages to come. Those without any let their pages on the device go."""

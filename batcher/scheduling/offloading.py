@@ -28,7 +28,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from batcher.page_events import Medium, PageEventRecorder
+from batcher.page_events import (
+    Medium,
+    PageCopied,
+    PageEvent,
+    PageEventRecorder,
+    PageObserver,
+    PageRemoved,
+    PagesCleared,
+)
 from batcher.page_store import Offloading
 from batcher.scheduling.kept_prompts import DevicePage, KeptPrompts
 from batcher.scheduling.page_moves import AwayPage, HostPage, OffloadingCounts, PageLoad, PageSave
@@ -71,8 +79,8 @@ class Times:
         return False
 
 
-class OffloadedPages:
-    """See the module's docstring. It observes the pool (`pages.PageObserver`).
+class OffloadedPages(PageObserver):
+    """See the module's docstring.
 
     Args:
         clock: seconds from any origin.
@@ -84,7 +92,7 @@ class OffloadedPages:
             raise ValueError(
                 f"the host's memory has no room for a page of {capacity.page_bytes} bytes: {offloading.host_bytes=}"
             )
-        self._store, self._remote = offloading.store, offloading.remote
+        self._store, self._tiers = offloading.store, offloading.tiers
         self._keep_s = offloading.keep_s
         self._saves_all = self._store is not None or self._keep_s is not None
         self._pages_of_copy, self._page_bytes = capacity.pages_of_copy, capacity.page_bytes
@@ -112,22 +120,18 @@ class OffloadedPages:
     # --- what happens to the device's pages ---
 
     def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """A used page can be found now."""
         if self._saves_all and digest not in self._index and not (self._store and self._store.has(digest)):
             self._unsaved[page] = digest, tokens
 
     def released(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """No request holds the stored page any more."""
         if not self._saves_all and digest not in self._index:
             self._unsaved[page] = digest, tokens
 
     def acquired(self, page: int) -> None:
-        """A request holds the stored page again."""
         if not self._saves_all:
             self._unsaved.pop(page, None)
 
     def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """The page is given to a request that will write to it."""
         self._unsaved.pop(page, None)
         if digest in self._index:
             self._index.move_to_end(digest)
@@ -135,7 +139,6 @@ class OffloadedPages:
             self.counts.num_lost += 1
 
     def forgotten(self, page: int | None, digest: bytes) -> None:
-        """The K/V of this digest are not to be found again; `page` has them on the device, if one does."""
         if page is not None:
             self._unsaved.pop(page, None)
         self.kept.cut(digest)
@@ -143,18 +146,16 @@ class OffloadedPages:
         if host is not None:
             host.is_trusted = False
             self._places.append(host.place)
-            self._tell_removed(digest)
+            self._tell(PageRemoved(digest, Medium.HOST))
 
     def cleared(self) -> None:
-        """Nothing is to be found again."""
         self._unsaved.clear()
         self.kept.cut()
         for host in self._index.values():
             host.is_trusted = False
             self._places.append(host.place)
         self._index.clear()
-        if self.events is not None:
-            self.events.all_removed(Medium.HOST)
+        self._tell(PagesCleared(Medium.HOST))
 
     # --- to the host ---
 
@@ -225,12 +226,12 @@ class OffloadedPages:
         if oldest.is_coming:
             return None
         del self._index[oldest.digest]
-        self._tell_removed(oldest.digest)
+        self._tell(PageRemoved(oldest.digest, Medium.HOST))
         return oldest.place
 
-    def _tell_removed(self, digest: bytes) -> None:
+    def _tell(self, event: PageEvent) -> None:
         if self.events is not None:
-            self.events.removed(digest, Medium.HOST)
+            self.events.add(event)
 
     def keep(self, seq: RequestState) -> None:
         """Rule 5. The request ends, and holds its pages."""
@@ -250,8 +251,8 @@ class OffloadedPages:
         if error is None:
             self.counts.num_saved += len(save.pages)
             for host in save.hosts:
-                if self.events is not None and self._index.get(host.digest) is host:
-                    self.events.copied(host.digest, Medium.HOST)
+                if self._index.get(host.digest) is host:
+                    self._tell(PageCopied(host.digest, Medium.HOST))
             return
         self.counts.num_lost += len(save.pages)
         for host in save.hosts:
@@ -286,7 +287,7 @@ class OffloadedPages:
 
     def _is_away(self, digest: bytes) -> bool:
         """Whether another engine or the store has the page."""
-        return any(source is not None and source.has(digest) for source in (self._remote, self._store))
+        return any(tier.has(digest) for tier in self._tiers)
 
     def load(self, seq: RequestState, first: int, away: list[AwayPage]) -> None:
         """The request has pages, and these are to come to those from index `first` on."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+@dataclass(eq=False, slots=True)
 class HostPage:
     """A page in the host's memory. Its bytes are the mover's."""
 
-    __slots__ = ("checksum", "digest", "is_coming", "is_trusted", "num_keepers", "place", "tokens")
-
-    def __init__(self, place: int, digest: bytes, tokens: bytes) -> None:
-        self.place = place  # in the host's memory
-        self.digest = digest
-        self.tokens = tokens
-        self.is_coming = True  # a copy that is on its way brings its bytes
-        self.is_trusted = True  # False: its K/V are not to be found again, in the store neither
-        self.num_keepers = 0  # prompts that are kept for other engines; it is not evicted before they go
-        self.checksum: int | None = None  # of its bytes; None: they are not there. Only the mover reads and writes it
+    place: int  # in the host's memory
+    digest: bytes
+    tokens: bytes
+    is_coming: bool = True  # a copy that is on its way brings its bytes
+    is_trusted: bool = True  # False: its K/V are not to be found again, in the store neither
+    num_keepers: int = 0  # prompts that are kept for other engines; it is not evicted before they go
+    checksum: int | None = None  # of its bytes; None: they are not there. Only the mover reads and writes it
 
 
 class AwayPage(NamedTuple):
@@ -80,11 +77,3 @@ class OffloadingCounts:
     num_prompts_lost: int = 0  # of which a page did not come from another engine
     num_query_tokens: int = 0  # of prompts, looked up after those that the device has
     num_hit_tokens: int = 0  # of these, loaded
-
-    def copy(self) -> OffloadingCounts:
-        return copy.copy(self)
-
-    def add(self, other: OffloadingCounts) -> None:
-        """Adds the counts of `other`."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))

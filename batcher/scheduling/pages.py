@@ -13,33 +13,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from batcher.scheduling.prefix import StoredPrefix
+from batcher.page_events import PageObserver
 
 
-class PageObserver(Protocol):
-    """Hears what happens to stored pages. Called in the middle of the pool's methods, so it calls none of them."""
+@dataclass(eq=False, slots=True)
+class StoredPrefix:
+    """The longest stored prefix of a waiting request. The pool keeps it up to date while the request waits, so a long
+    one is not searched for again in every step."""
 
-    def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """A used page can be found now. `tokens` are the bytes of i32[page_size]."""
-
-    def released(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """A stored page has become reusable."""
-
-    def acquired(self, page: int) -> None:
-        """A reusable page is used again."""
-
-    def evicted(self, page: int, digest: bytes, tokens: bytes) -> None:
-        """A reusable page is given to a request, which will write to it."""
-
-    def forgotten(self, page: int | None, digest: bytes) -> None:
-        """The K/V of this digest are not to be trusted. `page` has them, unless the pool does not know the digest."""
-
-    def cleared(self) -> None:
-        """All stored pages are forgotten."""
+    pages: list[int] = field(default_factory=list)
+    num_reusable: int = 0  # pages among these that no sequence refers to
 
 
 class PagePool:

@@ -10,16 +10,6 @@ from batcher.scheduling.request_state import RequestState
 from batcher.step import AdapterWrite, Bucket
 
 
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """The requests of one step, before it has a shape."""
-
-    decodes: list[RequestState]
-    chunks: list[tuple[RequestState, int]]  # prompts and the number of their tokens in this step, at least one
-    admitted: list[RequestState]  # those of `chunks` that waited until now
-    grown: list[tuple[RequestState, int]]  # as in `StepPlan`
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens to compute of one row: `to_compute[start:start + count]`."""

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from batcher.page_events import PageEventRecorder
+from batcher.page_events import PageEventRecorder, PageStored
 from batcher.scheduling.adapter_slots import AdapterSlots
 from batcher.scheduling.columns import NEVER, SlotColumns
 from batcher.scheduling.digests import next_digest
@@ -173,7 +173,9 @@ class RequestQueues:
             is_new = self.pool.commit(sequence.pages[page], digests[page], content)
             if is_new and self.page_events is not None:
                 parent = digests[page - 1] if page else None
-                self.page_events.stored_for(sequence.request, parent, digests[page], content)
+                request = sequence.request
+                event = PageStored(digests[page], parent, content, request.cache_salt, request.adapter)
+                self.page_events.add(event)
         sequence.num_committed = count
 
     def commit_soon(self, sequence: RequestState) -> None:

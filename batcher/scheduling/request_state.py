@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from batcher.grammar import Matcher
-from batcher.request import Pooling, Request, RequestOutput, TokenLogprobs
+from batcher.request import Pooling, Request, RequestOutput, SamplingParams, TokenLogprobs
 from batcher.sampling_table import PARAMETERS, is_asked
 from batcher.scheduling.page_moves import PageLoad
-from batcher.scheduling.prefix import StoredPrefix
+from batcher.scheduling.pages import StoredPrefix
 from batcher.step import Variant
 
 OnOutput = Callable[[RequestOutput], None]
@@ -27,6 +28,7 @@ class State(Enum):
     FINISHED = "finished"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class RequestState:
     """The engine's record of one request.
 
@@ -36,124 +38,68 @@ class RequestState:
     to the reading of that step.
     """
 
-    __slots__ = (
-        "adapter_slot",
-        "allowed",
-        "arrival",
-        "arrived_s",
-        "decoding",
-        "digests",
-        "draft_rate",
-        "first_token_s",
-        "has_penalties",
-        "is_blocked",
-        "is_new",
-        "is_slow_to_mask",
-        "key",
-        "last_step",
-        "last_token_s",
-        "limit",
-        "load",
-        "mask",
-        "matcher",
-        "needs_sampling",
-        "num_accepted",
-        "num_committed",
-        "num_computed",
-        "num_emitted",
-        "num_hit_pages",
-        "num_hit_tokens",
-        "num_preemptions",
-        "num_prompt",
-        "num_rejected",
-        "num_stalls",
-        "number",
-        "on_output",
-        "output",
-        "pages",
-        "pooled",
-        "pooling",
-        "prefix",
-        "prompt",
-        "prompt_logprobs",
-        "request",
-        "request_id",
-        "sampling",
-        "seed",
-        "slot",
-        "started_s",
-        "state",
-        "stop_ids",
-        "to_compute",
-    )
+    request: Request
+    prompt: np.ndarray  # i32[num_prompt]
+    _: KW_ONLY
+    limit: int  # most output tokens: max_tokens, or fewer if the context ends first
+    stop_ids: frozenset[int]  # any of these ends it
+    seed: int
+    arrived_s: float
+    on_output: OnOutput
+    matcher: Matcher | None = None  # of the request's grammar and its bad words
+    allowed: np.ndarray | None = None  # i32[num_mask_words], the mask of tokens that may ever be drawn
+    pooling: Pooling | None = None  # of its embedding; None: it generates
 
-    def __init__(
-        self,
-        request: Request,
-        prompt: np.ndarray,  # i32[num_prompt]
-        *,
-        limit: int,  # most output tokens: max_tokens, or fewer if the context ends first
-        stop_ids: frozenset[int],  # any of these ends it
-        seed: int,
-        arrived_s: float,
-        on_output: OnOutput,
-        matcher: Matcher | None = None,  # of the request's grammar and its bad words
-        allowed: np.ndarray | None = None,  # i32[num_mask_words], the mask of tokens that may ever be drawn
-        pooling: Pooling | None = None,  # of its embedding; None: it generates
-    ) -> None:
-        sampling = request.sampling
-        self.request = request
-        self.request_id = request.request_id
-        self.number = -1  # rank among the engine's requests, set when it is accepted
-        self.sampling = sampling
-        self.prompt = prompt
-        self.num_prompt = len(prompt)
-        self.limit = limit
-        self.stop_ids = stop_ids
-        self.seed = seed
-        self.arrived_s = arrived_s
-        self.on_output = on_output
-        self.matcher = matcher
-        self.allowed = allowed
-        self.pooling = pooling
+    request_id: str = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    num_prompt: int = field(init=False)
+    needs_sampling: bool = field(init=False)
+    has_penalties: bool = field(init=False)
+    state: State = field(init=False)
+    is_blocked: bool = field(init=False)  # the mask of its next token is not computed yet
+    key: tuple[int, int, int] = field(init=False)  # rank among those that run, set at admission
+    to_compute: np.ndarray = field(init=False)  # before it decodes: the prompt, and after a preemption also the output
+    prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
+    number: int = -1  # rank among the engine's requests, set when it is accepted
+    mask: np.ndarray | None = None  # of its next token; None after that token's dispatch
+    is_slow_to_mask: bool = True  # its first mask includes compilation, which is slow
+    arrival: int = -1  # rank, set when it joins the scheduler's queue; kept at preemption
+    output: array[int] = field(default_factory=lambda: array("i"))  # tokens read back
+    num_emitted: int = 0  # output tokens of dispatched steps, pending ones included
+    num_computed: int = 0
+    decoding: bool = False
+    slot: int = -1
+    adapter_slot: int = 0  # of its LoRA adapter while it runs; 0: the base model
+    is_new: bool = False  # it has a slot, and no step has set the slot's state yet
+    load: PageLoad | None = None  # it waits for pages that come back to the device
+    pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the full pages of prompt and output, as far as computed
+    prefix: StoredPrefix = field(default_factory=StoredPrefix)  # of a waiting request
+    num_committed: int = 0  # leading pages offered to the prefix cache
+    num_hit_pages: int = 0  # leading pages that were found at the last admission, on the device or away
+    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    pooled: np.ndarray | None = None  # f32[D], the sum of the hidden states of the tokens read back, for MEAN
+    num_stalls: int = 0  # steps in a row in which it has waited for a page while decoding
+    num_accepted: int = 0  # drafts that are in its output
+    num_rejected: int = 0
+    draft_rate: float | None = None  # probability that its next draft is right; None: not known
+    last_step: int = -1  # the last dispatched step that has a row of it
+    num_preemptions: int = 0
+    started_s: float = -1.0
+    first_token_s: float = -1.0
+    last_token_s: float = -1.0  # of a request in a slot: see `SlotColumns.last_token_of`
+
+    def __post_init__(self) -> None:
+        request, sampling = self.request, self.request.sampling
         asked = [parameter for name, parameter in PARAMETERS.items() if is_asked(sampling, name)]
+        self.request_id, self.sampling = request.request_id, sampling
+        self.num_prompt, self.to_compute = len(self.prompt), self.prompt
         self.needs_sampling = any(parameter.variant is Variant.SAMPLE for parameter in asked)
         self.has_penalties = any(parameter.counts_tokens for parameter in asked)
-
-        self.state = State.WAITING if matcher is None else State.COMPILING
-        self.is_blocked = matcher is not None  # the mask of its next token is not computed yet
-        self.mask: np.ndarray | None = None  # of its next token; None after that token's dispatch
-        self.is_slow_to_mask = True  # its first mask includes compilation, which is slow
-        self.arrival = -1  # rank, set when it joins the scheduler's queue; kept at preemption
-        self.key = (request.priority, 0, -1)  # rank among those that run, set at admission
-        self.output = array("i")  # tokens read back
-        self.num_emitted = 0  # output tokens of dispatched steps, pending ones included
-        self.to_compute = prompt  # before it decodes: the prompt, and after a preemption also the output
-        self.num_computed = 0
-        self.decoding = False
-        self.slot = -1
-        self.adapter_slot = 0  # of its LoRA adapter while it runs; 0: the base model
-        self.is_new = False  # it has a slot, and no step has set the slot's state yet
-        self.load: PageLoad | None = None  # it waits for pages that come back to the device
-        self.pages: list[int] = []
-        self.digests: list[bytes] = []  # of the full pages of prompt and output, as far as computed
-        self.prefix = StoredPrefix()  # of a waiting request
-        self.num_committed = 0  # leading pages offered to the prefix cache
-        self.num_hit_pages = 0  # leading pages that were found at the last admission, on the device or away
-        self.num_hit_tokens = 0  # prompt tokens found in the prefix cache at the first admission
-        self.pooled: np.ndarray | None = None  # f32[D], the sum of the hidden states of the tokens read back, for MEAN
-        self.num_stalls = 0  # steps in a row in which it has waited for a page while decoding
-        self.num_accepted = 0  # drafts that are in its output
-        self.num_rejected = 0
-        self.draft_rate: float | None = None  # probability that its next draft is right; None: not known
-        self.last_step = -1  # the last dispatched step that has a row of it
-        self.num_preemptions = 0
-        self.started_s = -1.0
-        self.first_token_s = -1.0
-        self.last_token_s = -1.0  # of a request in a slot: see `SlotColumns.last_token_of`
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
-            None if sampling.prompt_logprobs is None else [None] * (self.num_prompt - 1)
-        )
+        self.is_blocked = self.matcher is not None
+        self.state = State.COMPILING if self.is_blocked else State.WAITING
+        self.key = (request.priority, 0, -1)
+        self.prompt_logprobs = None if sampling.prompt_logprobs is None else [None] * (self.num_prompt - 1)
 
     def take_mask(self) -> np.ndarray:
         """The mask of the token that is dispatched now. Blocks the sequence until its next mask is computed."""

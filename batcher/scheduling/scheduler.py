@@ -46,7 +46,7 @@ from batcher.config import EngineConfig
 from batcher.request import Pooling
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.offloading import OffloadedPages
-from batcher.scheduling.plan import Chunk, StepPlan, Work
+from batcher.scheduling.plan import Chunk, StepPlan
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.row_tokens import OneToken
@@ -112,7 +112,7 @@ class Scheduler(RequestQueues):
         chunks, admitted = self._prompts(self.token_budget - len(singles), len(singles))
         if not singles and not chunks:
             return None
-        return self._plan(Work(decodes=singles, chunks=chunks, admitted=admitted, grown=grown))
+        return self._plan_ones(singles, chunks, admitted, grown) if chunks else self._plan_decodes(singles, grown)
 
     def _exchange_rows(self) -> None:
         """Rule 8, for the first request that found no room in the last step."""
@@ -140,7 +140,8 @@ class Scheduler(RequestQueues):
             if not seq.decoding or seq.is_blocked or seq.num_emitted == seq.limit:
                 continue
             if seq.num_computed == len(seq.pages) * page_size:
-                if not self.pool.num_available and self._may_stall(seq):
+                may_stall = seq.num_stalls < self.max_stalls and running[-1].request.priority <= seq.request.priority
+                if not self.pool.num_available and may_stall:
                     seq.num_stalls += 1
                     stalled.append(seq)
                     continue
@@ -156,9 +157,6 @@ class Scheduler(RequestQueues):
             rows = [seq for seq in stalled if seq.state is State.RUNNING][: self.pool.num_available]
             grown = [self._grow(seq) for seq in rows]
         return rows, grown
-
-    def _may_stall(self, seq: RequestState) -> bool:
-        return seq.num_stalls < self.max_stalls and self.running[-1].request.priority <= seq.request.priority
 
     def _make_room(self, sequence: RequestState, promised: int) -> bool:
         """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
@@ -243,7 +241,9 @@ class Scheduler(RequestQueues):
             if not seq.needs_every_position:
                 usable = (seq.num_known - 1) // self.page_size  # the last token is always computed
                 self.pool.extend(prefix, seq.digests, usable, lambda page: seq.page_bytes(page, self.page_size))
-                if len(prefix.pages) < usable and self._is_coming(seq.digests[len(prefix.pages)], in_this_step):
+                missing = seq.digests[len(prefix.pages)] if len(prefix.pages) < usable else b""
+                is_loading = self.offloaded is not None and self.offloaded.is_loading(missing)
+                if missing in in_this_step or is_loading:
                     return Verdict.NEXT_STEP
         if not may_be_long and self.long_prompts.is_long(seq.num_known - len(prefix.pages) * self.page_size):
             return Verdict.NO_TURN
@@ -265,10 +265,6 @@ class Scheduler(RequestQueues):
             return Verdict.ADMITTED
         self.offloaded.load(seq, first, away)
         return Verdict.LOADING
-
-    def _is_coming(self, digest: bytes, in_this_step: set[bytes]) -> bool:
-        """Whether the page of this digest will soon be on the device: this step computes it, or a row waits for it."""
-        return digest in in_this_step or (self.offloaded is not None and self.offloaded.is_loading(digest))
 
     def _has_room(self, seq: RequestState, num_new: int, num_revived: int) -> bool:
         """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""
@@ -295,21 +291,17 @@ class Scheduler(RequestQueues):
         if rest < count:
             chunks[-1] = (seq, count - rest)
 
-    def _plan(self, work: Work) -> StepPlan:
+    def _plan_decodes(self, decodes: list[RequestState], grown: list[tuple[RequestState, int]]) -> StepPlan:
         """Rule 9."""
-        if work.chunks:
-            return self._plan_ones(work)
-        is_alone = not self.waiting and len(work.decodes) == len(self.running)
-        has_adapters = self._have_adapters(work.decodes)
-        several = self.row_tokens.several(
-            work.decodes, self.last_step + 1, is_alone=is_alone, has_adapters=has_adapters
-        )
+        is_alone = not self.waiting and len(decodes) == len(self.running)
+        has_adapters = self._have_adapters(decodes)
+        several = self.row_tokens.several(decodes, self.last_step + 1, is_alone=is_alone, has_adapters=has_adapters)
         if several is None:
-            return self._plan_ones(work)
-        q_lens = {seq: self._fit(seq, most, work.grown) for seq, most in several.most.items()}
+            return self._plan_ones(decodes, [], [], grown)
+        q_lens = {seq: self._fit(seq, most, grown) for seq, most in several.most.items()}
         if any(q_len > 1 for q_len in q_lens.values()):
-            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in work.decodes], several.bucket, work.grown)
-        plan = self._plan_ones(work)
+            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], several.bucket, grown)
+        plan = self._plan_ones(decodes, [], [], grown)
         plan.looks_up = several.looks_up
         return plan
 
@@ -346,9 +338,14 @@ class Scheduler(RequestQueues):
                 plan.masks.append((seq, seq.take_mask()))
         return plan
 
-    def _plan_ones(self, work: Work) -> StepPlan:
-        """The step in which each decoding row draws one token, with the chunks of prompts."""
-        decodes, chunks = work.decodes, work.chunks
+    def _plan_ones(
+        self,
+        decodes: list[RequestState],
+        chunks: list[tuple[RequestState, int]],
+        admitted: list[RequestState],
+        grown: list[tuple[RequestState, int]],
+    ) -> StepPlan:
+        """The step in which each decoding row draws one token, with the chunks of prompts, of some tokens each."""
         self.last_step += 1
         number = self.last_step
         ones = [seq for seq, count in chunks if count == 1]
@@ -387,7 +384,7 @@ class Scheduler(RequestQueues):
         variant = next((variant for is_asked, variant in asked if is_asked), Variant.GREEDY)
         return StepPlan(
             number=number,
-            bucket=self._bucket(
+            bucket=self.ladder.choose(
                 num_tokens,
                 len(rows),
                 decode_only=not longer,
@@ -401,19 +398,12 @@ class Scheduler(RequestQueues):
             num_singles=len(decodes) + len(ones),
             num_tokens=num_tokens,
             chunks=listed,
-            admitted=work.admitted,
+            admitted=admitted,
             adapters=self.adapters.take_writes(),
             masks=masks,
-            grown=work.grown,
+            grown=grown,
         )
 
     def _have_adapters(self, rows: list[RequestState]) -> bool:
         """Whether one of the rows has an adapter."""
         return self.adapters.has_rows and any(seq.adapter_slot for seq in rows)
-
-    def _bucket(
-        self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant, has_adapters: bool
-    ) -> Bucket:
-        return self.ladder.choose(
-            num_tokens, num_rows, decode_only=decode_only, variant=variant, has_adapters=has_adapters
-        )

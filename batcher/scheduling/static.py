@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from batcher.scheduling.plan import StepPlan, Work
+from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler, Verdict
-from batcher.step import Bucket, Variant
 
 
 class StaticScheduler(Scheduler):
@@ -55,7 +54,7 @@ class StaticScheduler(Scheduler):
                 chunks.append((seq, min(len(seq.to_compute) - seq.num_computed, budget)))
                 budget -= chunks[-1][1]
         if chunks:
-            return self._plan(Work(decodes=[], chunks=chunks, admitted=admitted, grown=[]))
+            return self._padded(self._plan_ones([], chunks, admitted, []))
         longest = max((seq.limit for seq in self.running), default=0)
         decodes = [
             seq
@@ -66,7 +65,7 @@ class StaticScheduler(Scheduler):
         if not num_wanted:
             return None
         grown = [self._grow(seq) for seq in decodes if seq.num_computed == len(seq.pages) * self.page_size]
-        plan = self._plan(Work(decodes=decodes, chunks=chunks, admitted=admitted, grown=grown))
+        plan = self._padded(self._plan_ones(decodes, [], admitted, grown))
         plan.num_ended = len(decodes) - num_wanted
         return plan
 
@@ -94,11 +93,11 @@ class StaticScheduler(Scheduler):
         that a row draws is not stored."""
         return min(seq.num_prompt + longest, self.max_model_len) - 1
 
-    def _bucket(
-        self, num_tokens: int, num_rows: int, *, decode_only: bool, variant: Variant, has_adapters: bool
-    ) -> Bucket:
-        if decode_only:
-            num_tokens = num_rows = self._batch_rows
-        return super()._bucket(
-            num_tokens, num_rows, decode_only=decode_only, variant=variant, has_adapters=has_adapters
-        )
+    def _padded(self, plan: StepPlan) -> StepPlan:
+        """The plan, with the whole batch's rows if all of them bring one token."""
+        rows, own = self._batch_rows, plan.bucket
+        if plan.num_singles == len(plan.rows):
+            plan.bucket = self.ladder.choose(
+                rows, rows, decode_only=True, variant=own.variant, has_adapters=own.has_adapters
+            )
+        return plan

@@ -59,14 +59,18 @@ class Packer:
         target[: len(indices)] = indices
         target[len(indices) :] = self._pad_index
         packed[sections["patch_values"]][: len(values)] = values
-        resets = tuple(_penalty_reset(seq) for seq in plan.admitted if seq.has_penalties)
+        resets = [
+            PenaltyReset(slot=seq.slot, prompt=seq.prompt, output=np.array(seq.output, np.int32))
+            for seq in plan.admitted
+            if seq.has_penalties
+        ]
         allowed = [(seq, seq.allowed) for seq in plan.admitted if seq.allowed is not None and seq.matcher is None]
         masks = self._mask_blocks([*plan.masks, *allowed]) if plan.masks or allowed else ()
         return StepInput(
             bucket=plan.bucket,
             packed=packed,
             patches=blocks,
-            penalty_resets=resets,
+            penalty_resets=tuple(resets),
             masks=masks,
             adapters=tuple(plan.adapters),
         )
@@ -172,7 +176,3 @@ _PLACES = [
     for parameter in PARAMETERS.values()
     if parameter.columns
 ]
-
-
-def _penalty_reset(seq: RequestState) -> PenaltyReset:
-    return PenaltyReset(slot=seq.slot, prompt=seq.prompt, output=np.array(seq.output, np.int32))

@@ -14,13 +14,13 @@ from scripts.building.build import OtherHosts, build_runner, served_tokenizer, w
 from scripts.building.changeable import ChangeableEngine, FolderUpdates
 from scripts.building.kv_events import make_publisher
 from scripts.flags.settings import EngineSettings, ServedSettings
-from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
+from server.engine.hosts.adapters import AllAdapters
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
-from server.engine.hosts.weights import AllWeights, FollowersWeights
+from server.engine.hosts.weights import AllWeights
 from server.engine.process import Reporter
 from server.engine.wire import EngineInfo
 from server.flag import flag_name
@@ -66,11 +66,9 @@ def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingE
         built.runner.compile(command.buckets, lambda line: report(f"  {line}"))
         follower.compiled()
     most_in_flight = served.engine.pipeline_depth
-    weights = FollowersWeights(built.changeable_weights(), follower)
-    store = built.adapter_store
-    adapters = None if store is None else FollowersAdapters(store, built.runner, follower)
+    weights = built.changeable_weights()
     engine = FollowingEngine(
-        built.runner, follower, report, weights, adapters, most_in_flight=most_in_flight, leave=_leave
+        built.runner, follower, report, weights, built.adapter_store, most_in_flight=most_in_flight, leave=_leave
     )
     return engine, built.info
 

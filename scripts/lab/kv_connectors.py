@@ -34,8 +34,7 @@ from xxhash import xxh3_64_intdigest
 from batcher.page_store import KeptPage, NoPage, PageSource
 from scripts.lab.tables import Table, ratio, say, say_head
 from server.engine.fetched_pages import FetchedPages
-from server.engine.page_server import PageServer
-from server.engine.page_wire import TOKEN_BYTES
+from server.engine.page_server import TOKEN_BYTES, PageServer
 
 MIB = 1 << 20
 TOKEN, TOKENS = bytes(TOKEN_BYTES), b"tokens"

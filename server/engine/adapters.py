@@ -119,15 +119,17 @@ class Adapters:
         self._changes.shutdown(wait=False, cancel_futures=True)
 
     def _answer(self, change: wire.AdapterChange, answer: Callable[[wire.AdapterAnswer], object]) -> None:
+        told = wire.AdapterAnswer(number=change.number)
         try:
-            answer(wire.AdapterAnswer(self.change(change)))
+            told.adapter = self.change(change)
         except AdapterError as error:
-            answer(wire.AdapterAnswer(error=str(error), status=error.status))
+            told.error, told.status = str(error), error.status
         except (ValueError, OSError) as error:
-            answer(wire.AdapterAnswer(error=described(error)))
+            told.error = described(error)
         except Exception as error:
             traceback.print_exc()
-            answer(wire.AdapterAnswer(error=described(error), status=500))
+            told.error, told.status = described(error), 500
+        answer(told)
 
     def _load(self, asked: wire.LoadAdapter) -> wire.Adapter:
         self._undo = None

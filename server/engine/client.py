@@ -7,10 +7,11 @@ import logging
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
@@ -29,6 +30,16 @@ STOP_TIMEOUT_S = 10.0
 
 class WeightsError(Exception):
     """The weights cannot be changed or the engine cannot pause, and it goes on as it was."""
+
+
+def to_its_end[**P, R](work: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """The work goes on if its caller is cancelled: an engine that has begun a change ends it, too."""
+
+    @wraps(work)
+    async def shielded(*args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.shield(work(*args, **kwargs))
+
+    return shielded
 
 
 class EngineClient(Protocol):
@@ -77,18 +88,15 @@ class ProcessEngineClient(EngineLink):
     def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
         self.is_sleeping = self.is_paused = False
         self._changes = asyncio.Lock()
-        self._asked: dict[int, asyncio.Future[str | None]] = {}  # by the number of the command
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # by the number of the command
         self._numbers = count(1)
-        self._adapter_changes = asyncio.Lock()
-        self._adapter_answer: asyncio.Future[wire.AdapterAnswer] | None = None
         self._report = report
         self._stopping = False
         self._folder = folder_for_sockets()
         self.commands, events = (f"ipc://{self._folder.path / name}" for name in ("commands", "events"))
         super().__init__(self.commands, events)
-        addresses = engine_process.Addresses(commands=self.commands, events=events)
         self.process = multiprocessing.get_context("spawn").Process(
-            target=engine_process.main, args=(addresses, target, engine_args, debug), name="engine"
+            target=engine_process.main, args=(self.commands, events, target, engine_args, debug), name="engine"
         )
         start_without_main(self.process)
 
@@ -105,39 +113,38 @@ class ProcessEngineClient(EngineLink):
         if self.death is None:
             self._send(wire.RemoveFrontend(frontend))
 
+    @to_its_end
     async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
         """Changes the weights between two steps, one change after the other. An engine that sleeps, or is awake, stays
         so. Requests wait until an engine that sleeps wakes up.
 
         Raises WeightsError if they cannot be changed.
         """
-        await asyncio.shield(self._change_weights(change, model))  # to its end, also without a caller
-
-    async def _change_weights(self, change: wire.WeightsChange, model: str | None) -> None:
         async with self._changes:
             if change is wire.WeightsChange.RELOAD and self.is_sleeping:
                 raise WeightsError("the engine sleeps: wake it up before other weights are loaded")
             if change is (wire.WeightsChange.SLEEP if self.is_sleeping else wire.WeightsChange.WAKE_UP):
                 return
-            await self._ask(wire.ChangeWeights(change, model))
+            await self._ask_of_weights(wire.ChangeWeights(change, model))
             if change is not wire.WeightsChange.RELOAD:
                 self.is_sleeping = change is wire.WeightsChange.SLEEP
 
+    @to_its_end
     async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
         """Returns when no request runs. Later requests wait until `resume`, also those of an engine that sleeps.
 
         Raises WeightsError if `resume` is called before that.
         """
-        await asyncio.shield(self._pause(wire.Pause(mode, clear_cache)))
+        await self._ask_of_weights(wire.Pause(mode, clear_cache))
+        self.is_paused = True
 
+    @to_its_end
     async def resume(self) -> None:
         """Requests run again. An engine that is not paused stays so."""
-        await asyncio.shield(self._pause(wire.Resume()))
+        await self._ask_of_weights(wire.Resume())
+        self.is_paused = False
 
-    async def _pause(self, command: wire.Pause | wire.Resume) -> None:
-        await self._ask(command)
-        self.is_paused = isinstance(command, wire.Pause)
-
+    @to_its_end
     async def update_weights(
         self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
     ) -> None:
@@ -152,36 +159,36 @@ class ProcessEngineClient(EngineLink):
             WeightsError: the step cannot be done, and the old weights serve. After BEGIN and COMMIT no update is under
                 way; after the other steps it goes on.
         """
-        await asyncio.shield(self._ask(wire.UpdateWeights(step, source, version)))
+        await self._ask_of_weights(wire.UpdateWeights(step, source, version))
 
-    async def _ask(self, command: wire.WeightsCommand) -> None:
-        """Sends the command and waits for its answer. Raises WeightsError if it has changed nothing."""
-        if self.death is not None:
-            raise WeightsError(f"the engine has failed: {self.death}")
-        command.number = next(self._numbers)
-        answered = self._asked[command.number] = asyncio.get_running_loop().create_future()
-        self._send(command)
-        error = await answered
+    async def _ask_of_weights(self, command: wire.WeightsCommand) -> None:
+        """Raises WeightsError if the command has changed nothing."""
+        answer: wire.Changed | None = await self._ask(command)
+        error = f"the engine has failed: {self.death}" if answer is None else answer.error
         if error is not None:
             raise WeightsError(error)
 
+    @to_its_end
     async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
         """Loads or unloads a LoRA adapter, one after the other. `adapters` shows it from then on.
 
         Raises AdapterError if it cannot be done.
         """
-        return await asyncio.shield(self._change_adapters(change))  # to its end, also without a caller
+        answer: wire.AdapterAnswer | None = await self._ask(change)
+        if answer is None:
+            raise AdapterError(f"The engine has failed: {self.death}", 503)
+        if answer.error is not None:
+            raise AdapterError(answer.error, answer.status)
+        return answer.adapter
 
-    async def _change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
-        async with self._adapter_changes:
-            if self.death is not None:
-                raise AdapterError(f"The engine has failed: {self.death}", 503)
-            self._adapter_answer = asyncio.get_running_loop().create_future()
-            self._send(change)
-            answer = await self._adapter_answer
-            if answer.error is not None:
-                raise AdapterError(answer.error, answer.status)
-            return answer.adapter
+    async def _ask(self, command: wire.WeightsCommand | wire.AdapterChange) -> Any:
+        """Sends the command and waits for its answer; None: the engine is dead."""
+        if self.death is not None:
+            return None
+        command.number = next(self._numbers)
+        answered = self._asked[command.number] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        return await answered
 
     async def stop(self) -> None:
         """Ends the process: sends Stop, and kills it after STOP_TIMEOUT_S. Kills it at once if it is still starting."""
@@ -205,24 +212,18 @@ class ProcessEngineClient(EngineLink):
         match event:
             case wire.Report(line=line):
                 self._report(line)
-            case wire.Changed(error=error, number=number):
-                self._answer(number, error)
-            case wire.AdapterAnswer():
-                self._answer_adapters(event)
+            case wire.Changed(number=number) | wire.AdapterAnswer(number=number):
+                self._answer(number, event)
             case wire.Ended():
                 self._stopping = True
                 self.died.set()
             case _:
                 super()._on_event(event)
 
-    def _answer(self, number: int, error: str | None) -> None:
+    def _answer(self, number: int, answer: wire.Event | None) -> None:
         asked = self._asked.pop(number, None)
         if asked is not None and not asked.done():
-            asked.set_result(error)
-
-    def _answer_adapters(self, answer: wire.AdapterAnswer) -> None:
-        if self._adapter_answer is not None and not self._adapter_answer.done():
-            self._adapter_answer.set_result(answer)
+            asked.set_result(answer)
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self.process.sentinel)
@@ -239,8 +240,7 @@ class ProcessEngineClient(EngineLink):
     def die(self, reason: str, *, is_refusal: bool = False) -> None:
         super().die(reason, is_refusal=is_refusal)
         for number in list(self._asked):
-            self._answer(number, f"the engine has failed: {reason}")
-        self._answer_adapters(wire.AdapterAnswer(error=f"The engine has failed: {reason}", status=503))
+            self._answer(number, None)
 
 
 class FrontendClient(EngineLink):

@@ -1,4 +1,4 @@
-"""Pages that come from the host's memory of other engines (`page_wire.py`): a `batcher.page_store.RemotePages`."""
+"""Pages that come from the host's memory of other engines (`page_server.py`): a `batcher.page_store.RemotePages`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zmq
 from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import PageSource
-from server.engine.page_wire import CHECKSUM, INDEX, WINDOW
+from server.engine.page_server import CHECKSUM, INDEX, WINDOW
 from server.logs import ThrottledLog
 
 SILENCE_S = 2.0  # without an answer of an engine; its pages are then given up

@@ -14,7 +14,7 @@ from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
 from server.engine.adapters import AdapterError
-from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
+from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError, to_its_end
 from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Route, Router
 from server.engine.weight_changes import UNCHECKED
@@ -204,34 +204,32 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
     def is_paused(self) -> bool:
         return all(engine.is_paused for engine in self.engines)
 
+    @to_its_end
     async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
         """As `ProcessEngineClient.pause`, of all engines."""
-        await asyncio.shield(self._all(engine.pause(mode, clear_cache) for engine in self.engines))
+        await self._all(engine.pause(mode, clear_cache) for engine in self.engines)
         if clear_cache:
             self._router.forget()
 
+    @to_its_end
     async def resume(self) -> None:
         """As `ProcessEngineClient.resume`, of all engines."""
-        await asyncio.shield(self._all(engine.resume() for engine in self.engines))
+        await self._all(engine.resume() for engine in self.engines)
 
+    @to_its_end
     async def update_weights(
         self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
     ) -> None:
         """As `ProcessEngineClient.update_weights`, of all engines: none commits before all have checked. Each engine
         receives all of the weights, by transfer under an id of its own: the engine `i` under `source.uuid + i`."""
-        await asyncio.shield(self._update_weights(step, source, version))
-
-    async def _update_weights(self, step: wire.UpdateStep, source: wire.WeightsSource | None, version: str) -> None:
         async with self._updates:
             if step is wire.UpdateStep.COMMIT and not self._is_checked:
                 raise WeightsError(UNCHECKED)
             if step is not wire.UpdateStep.BEGIN:
                 self._is_checked = False
-            numbers = range(len(self.engines))
-            errors = await self._errors(
-                {i: self.engines[i].update_weights(step, _source_of(source, i), version) for i in numbers}
+            done, errors = await self._ask(
+                {i: e.update_weights(step, _source_of(source, i), version) for i, e in enumerate(self.engines)}
             )
-            done = [number for number in numbers if number not in errors]
             if not errors:
                 self._is_checked = step is wire.UpdateStep.CHECK
                 if step is wire.UpdateStep.COMMIT:
@@ -239,86 +237,71 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
                     self._router.forget()
                 return
             if step is wire.UpdateStep.BEGIN:
-                await self._errors({i: self.engines[i].update_weights(wire.UpdateStep.ABANDON) for i in done})
+                await self._ask({i: self.engines[i].update_weights(wire.UpdateStep.ABANDON) for i in done})
             elif step is wire.UpdateStep.COMMIT and done:
                 self._split(errors)
             raise WeightsError(self._worded(errors))
 
+    @to_its_end
     async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
         """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
         changed go back, and the WeightsError names it."""
-        await asyncio.shield(self._change(change, model))  # to its end, also without a caller
-        self._router.forget()  # a change empties the prefix caches
-
-    async def _change(self, change: wire.WeightsChange, model: str | None) -> None:
         async with self._changes:
-            errors = await self._errors({i: e.change_weights(change, model) for i, e in enumerate(self.engines)})
+            changed, errors = await self._ask({i: e.change_weights(change, model) for i, e in enumerate(self.engines)})
             if not errors:
+                self._router.forget()  # a change empties the prefix caches
                 if change is wire.WeightsChange.RELOAD:
                     self._model, self._are_given = model, False
                 return
-            changed = [number for number in range(len(self.engines)) if number not in errors]
             if changed and change is wire.WeightsChange.RELOAD and self._are_given:
                 self._split(errors)
             else:
                 undo = _UNDONE_BY[change]
-                stuck = await self._errors({i: self.engines[i].change_weights(undo, self._model) for i in changed})
+                _, stuck = await self._ask({i: self.engines[i].change_weights(undo, self._model) for i in changed})
                 if stuck:
                     self._split(stuck)
             raise WeightsError(_listed(errors))
 
-    def _split(self, errors: Mapping[int, WeightsError]) -> None:
+    def _split(self, errors: Mapping[int, Exception]) -> None:
         self.split = f"the engines have different weights: {_listed(errors)}"
         self.died.set()
 
+    @to_its_end
     async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
         """As `ProcessEngineClient.change_adapters`, of all engines. If one cannot load an adapter, or finds other
         weights than the first, the others undo it, and the AdapterError names the engine."""
-        return await asyncio.shield(self._change_adapters(change))
-
-    async def _change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
         async with self._adapter_changes:
-            asked = [engine.change_adapters(change) for engine in self.engines]
-            results = await asyncio.gather(*asked, return_exceptions=True)
-            adapters: list[wire.Adapter | None] = []
-            errors: dict[int, AdapterError] = {}
-            for number, result in enumerate(results):
-                if isinstance(result, AdapterError):
-                    errors[number] = result
-                elif isinstance(result, BaseException):
-                    raise result
-                else:
-                    adapters.append(result)
-                    if result != adapters[0]:
-                        message = "it finds other weights there than the engines before it"
-                        errors[number] = AdapterError(message)
+            done, errors = await self._ask({i: e.change_adapters(change) for i, e in enumerate(self.engines)})
+            first = next(iter(done.values()), None)
+            for number, adapter in done.items():
+                if adapter != first:
+                    errors[number] = AdapterError("it finds other weights there than the engines before it")
             if not errors:
-                return adapters[0]
-            if isinstance(change, wire.LoadAdapter):
-                loaded = [
-                    engine.change_adapters(wire.UndoLoad())
-                    for engine, result in zip(self.engines, results, strict=True)
-                    if not isinstance(result, AdapterError)
-                ]
-                await asyncio.gather(*loaded, return_exceptions=True)  # one that dies meanwhile ends the server
-            raise AdapterError(self._worded(errors), next(iter(errors.values())).status)
+                return first
+            if isinstance(change, wire.LoadAdapter):  # an engine that dies meanwhile ends the server
+                await self._ask({i: self.engines[i].change_adapters(wire.UndoLoad()) for i in done})
+            status = next(error.status for _, error in sorted(errors.items()) if isinstance(error, AdapterError))
+            raise AdapterError(self._worded(errors), status)
 
     async def _all(self, asked: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Raises WeightsError if one of the engines could not do it."""
-        errors = await self._errors(dict(enumerate(asked)))
+        _, errors = await self._ask(dict(enumerate(asked)))
         if errors:
             raise WeightsError(self._worded(errors))
 
-    async def _errors(self, asked: Mapping[int, Coroutine[Any, Any, None]]) -> dict[int, WeightsError]:
-        """The errors of the engines that could not do what they were asked for, by their numbers."""
+    async def _ask[R](self, asked: Mapping[int, Coroutine[Any, Any, R]]) -> tuple[dict[int, R], dict[int, Exception]]:
+        """The results of engines, and the errors of those that could not do what they were asked for, by number."""
+        done: dict[int, R] = {}
+        errors: dict[int, Exception] = {}
         results = await asyncio.gather(*asked.values(), return_exceptions=True)
-        errors: dict[int, WeightsError] = {}
         for number, result in zip(asked, results, strict=True):
-            if isinstance(result, WeightsError):
+            if isinstance(result, WeightsError | AdapterError):
                 errors[number] = result
-            elif result is not None:
+            elif isinstance(result, BaseException):
                 raise result
-        return errors
+            else:
+                done[number] = result
+        return done, errors
 
     def _worded(self, errors: Mapping[int, Exception]) -> str:
         """What all engines say once, or else each engine's error."""
@@ -332,7 +315,7 @@ def _source_of(source: wire.WeightsSource | None, engine: int) -> wire.WeightsSo
 
 
 def _listed(errors: Mapping[int, Exception]) -> str:
-    return "; ".join(f"engine {number}: {error}" for number, error in errors.items())
+    return "; ".join(f"engine {number}: {error}" for number, error in sorted(errors.items()))
 
 
 Engines = ProcessEngineClient | OwnEngines

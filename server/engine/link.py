@@ -54,55 +54,33 @@ class Receiver(Protocol):
         """The weights of the tokens that come from now on: once before all others, and after each change."""
 
 
-class Receivers:
-    """The receivers of open requests. Outputs of a request that was removed are dropped."""
+class Receivers(dict[str, Receiver]):
+    """The receivers of open requests, by request id. Outputs of a request that was removed are dropped."""
 
     def __init__(self) -> None:
-        self._receivers: dict[str, Receiver] = {}  # by request id
+        super().__init__()
         self.id_of: dict[int, str] = {}  # number -> id of the requests that have their first output and not the last
-
-    def __len__(self) -> int:
-        return len(self._receivers)
-
-    @property
-    def request_ids(self) -> list[str]:
-        return list(self._receivers)
-
-    def add(self, request_id: str, receiver: Receiver) -> None:
-        self._receivers[request_id] = receiver
-
-    def remove(self, request_id: str) -> bool:
-        """Returns whether the request was open."""
-        return self._receivers.pop(request_id, None) is not None
 
     def take(self, outputs: wire.Outputs) -> None:
         for output in outputs.outputs:
-            self._take_output(output)
+            receiver = self.get(output.request_id)
+            if output.finish_reason is None:
+                self.id_of[output.number] = output.request_id
+            else:
+                self.id_of.pop(output.number, None)
+                self.pop(output.request_id, None)
+            if receiver is not None:
+                receiver.on_output(output)
         if outputs.tokens is None:
             return
-        names, receivers = self.id_of, self._receivers
         for number, token_ids in outputs.tokens.rows():
-            receiver = receivers.get(names[number])
+            receiver = self.get(self.id_of[number])
             if receiver is not None:
                 receiver.on_tokens(token_ids)
 
-    def _take_output(self, output: wire.Output) -> None:
-        receiver = self._receivers.get(output.request_id)
-        if output.finish_reason is None:
-            self.id_of[output.number] = output.request_id
-        else:
-            self.id_of.pop(output.number, None)
-            self.remove(output.request_id)
-        if receiver is not None:
-            receiver.on_output(output)
-
-    def tell(self, version: str) -> None:
-        """Later tokens are of these weights."""
-        for receiver in self._receivers.values():
-            receiver.on_weight_version(version)
-
     def fail_all(self, error: str) -> None:
-        receivers, self._receivers = self._receivers, {}
+        receivers = self.copy()
+        self.clear()
         for request_id, receiver in receivers.items():
             receiver.on_output(wire.failure(request_id, error, status=500))
 
@@ -177,12 +155,12 @@ class EngineLink:
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         for request, receiver in requests:
             receiver.on_weight_version(self.weight_version)
-            self._receivers.add(request.request_id, receiver)
+            self._receivers[request.request_id] = receiver
         self._send(wire.Submit([request for request, _ in requests], self._frontend))
         self._on_load(self.num_open)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        known = [request_id for request_id in request_ids if self._receivers.remove(request_id)]
+        known = [request_id for request_id in request_ids if self._receivers.pop(request_id, None) is not None]
         if known and self.death is None:
             self._send(wire.Abort(known, reason))
         self._on_load(self.num_open)
@@ -194,7 +172,7 @@ class EngineLink:
     def abort_all(self) -> None:
         """Ends every open request with ABORT. Its receiver gets that output."""
         if self.death is None:
-            self._send(wire.Abort(self._receivers.request_ids))
+            self._send(wire.Abort(list(self._receivers)))
 
     def _send(self, command: wire.Command) -> None:
         self._commands.send(self._encode(command), zmq.NOBLOCK)
@@ -225,7 +203,8 @@ class EngineLink:
                 self._receivers.take(event)
             case wire.WeightVersion(version=version):
                 self.weight_version = version
-                self._receivers.tell(version)
+                for receiver in self._receivers.values():
+                    receiver.on_weight_version(version)
             case wire.Stats(stats=stats):
                 self.stats = stats
                 self.last_heartbeat = time.monotonic()

@@ -1,16 +1,27 @@
-"""Gives the pages that an engine keeps to other engines (`page_wire.py`), on a thread of its own."""
+"""Gives the pages that an engine keeps to other engines, on a thread of its own.
+
+The messages are ZeroMQ's over TCP, from a DEALER (`fetched_pages.py`) to a ROUTER. `token, index` asks for a page of a
+prompt, and `token` alone says that no more of it are wanted. The answer is `token, index, checksum, tokens, page`, or
+`token, index` if the page will never be there. Answers may come in another order. Whoever has no token gets nothing: it
+is drawn for each prompt, and told over HTTP.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from struct import Struct
 from typing import NamedTuple, Protocol
 
 import zmq
 
 from batcher.page_store import KeptPage, NoPage
-from server.engine.page_wire import CHECKSUM, INDEX, MAX_ASKED_BYTES, TOKEN_BYTES, WINDOW
 
+TOKEN_BYTES = 16
+INDEX = Struct("<I")
+CHECKSUM = Struct("<Q")
+MAX_ASKED_BYTES = 64  # of a frame of a question
+WINDOW = 8  # pages that are asked for ahead, so that the network is busy while a page is checked
 WAIT_MS = 1  # between two looks for pages that are on their way to the host
 MAX_WAITING = 4096  # questions for such pages
 UNSENT = 8 * WINDOW  # answers that wait for one engine to read them; more are dropped

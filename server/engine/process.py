@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -142,23 +141,18 @@ def load_factory(target: str) -> EngineFactory:
     return factory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Addresses:
-    """The sockets between the engine's process and the server."""
-
-    commands: str  # bound by the engine
-    events: str  # bound by the process that starts the engine
-
-
-def main(addresses: Addresses, target: str, engine_args: object, debug: bool) -> None:
+def main(commands: str, events: str, target: str, engine_args: object, debug: bool) -> None:
     """The entry point of the spawned process.
 
     An error at the start is sent to the server as one line. With `debug` its traceback is also printed here.
+
+    Args:
+        commands, events: addresses of sockets. The engine binds the first, and the process that starts it the second.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
-    sender = Sender(addresses.events)
+    sender = Sender(events)
     try:
         factory = load_factory(target)
         # The collector reads every object that it knows, and JAX makes hundreds of thousands: a quarter of a second in
@@ -183,7 +177,7 @@ def main(addresses: Addresses, target: str, engine_args: object, debug: bool) ->
     sender.put(wire.Ready(info))
     context = zmq.Context()
     try:
-        _serve(context, addresses, info, engine, adapters, weights, sender)
+        _serve(context, commands, info, engine, adapters, weights, sender)
         engine.shutdown()
     finally:
         if engine.death is not None:
@@ -202,7 +196,7 @@ def _exit_now(code: int) -> None:
 
 def _serve(
     context: ZmqContext,
-    addresses: Addresses,
+    commands: str,
     info: wire.EngineInfo,
     engine: ServedEngine,
     adapters: Adapters | None,
@@ -213,7 +207,7 @@ def _serve(
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.bind(addresses.commands)
+    socket.bind(commands)
     frontends: dict[int, Frontend | None] = {}  # by number; None: it has ended
     decode = msgspec.msgpack.Decoder(wire.Command).decode
     next_stats = time.monotonic()
@@ -253,7 +247,8 @@ def _serve(
                         weights.ask(command)
                 case wire.LoadAdapter() | wire.UnloadAdapter() | wire.UndoLoad() as change:
                     if adapters is None:
-                        sender.put(wire.AdapterAnswer(error="This engine has no LoRA adapters: --enable-lora."))
+                        error = "This engine has no LoRA adapters: --enable-lora."
+                        sender.put(wire.AdapterAnswer(error=error, number=change.number))
                     else:
                         adapters.ask(change, sender.put)
                 case wire.AddFrontend(frontend=number) as added:

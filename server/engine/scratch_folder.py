@@ -104,26 +104,18 @@ def folder_for_sockets() -> ScratchFolder:
 
     Raises OSError if there is none.
     """
-    return ScratchFolder(_root_for_sockets())
-
-
-def _root_for_sockets() -> Path:
     preferred = Path(tempfile.gettempdir())
-    if _fits(preferred):
-        return preferred
+    try:
+        length = len(str(preferred).encode())
+    except UnicodeEncodeError:  # zmq's addresses are text
+        length = zmq.IPC_PATH_MAX_LEN
+    if length + 1 + NAME_LENGTH + 1 + LONGEST_NAME <= zmq.IPC_PATH_MAX_LEN:
+        return ScratchFolder(preferred)
     for root in map(Path, SHORT_FOLDERS):
         if os.access(root, os.W_OK | os.X_OK):
             logger.warning("TMPDIR is too long for the path of a socket: the engine's sockets are in %s", root)
-            return root
+            return ScratchFolder(root)
     raise OSError(
         f"TMPDIR is too long for the engine's sockets, whose paths have at most {zmq.IPC_PATH_MAX_LEN} bytes, and "
         f"neither of {', '.join(SHORT_FOLDERS)} can be written to: set TMPDIR to a shorter folder"
     )
-
-
-def _fits(root: Path) -> bool:
-    try:
-        length = len(str(root).encode())
-    except UnicodeEncodeError:  # zmq's addresses are text
-        return False
-    return length + 1 + NAME_LENGTH + 1 + LONGEST_NAME <= zmq.IPC_PATH_MAX_LEN

@@ -70,7 +70,7 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """A command that a Changed answers, which has its number."""
+    """A command that a Changed or an AdapterAnswer answers, which has its number."""
 
     number: int = 0
 
@@ -159,8 +159,8 @@ class IfLoaded(enum.Enum):
     REPLACE = "replace"  # later requests have the weights that are in the folder now
 
 
-class LoadAdapter(msgspec.Struct, tag=True):
-    """A LoRA adapter gets a name. AdapterAnswer answers it, in the order of these commands."""
+class LoadAdapter(Asked, tag=True):
+    """A LoRA adapter gets a name. AdapterAnswer answers it."""
 
     name: str
     path: str
@@ -168,13 +168,13 @@ class LoadAdapter(msgspec.Struct, tag=True):
     if_loaded: IfLoaded = IfLoaded.REFUSE
 
 
-class UnloadAdapter(msgspec.Struct, tag=True):
+class UnloadAdapter(Asked, tag=True):
     """The name has no adapter any more; running requests go on. AdapterAnswer answers it."""
 
     name: str
 
 
-class UndoLoad(msgspec.Struct, tag=True):
+class UndoLoad(Asked, tag=True):
     """The last LoadAdapter, which has succeeded, is undone: another engine has refused it. AdapterAnswer answers it."""
 
 
@@ -350,6 +350,7 @@ class AdapterAnswer(msgspec.Struct, tag=True):
     adapter: Adapter | None = None  # that has been loaded or unloaded
     error: str | None = None
     status: int = 400  # of an error
+    number: int = 0  # of the command
 
 
 class Stats(msgspec.Struct, tag=True):

@@ -56,7 +56,10 @@ def held_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = Fals
     if schema is False:
         raise GrammarError("nothing is valid by the schema `false`")
     held = held_schema({} if schema is True else schema, strict=strict)
-    text = _checked_size(_dumps(held.schema))
+    try:
+        text = _checked_size(json.dumps(held.schema))
+    except RecursionError as error:
+        raise GrammarError("the schema is nested too deeply") from error
     try:
         return Grammar(str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)), held.unenforced)
     except ValueError as error:
@@ -146,13 +149,6 @@ class ThinkingBudget(NamedTuple):
             return None, grammar
         head, _, rest = grammar.removeprefix(_BUDGET).partition("\n")
         return cls(*json.loads(head)), rest
-
-
-def _dumps(schema: Any) -> str:
-    try:
-        return json.dumps(schema)
-    except RecursionError as error:
-        raise GrammarError("the schema is nested too deeply") from error
 
 
 def _checked_size(text: str) -> str:

@@ -2,6 +2,7 @@
 // conversation and the settings are kept in the tab's session storage, so a reload loses neither.
 
 import { ApiError, events, request } from "/ui/api.js";
+import { make as element } from "/ui/plan.js";
 
 const $ = (id) => document.getElementById(id);
 const messages = []; // in the API's format, without the system prompt
@@ -357,8 +358,4 @@ class MessageView {
     card.append(element("pre", { textContent: JSON.stringify(value, null, 2) }));
     this.text.replaceChildren(card);
   }
-}
-
-function element(tag, properties = {}) {
-  return Object.assign(document.createElement(tag), properties);
 }

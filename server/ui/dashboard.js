@@ -1,6 +1,7 @@
 // The engine's numbers over time. The server keeps those of two minutes; after that the page keeps what it receives.
 
 import { drawLanes, drawLines } from "/ui/charts.js";
+import { tile } from "/ui/plan.js";
 
 const SPAN_S = 120;
 const LANES_S = 30;
@@ -16,7 +17,6 @@ export class Dashboard {
     this.readings = []; // {at: seconds, state}
     this.engine = 0; // whose steps are shown
     this.forgetSteps();
-    this.tiles = new Map();
     setInterval(() => this.shown && !still.matches && !document.hidden && this.drawSteps(), REDRAW_MS);
     addEventListener("resize", () => this.draw());
     document.querySelector("#engine").addEventListener("change", (event) => {
@@ -102,39 +102,30 @@ export class Dashboard {
     };
     const [ttft, ttft95] = latency("time_to_first_token");
     const [itl, itl95] = latency("inter_token_latency");
-    this.tile("Running", state.running, `${state.waiting} waiting`);
-    this.tile("Tokens/s", compact(per("generation_tokens")), `${compact(per("prompt_tokens"))} prompt`);
-    this.tile("TTFT", ttft, `ms, p95 ${ttft95}`);
-    this.tile("ITL", itl, `ms, p95 ${itl95}`);
-    this.tile("K/V pages", percent(state.pages_used / state.pages), `of ${state.pages.toLocaleString()}`);
-    this.tile("Prefix hits", percent(share(state.prefix_cache_hits, state.prefix_cache_queries)), "of prompt tokens");
+    const tiles = [
+      tile("Running", state.running, `${state.waiting} waiting`),
+      tile("Tokens/s", compact(per("generation_tokens")), `${compact(per("prompt_tokens"))} prompt`),
+      tile("TTFT", ttft, `ms, p95 ${ttft95}`),
+      tile("ITL", itl, `ms, p95 ${itl95}`),
+      tile("K/V pages", percent(state.pages_used / state.pages), `of ${state.pages.toLocaleString()}`),
+      tile("Prefix hits", percent(share(state.prefix_cache_hits, state.prefix_cache_queries)), "of prompt tokens"),
+    ];
     if (state.draft_tokens) {
       const accepted = share(state.draft_tokens_accepted, state.draft_tokens);
-      this.tile("Drafts accepted", percent(accepted), `of ${compact(state.draft_tokens)} tokens`);
+      tiles.push(tile("Drafts accepted", percent(accepted), `of ${compact(state.draft_tokens)} tokens`));
     }
     if (state.max_loras) {
       const { running, loaded, swaps } = state.adapters;
-      this.tile("Adapters", running, `running, ${loaded.toLocaleString()} loaded, ${compact(swaps)} swaps`);
+      tiles.push(tile("Adapters", running, `running, ${loaded.toLocaleString()} loaded, ${compact(swaps)} swaps`));
     }
-    this.tile("Occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of step tokens");
-    this.tile("Preemptions", state.preemptions.toLocaleString(), "since start");
-    this.tile("Compiles", state.compiles_after_warm_up, "after warm-up", state.compiles_after_warm_up > 0);
-  }
-
-  tile(name, value, note, bad = false) {
-    if (!this.tiles.has(name)) {
-      const root = document.createElement("div");
-      const [term, figure] = [document.createElement("dt"), document.createElement("dd")];
-      term.textContent = name;
-      root.append(term, figure);
-      document.querySelector("#tiles").append(root);
-      this.tiles.set(name, figure);
-    }
-    const figure = this.tiles.get(name);
-    const small = document.createElement("small");
-    small.textContent = note;
-    figure.replaceChildren(String(value), small);
-    figure.parentElement.classList.toggle("bad", bad);
+    const compiles = tile("Compiles", state.compiles_after_warm_up, "after warm-up");
+    compiles.classList.toggle("bad", state.compiles_after_warm_up > 0);
+    document.querySelector("#tiles").replaceChildren(
+      ...tiles,
+      tile("Occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of step tokens"),
+      tile("Preemptions", state.preemptions.toLocaleString(), "since start"),
+      compiles,
+    );
   }
 
   drawSteps() {

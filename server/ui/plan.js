@@ -272,10 +272,12 @@ function showApis(cost) {
   }
 }
 
-function tile(name, value, note, mark) {
+/** A figure with its name and a note. `mark` tells whether it is counted, compiled or estimated. */
+export function tile(name, value, note, mark = null) {
   const root = make("div");
   const figure = make("dd", { textContent: value });
-  figure.append(make("small", { textContent: note }), make("small", { className: "mark", textContent: mark }));
+  figure.append(make("small", { textContent: note }));
+  if (mark) figure.append(make("small", { className: "mark", textContent: mark }));
   root.append(make("dt", { textContent: name }), figure);
   return root;
 }
@@ -296,7 +298,7 @@ function cell(content) {
   return made;
 }
 
-function make(tag, properties = {}) {
+export function make(tag, properties = {}) {
   return Object.assign(document.createElement(tag), properties);
 }
 

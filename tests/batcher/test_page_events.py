@@ -96,9 +96,9 @@ def test_what_the_sink_does_not_take_is_counted():
 def test_another_medium_has_events_of_its_own():
     follower = Follower()
     recorder = PageEventRecorder(follower)
-    recorder.copied(b"a", Medium.HOST)
-    recorder.removed(b"a", Medium.HOST)
-    recorder.all_removed(Medium.HOST)
+    recorder.add(PageCopied(b"a", Medium.HOST))
+    recorder.add(PageRemoved(b"a", Medium.HOST))
+    recorder.add(PagesCleared(Medium.HOST))
     recorder.tell()
     recorder.tell()  # there is nothing new
     assert follower.steps == [

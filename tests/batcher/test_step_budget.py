@@ -46,14 +46,14 @@ def chunks_of(**config: object) -> list[list[tuple[int, int]]]:
     """(start, tokens) of each step's chunks, for two prompts of 200 tokens next to a stream."""
     drive = Drive(CAPACITY, prefix_caching=False, **config)
     steps: list[list[tuple[int, int]]] = []
-    make = drive.scheduler._plan
+    make = drive.scheduler._plan_ones
 
     def spy(*args: object) -> object:
         plan = make(*args)
         steps.append([(chunk.start, chunk.count) for chunk in plan.chunks])
         return plan
 
-    drive.scheduler._plan = spy
+    drive.scheduler._plan_ones = spy
     drive.add(make_request("stream", [5] * 4, max_tokens=60, ignore_eos=True))
     for name in "ab":
         drive.add(make_request(name, [ord(name)] * 200, max_tokens=2))

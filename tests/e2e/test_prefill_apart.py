@@ -12,7 +12,7 @@ import httpx
 import pytest
 import zmq
 
-from server.engine.page_wire import INDEX, TOKEN_BYTES
+from server.engine.page_server import INDEX, TOKEN_BYTES
 from tests.e2e.conftest import DemoServer, serve_exported
 from tests.e2e.kv_crowd import (
     ADMIN,

@@ -23,7 +23,7 @@ from server.api.state import ServerState
 from server.engine import wire
 from server.engine.client import EngineClient
 from server.engine.generation import error_of
-from server.engine.page_wire import TOKEN_BYTES
+from server.engine.page_server import TOKEN_BYTES
 from server.http.auth import current_client
 from server.http.body import decode_body, read_body
 from server.http.request_error import RequestError, invalid, unavailable

@@ -7,14 +7,11 @@ adapter before the leader sends the step that writes it into a slot.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
 
 from batcher.step import Runner
-from model.inputs.words import described
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
-from server.engine.hosts.cluster import LEADER, HostsError
-from server.engine.hosts.follower import Follower
+from server.engine.hosts.cluster import LEADER
 from server.engine.hosts.leader import Leader
 
 
@@ -35,15 +32,15 @@ class AllAdapters:
 
     def load(self, path: str) -> int:
         with self._lock:
-            identities, faults = self._ask(commands.LoadAdapter(path), lambda: self._own.load(path))
-            own = identities.get(LEADER)
+            identities, faults = self._leader.ask(commands.LoadAdapter(path), lambda: self._own.load(path))
+            own: int | None = identities.get(LEADER)
             for number, identity in identities.items():
                 if own is not None and identity != own:
                     faults[number] = "it finds other weights there than the leader"
             if own is None or faults:
                 for identity in set(identities.values()) - self._held:
                     self._forget(identity, has_own=identity == own)
-                raise ValueError(self._listed(faults))
+                raise ValueError(self._leader.listed(faults))
             self._held.add(own)
             return own
 
@@ -54,87 +51,18 @@ class AllAdapters:
 
     def stage(self, identity: int, runner: Runner) -> None:
         """`Runner.stage_adapter` on all hosts, or on none. `runner` is this host's."""
-
-        def stage_own() -> int:
-            runner.stage_adapter(identity)
-            return identity
-
         with self._lock:
-            _, faults = self._ask(commands.StageAdapter(identity), stage_own)
+            _, faults = self._leader.ask(commands.StageAdapter(identity), lambda: runner.stage_adapter(identity))
             if faults:
                 self.unstage(identity, runner)
-                raise ValueError(self._listed(faults))
+                raise ValueError(self._leader.listed(faults))
 
     def unstage(self, identity: int, runner: Runner) -> None:
         """`Runner.unstage_adapter` on all hosts."""
         self._leader.send(commands.UnstageAdapter(identity))
         runner.unstage_adapter(identity)
 
-    def _ask(self, command: commands.Command, work: Callable[[], int]) -> tuple[dict[int, int], dict[int, str]]:
-        """The identities that hosts have found, and why others have not. All of them work at once."""
-        identities: dict[int, int] = {}
-        faults: dict[int, str] = {}
-        self._leader.send(command)
-        try:
-            identities[LEADER] = work()
-        except (ValueError, OSError) as error:
-            faults[LEADER] = described(error)
-        try:
-            answers = self._leader.gather_adapter_answers()
-        except HostsError as error:
-            raise RuntimeError(str(error)) from error
-        for answer in answers:
-            if answer.error is None:
-                identities[answer.host_id] = answer.identity
-            else:
-                faults[answer.host_id] = answer.error
-        return identities, faults
-
     def _forget(self, identity: int, *, has_own: bool) -> None:
         self._leader.send(commands.ForgetAdapter(identity))
         if has_own:
             self._own.forget(identity)
-
-    def _listed(self, faults: Mapping[int, str]) -> str:
-        return "; ".join(f"{self._leader.name_of(number)}: {fault}" for number, fault in sorted(faults.items()))
-
-
-class FollowersAdapters:
-    """Loads and stages adapters on a follower as the leader says, and answers it."""
-
-    def __init__(self, store: AdapterStore, runner: Runner, follower: Follower) -> None:
-        self._store = store
-        self._runner = runner
-        self._follower = follower
-        self._held: set[int] = set()
-
-    def follow(self, command: commands.AdapterCommand) -> None:
-        """Does what the command says. Errors other than a refusal are raised."""
-        match command:
-            case commands.LoadAdapter(path=path):
-                self._answer(lambda: self._load(path))
-            case commands.ForgetAdapter(identity=identity):
-                if identity in self._held:  # else the leader forgets what another host has found
-                    self._held.discard(identity)
-                    self._store.forget(identity)
-            case commands.StageAdapter(identity=identity):
-                self._answer(lambda: self._stage(identity))
-            case commands.UnstageAdapter(identity=identity):
-                self._runner.unstage_adapter(identity)
-
-    def _load(self, path: str) -> int:
-        identity = self._store.load(path)
-        self._held.add(identity)
-        return identity
-
-    def _stage(self, identity: int) -> int:
-        self._runner.stage_adapter(identity)
-        return identity
-
-    def _answer(self, work: Callable[[], int]) -> None:
-        try:
-            identity = work()
-        except (ValueError, OSError) as error:
-            self._follower.answer_adapter(described(error), 0)
-        else:
-            self._follower.answer_adapter(None, identity)

@@ -44,17 +44,23 @@ class Recover(msgspec.Struct, tag=True, array_like=True):
     """A step has failed, and none is in flight."""
 
 
-class Check(msgspec.Struct, tag=True, array_like=True):
-    """Find out whether the weights can be changed so. Answered, as the next two are. See `server.engine.process`."""
+class Asked(msgspec.Struct, array_like=True, kw_only=True):
+    """A command that an Answer answers, which has its question."""
+
+    question: int = 0
+
+
+class Check(Asked, tag=True, array_like=True):
+    """Find out whether the weights can be changed so. See `server.engine.process`."""
 
     change: ChangeWeights
 
 
-class Prepare(msgspec.Struct, tag=True, array_like=True):
+class Prepare(Asked, tag=True, array_like=True):
     """Do what can be undone of the change that was checked."""
 
 
-class Commit(msgspec.Struct, tag=True, array_like=True):
+class Commit(Asked, tag=True, array_like=True):
     """All hosts are prepared: end the change."""
 
 
@@ -62,8 +68,8 @@ class Abandon(msgspec.Struct, tag=True, array_like=True):
     """A host has refused. One that is prepared undoes that. Not answered: a failure here ends all."""
 
 
-class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
-    """Read the LoRA adapter in this folder or file. Answered by AdapterAnswer, as StageAdapter is. Steps go on."""
+class LoadAdapter(Asked, tag=True, array_like=True):
+    """Read the LoRA adapter in this folder or file. Steps go on."""
 
     path: str
 
@@ -74,7 +80,7 @@ class ForgetAdapter(msgspec.Struct, tag=True, array_like=True):
     identity: int
 
 
-class StageAdapter(msgspec.Struct, tag=True, array_like=True):
+class StageAdapter(Asked, tag=True, array_like=True):
     """Bring these weights to the chips. No step writes them into a slot before all hosts have answered."""
 
     identity: int
@@ -96,10 +102,10 @@ class Fail(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
+Question = Check | Prepare | Commit | LoadAdapter | StageAdapter
+WeightsCommand = Check | Prepare | Commit | Abandon
 AdapterCommand = LoadAdapter | ForgetAdapter | StageAdapter | UnstageAdapter
-Command = (
-    Welcome | UsePages | Compile | Step | Recover | Check | Prepare | Commit | Abandon | AdapterCommand | Stop | Fail
-)
+Command = Welcome | UsePages | Compile | Step | Recover | WeightsCommand | AdapterCommand | Stop | Fail
 
 
 class Numbered(msgspec.Struct, array_like=True):
@@ -131,20 +137,16 @@ class Compiled(msgspec.Struct, tag=True, array_like=True):
     host_id: int
 
 
+Found = dict[str, str] | int | None  # facts, of Check; the identity of the weights, of LoadAdapter
+
+
 class Answer(msgspec.Struct, tag=True, array_like=True):
-    """The answer to Check, Prepare or Commit."""
+    """The answer to a command that is Asked."""
 
     host_id: int
-    error: str | None  # why this host has changed nothing
-    facts: dict[str, str]  # of Check; must be equal on all hosts
-
-
-class AdapterAnswer(msgspec.Struct, tag=True, array_like=True):
-    """The answer to LoadAdapter or StageAdapter."""
-
-    host_id: int
-    error: str | None
-    identity: int  # of the weights; 0 with an error
+    question: int
+    error: str | None = None  # why this host has changed nothing
+    found: Found = None
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -154,7 +156,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-Report = Hello | Plan | Compiled | Answer | AdapterAnswer | Failed
+Report = Hello | Plan | Compiled | Answer | Failed
 
 
 def step_to_wire(step: StepInput) -> Step:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 import zmq
 
+from model.inputs.words import described
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import SAY_EVERY_S, Cluster, HostsError, Inbox
 from server.engine.hosts.sockets import CONNECTED, LOST, REFUSED, FollowerSockets
@@ -37,7 +38,7 @@ class Follower:
         self._receiver = threading.Thread(target=self._receive, name="hosts-receive", daemon=True)
         self._receiver.start()
 
-    # One thread at a time calls these, and another one `answer_adapter`.
+    # One thread at a time calls these, and two may call `answer`.
 
     def arrive(self, settings: Mapping[str, str], report: Callable[[str], None]) -> None:
         """Reports to the leader and waits until all hosts have arrived.
@@ -66,13 +67,16 @@ class Follower:
     def compiled(self) -> None:
         self._send(commands.Compiled(self._cluster.host_id))
 
-    def answer(self, error: str | None, facts: Mapping[str, str] | None = None) -> None:
-        """Reports that the work of the last command is done, or why nothing has changed."""
-        self._send(commands.Answer(self._cluster.host_id, error, dict(facts or {})))
-
-    def answer_adapter(self, error: str | None, identity: int) -> None:
-        """Reports that an adapter is loaded or staged, or why not."""
-        self._send(commands.AdapterAnswer(self._cluster.host_id, error, identity))
+    def answer(self, asked: commands.Asked, work: Callable[[], commands.Found]) -> bool:
+        """Does the work of a command, and reports what it has found, or why nothing has changed: whether it has
+        succeeded. Errors other than a refusal are raised."""
+        answer = commands.Answer(self._cluster.host_id, asked.question)
+        try:
+            answer.found = work()
+        except (ValueError, OSError) as error:
+            answer.error = described(error)
+        self._send(answer)
+        return answer.error is None
 
     def next_command(self, timeout_s: float | None = None) -> commands.Command:
         """Waits for the next command. Raises HostsError if the leader has failed, or after `timeout_s`."""

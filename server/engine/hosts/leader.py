@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 import zmq
 
+from model.inputs.words import described
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER, SAY_EVERY_S, Cluster, HostsError, Inbox
 from server.engine.hosts.sockets import LOST, REFUSED, LeaderSockets
@@ -31,7 +33,7 @@ class Leader:
         self._on_failure = on_failure
         self._names: dict[int, str] = {}  # of the followers that have arrived
         self._arrivals = Inbox[commands.Report]()
-        self._adapter_answers = Inbox[commands.AdapterAnswer]()
+        self._asked: dict[int, Inbox[commands.Answer]] = {}  # by question
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of the commands' socket, the number, and what follows
         self.number = 0  # of the next command
@@ -78,25 +80,45 @@ class Leader:
     def wait_until_compiled(self) -> None:
         list(self._reports_of_all(commands.Compiled))
 
-    # --- while weights or adapters are changed ---
-
-    def gather_answers(self) -> list[commands.Answer]:
-        """Waits for the answer of every follower to the last command. Raises HostsError if one is lost meanwhile."""
-        return list(self._reports_of_all(commands.Answer))
-
-    def gather_adapter_answers(self) -> list[commands.AdapterAnswer]:
-        """As `gather_answers`, to the last command about adapters. One thread at a time asks about them."""
-        try:
-            answers = [self._adapter_answers.next() for _ in self._names]
-        except HostsError as error:
-            self._adapter_answers.put(error)  # for whoever asks next
-            raise
-        return [answer for answer in answers if answer is not None]
-
-    def name_of(self, host_id: int) -> str:
-        return f"host {LEADER} (the leader)" if host_id == LEADER else self._called(host_id)
-
     # --- at any time ---
+
+    def ask(
+        self, command: commands.Question, own: Callable[[], commands.Found]
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        """Has all hosts do what the command says at once, this one by `own`.
+
+        Returns what hosts have found, and why others have changed nothing, by their numbers. RuntimeError if a host is
+        lost.
+        """
+        found: dict[int, Any] = {}
+        faults: dict[int, str] = {}
+        answers = Inbox[commands.Answer]()
+        with self._lock:
+            command.question = self.number
+            self._asked[command.question] = answers
+            self._send(command)
+            if self._is_over:
+                answers.put(HostsError("the hosts of this engine have ended"))
+        try:
+            try:
+                found[LEADER] = own()
+            except (ValueError, OSError) as error:
+                faults[LEADER] = described(error)
+            while len(found) + len(faults) <= len(self._names) and (answer := answers.next()) is not None:
+                if answer.error is None:
+                    found[answer.host_id] = answer.found
+                else:
+                    faults[answer.host_id] = answer.error
+        except HostsError as error:
+            raise RuntimeError(str(error)) from error
+        finally:
+            self._asked.pop(command.question, None)
+        return found, faults
+
+    def listed(self, faults: Mapping[int, str]) -> str:
+        """The faults with the names of their hosts."""
+        names = {LEADER: f"host {LEADER} (the leader)"}
+        return "; ".join(f"{names.get(number) or self._called(number)}: {faults[number]}" for number in sorted(faults))
 
     def send(self, command: commands.Command) -> None:
         """Sends a command to every follower, and does not block. After a failure it does nothing."""
@@ -180,7 +202,7 @@ class Leader:
             listed = ", ".join(f"{name} ({theirs.get(name)}, not {ours.get(name)})" for name in sorted(differing))
             raise HostsError(f"{self._called(host_id)} differs from the leader in {listed}: all hosts need the same")
 
-    def _reports_of_all[R: (commands.Plan, commands.Compiled, commands.Answer)](self, kind: type[R]) -> Iterator[R]:
+    def _reports_of_all[R: (commands.Plan, commands.Compiled)](self, kind: type[R]) -> Iterator[R]:
         """One of this kind from every follower. Raises HostsError if a host has failed meanwhile."""
         missing = set(self._names)
         while missing:
@@ -214,8 +236,9 @@ class Leader:
                     return
                 if isinstance(report, commands.Failed):
                     self._lose(f"{self._called(report.host_id)}: {report.reason}")
-                elif isinstance(report, commands.AdapterAnswer):
-                    self._adapter_answers.put(report)
+                elif isinstance(report, commands.Answer):
+                    if (asked := self._asked.get(report.question)) is not None:
+                        asked.put(report)
                 else:
                     self._arrivals.put(report)
             elif self.sockets.monitor in ready:
@@ -236,7 +259,8 @@ class Leader:
     def _lose(self, reason: str) -> None:
         if self._finish(commands.Fail(reason)):
             self._arrivals.put(HostsError(reason))
-            self._adapter_answers.put(HostsError(reason))
+            for answers in self._asked.copy().values():
+                answers.put(HostsError(reason))
             self._on_failure(reason)
 
 

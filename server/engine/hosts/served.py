@@ -15,13 +15,13 @@ from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
 from batcher.step import Bucket, Capacity, Runner, StagedPages, StepHandle, StepInput
 from model.inputs.words import described
+from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
-from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
+from server.engine.hosts.adapters import AllAdapters
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.hosts.weights import FollowersWeights
-from server.engine.process import AdaptedEngine, EngineWrapper, Reporter, ServedEngine
+from server.engine.process import AdaptedEngine, EngineWrapper, Reporter, ServedEngine, Weights
 from server.engine.weight_changes import ChangeableEngine
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FollowingEngine:
     Args:
         runner: its programs are compiled.
         weights: those of the runner.
-        adapters: those of the runner; None: there are none.
+        store: of the runner's adapters; None: there are none.
         most_in_flight: steps that are dispatched before the oldest one must have returned.
         leave: as of `LeadingEngine`.
     """
@@ -75,8 +75,8 @@ class FollowingEngine:
         runner: HostRunner,
         follower: Follower,
         reporter: Reporter,
-        weights: FollowersWeights,
-        adapters: FollowersAdapters | None = None,
+        weights: Weights,
+        store: AdapterStore | None = None,
         *,
         most_in_flight: int,
         leave: Callable[[], None],
@@ -85,7 +85,9 @@ class FollowingEngine:
         self._follower = follower
         self._reporter = reporter
         self._weights = weights
-        self._adapters = adapters
+        self._is_prepared = False  # a change of the weights
+        self._store = store
+        self._held: set[int] = set()  # adapters that this host has loaded
         self._adapter_work = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._most_in_flight = most_in_flight
         self._leave = leave
@@ -144,7 +146,7 @@ class FollowingEngine:
             case commands.Check() | commands.Prepare() | commands.Commit() | commands.Abandon():
                 while self._in_flight:  # the leader has read them all
                     self._in_flight.popleft().result()
-                self._weights.follow(command)
+                self._change_weights(command)
             case _ if self._follows_adapters(command):
                 pass
             case commands.Stop():
@@ -153,20 +155,48 @@ class FollowingEngine:
                 raise RuntimeError(f"the leader sent {type(command).__name__} to a host that replays")
         return True
 
+    def _change_weights(self, command: commands.WeightsCommand) -> None:
+        """Errors other than a refusal are raised: this host then ends, and all others with it."""
+        match command:
+            case commands.Check(change=change):
+                self._follower.answer(command, lambda: dict(self._weights.check(change)))
+            case commands.Prepare():
+                self._is_prepared = self._follower.answer(command, self._weights.prepare)
+            case commands.Commit():
+                self._is_prepared = False
+                self._weights.commit()
+                self._follower.answer(command, lambda: None)
+            case commands.Abandon() if self._is_prepared:
+                self._is_prepared = False
+                self._weights.abandon()
+
     def _follows_adapters(self, command: commands.Command) -> bool:
         """Does what a command about adapters says, on their thread and in order. False: it is about something else."""
-        adapters = self._adapters
-        if adapters is None or not isinstance(command, commands.AdapterCommand):
+        if self._store is None or not isinstance(command, commands.AdapterCommand):
             return False
-
-        def follow() -> None:
-            try:
-                adapters.follow(command)
-            except BaseException as error:
-                self._fail(error)
-
-        self._adapter_work.submit(follow)
+        self._adapter_work.submit(self._change_adapters, command, self._store)
         return True
+
+    def _change_adapters(self, command: commands.AdapterCommand, store: AdapterStore) -> None:
+        def load(path: str) -> int:
+            identity = store.load(path)
+            self._held.add(identity)
+            return identity
+
+        try:
+            match command:
+                case commands.LoadAdapter(path=path):
+                    self._follower.answer(command, lambda: load(path))
+                case commands.ForgetAdapter(identity=identity):
+                    if identity in self._held:  # else the leader forgets what another host has found
+                        self._held.discard(identity)
+                        store.forget(identity)
+                case commands.StageAdapter(identity=identity):
+                    self._follower.answer(command, lambda: self._runner.stage_adapter(identity))
+                case commands.UnstageAdapter(identity=identity):
+                    self._runner.unstage_adapter(identity)
+        except BaseException as error:
+            self._fail(error)
 
     def _execute(self, step: commands.Step) -> None:
         self._in_flight.append(self._runner.execute(commands.step_from_wire(step)))

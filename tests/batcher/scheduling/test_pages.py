@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.scheduling.digests import next_digest
-from batcher.scheduling.pages import PagePool
-from batcher.scheduling.prefix import StoredPrefix
+from batcher.scheduling.pages import PagePool, StoredPrefix
 from tests.batcher.harness import make_request
 from tests.examples import examples
 

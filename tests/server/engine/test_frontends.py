@@ -44,7 +44,7 @@ def test_each_frontend_hears_its_own_requests(data: st.DataObject) -> None:
     heard = [Heard() for _ in frontends]
     expected: list[list[int]] = [[] for _ in frontends]
     for number, frontend in enumerate(frontends):
-        receivers[frontend].add(f"r{number}", heard[number])
+        receivers[frontend][f"r{number}"] = heard[number]
     sorter = Sorter()
     sorter.frontends = {FIRST, *receivers}
     items: list = []

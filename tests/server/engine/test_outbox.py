@@ -55,12 +55,12 @@ class Carrier:
     def add(self, request):
         recorder = self.recorders[request.request_id] = Recorder()
         if request.request_id not in self._unread:
-            self.receivers.add(request.request_id, recorder)
+            self.receivers[request.request_id] = recorder
         return self._add(request)
 
     def abort(self, request_id: str) -> None:
         """As by a client that has gone: its receiver gets nothing more."""
-        self.receivers.remove(request_id)
+        self.receivers.pop(request_id, None)
         if request_id in self.recorders:
             self.recorders[request_id].events.append("gone")
         self._abort(request_id)

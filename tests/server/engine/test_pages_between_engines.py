@@ -16,8 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import KeptPage, NoPage, PageSource
 from server.engine.fetched_pages import FetchedPages
-from server.engine.page_server import PageServer
-from server.engine.page_wire import TOKEN_BYTES
+from server.engine.page_server import TOKEN_BYTES, PageServer
 from tests.examples import examples
 
 TOKEN, PAGE_BYTES, NUM_PAGES = bytes(range(TOKEN_BYTES)), 5000, 30

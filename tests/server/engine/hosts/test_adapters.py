@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from batcher.step import AdapterWrite
-from server.engine.hosts.adapters import AllAdapters, FollowersAdapters
+from server.engine.hosts.adapters import AllAdapters
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine
-from server.engine.hosts.weights import FollowersWeights
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter
 from tests.server.support.requests import wait_until
@@ -27,10 +26,9 @@ class Pair:
         self.all = AllAdapters(self.ours, self.leader)
         self.runner = BroadcastRunner(self.our_runner, self.leader, self.all)
         self.exits = Exits()
-        followed = FollowersAdapters(theirs, self.their_runner, follower)
-        weights = FollowersWeights(None, follower)  # which are not changed
+        weights = None  # which are not changed
         FollowingEngine(
-            self.their_runner, follower, self.exits, weights, followed, most_in_flight=1, leave=lambda: None
+            self.their_runner, follower, self.exits, weights, theirs, most_in_flight=1, leave=lambda: None
         ).start()
 
 

@@ -16,7 +16,6 @@ from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
 from server.engine.hosts.sockets import as_follower, keys_of, make_socket
-from server.engine.hosts.weights import FollowersWeights
 from tests.server.engine.hosts.loopback import (
     BUCKETS,
     SECRET,
@@ -33,7 +32,7 @@ from tests.server.engine.hosts.loopback import (
 
 def following(follower: Follower, runner: RecordingRunner) -> Exits:
     exits = Exits()
-    weights = FollowersWeights(None, follower)  # which are not changed
+    weights = None  # which are not changed
     FollowingEngine(runner, follower, exits, weights, most_in_flight=1, leave=lambda: None).start()
     return exits
 

@@ -8,7 +8,7 @@ import pytest
 
 from server.engine.hosts import commands
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine
-from server.engine.hosts.weights import AllWeights, FollowersWeights
+from server.engine.hosts.weights import AllWeights
 from server.engine.wire import ChangeWeights, WeightsChange
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
 
@@ -54,8 +54,9 @@ class Two:
         self.runner = BroadcastRunner(runners[0], self.leader)
         self.all = AllWeights(self.own, self.leader)
         self.exits = Exits()
-        weights = FollowersWeights(self.theirs, self.follower)
-        FollowingEngine(runners[1], self.follower, self.exits, weights, most_in_flight=2, leave=lambda: None).start()
+        FollowingEngine(
+            runners[1], self.follower, self.exits, self.theirs, most_in_flight=2, leave=lambda: None
+        ).start()
 
     def change(self) -> None:
         self.all.check(RELOAD)
