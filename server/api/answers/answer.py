@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -99,26 +99,28 @@ def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
     return [(UNENFORCED, text[:MAX_HEADER_CHARS].encode())]
 
 
+class Sent(Response):
+    """An ASGI response that a function sends."""
+
+    def __init__(self, function: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._function = function
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._function(scope, receive, send)
+
+
 class GenerationAnswer(Response):
     """An ASGI response that runs until the generation has ended or the client has disconnected.
 
     An error that comes before the response has started is raised: RequestError.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        writer: Writer,
-        turns: Turns,
-        *,
-        stream: bool,
-    ) -> None:
+    def __init__(self, generation: Generation, writer: Writer, turns: Turns, *, stream: bool) -> None:
         self._generation = generation
         self._turns = turns
         self._writer = writer
         self._stream = stream
         self._opened: set[int] = set()  # choices that have their first event
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watched(self._generation, receive):
@@ -178,7 +180,6 @@ class LongJson(Response):
         self._further_headers = headers
         self._pieces = pieces
         self._check = check
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), *self._further_headers]

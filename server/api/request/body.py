@@ -59,12 +59,9 @@ class BodyReader[T: msgspec.Struct]:
         self._strict = strict
         self._warned: set[str] = set()
 
-    async def read(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> T:
-        """Raises RequestError for an unreadable body, a refused field, or a value of a wrong type."""
-        return (await self.read_with_bytes(request, limits, threads))[0]
-
-    async def read_with_bytes(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> tuple[T, bytes]:
-        """As `read`, and the body as it came."""
+    async def read(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> tuple[T, bytes]:
+        """The body, and its bytes as they came. Raises RequestError for an unreadable body, a refused field, or a value
+        of a wrong type."""
         body = await read_body(request, limits)
         if len(body) >= LONG_BODY:
             return await threads.in_thread(len(body), self._read_long, body, limits.max_marks), body

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batcher.page_store import PageSource
-from server.api.answers.usage import UsageOptions
-from server.api.answers.writer import AnswerHead
+from server.api.answers.writer import AnswerHead, UsageOptions
 from server.api.request.sampling import Sampling, read_sampling
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState

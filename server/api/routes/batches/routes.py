@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from server.api.answers.answer import LongJson, json_response
-from server.api.request.body import BodyReader
 from server.api.request.fields import FieldTable, Refused
 from server.api.request.kept_objects import check_metadata, is_ascending, page_size
 from server.api.request.schemas import Declared
-from server.api.route import FORM, ApiRoute
+from server.api.route import FORM
 from server.api.routes.batches.work import new_batch
+from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.batches.batch_file import EMBEDDINGS, URLS
 from server.batches.folder import (
@@ -72,36 +72,15 @@ BATCH_FIELDS = FieldTable(
 )
 
 
-def batch_routes(state: ServerState) -> list[ApiRoute]:
-    """The routes of files and batches. A server without a folder answers 404 there, in words."""
-    routes = Batches(state)
-
-    def route(path: str, endpoint: Any, summary: str, method: str = "GET", **options: Any) -> ApiRoute:
-        needs = f"{summary.removesuffix('.')} (--batch-folder)."
-        return ApiRoute(path=path, endpoint=endpoint, method=method, summary=needs, **options)
-
-    return [
-        route(FILES, routes.upload, "Keeps a file.", "POST", body=FileUpload, body_type=FORM),
-        route(FILES, routes.files, "The files, in pages."),
-        route(f"{FILES}/{{id}}", routes.file, "The description of a file."),
-        route(f"{FILES}/{{id}}", routes.delete, "Forgets it.", "DELETE"),
-        route(f"{FILES}/{{id}}/content", routes.content, "The content of a file."),
-        route(BATCHES, routes.create, "Answers the requests of a file, after all others.", "POST", body=BatchRequest),
-        route(BATCHES, routes.batches, "The batches, in pages."),
-        route(f"{BATCHES}/{{id}}", routes.batch, "How far a batch is."),
-        route(f"{BATCHES}/{{id}}/cancel", routes.cancel, "Ends one that is running.", "POST"),
-    ]
-
-
 class Batches:
-    """Answers the routes of `batch_routes`."""
+    """Answers the routes of files and batches. A server without a folder answers 404 there, in words."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = BodyReader(BatchRequest, BATCH_FIELDS, strict=state.settings.strict_fields)
 
+    @route(f"POST {FILES}", body=FileUpload, body_type=FORM)
     async def upload(self, request: Request) -> Response:
-        """Writes a file while it comes."""
+        """Keeps a file (--batch-folder)."""
         folder = self._folder()
         form = FormReader(request, MAX_FILE_BYTES + FORM_BYTES)
         fields: dict[str, str] = {}
@@ -127,39 +106,46 @@ class Batches:
             await asyncio.to_thread(upload.discard)
         return json_response(kept)
 
+    @route(f"GET {FILES}")
     async def files(self, request: Request) -> Response:
-        """A page of the files of a key."""
+        """The files, in pages (--batch-folder)."""
         folder, purpose = self._folder(), request.query_params.get("purpose")
         if purpose not in (None, INPUT, OUTPUT):
             raise invalid("purpose", f"must be {INPUT!r} or {OUTPUT!r}, got {purpose[:40]!r}")
         limit = page_size(request.query_params, most=MAX_FILES, default=MAX_FILES)
         return await self._page(request, folder.file_ids, folder.file, limit, purpose)
 
+    @route(f"GET {FILES}/{{id}}")
     async def file(self, request: Request) -> Response:
-        """A file's description."""
+        """The description of a file (--batch-folder)."""
         return json_response(await self._find(request, self._folder().file, "file"))
 
+    @route(f"DELETE {FILES}/{{id}}")
     async def delete(self, request: Request) -> Response:
-        """Forgets a file."""
+        """Forgets it (--batch-folder)."""
         folder = self._folder()
         id = (await self._find(request, folder.file, "file"))["id"]
         await asyncio.to_thread(folder.delete_file, id)
         return json_response({"id": id, "object": "file", "deleted": True})
 
+    @route(f"GET {FILES}/{{id}}/content")
     async def content(self, request: Request) -> Response:
-        """A file as it is."""
+        """The content of a file (--batch-folder)."""
         folder = self._folder()
         fields = await self._find(request, folder.file, "file")
         path = folder.content(fields["id"])
         return FileResponse(path, media_type="application/octet-stream", filename=fields["filename"])
 
-    async def create(self, request: Request) -> Response:
-        """Begins a batch. The process that runs the batches finds it in the folder."""
-        folder, state = self._folder(), self._state
-        body = await self._reader.read(request, state.body_limits, state.threads)
+    @route(f"POST {BATCHES}", BATCH_FIELDS)
+    async def create(self, request: Request, body: BatchRequest) -> Response:
+        """Answers the requests of a file, after all others (--batch-folder).
+
+        The process that runs the batches finds it in the folder.
+        """
+        folder = self._folder()
         if body.endpoint not in URLS:
             raise invalid("endpoint", f"must be one of {', '.join(URLS)}, got {body.endpoint[:80]!r}")
-        if body.endpoint == EMBEDDINGS and state.client.info.embedding_size is None:
+        if body.endpoint == EMBEDDINGS and self._state.client.info.embedding_size is None:
             raise invalid("endpoint", "this server makes no embeddings: start it with --enable-embeddings")
         if body.completion_window not in WINDOWS:
             raise invalid("completion_window", f"must be {', '.join(WINDOWS)}, got {body.completion_window[:40]!r}")
@@ -172,24 +158,31 @@ class Batches:
         await _with_room(folder.new_batch, batch)
         return json_response(batch)
 
+    @route(f"GET {BATCHES}")
     async def batches(self, request: Request) -> Response:
-        """A page of the batches of a key, newest first."""
+        """The batches, in pages (--batch-folder)."""
         folder = self._folder()
         limit = page_size(request.query_params, most=MAX_BATCHES_OF_A_PAGE, default=DEFAULT_BATCHES_OF_A_PAGE)
         return await self._page(request, folder.batch_ids, folder.batch, limit)
 
+    @route(f"GET {BATCHES}/{{id}}")
     async def batch(self, request: Request) -> Response:
-        """A batch as it is now."""
+        """How far a batch is (--batch-folder)."""
         return json_response(await self._find(request, self._folder().batch, "batch"))
 
+    @route(f"POST {BATCHES}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:
-        """Ends a batch. What has been answered is in its files."""
+        """Ends one that is running (--batch-folder)."""
         folder = self._folder()
         batch = await self._find(request, folder.batch, "batch")
         if batch["status"] in OVER:
             raise RequestError(409, f"The batch is over: {batch['status']}.", code="batch_not_cancellable")
         await asyncio.to_thread(folder.cancel, batch["id"])
         return json_response(await self._find(request, folder.batch, "batch"))
+
+    def check_served(self) -> None:
+        """Raises RequestError 404 if there is no folder."""
+        self._folder()
 
     def _folder(self) -> KeyFolder:
         """Raises RequestError 404 if there is none."""

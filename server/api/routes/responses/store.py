@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
-from starlette.requests import Request
-
-from server.api.peers import FORWARDED, Peers
 from server.api.routes.responses.conversation import Conversation
 from server.api.routes.responses.items import KeptItem
 from server.api.routes.responses.record import ResponseRecord, response_of_item
@@ -110,12 +106,6 @@ class ResponseStore:
     def __contains__(self, id: str) -> bool:
         """Whether it is kept, whoever made it: a response, a conversation, or an item of one."""
         return id in self._owners or id in self._conversations or response_of_item(id) in self._owners
-
-    async def keeper_of(self, id: str | None, request: Request, peers: Peers | None) -> Path | None:
-        """The other process that keeps it. None: this one does, or none."""
-        if id is None or peers is None or FORWARDED in request.scope or id in self:
-            return None
-        return await peers.keeper_of(id)
 
     def remove(self, id: str) -> bool:
         """Returns whether it was there."""
