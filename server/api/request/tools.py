@@ -66,8 +66,11 @@ class Tools:
         return self.call_format(own, is_free=is_free)(self.names, most_calls=most_calls)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form, which templates print, without fields that were not given."""
-        return [{"type": "function", "function": _given(spec)} for spec in self.specs]
+        """The tools in OpenAI's form, which templates print, without fields that were not given. `strict` is not shown
+        to the model: it constrains the answer."""
+        shown = [{**msgspec.structs.asdict(spec), "strict": None} for spec in self.specs]
+        given = [{name: value for name, value in fields.items() if value is not None} for fields in shown]
+        return [{"type": "function", "function": fields} for fields in given]
 
 
 _decoder = msgspec.json.Decoder(list[ToolSpec] | None)
@@ -169,9 +172,3 @@ def _allowed_name(tool: Any) -> str:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
     raise invalid("tool_choice", 'an allowed tool must be {"type": "function", "function": {"name": ...}}')
-
-
-def _given(spec: FunctionSpec) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(spec)
-    fields.pop("strict")  # it constrains the answer and is not shown to the model
-    return {name: value for name, value in fields.items() if value is not None}
