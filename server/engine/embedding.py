@@ -22,7 +22,7 @@ class Embeddings:
 
     def __init__(self, client: EngineClient, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
         self.num_cached_tokens = 0
-        self.error: Exception | None = None  # a RequestError, or that the client has gone
+        self.error: Exception | None = None  # why they have failed
         self._client = client
         self._on_limit = on_limit
         self._waiting: deque[tuple[int, wire.WireRequest]] = deque()

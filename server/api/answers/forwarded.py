@@ -6,9 +6,9 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import Sent, until_disconnect
+from server.api.answers.answer import Sent, while_connected
 from server.api.peers import FORWARDED, KEY_FIELD, KEY_NUMBER_FIELD
 from server.api.state import ServerState, current_place
 from server.http.auth import current_key
@@ -38,7 +38,12 @@ async def forwarded(state: ServerState, request: Request, id: str | None, body: 
     fields.append((KEY_FIELD, current_key.get().hex().encode()))
     if (number := current_place.get().key_number) is not None:
         fields.append((KEY_NUMBER_FIELD, b"%d" % number))
-    return Sent(lambda scope, receive, send: until_disconnect(_pass_on(request, keeper, fields, body, send), receive))
+
+    async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
+        async with while_connected(receive):
+            await _pass_on(request, keeper, fields, body, send)
+
+    return Sent(send_all)
 
 
 async def _pass_on(request: Request, keeper: Path, fields: list[tuple[bytes, bytes]], body: bytes, send: Send) -> None:

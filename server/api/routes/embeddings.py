@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
-from server.api.answers.answer import ClientGone, LongJson, Sent, watched
+from server.api.answers.answer import LongJson, Sent, while_connected
 from server.api.request.fields import EMBEDDING_FIELDS, RERANK_FIELDS, SCORE_FIELDS
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
 from server.api.request.plan import LEAST_LEFT_S, TIMEOUT_HEADER, cache_salt_of, deadline_of
@@ -130,19 +130,15 @@ class EmbeddingRoutes:
         are many."""
         state, embeddings = self._state, started.embeddings
 
-        def check_client() -> None:
-            if isinstance(embeddings.error, ClientGone):
-                raise embeddings.error
-
         async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
-            async with watched(embeddings, receive):
+            async with while_connected(receive, embeddings):
                 vectors = await embeddings.wait()
                 made = await state.threads.in_thread(sum(map(len, vectors)) // 4, fields, vectors)
                 usage: Fields = {"prompt_tokens": started.num_tokens, "total_tokens": started.num_tokens}
                 if state.settings.show_cached_tokens:
                     usage["prompt_tokens_details"] = {"cached_tokens": embeddings.num_cached_tokens}
                 pieces = json_pieces({**made, "model": started.model, "usage": usage})
-                await LongJson(state.turns, pieces, check_client)(scope, receive, send)
+                await LongJson(state.turns, pieces)(scope, receive, send)
 
         return Sent(send_all)
 

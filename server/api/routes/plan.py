@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from model.inputs.schema import integer, number_above
-from server.api.answers.answer import STREAM_HEADERS, Sent, json_response, watched
+from server.api.answers.answer import STREAM_HEADERS, Sent, json_response, while_connected
 from server.api.request.body import BodyReader
 from server.api.request.fields import FieldTable
 from server.api.route import ApiRoute
@@ -180,7 +180,7 @@ class Plan:
             raise overloaded("Another search runs on this server. Please try again when it has ended.", 10)
         self._searches = True
         try:
-            async with watched(process := await self._start(), receive):
+            async with while_connected(receive, process := await self._start()):
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                 async for block in self._events(process, body):
                     await send({"type": "http.response.body", "body": block, "more_body": True})
@@ -191,7 +191,6 @@ class Plan:
             self._searches = False
 
     async def _events(self, process: PlannerProcess, body: PlanRequest) -> AsyncIterator[bytes]:
-        """Raises ClientGone."""
         try:
             async with asyncio.timeout(SEARCH_TIMEOUT_S):
                 async for answer in process.answers(body):

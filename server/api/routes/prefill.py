@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import FinishReason, SamplingParams
-from server.api.answers.answer import Sent, watched
+from server.api.answers.answer import Sent, while_connected
 from server.api.prefills import PATH, Prefilled, PrefillRequest, differing
 from server.api.request.sampling import check_priority
 from server.api.route import JSON, ApiRoute
@@ -72,7 +72,7 @@ class PrefillRoute:
         prefill.submit([prompt])
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async with watched(prefill, receive):
+            async with while_connected(receive, prefill):
                 await prefill.wait()
                 done = Prefilled(token=token, port=info.page_port, keep_s=state.settings.transfer_timeout_s)
                 await Response(msgspec.json.encode(done), media_type=JSON)(scope, receive, send)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from starlette.responses import Response
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import STREAM_HEADERS, Sent, unenforced_header, until_disconnect
+from server.api.answers.answer import STREAM_HEADERS, Sent, unenforced_header, while_connected
 
 END = b"\n\n"  # of an event; JSON has no line feeds
 BYTES_OF_AN_EVENT = 150  # in memory, besides its text
@@ -67,10 +67,11 @@ def logged_events(log: EventLog, first: int = 0, *, unenforced: Sequence[str] = 
     """The events of a log from a number on. The response goes on if the client goes away."""
     headers = [*STREAM_HEADERS, *unenforced_header(unenforced)]
 
-    async def send_all(send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for block in log.read_from(first):
-            await send({"type": "http.response.body", "body": block, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
+        async with while_connected(receive):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for block in log.read_from(first):
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    return Sent(lambda scope, receive, send: until_disconnect(send_all(send), receive))
+    return Sent(send_all)
