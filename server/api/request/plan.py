@@ -120,8 +120,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     ids = [prompt for _, prompt, _ in prompts]
     packed = await state.threads.in_thread(sum(map(len, ids)), wire.packed_prompts, ids)
     sources = await _sources(state, plan, packed)
-    left_s = _left_s(head)
-    queue_s = min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
+    left_s, queue_s = times_left(state, head.deadline)
     requests: list[wire.WireRequest] = []
     earlier: str | None = None  # the last request's grammar
     for (own, prompt, max_tokens), packed_prompt, source in zip(prompts, packed, sources, strict=True):
@@ -177,7 +176,7 @@ async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[by
         return [None] * len(packed)
     return await state.prefills.sources(
         packed,
-        _left_s(plan.head),
+        times_left(state, plan.head.deadline)[0],
         salt=plan.cache_salt,
         adapter=plan.adapter,
         model=plan.head.model,
@@ -185,9 +184,10 @@ async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[by
     )
 
 
-def _left_s(head: AnswerHead) -> float | None:
-    """Seconds that are left to the request; None: any number."""
-    return None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
+def times_left(state: ServerState, deadline: float | None) -> tuple[float | None, float | None]:
+    """Seconds that are left to a request, and those for which it may wait in the engine's queue; None: any number."""
+    left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
+    return left_s, min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
 
 
 def _own_id(id: str | None) -> str:

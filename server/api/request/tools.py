@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -76,11 +76,48 @@ class Tools:
 _decoder = msgspec.json.Decoder(list[ToolSpec] | None)
 
 
+class OtherTool(Protocol):
+    """A tool in the form of another API."""
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def type(self) -> str | None: ...
+
+
+def served_tools[T: OtherTool](
+    where: str, tools: Sequence[T], kinds: Collection[str | None], left_out: set[str], *, strict: bool
+) -> list[T]:
+    """The tools of these types. The types of the others are added to `left_out`, or refused by a `strict` server.
+
+    Raises RequestError 400, also for a tool without a name.
+    """
+    served = []
+    for i, tool in enumerate(tools):
+        if tool.type not in kinds:
+            kind = (tool.type or "")[:40]
+            if strict:
+                raise unsupported(f"{where}.{i}.type", f"tools of the type `{kind}` are")
+            left_out.add(kind)
+        elif tool.name is None:
+            raise invalid(f"{where}.{i}.name", "is missing")
+        else:
+            served.append(tool)
+    return served
+
+
 def log_left_out(types: Collection[str]) -> None:
     """Logs which types of a request's tools its prompt does not have."""
     if types:
-        names = ", ".join(sorted({type[:40] for type in types})[:MAX_TOOLS])
+        names = ", ".join(sorted(types)[:MAX_TOOLS])
         _log.warning("tools of these types cannot be served, and are left out of the prompt: %s", names)
+
+
+def function_tool(name: str | None, description: str | None, parameters: Any, strict: bool | None) -> dict[str, Any]:
+    """A tool as chats have it."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
 
 
 def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, parallel: bool | None) -> Tools | None:

@@ -24,7 +24,7 @@ from batcher.request import SamplingParams
 from server.api.answers.answer import LongJson, Sent, while_connected
 from server.api.request.fields import EMBEDDING_FIELDS, RERANK_FIELDS, SCORE_FIELDS
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
-from server.api.request.plan import LEAST_LEFT_S, TIMEOUT_HEADER, cache_salt_of, deadline_of
+from server.api.request.plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.sampling import check_ids, check_priority
 from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
 from server.api.routes.endpoints import route
@@ -154,10 +154,10 @@ class EmbeddingRoutes:
         prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
         num_tokens = sum(map(len, prompts))
         packed = await state.threads.in_thread(num_tokens, wire.packed_prompts, prompts)
-        left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
+        left_s, queue_s = times_left(state, deadline)
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
-        embeddings.submit(self._requests(id, body, packed, left_s, model.adapter), timeout_s=left_s)
+        embeddings.submit(self._requests(id, body, packed, queue_s, model.adapter), timeout_s=left_s)
         state.generations[id] = embeddings
         return Started(embeddings, id, model.name, num_tokens)
 
@@ -199,10 +199,9 @@ class EmbeddingRoutes:
         return prompts
 
     def _requests(
-        self, id: str, body: EmbedFields, packed: Sequence[bytes], left_s: float | None, adapter: int
+        self, id: str, body: EmbedFields, packed: Sequence[bytes], queue_s: float | None, adapter: int
     ) -> list[wire.WireRequest]:
         salt = cache_salt_of(self._state, body.cache_salt)
-        waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
         return [
             wire.WireRequest(
                 f"{id}-{number}",
@@ -210,7 +209,7 @@ class EmbeddingRoutes:
                 _NOTHING_DRAWN,
                 body.priority or 0,
                 salt,
-                waits_s,
+                queue_s,
                 embeds=True,
                 client=current_client(),
                 group=id,

@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 
 from server.api.answers.answer import LongJson, json_response
 from server.api.request.fields import FieldTable, Refused
-from server.api.request.kept_objects import check_metadata, is_ascending, page_size
+from server.api.request.kept_objects import check_metadata, is_ascending, list_object, page_size
 from server.api.request.schemas import Declared
 from server.api.route import FORM
 from server.api.routes.batches.work import new_batch
@@ -36,7 +36,7 @@ from server.batches.folder import (
     new_id,
 )
 from server.http.auth import current_key
-from server.http.encoding import NestedList, json_pieces
+from server.http.encoding import json_pieces
 from server.http.form import FormReader
 from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
 
@@ -217,13 +217,7 @@ class Batches:
 
         entries = await asyncio.to_thread(found)
         shown = entries[:limit]
-        page = {
-            "object": "list",
-            "data": NestedList(shown),
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(entries) > limit,
-        }
+        page = list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > limit)
         return LongJson(self._state.turns, json_pieces(page))
 
 

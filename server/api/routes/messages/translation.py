@@ -10,7 +10,7 @@ import msgspec
 from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS
 from server.api.request.schemas import ChatRequest, FunctionCall, Message, ToolCall
-from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
+from server.api.request.tools import MAX_TOOLS_BYTES, function_tool, log_left_out, served_tools
 from server.api.routes.messages.schemas import (
     Block,
     CountRequest,
@@ -206,22 +206,11 @@ def _chat_tools(body: CountRequest, *, strict: bool) -> msgspec.Raw | msgspec.Un
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES)
     if not tools:
         return msgspec.UNSET
-    served = []
-    for i, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            if strict:
-                raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
-            continue
-        if tool.name is None:
-            raise invalid(f"tools.{i}.name", "is missing")
-        served.append(_chat_tool(tool))
-    log_left_out([tool.type for tool in tools if tool.type not in (None, "custom")])
-    return msgspec.Raw(msgspec.json.encode(served))
-
-
-def _chat_tool(tool: MessageTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description}
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema, "strict": tool.strict}}
+    left_out: set[str] = set()
+    served = served_tools("tools", tools, (None, "custom"), left_out, strict=strict)
+    log_left_out(left_out)
+    chat_tools = [function_tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in served]
+    return msgspec.Raw(msgspec.json.encode(chat_tools))
 
 
 def _chat_tool_choice(choice: MessageToolChoice | None) -> str | dict[str, Any] | None:
