@@ -25,6 +25,7 @@ from server.http.request_error import invalid, unsupported
 _tools = msgspec.json.Decoder(list[MessageTool] | None)
 # Claude Code's first block. Its value changes with each request, and no cached prefix would be found after it.
 BILLING = "x-anthropic-billing-header:"
+_SAME = "stream temperature top_p top_k seed ignore_eos cache_salt priority timeout_s".split()  # in both routes
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -54,17 +55,7 @@ def chat_request(body: CountRequest, *, strict: bool) -> ChatRequest:
     )
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
-        for name in (
-            "stream",
-            "temperature",
-            "top_p",
-            "top_k",
-            "seed",
-            "ignore_eos",
-            "cache_salt",
-            "priority",
-            "timeout_s",
-        ):
+        for name in _SAME:
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
         if body.thinking is not None:
