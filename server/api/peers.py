@@ -35,12 +35,6 @@ KEY_FIELD = b"x-pallas-serve-key"  # the digest of the request's API key, in hex
 KEY_NUMBER_FIELD = b"x-pallas-serve-key-number"  # the key by which the request is counted
 
 
-class Started(msgspec.Struct):
-    """An HTTP process is ready to accept connections. The answer comes when it may."""
-
-    frontend: int
-
-
 class NotStarted(msgspec.Struct):
     """An HTTP process cannot start. It ends."""
 

@@ -31,7 +31,6 @@ from server.api.peers import (
     Keeping,
     NotStarted,
     Peers,
-    Started,
 )
 from server.api.routes.admin import aborted_by_administrator
 from server.api.routes.responses.conversation_routes import CONVERSATIONS_PATH
@@ -130,7 +129,7 @@ class _ApiProcess:
             is_total = settings.max_connections is not None
             server = HttpServer(app, settings, num_public, tls, self._row, limits_are_total=is_total)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
-                await self._tell("/started", Started(args.frontend), timeout_s=None)
+                await self._tell("/started", args.frontend, timeout_s=None)  # answered when it may accept
                 self._row.set_connections(0)
                 counting = asyncio.create_task(self._count(state))
                 with contextlib.closing(state):

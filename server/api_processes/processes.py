@@ -24,7 +24,6 @@ from server.api.peers import (
     Keeping,
     NotStarted,
     Standing,
-    Started,
     change_weights,
     standing_of,
 )
@@ -194,7 +193,7 @@ class ApiProcesses:
             return PlainTextResponse(str(error), 500)
 
         routes = [
-            private_route("started", Started, self._on_started),
+            private_route("started", int, self._on_started),
             private_route("not_started", NotStarted, self._on_not_started),
             private_route("counts", Counted, self._count),
             private_route("abort", Aborting, self._abort),
@@ -205,9 +204,9 @@ class ApiProcesses:
         ]
         return Starlette(routes=routes, exception_handlers={PrivateCallError: on_failure})
 
-    async def _on_started(self, message: Started) -> None:
+    async def _on_started(self, frontend: int) -> None:
         """Returns when the process may accept connections."""
-        self._living[message.frontend].has_started = True
+        self._living[frontend].has_started = True
         self._changed.set()
         await self._may_accept.wait()
 

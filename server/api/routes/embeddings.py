@@ -114,8 +114,10 @@ class EmbeddingRoutes:
             query, *others = map(_numbers, vectors)
             scores = [math.sumprod(query, other) for other in others]
             order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n or None]
-            ranked = NestedList(_ranked(i, texts[i], scores[i], body.return_documents) for i in order)
-            return {"id": started.id, "results": ranked}
+            shows = body.return_documents is not False
+            documents = {i: {"document": {"text": LongText(texts[i])}} if shows else {} for i in order}
+            ranked = ({"index": i, **documents[i], "relevance_score": scores[i]} for i in order)
+            return {"id": started.id, "results": NestedList(ranked)}
 
         return self._answer(started, results)
 
@@ -231,11 +233,6 @@ def _encoded(vector: bytes, *, as_base64: bool) -> Any:
         return base64.b64encode(vector).decode()
     numbers = _numbers(vector)
     return list_of(numbers, len(numbers))
-
-
-def _ranked(index: int, text: str, score: float, shows_document: bool | None) -> Fields:
-    document = {} if shows_document is False else {"document": {"text": LongText(text)}}
-    return {"index": index, **document, "relevance_score": score}
 
 
 def _check_format(body: EmbeddingRequest, size: int | None) -> None:

@@ -240,7 +240,6 @@ async def _with_room[*P, R](function: Callable[[*P], R], *args: *P) -> R:
 
 
 async def _receive(form: FormReader, upload: Upload) -> None:
-    """Writes a form's file."""
     held, num_bytes = bytearray(), 0
     async for piece in form.pieces():
         num_bytes += len(piece)
@@ -254,7 +253,6 @@ async def _receive(form: FormReader, upload: Upload) -> None:
 
 
 async def _text(form: FormReader, name: str) -> str:
-    """A form's field that is no file."""
     value = bytearray()
     async for piece in form.pieces():
         value += piece

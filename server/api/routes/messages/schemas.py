@@ -6,14 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from server.api.request.fields import (
-    GENERATION,
-    NO_SHORTER,
-    TOOL_WITHOUT_EFFECT,
-    FieldTable,
-    Refused,
-    of_other_routes,
-)
+from server.api.request.fields import GENERATION, NO_SHORTER, TOOL_WITHOUT_EFFECT, FieldTable, Refused, of_other_routes
 from server.api.request.schemas import ITEMS, STOPS, Declared
 
 

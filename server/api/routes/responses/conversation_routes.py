@@ -23,12 +23,7 @@ from server.api.routes.responses.schemas import (
     NewItems,
 )
 from server.api.routes.responses.store import ResponseStore
-from server.api.routes.responses.translation import (
-    check_included,
-    first_reference,
-    item_messages,
-    items_work,
-)
+from server.api.routes.responses.translation import check_included, first_reference, item_messages, items_work
 from server.api.state import ServerState
 from server.http.auth import current_key
 from server.http.encoding import json_pieces
@@ -111,7 +106,6 @@ class Conversations:
         return json_response(conversation.body())
 
     async def _translated(self, conversation: Conversation, items: list[InputItem]) -> list[KeptItem]:
-        """The items for the conversation."""
         conversation.check_room(len(items), "items")
         find = partial(self._store.find_items, owner=current_key.get())
         strict = self._state.settings.strict_fields

@@ -224,7 +224,6 @@ class Responses:
         return record
 
     def _find_conversation(self, body: ResponsesRequest) -> Conversation | None:
-        """The conversation that the request continues."""
         if body.conversation is None:
             return None
         if body.previous_response_id is not None:
@@ -232,7 +231,6 @@ class Responses:
         return find_conversation(self.store, _named(body) or "", "conversation")
 
     def _previous(self, id: str) -> ResponseRecord:
-        """The response that the request continues."""
         record = self.store.response(id, current_key.get())
         if record is None:
             message = f"previous_response_id: there is no response with the id {id[:100]!r}."
