@@ -15,7 +15,7 @@ from server.api.request.limits import check_num_messages, check_text_length
 from server.api.request.schemas import ChatRequest, ContentPart, Message, TokenizeRequest
 from server.api.request.tools import MAX_DEPTH, Tools
 from server.api.state import ServerState
-from server.http.request_error import RequestError, invalid, overloaded, unavailable, unsupported
+from server.http.request_error import RequestError, given, invalid, overloaded, unavailable, unsupported
 from server.text.special_tokens import Part, encode_parts
 from server.text.template_messages import TemplateError
 from server.text.template_runner import Lane, ServedTemplate, TemplateLimitError, TooManyTemplatesError
@@ -234,10 +234,7 @@ def _content(where: str, role: str, message: Message) -> str:
 def _part_text(where: str, part: ContentPart) -> str:
     if part.type not in ("text", "refusal"):
         raise unsupported(where, f"content of the type `{part.type[:40]}` is")
-    text = part.text if part.type == "text" else part.refusal
-    if text is None:
-        raise invalid(f"{where}.{part.type}", "is missing")
-    return text
+    return given(f"{where}.{part.type}", part.text if part.type == "text" else part.refusal)
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import msgspec
 from server.api.request.body import RawField, is_deeper_than, read_raw
 from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
-from server.http.request_error import RequestError, invalid, unsupported
+from server.http.request_error import RequestError, given, invalid, unsupported
 from server.logs import ThrottledLog
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
@@ -69,8 +69,8 @@ class Tools:
         """The tools in OpenAI's form, which templates print, without fields that were not given. `strict` is not shown
         to the model: it constrains the answer."""
         shown = [{**msgspec.structs.asdict(spec), "strict": None} for spec in self.specs]
-        given = [{name: value for name, value in fields.items() if value is not None} for fields in shown]
-        return [{"type": "function", "function": fields} for fields in given]
+        tools = [{name: value for name, value in fields.items() if value is not None} for fields in shown]
+        return [{"type": "function", "function": fields} for fields in tools]
 
 
 _decoder = msgspec.json.Decoder(list[ToolSpec] | None)
@@ -100,9 +100,8 @@ def served_tools[T: OtherTool](
             if strict:
                 raise unsupported(f"{where}.{i}.type", f"tools of the type `{kind}` are")
             left_out.add(kind)
-        elif tool.name is None:
-            raise invalid(f"{where}.{i}.name", "is missing")
         else:
+            given(f"{where}.{i}.name", tool.name)
             served.append(tool)
     return served
 
@@ -176,16 +175,16 @@ def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
     where = f"tools.{index}"
     if tool.type != "function":
         raise unsupported(f"{where}.type", f"tools of the type `{tool.type[:40]}` are")
-    if tool.function is None:
-        raise invalid(f"{where}.function", "is missing")
-    if not _NAME.fullmatch(tool.function.name):
-        message = f"must be 1 to 128 letters, digits, `_`, `-` or `.`, got {tool.function.name[:140]!r}"
-        raise invalid(f"{where}.function.name", message)
-    if is_deeper_than(MAX_DEPTH, tool.function.parameters):
-        raise invalid(f"{where}.function.parameters", f"are nested more than {MAX_DEPTH} deep")
-    if (tool.function.parameters or {}).get("type", "object") != "object":
-        raise invalid(f"{where}.function.parameters.type", "must be `object`: arguments have names")
-    return tool.function
+    where = f"{where}.function"
+    function = given(where, tool.function)
+    if not _NAME.fullmatch(function.name):
+        message = f"must be 1 to 128 letters, digits, `_`, `-` or `.`, got {function.name[:140]!r}"
+        raise invalid(f"{where}.name", message)
+    if is_deeper_than(MAX_DEPTH, function.parameters):
+        raise invalid(f"{where}.parameters", f"are nested more than {MAX_DEPTH} deep")
+    if (function.parameters or {}).get("type", "object") != "object":
+        raise invalid(f"{where}.parameters.type", "must be `object`: arguments have names")
+    return function
 
 
 def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, set[str] | None]:

@@ -6,7 +6,8 @@ Every process of the server answers them: what they say lies in the folder.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -38,7 +39,7 @@ from server.batches.folder import (
 from server.http.auth import current_key
 from server.http.encoding import json_pieces
 from server.http.form import FormReader
-from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
+from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 WINDOWS = {"24h": 24 * 3600}  # seconds
@@ -95,8 +96,7 @@ class Batches:
                     await _receive(form, upload)
                 else:
                     fields[part.name] = await _text(form, part.name)
-            if filename is None:
-                raise RequestError(400, "file: is missing", param="file")
+            filename = given("file", filename)
             if any(name.startswith("expires_after") for name in fields):
                 raise unsupported("expires_after", "files that expire are")
             if fields.get("purpose") != INPUT:
@@ -213,22 +213,13 @@ class Batches:
             ids = list_ids() if ascending else list_ids()[::-1]
             if after is not None:  # it may have been deleted meanwhile
                 ids = [id for id in ids if id != after and (id > after) == ascending]
-            return _first(limit + 1, map(read, ids), purpose)
+            entries = filter(None, map(read, ids))
+            return list(islice((entry for entry in entries if purpose in (None, entry.get("purpose"))), limit + 1))
 
         entries = await asyncio.to_thread(found)
         shown = entries[:limit]
         page = list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > limit)
         return LongJson(self._state.turns, json_pieces(page))
-
-
-def _first(count: int, entries: Iterable[Fields | None], purpose: str | None) -> list[Fields]:
-    found: list[Fields] = []
-    for fields in entries:
-        if fields is not None and purpose in (None, fields.get("purpose")):
-            found.append(fields)
-            if len(found) == count:
-                break
-    return found
 
 
 async def _with_room[*P, R](function: Callable[[*P], R], *args: *P) -> R:

@@ -20,7 +20,7 @@ from server.api.routes.messages.schemas import (
     MessageToolChoice,
     Source,
 )
-from server.http.request_error import invalid, unsupported
+from server.http.request_error import given, invalid, unsupported
 
 _tools = msgspec.json.Decoder(list[MessageTool] | None)
 # Claude Code's first block. Its value changes with each request, and no cached prefix would be found after it.
@@ -114,9 +114,7 @@ def _messages(where: str, turn: InputMessage) -> Iterable[Message]:
 
 
 def _call(where: str, block: Block) -> ToolCall:
-    if block.name is None:
-        raise invalid(f"{where}.name", "is missing")
-    return ToolCall(FunctionCall(block.name, block.input or {}), block.id)
+    return ToolCall(FunctionCall(given(f"{where}.name", block.name), block.input or {}), block.id)
 
 
 def _system(content: str | list[Block]) -> str:
@@ -142,19 +140,17 @@ def _block_text(where: str, block: Block, *, is_result: bool = False) -> str:
     Args:
         is_result: the block is what a tool gave. What is not text is left out in words: the rest may be enough.
     """
-    source = block.source
+    source = given(f"{where}.source", block.source) if block.type == "document" else block.source
     match block.type:
         case "text":
-            return _given(f"{where}.text", block.text)
+            return given(f"{where}.text", block.text)
         case "tool_reference":
-            return _given(f"{where}.tool_name", block.tool_name)
+            return given(f"{where}.tool_name", block.tool_name)
         case "search_result":
             texts = _inner_texts(f"{where}.content", block.content, is_result=is_result)
             return _lines(block.title, source if isinstance(source, str) else None, *texts)
-        case "document" if source is None:
-            raise invalid(f"{where}.source", "is missing")
         case "document" if isinstance(source, Source) and source.type == "text":
-            return _lines(block.title, block.context, _given(f"{where}.source.data", source.data))
+            return _lines(block.title, block.context, given(f"{where}.source.data", source.data))
         case "document" if isinstance(source, Source) and source.type == "content":
             texts = _inner_texts(f"{where}.source.content", source.content, is_result=is_result)
             return _lines(block.title, block.context, *texts)
@@ -168,7 +164,7 @@ def _inner_texts(where: str, content: str | list[Block] | None, *, is_result: bo
     if isinstance(content, str):
         return [content]
     return (
-        _given(f"{where}.{i}.text", block.text)
+        given(f"{where}.{i}.text", block.text)
         if block.type == "text"
         else _left_out(f"{where}.{i}", block, is_result=is_result)
         for i, block in enumerate(content)
@@ -184,12 +180,6 @@ def _left_out(where: str, block: Block, *, is_result: bool) -> str:
 
 def _lines(*parts: str | None) -> str:
     return "\n".join(part for part in parts if part)
-
-
-def _given(where: str, text: str | None) -> str:
-    if text is None:
-        raise invalid(where, "is missing")
-    return text
 
 
 def _chat_tools(body: CountRequest, *, strict: bool) -> msgspec.Raw | msgspec.UnsetType:

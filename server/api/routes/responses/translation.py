@@ -18,7 +18,7 @@ from server.api.request.tools import MAX_TOOLS_BYTES, function_tool, log_left_ou
 from server.api.routes.responses.items import CHARS_OF_AN_ITEM, KeptItem, NamespacedCall, seen_name
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
 from server.api.worker_threads import LONG_WORK
-from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
+from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 # chat's names -> the names of this route
 _OTHER_NAMES = {
@@ -293,8 +293,7 @@ def item_messages(
 
 def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Message | None:
     """None: the template shows nothing of it."""
-    if id is None:
-        raise invalid(where, "is missing")
+    id = given(where, id)
     if id not in kept:
         message = f"Item with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
         raise RequestError(404, message, type=NOT_FOUND, param=where)
@@ -313,10 +312,9 @@ def _message(where: str, item: InputItem) -> Message:
     kind = item.type or "message"
     match kind:
         case "message":
-            if item.role is None:
-                raise invalid(f"{where}.role", "is missing")
-            check_role(f"{where}.role", item.role)
-            return Message(item.role, _content(f"{where}.content", item.content))
+            role = given(f"{where}.role", item.role)
+            check_role(f"{where}.role", role)
+            return Message(role, _content(f"{where}.content", item.content))
         case "function_call":
             if item.name is None or item.call_id is None or item.arguments is None:
                 raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
@@ -346,7 +344,7 @@ def _content(where: str, content: str | list[InputPart] | None) -> str | list[Co
     for i, part in enumerate(content):
         if part.type not in _PART_TYPES:
             raise unsupported(f"{where}.{i}", f"content of the type `{part.type[:40]}` is")
-        if (part.refusal if part.type == "refusal" else part.text) is None:
-            raise invalid(f"{where}.{i}.{_PART_TYPES[part.type]}", "is missing")
-        parts.append(ContentPart(_PART_TYPES[part.type], part.text, part.refusal))
+        kind = _PART_TYPES[part.type]
+        given(f"{where}.{i}.{kind}", part.refusal if kind == "refusal" else part.text)
+        parts.append(ContentPart(kind, part.text, part.refusal))
     return parts
