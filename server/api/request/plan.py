@@ -49,7 +49,6 @@ class GenerationPlan:
     has_own_id: bool  # the request has chosen the answer's id
     priority: int
     cache_salt: int
-    counts_drafts: bool
     shows_text: bool = True
     # of the prompt
     prompts: Sequence[list[int]] = ()
@@ -89,7 +88,6 @@ async def check_generation(
         has_own_id=body.request_id is not None,
         priority=body.priority or 0,
         cache_salt=cache_salt_of(state, body.cache_salt),
-        counts_drafts=bool(body.return_draft_counts),
     )
 
 
@@ -151,7 +149,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     plan.priority,
                     plan.cache_salt,
                     queue_s,
-                    counts_drafts=plan.counts_drafts,
+                    counts_drafts=head.usage.show_drafts,
                     client=current_client(),
                     group=head.id,
                     adapter=plan.adapter,

@@ -70,7 +70,6 @@ class Responses:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self.store = ResponseStore(on_drop=self._stop_unkept)
-        self._running: dict[str, Generation] = {}  # of responses that are stored
         self._tasks: set[asyncio.Task[None]] = set()  # of responses in the background
         state.keeps = self.store.__contains__
 
@@ -113,7 +112,6 @@ class Responses:
             record.log = EventLog()
             record.log.add(writer.queued())
         if stores:
-            self._running[record.id] = generation
             self.store.put(record)
         if not in_background:
             return Sent(partial(self._send, record, answer))
@@ -200,9 +198,10 @@ class Responses:
         return self._shown(record)
 
     def _stop(self, record: ResponseRecord) -> None:
-        record.cancel()
-        if (generation := self._running.pop(record.id, None)) is not None:
+        generation = self._state.generations.get(record.id)
+        if generation is not None and not record.is_over:
             generation.fail(RequestError(409, "The response was cancelled.", code="response_cancelled"))
+        record.cancel()
 
     def _stop_unkept(self, kept: Kept) -> None:
         """Nobody can ask for a response in the background that is not kept any more."""
@@ -210,8 +209,8 @@ class Responses:
             self._stop(kept)
 
     def _shown(self, record: ResponseRecord, headers: Sequence[tuple[bytes, bytes]] = ()) -> Response:
-        generation = self._running.get(record.id)
-        if generation is not None and generation.choices[0].num_tokens:
+        generation = self._state.generations.get(record.id)
+        if isinstance(generation, Generation) and generation.choices[0].num_tokens:
             record.begin()
         return LongJson(self._state.turns, json_pieces(record.body()), headers=headers)
 
@@ -240,7 +239,6 @@ class Responses:
         return record
 
     def _end(self, record: ResponseRecord, conversation: Conversation | None, new: list[KeptItem]) -> None:
-        self._running.pop(record.id, None)
         self.store.put_again(record)
         if conversation is not None and record.status in (COMPLETED, INCOMPLETE):
             self.store.add_items(conversation, [*new, *record.output_items()])
@@ -252,7 +250,6 @@ class Responses:
         try:
             await answer(scope, receive, send)
         finally:
-            self._running.pop(record.id, None)
             record.cancel()
 
 
