@@ -126,8 +126,7 @@ class _ApiProcess:
             serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
             if not await self._engine_is_ready(client):
                 return EXIT_OK
-            is_total = settings.max_connections is not None
-            server = HttpServer(app, settings, num_public, tls, self._row, limits_are_total=is_total)
+            server = HttpServer(app, settings, num_public, tls, self._row)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 await self._tell("/started", args.frontend, timeout_s=None)  # answered when it may accept
                 self._row.set_connections(0)
