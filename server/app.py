@@ -18,21 +18,22 @@ from server.api.adapters import AdapterFolder
 from server.api.answers.errors import Refusals
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics
-from server.api.routes.admin import admin_routes
-from server.api.routes.batches.routes import batch_routes
+from server.api.routes.admin import Admin
+from server.api.routes.batches.routes import Batches
 from server.api.routes.batches.runner import BatchRunner
-from server.api.routes.chat import chat_routes
-from server.api.routes.completions import completion_routes
-from server.api.routes.embeddings import embedding_routes
-from server.api.routes.generate import generate_routes
+from server.api.routes.chat import Chat
+from server.api.routes.completions import Completions
+from server.api.routes.embeddings import EmbeddingRoutes
+from server.api.routes.endpoints import routes_of
+from server.api.routes.generate import Generate
 from server.api.routes.info import info_routes
-from server.api.routes.invocations import invocation_routes
-from server.api.routes.messages.routes import messages_routes
+from server.api.routes.invocations import invocation_route
+from server.api.routes.messages.routes import Messages
 from server.api.routes.openapi import docs_routes
 from server.api.routes.prefill import prefill_routes
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
-from server.api.routes.weights import weights_routes
+from server.api.routes.weights import Weights
 from server.api.state import ServerState
 from server.api.stats_history import StatsHistory
 from server.batches.batch_file import URLS
@@ -110,22 +111,22 @@ def _reasoning(settings: Settings, template: str) -> ReasoningFormat | None:
 
 def create_app(state: ServerState) -> Starlette:
     """The application: all routes, behind CORS and the gate (API keys, metrics)."""
-    (chat, chats), (completion,), embeddings = chat_routes(state), completion_routes(state), embedding_routes(state)
-    by_field = {"messages": chat.endpoint, "prompt": completion.endpoint, "input": embeddings[0].endpoint}
+    chats, completions = routes_of(Chat(state), state), routes_of(Completions(state), state)
+    embeddings = routes_of(EmbeddingRoutes(state), state)
+    by_field = {"messages": chats[0].endpoint, "prompt": completions[0].endpoint, "input": embeddings[0].endpoint}
     routes = [
-        chat,
-        chats,
-        completion,
-        *generate_routes(state),
+        *chats,
+        *completions,
+        *routes_of(Generate(state), state),
         *responses_routes(state),
-        *messages_routes(state),
+        *routes_of(Messages(state), state),
         *embeddings,
-        *invocation_routes(state, by_field),
-        *batch_routes(state),
+        invocation_route(state, by_field),
+        *routes_of(Batches(state), state),
         *prefill_routes(state),
         *info_routes(state),
-        *admin_routes(state),
-        *weights_routes(state),
+        *routes_of(Admin(state), state),
+        *routes_of(Weights(state), state),
     ]
     routes += docs_routes(routes, state.settings)
     routes += ui_routes(state)

@@ -69,11 +69,15 @@ class Gate:
             if tracer is not None and trace is not None:
                 tracer.end(trace, scope["headers"], status)
 
-        place = Place(self._state, self._key_number(scope) if counted and refusal is None else None, end_trace)
+        by_key = counted and refusal is None and self._most_per_key is not None
+        place = Place(self._state, self._keys.number(scope["headers"]) if by_key else None, end_trace)
         current_place.set(place)
-        if counted and self._is_over_share(place.hold()):
+        num_of_key = place.hold() if counted else 0
+        if self._most_per_key is not None and num_of_key > self._most_per_key:
             place.leave_key()
-            refusal = self._over_share()
+            self._state.metrics.observe_limit("key_share")
+            message = f"This API key has {self._most_per_key} requests running already (--max-concurrent-per-key)."
+            refusal = overloaded(message)
         try:
             app = self._refusals.response(scope, refusal) if refusal else self._app
             await app(scope, receive, send_with_id)
@@ -89,40 +93,25 @@ class Gate:
                 place.release()
             if status:
                 self._state.metrics.observe_response(
-                    handler=_handler(scope), method=scope["method"], status=status, seconds=time.monotonic() - started
+                    # the path of the route instead of the client's: there must be few labels
+                    handler=getattr(scope.get("route"), "path", "none"),
+                    method=scope["method"],
+                    status=status,
+                    seconds=time.monotonic() - started,
                 )
 
     def _refusal(self, scope: Scope, counted: bool) -> RequestError | None:
         if scope["method"] == "OPTIONS" or scope["path"] in self._open_paths:
             return None
         if scope["path"] in self._admin_paths:
-            return self._admin_refusal(scope)
+            if self._state.settings.admin_api_keys:
+                return self._admin_keys.check(scope["headers"])
+            message = "This route is for administrators, and the server was started without --admin-api-key."
+            return RequestError(403, message, type="PermissionError")
         refusal = self._keys.check(scope["headers"])
         if refusal is None and counted and self._state.draining:
             return unavailable("The server is shutting down.", retry_after_s=5)
         return refusal
-
-    def _key_number(self, scope: Scope) -> int | None:
-        """None: requests are not counted by key."""
-        if self._most_per_key is None:
-            return None
-        number = self._keys.number(scope["headers"])
-        assert number is not None, "the settings want keys where requests are counted by key"
-        return number
-
-    def _is_over_share(self, num_of_key: int) -> bool:
-        return self._most_per_key is not None and num_of_key > self._most_per_key
-
-    def _over_share(self) -> RequestError:
-        self._state.metrics.observe_limit("key_share")
-        message = f"This API key has {self._most_per_key} requests running already (--max-concurrent-per-key)."
-        return overloaded(message)
-
-    def _admin_refusal(self, scope: Scope) -> RequestError | None:
-        if not self._state.settings.admin_api_keys:
-            message = "This route is for administrators, and the server was started without --admin-api-key."
-            return RequestError(403, message, type="PermissionError")
-        return self._admin_keys.check(scope["headers"])
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -131,9 +120,3 @@ def _request_id(scope: Scope) -> bytes:
         if name == b"x-request-id" and 0 < len(value) <= MAX_ID_CHARS:
             return value
     return uuid.uuid4().hex.encode()
-
-
-def _handler(scope: Scope) -> str:
-    """The path of the route instead of the client's: there must be few labels."""
-    route = scope.get("route")
-    return getattr(route, "path", "none")

@@ -8,17 +8,24 @@ the others are added to this one's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily as Histograms
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from batcher.stats import EngineStats, Histogram
+from batcher.stats import Histogram
 from server.api.http_counts import HTTP_BOUNDS, HttpCounts, Prefill
-from server.engine.wire import Adapter, EngineInfo
+from server.engine.client import EngineClient
 
+Kind = type[Counter] | type[Gauge] | type[Histograms]
+Row = tuple[Sequence[object], Any]  # the values of a family's labels, and the figure
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")  # the process's own, also if there are others
 
@@ -71,6 +78,19 @@ OFFLOADING = {
     "kv_lost_prompts": ("num_prompts_lost", "Prompts of which a page did not come from another server."),
     "kv_offload_given_up_pages": ("num_not_loaded", "Pages that were to come back, and were computed in the end."),
 }
+OFFLOADING_GAUGES = {
+    "kv_offload_disk_bytes": ("bytes_in_store", "Bytes of files of pages."),
+    "kv_kept_pages": ("num_kept", "Pages of K/V in the host's memory that are kept for other servers."),
+    "kv_offload_places": ("num_places", "Pages of K/V that the host's memory has room for."),
+}
+TIERS: dict[str, tuple[Kind, str, dict[str, str]]] = {  # by tier: the host's memory, and files
+    "kv_offload_loaded_pages": (
+        Counter,
+        "Pages of K/V that came back to the device, from the host's memory or from files.",
+        {"host": "num_loaded", "disk": "num_loaded_from_store"},
+    ),
+    "kv_offload_pages": (Gauge, "Pages of K/V away from the device.", {"host": "num_held", "disk": "num_in_store"}),
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("time_to_first_token", "From arrival in the engine to the first token."),
     "inter_token_latency_seconds": ("inter_token_latency", "Between two tokens of one request."),
@@ -89,33 +109,15 @@ HISTOGRAMS = {
 }
 
 
-class StatsSource(Protocol):
-    """The source of one engine's statistics: an `EngineClient`."""
-
-    info: EngineInfo
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]: ...
-
-    @property
-    def num_adapter_loads(self) -> int: ...
-
-    @property
-    def death(self) -> str | None: ...
-
-
 class ServerMetrics:
     """Counts on the HTTP side, and renders all metrics. Those of an engine have the label `engine`, its number in
     `sources`. The HTTP side's counts of requests are of all engines, and have number 0."""
 
-    def __init__(self, sources: Sequence[StatsSource], *, prefix: str, model_name: str) -> None:
+    def __init__(self, sources: Sequence[EngineClient], *, prefix: str, model_name: str) -> None:
         self._sources = sources
         self._prefix = prefix
         self._model_name = model_name
-        self._labels = self._labels_of(0)
+        self._labels = (model_name, "0")
         self._counts = HttpCounts()
         self._process = prometheus_client.ProcessCollector(registry=None)  # process_*: memory, CPU time, open files
 
@@ -161,47 +163,50 @@ class ServerMetrics:
             counts.add(self._counts)
             counts.add(others)
         for name, doc in GAUGES.items():
-            yield self._gauge(name, doc, _figure(name))
+            yield self._each(Gauge, name, doc, _figure(name))
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is the older name
-            yield self._gauge(name, "Share of the KV pages in use, 0 to 1.", lambda source: source.stats.kv_cache_usage)
-        yield self._waiting()
-        yield self._gauge("engine_alive", "1 while the engine serves.", lambda source: float(source.death is None))
-        yield from self._cache_config()
-        yield from self._attention()
+            yield self._each(Gauge, name, "Share of the KV pages in use, 0 to 1.", _figure("kv_cache_usage"))
+        # vLLM's gauge; here all wait for capacity
+        name, waiting = "num_requests_waiting_by_reason", _figure("num_requests_waiting")
+        yield self._each(Gauge, name, "As it says.", lambda s: {"capacity": waiting(s), "deferred": 0}, "reason")
+        yield self._each(Gauge, "engine_alive", "1 while the engine serves.", lambda s: s.death is None)
+        yield self._cache_config()
+        doc = "Attention backends that failed their self-test at the start; 0 in health."
+        yield self._each(Gauge, "attention_backend_failures", doc, lambda s: len(s.info.attention.failures))
+        doc = "1: in use. 0: cannot be used here, or failed its self-test."
+        yield self._each(Gauge, "attention_backend", doc, _backends, "backend")
         for name, doc in COUNTERS.items():
-            family = self._family(CounterMetricFamily, name, doc)
-            for labels, source in self._engines():
-                family.add_metric(labels, getattr(source.stats, name))
-            yield family
-        yield from self._speculation()
+            yield self._each(Counter, name, doc, _figure(name))
+        for name, doc in SPECULATION.items():
+            yield self._each(Counter, name, doc, _figure(f"speculation.{name.removeprefix('spec_decode_')}"))
+        name, doc = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the row."
+        accepted = _figure("speculation.num_accepted_tokens_per_pos")
+        yield self._each(Counter, name, doc, lambda s: dict(enumerate(accepted(s))), "position")
         if any(source.info.max_loras for source in self._sources):
             yield from self._adapters()
         if any(source.stats.offloading.num_places for source in self._sources):
             yield from self._offloading()
-        finished = self._family(CounterMetricFamily, "request_success", "Finished requests.", ["finished_reason"])
-        for labels, source in self._engines():
-            for reason in sorted({"stop", "length", "abort", "error", *source.stats.finished}):
-                finished.add_metric([*labels, reason], source.stats.finished.get(reason, 0))
-        yield finished
+        none = dict.fromkeys(("abort", "error", "length", "stop"), 0)
+        ended = _figure("finished")
+        yield self._each(Counter, "request_success", "Finished requests.", lambda s: none | ended(s), "finished_reason")
         for name, (field, doc) in HISTOGRAMS.items():
-            histograms = self._family(HistogramMetricFamily, name, doc)
-            for labels, source in self._engines():
-                histograms.add_metric(labels, *_cumulated(getattr(source.stats, field)))
-            yield histograms
-        max_tokens = counts.max_generation_tokens
-        yield self._histogram("request_max_num_generation_tokens", "Of a request's longest choice.", max_tokens)
-        yield self._histogram("request_params_n", "Choices asked for.", counts.params_n)
-        yield self._histogram("request_params_max_tokens", "Output limits of requests.", counts.params_max_tokens)
-        limited = self._family(CounterMetricFamily, "requests_limited", "Requests cut short or refused.", ["limit"])
-        for limit, count in counts.limited.items():
-            limited.add_metric([*self._labels.values(), limit], count)
-        yield limited
-        doc = "Long prompts that other servers were to compute."
-        prefills = self._family(CounterMetricFamily, "remote_prefills", doc, ["outcome"])
-        for outcome, count in counts.prefills.items():
-            prefills.add_metric([*self._labels.values(), outcome], count)
-        yield prefills
-        yield from _http(counts)
+            yield self._metric(Histograms, name, doc, [(labels, _figure(field)(s)) for labels, s in self._engines()])
+        for name, doc, count in (
+            ("request_max_num_generation_tokens", "Of a request's longest choice.", counts.max_generation_tokens),
+            ("request_params_n", "Choices asked for.", counts.params_n),
+            ("request_params_max_tokens", "Output limits of requests.", counts.params_max_tokens),
+        ):
+            yield self._metric(Histograms, name, doc, [(self._labels, count)])
+        for name, doc, label, found in (
+            ("requests_limited", "Requests cut short or refused.", "limit", counts.limited),
+            ("remote_prefills", "Long prompts that other servers were to compute.", "outcome", counts.prefills),
+        ):
+            yield self._metric(Counter, name, doc, [((*self._labels, key), n) for key, n in found.items()], label)
+        requests = Counter("http_requests", "Responses.", labels=["handler", "method", "status"])
+        yield _filled(requests, sorted(counts.responses.items()))
+        doc = "Until the last byte of the response."
+        durations = Histograms("http_request_duration_seconds", doc, labels=["handler", "method"])
+        yield _filled(durations, [(labels, counts.durations[labels]) for labels in sorted(counts.durations)])
         yield from self._of_processes({} if others is None else others.process)
 
     def _of_processes(self, others: Mapping[str, float]) -> Iterator[Metric]:
@@ -211,119 +216,59 @@ class ServerMetrics:
             family.samples[0] = first._replace(value=first.value + others.get(family.name, 0.0))
             yield family
 
-    def _engines(self) -> Iterator[tuple[list[str], StatsSource]]:
-        """The values of each engine's labels, and the engine."""
+    def _engines(self) -> Iterator[tuple[tuple[str, str], EngineClient]]:
         for number, source in enumerate(self._sources):
-            yield list(self._labels_of(number).values()), source
+            yield (self._model_name, str(number)), source
 
-    def _labels_of(self, number: int) -> dict[str, str]:
-        return {"model_name": self._model_name, "engine": str(number)}
-
-    def _cache_config(self) -> Iterator[Metric]:
+    def _cache_config(self) -> Metric:
         """The labels are those of the first engine: a family has one set of names."""
         cache = self._sources[0].info.cache_config
         named = {alias: name for alias, name in CACHE_ALIASES.items() if name in cache}
         names = [*cache, *named]
-        family = self._family(GaugeMetricFamily, "cache_config_info", "The KV cache's shape.", names)
-        for labels, source in self._engines():
-            config = source.info.cache_config
-            family.add_metric([*labels, *(config.get(named.get(name, name), "") for name in names)], 1)
-        yield family
-
-    def _speculation(self) -> Iterator[Metric]:
-        for name, doc in SPECULATION.items():
-            family = self._family(CounterMetricFamily, name, doc)
-            for labels, source in self._engines():
-                family.add_metric(labels, getattr(source.stats.speculation, name.removeprefix("spec_decode_")))
-            yield family
-        name, doc = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the row."
-        family = self._family(CounterMetricFamily, name, doc, ["position"])
-        for labels, source in self._engines():
-            for position, count in enumerate(source.stats.speculation.num_accepted_tokens_per_pos):
-                family.add_metric([*labels, str(position)], count)
-        yield family
+        rows = [
+            ((*labels, *(source.info.cache_config.get(named.get(name, name), "") for name in names)), 1)
+            for labels, source in self._engines()
+        ]
+        return self._metric(Gauge, "cache_config_info", "The KV cache's shape.", rows, *names)
 
     def _adapters(self) -> Iterator[Metric]:
-        names = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-        info = self._family(GaugeMetricFamily, "lora_requests_info", "The time; the labels name adapters.", names)
+        names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        rows = []
         for labels, source in self._engines():
-            stats = source.stats
-            listed = [
-                _names(source, identities) for identities in (stats.running_of_adapters, stats.waiting_of_adapters)
-            ]
-            info.add_metric([*labels, str(source.info.max_loras), *listed], time.time())
-        yield info
-        yield self._gauge("lora_adapters", "LoRA adapters with a name.", lambda source: len(source.adapters))
+            listed = (
+                _names(source, each) for each in (source.stats.running_of_adapters, source.stats.waiting_of_adapters)
+            )
+            rows.append(((*labels, source.info.max_loras, *listed), time.time()))
+        yield self._metric(Gauge, "lora_requests_info", "The time; the labels name adapters.", rows, *names)
+        yield self._each(Gauge, "lora_adapters", "LoRA adapters with a name.", lambda s: len(s.adapters))
         doc = "LoRA adapters in adapter slots of the device."
-        yield self._gauge("lora_adapters_resident", doc, _figure("num_adapters_resident"))
-        loads = self._family(CounterMetricFamily, "lora_loads", "LoRA adapters read from their folders by name.")
-        swaps = self._family(CounterMetricFamily, "lora_slot_writes", "LoRA adapters written into adapter slots.")
+        yield self._each(Gauge, "lora_adapters_resident", doc, _figure("num_adapters_resident"))
+        doc = "LoRA adapters read from their folders by name."
+        yield self._each(Counter, "lora_loads", doc, lambda s: s.num_adapter_loads)
+        doc, writes = "LoRA adapters written into adapter slots.", _figure("num_adapter_loads")
+        yield self._each(Counter, "lora_slot_writes", doc, writes)
         doc = "Bytes written into adapter slots of each device."
-        written = self._family(CounterMetricFamily, "lora_slot_written_bytes", doc)
-        for labels, source in self._engines():
-            loads.add_metric(labels, source.num_adapter_loads)
-            swaps.add_metric(labels, source.stats.num_adapter_loads)
-            written.add_metric(labels, source.stats.num_adapter_loads * source.info.adapter_bytes)
-        yield from (loads, swaps, written)
+        yield self._each(Counter, "lora_slot_written_bytes", doc, lambda s: writes(s) * s.info.adapter_bytes)
 
     def _offloading(self) -> Iterator[Metric]:
-        for name, (field, doc) in OFFLOADING.items():
-            family = self._family(CounterMetricFamily, name, doc)
-            for labels, source in self._engines():
-                family.add_metric(labels, getattr(source.stats.offloading, field))
-            yield family
-        doc = "Pages of K/V that came back to the device, from the host's memory or from files."
-        loaded = self._family(CounterMetricFamily, "kv_offload_loaded_pages", doc, ["tier"])
-        held = self._family(GaugeMetricFamily, "kv_offload_pages", "Pages of K/V away from the device.", ["tier"])
-        for labels, source in self._engines():
-            counts = source.stats.offloading
-            loaded.add_metric([*labels, "host"], counts.num_loaded)
-            loaded.add_metric([*labels, "disk"], counts.num_loaded_from_store)
-            held.add_metric([*labels, "host"], counts.num_held)
-            held.add_metric([*labels, "disk"], counts.num_in_store)
-        yield from (loaded, held)
-        doc = "Bytes of files of pages."
-        yield self._gauge("kv_offload_disk_bytes", doc, lambda s: s.stats.offloading.bytes_in_store)
-        doc = "Pages of K/V in the host's memory that are kept for other servers."
-        yield self._gauge("kv_kept_pages", doc, lambda s: s.stats.offloading.num_kept)
-        doc = "Pages of K/V that the host's memory has room for."
-        yield self._gauge("kv_offload_places", doc, lambda s: s.stats.offloading.num_places)
+        for kind, figures in ((Counter, OFFLOADING), (Gauge, OFFLOADING_GAUGES)):
+            for name, (field, doc) in figures.items():
+                yield self._each(kind, name, doc, _figure(f"offloading.{field}"))
+        for name, (tiered, doc, fields) in TIERS.items():
+            yield self._each(tiered, name, doc, partial(_tiers, fields), "tier")
 
-    def _attention(self) -> Iterator[Metric]:
-        doc = "Attention backends that failed their self-test at the start; 0 in health."
-        yield self._gauge("attention_backend_failures", doc, lambda source: len(source.info.attention.failures))
-        doc = "1: in use. 0: cannot be used here, or failed its self-test."
-        family = self._family(GaugeMetricFamily, "attention_backend", doc, ["backend"])
-        for labels, source in self._engines():
-            info = source.info.attention
-            states = {**dict.fromkeys(info.failures, 0), **({info.backend: 1} if info.backend else {})}
-            for backend, value in states.items():
-                family.add_metric([*labels, backend], value)
-        yield family
+    def _each(
+        self, kind: Kind, name: str, doc: str, value_of: Callable[[EngineClient], Any], label: str | None = None
+    ) -> Metric:
+        """A figure of each engine. With a further label, `value_of` gives several, by the values of the label."""
+        if label is None:
+            return self._metric(kind, name, doc, [(labels, value_of(source)) for labels, source in self._engines()])
+        rows = [((*ls, key), value) for ls, source in self._engines() for key, value in value_of(source).items()]
+        return self._metric(kind, name, doc, rows, label)
 
-    def _waiting(self) -> Metric:
-        """vLLM's gauge of waiting requests by reason. Here all wait for capacity, so `deferred` is always 0."""
-        family = self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", "As it says.", ["reason"])
-        for labels, source in self._engines():
-            for reason, count in (("capacity", source.stats.num_requests_waiting), ("deferred", 0)):
-                family.add_metric([*labels, reason], count)
-        return family
-
-    def _family[F: (GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)](
-        self, kind: type[F], name: str, doc: str, more: list[str] | None = None
-    ) -> F:
-        return kind(f"{self._prefix}{name}", doc, labels=[*self._labels, *(more or [])])
-
-    def _gauge(self, name: str, doc: str, value_of: Callable[[StatsSource], float]) -> Metric:
-        family = self._family(GaugeMetricFamily, name, doc)
-        for labels, source in self._engines():
-            family.add_metric(labels, value_of(source))
-        return family
-
-    def _histogram(self, name: str, doc: str, histogram: Histogram) -> Metric:
-        family = self._family(HistogramMetricFamily, name, doc)
-        family.add_metric(list(self._labels.values()), *_cumulated(histogram))
-        return family
+    def _metric(self, kind: Kind, name: str, doc: str, rows: Iterable[Row], *more: str) -> Metric:
+        """A family with the labels of an engine, and `more`."""
+        return _filled(kind(f"{self._prefix}{name}", doc, labels=["model_name", "engine", *more]), rows)
 
 
 class _Collector(Collector):
@@ -334,17 +279,13 @@ class _Collector(Collector):
         return self._source()
 
 
-def _http(counts: HttpCounts) -> Iterator[Metric]:
-    requests = CounterMetricFamily("http_requests", "Responses.", labels=["handler", "method", "status"])
-    for key, count in sorted(counts.responses.items()):
-        requests.add_metric(list(key), count)
-    yield requests
-    durations = HistogramMetricFamily(
-        "http_request_duration_seconds", "Until the last byte of the response.", labels=["handler", "method"]
-    )
-    for labels, histogram in sorted(counts.durations.items(), key=lambda item: item[0]):
-        durations.add_metric(list(labels), *_cumulated(histogram))
-    yield durations
+def _filled(family: Any, rows: Iterable[Row]) -> Metric:
+    """The family with these labels' values and figures."""
+    for labels, value in rows:
+        figures = _cumulated(value) if isinstance(value, Histogram) else (value,)
+        family.add_metric([*map(str, labels)], *figures)
+    filled: Metric = family
+    return filled
 
 
 def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
@@ -356,10 +297,20 @@ def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
     return buckets, histogram.total
 
 
-def _names(source: StatsSource, identities: Container[int]) -> str:
+def _names(source: EngineClient, identities: Container[int]) -> str:
     """The names of these adapters. One that has been unloaded has none."""
     return ",".join(adapter.name for adapter in source.adapters.values() if adapter.identity in identities)
 
 
-def _figure(name: str) -> Callable[[StatsSource], float]:
-    return lambda source: float(getattr(source.stats, name))
+def _backends(source: EngineClient) -> dict[str, int]:
+    info = source.info.attention
+    return dict.fromkeys(info.failures, 0) | ({info.backend: 1} if info.backend else {})
+
+
+def _tiers(fields: Mapping[str, str], source: EngineClient) -> dict[str, int]:
+    return {tier: getattr(source.stats.offloading, field) for tier, field in fields.items()}
+
+
+def _figure(path: str) -> Callable[[EngineClient], Any]:
+    read = attrgetter(path)
+    return lambda source: read(source.stats)

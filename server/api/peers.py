@@ -12,19 +12,16 @@ import msgspec
 from server.api.http_counts import HttpCounts
 from server.engine.adapters import AdapterError
 from server.engine.client import WeightsError
+from server.engine.group import Engines
 from server.engine.wire import (
     Adapter,
     AdapterAnswer,
     AdapterChange,
     ChangeWeights,
     Pause,
-    PauseMode,
     Resume,
-    UpdateStep,
     UpdateWeights,
-    WeightsChange,
     WeightsCommand,
-    WeightsSource,
 )
 from server.http.private import PrivateCallError, call
 from server.http.request_error import unavailable
@@ -36,12 +33,6 @@ FORWARDED = "pallas_serve.forwarded"  # in a scope: another process of this serv
 # fields between processes
 KEY_FIELD = b"x-pallas-serve-key"  # the digest of the request's API key, in hexadecimal
 KEY_NUMBER_FIELD = b"x-pallas-serve-key-number"  # the key by which the request is counted
-
-
-class Started(msgspec.Struct):
-    """An HTTP process is ready to accept connections. The answer comes when it may."""
-
-    frontend: int
 
 
 class NotStarted(msgspec.Struct):
@@ -74,20 +65,8 @@ class Keeping(msgspec.Struct):
     id: str
 
 
-class Level(msgspec.Struct):
-    """The level of the log of all processes."""
-
-    level: str
-
-
-class Changing(msgspec.Struct):
-    """A command about the engine's weights, or a pause; None: none, only the answer is wanted."""
-
-    command: WeightsCommand | None = None
-
-
-class ChangeAnswer(msgspec.Struct):
-    """How the engines are now. `error` says why nothing has changed."""
+class Standing(msgspec.Struct):
+    """How the engines are now. `error` says why a command has changed nothing."""
 
     is_sleeping: bool
     is_paused: bool
@@ -95,16 +74,22 @@ class ChangeAnswer(msgspec.Struct):
     error: str | None = None
 
 
-class ChangingAdapters(msgspec.Struct):
-    """A change of the engine's LoRA adapters. The answer is an AdapterAnswer, when all processes have heard of it."""
+def standing_of(engines: Engines, error: str | None = None) -> Standing:
+    """How engines of this process are."""
+    return Standing(engines.is_sleeping, engines.is_paused, engines.weight_version, error)
 
-    change: AdapterChange
 
-
-class AdapterChanges(msgspec.Struct):
-    """How many changes of its adapters each engine has told. Answered when the process has heard of them."""
-
-    numbers: list[int]
+async def change_weights(engines: Engines, command: WeightsCommand) -> None:
+    """Does to engines of this process what a command about their weights, or a pause, asks for. Raises WeightsError."""
+    match command:
+        case ChangeWeights():
+            await engines.change_weights(command.change, command.model)
+        case Pause():
+            await engines.pause(command.mode, command.clear_cache)
+        case Resume():
+            await engines.resume()
+        case UpdateWeights():
+            await engines.update_weights(command.step, command.source, command.version)
 
 
 class EngineDied(msgspec.Struct):
@@ -133,7 +118,7 @@ class Peers:
 
     async def set_log_level(self, level: str) -> None:
         """Of all processes, this one included."""
-        await self._ask("/log_level", Level(level))
+        await self._ask("/log_level", level)
 
     async def keeper_of(self, id: str) -> Path | None:
         """The socket of the process that keeps a response, a conversation or an item."""
@@ -141,49 +126,25 @@ class Peers:
         name: str | None = msgspec.msgpack.decode(answer, type=str | None)
         return None if name is None else self._folder / name
 
-    async def change_weights(self, change: WeightsChange, model: str | None = None) -> None:
-        """As of `ProcessEngineClient`. Raises WeightsError."""
-        await self._change(ChangeWeights(change, model))
-
-    async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
-        """As of `ProcessEngineClient`. Raises WeightsError."""
-        await self._change(Pause(mode, clear_cache))
-
-    async def resume(self) -> None:
-        """As of `ProcessEngineClient`. Raises WeightsError."""
-        await self._change(Resume())
-
-    async def update_weights(self, step: UpdateStep, source: WeightsSource | None = None, version: str = "") -> None:
-        """As of `ProcessEngineClient`. Raises WeightsError."""
-        await self._change(UpdateWeights(step, source, version))
-
-    async def _change(self, command: WeightsCommand) -> None:
-        answer = msgspec.msgpack.decode(await self._ask("/weights", Changing(command), None), type=ChangeAnswer)
+    async def change_weights(self, command: WeightsCommand) -> None:
+        """As the function `change_weights`, of the parent's engines. Raises WeightsError."""
+        answer = await self._standing(command)
         if answer.error is not None:
             raise WeightsError(answer.error)
 
+    async def standing(self) -> Standing:
+        """How the engines are. This process may hear of a change of the weights' name a moment later."""
+        return await self._standing(None, TIMEOUT_S)
+
+    async def _standing(self, command: WeightsCommand | None, timeout_s: float | None = None) -> Standing:
+        return msgspec.msgpack.decode(await self._ask("/weights", command, timeout_s), type=Standing)
+
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
         """As of `ProcessEngineClient`. Raises AdapterError."""
-        raw = await self._ask("/adapters", ChangingAdapters(change), None)
-        answer = msgspec.msgpack.decode(raw, type=AdapterAnswer)
+        answer = msgspec.msgpack.decode(await self._ask("/adapters", change, None), type=AdapterAnswer)
         if answer.error is not None:
             raise AdapterError(answer.error, answer.status)
         return answer.adapter
-
-    async def is_sleeping(self) -> bool:
-        """Asks the parent whether the engines sleep."""
-        return (await self._state()).is_sleeping
-
-    async def is_paused(self) -> bool:
-        """Asks the parent whether the engines are paused."""
-        return (await self._state()).is_paused
-
-    async def weight_version(self) -> str:
-        """Asks the parent for the name of the weights that serve. This process may hear of a change a moment later."""
-        return (await self._state()).weight_version
-
-    async def _state(self) -> ChangeAnswer:
-        return msgspec.msgpack.decode(await self._ask("/weights", Changing()), type=ChangeAnswer)
 
     async def _ask(self, target: str, message: object, timeout_s: float | None = TIMEOUT_S) -> bytes:
         try:

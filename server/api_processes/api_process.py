@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import uvloop
@@ -25,14 +26,11 @@ from server.api.peers import (
     PARENT,
     TIMEOUT_S,
     Aborting,
-    AdapterChanges,
     Counted,
     EngineDied,
     Keeping,
-    Level,
     NotStarted,
     Peers,
-    Started,
 )
 from server.api.routes.admin import aborted_by_administrator
 from server.api.routes.responses.conversation_routes import CONVERSATIONS_PATH
@@ -54,7 +52,7 @@ from server.http.signals import Ending, first_of
 from server.http.tls_contexts import TlsContexts
 from server.logs import FORMAT_OF_SEVERAL
 from server.serve_until_end import EXIT_OK, load_state, serve
-from server.settings import Settings, TlsFiles
+from server.settings import Settings
 from server.shared_counts import PrefixTable, Row
 
 logger = logging.getLogger("pallas_serve")
@@ -100,10 +98,22 @@ class _ApiProcess:
         args = self._args
         settings = args.settings
         raise_limit()
-        tls = None if settings.tls is None else await self._contexts(settings.tls)
+        tls = None
+        if settings.tls is not None:  # while other processes serve, this one waits for files that can be used
+            tls = await TlsContexts.when_usable(settings.tls) if args.replaces else TlsContexts(settings.tls)
         tracer = make_tracer(settings)
-        engines = [self._engine(number) for number in range(len(args.engines))]
-        client = engines[0] if len(engines) == 1 else self._group(engines)
+        engines = [
+            FrontendClient(
+                commands,
+                args.folder / events_name(number, args.frontend),
+                args.frontend,
+                on_load=partial(self._row.set_open, number),
+            )
+            for number, commands in enumerate(args.engines)
+        ]
+        client: FrontendClient | EngineGroup[FrontendClient] = engines[0]
+        if len(engines) > 1:  # all processes choose engines by what all of them have sent there
+            client = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
         private = private_listener(args.folder / socket_name(args.frontend))
         try:
             state = await asyncio.to_thread(load_state, settings, client)
@@ -116,10 +126,9 @@ class _ApiProcess:
             serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
             if not await self._engine_is_ready(client):
                 return EXIT_OK
-            is_total = settings.max_connections is not None
-            server = HttpServer(app, settings, num_public, tls, self._row, limits_are_total=is_total)
+            server = HttpServer(app, settings, num_public, tls, self._row)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
-                await self._tell("/started", Started(args.frontend), timeout_s=None)
+                await self._tell("/started", args.frontend, timeout_s=None)  # answered when it may accept
                 self._row.set_connections(0)
                 counting = asyncio.create_task(self._count(state))
                 with contextlib.closing(state):
@@ -132,11 +141,6 @@ class _ApiProcess:
             await client.stop()
             if tracer is not None:
                 tracer.close()
-
-    async def _contexts(self, files: TlsFiles) -> TlsContexts:
-        """Raises ValueError for files that cannot be used. While other processes serve, this one waits for such that
-        can."""
-        return await TlsContexts.when_usable(files) if self._args.replaces else TlsContexts(files)
 
     async def _engine_is_ready(self, client: FrontendClient | EngineGroup[FrontendClient]) -> bool:
         """Waits until it is, and returns False if this process is to end before."""
@@ -151,20 +155,6 @@ class _ApiProcess:
             await self._ending.stop.wait()
             return False
         return True
-
-    def _engine(self, number: int) -> FrontendClient:
-        args = self._args
-
-        def on_load(num_open: int) -> None:
-            self._row.set_open(number, num_open)
-
-        return FrontendClient(
-            args.engines[number], args.folder / events_name(number, args.frontend), args.frontend, on_load
-        )
-
-    def _group(self, engines: Sequence[FrontendClient]) -> EngineGroup[FrontendClient]:
-        """All processes choose engines by what all of them have sent there."""
-        return EngineGroup(engines, Router(PrefixTable(self._args.shared_counts)), self._row)
 
     async def _count(self, state: ServerState) -> None:
         while True:
@@ -203,20 +193,21 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
     async def keeps(message: Keeping) -> bool:
         return state.keeps(message.id)
 
-    async def adapter_changes(message: AdapterChanges) -> None:
-        for engine, number in zip(engines, message.numbers, strict=True):
+    async def adapter_changes(numbers: list[int]) -> None:
+        """How many each engine has told. Returns when this process has heard of them."""
+        for engine, number in zip(engines, numbers, strict=True):
             await engine.wait_for_adapters(number)
 
-    async def log_level(message: Level) -> None:
-        logger.setLevel(message.level)
+    async def log_level(level: str) -> None:
+        logger.setLevel(level)
 
     routes = [
-        private_route("end", type(None), end),
+        private_route("end", None, end),
         private_route("engine_died", EngineDied, engine_died),
         private_route("abort", Aborting, abort),
         private_route("keeps", Keeping, keeps),
-        private_route("adapter_changes", AdapterChanges, adapter_changes),
-        private_route("log_level", Level, log_level),
+        private_route("adapter_changes", list[int], adapter_changes),
+        private_route("log_level", str, log_level),
     ]
     kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(KEPT_PATHS)]
     app = Starlette(

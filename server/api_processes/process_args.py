@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -42,8 +43,8 @@ def events_name(engine: int, frontend: int) -> str:
     return f"e{engine}-{frontend}"
 
 
-def private_route[T](name: str, kind: type[T], answer: Callable[[T], Awaitable[object]]) -> Route:
-    """A route of private HTTP: a message of this kind, which another process of this server sends, is answered."""
+def private_route(name: str, kind: Any, answer: Callable[[Any], Awaitable[object]]) -> Route:
+    """A route of private HTTP: a message of this type, which another process of this server sends, is answered."""
 
     async def endpoint(request: Request) -> Response:
         message = msgspec.msgpack.decode(await request.body(), type=kind)

@@ -19,16 +19,13 @@ from server.api.http_counts import HttpCounts
 from server.api.peers import (
     TIMEOUT_S,
     Aborting,
-    AdapterChanges,
-    ChangeAnswer,
-    Changing,
-    ChangingAdapters,
     Counted,
     EngineDied,
     Keeping,
-    Level,
     NotStarted,
-    Started,
+    Standing,
+    change_weights,
+    standing_of,
 )
 from server.api_processes import api_process
 from server.api_processes.process_args import ProcessArgs, private_route, socket_name
@@ -37,7 +34,7 @@ from server.engine.child_process import start_without_main
 from server.engine.client import ProcessEngineClient, WeightsError
 from server.engine.group import Engines, OwnEngines
 from server.engine.link import EngineFailedError
-from server.engine.wire import AdapterAnswer, ChangeWeights, Pause, Resume, UpdateWeights
+from server.engine.wire import AdapterAnswer, AdapterChange, WeightsCommand
 from server.http.private import PrivateCallError, call
 from server.http.server import FLUSH_S
 from server.http.signals import Signals
@@ -196,20 +193,20 @@ class ApiProcesses:
             return PlainTextResponse(str(error), 500)
 
         routes = [
-            private_route("started", Started, self._on_started),
+            private_route("started", int, self._on_started),
             private_route("not_started", NotStarted, self._on_not_started),
             private_route("counts", Counted, self._count),
             private_route("abort", Aborting, self._abort),
             private_route("keeper", Keeping, self._find_keeper),
-            private_route("log_level", Level, self._set_log_level),
-            private_route("weights", Changing, self._change_weights),
-            private_route("adapters", ChangingAdapters, self._change_adapters),
+            private_route("log_level", str, self._set_log_level),
+            private_route("weights", WeightsCommand | None, self._change_weights),
+            private_route("adapters", AdapterChange, self._change_adapters),
         ]
         return Starlette(routes=routes, exception_handlers={PrivateCallError: on_failure})
 
-    async def _on_started(self, message: Started) -> None:
+    async def _on_started(self, frontend: int) -> None:
         """Returns when the process may accept connections."""
-        self._living[message.frontend].has_started = True
+        self._living[frontend].has_started = True
         self._changed.set()
         await self._may_accept.wait()
 
@@ -237,32 +234,27 @@ class ApiProcesses:
         keepers = [frontend for frontend, answer in answers.items() if msgspec.msgpack.decode(answer, type=bool)]
         return socket_name(keepers[0]) if keepers else None
 
-    async def _set_log_level(self, message: Level) -> None:
-        logger.setLevel(message.level)
-        await self._ask("/log_level", message)
+    async def _set_log_level(self, level: str) -> None:
+        logger.setLevel(level)
+        await self._ask("/log_level", level)
 
-    async def _change_weights(self, message: Changing) -> ChangeAnswer:
-        client, error = self._client, None
+    async def _change_weights(self, command: WeightsCommand | None) -> Standing:
+        """Of None only the answer is wanted."""
+        error = None
         try:
-            match message.command:
-                case ChangeWeights(change=change, model=model):
-                    await client.change_weights(change, model)
-                case Pause(mode=mode, clear_cache=clear_cache):
-                    await client.pause(mode, clear_cache)
-                case Resume():
-                    await client.resume()
-                case UpdateWeights(step=step, source=source, version=version):
-                    await client.update_weights(step, source, version)
+            if command is not None:
+                await change_weights(self._client, command)
         except WeightsError as reason:
             error = str(reason)
-        return ChangeAnswer(client.is_sleeping, client.is_paused, client.weight_version, error)
+        return standing_of(self._client, error)
 
-    async def _change_adapters(self, message: ChangingAdapters) -> AdapterAnswer:
+    async def _change_adapters(self, change: AdapterChange) -> AdapterAnswer:
+        """Returns when all processes have heard of the change."""
         try:
-            adapter = await self._client.change_adapters(message.change)
+            adapter = await self._client.change_adapters(change)
         except AdapterError as error:
             return AdapterAnswer(error=str(error), status=error.status)
-        await self._tell("/adapter_changes", AdapterChanges([engine.adapter_changes for engine in self.engines]))
+        await self._tell("/adapter_changes", [engine.adapter_changes for engine in self.engines])
         return AdapterAnswer(adapter)
 
     async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:

@@ -22,7 +22,7 @@ class Embeddings:
 
     def __init__(self, client: EngineClient, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
         self.num_cached_tokens = 0
-        self.error: Exception | None = None  # a RequestError, or that the client has gone
+        self.error: Exception | None = None  # why they have failed
         self._client = client
         self._on_limit = on_limit
         self._waiting: deque[tuple[int, wire.WireRequest]] = deque()
@@ -51,16 +51,21 @@ class Embeddings:
         return self._vectors
 
     def on_output(self, output: wire.Output) -> None:
-        if output.error is not None or output.embedding is None:
+        result = self.result_of(output)
+        if result is None:
             if output.expired:
                 self._on_limit("deadline_waiting")
             self.fail(error_of(output))
             return
-        self._vectors[self._running.pop(output.request_id)] = output.embedding
+        self._vectors[self._running.pop(output.request_id)] = result
         self.num_cached_tokens += output.num_cached_tokens
         self._submit_next(1)
         if not self._running and not self._done.done():
             self._done.set_result(None)
+
+    def result_of(self, output: wire.Output) -> bytes | None:
+        """The vector; None: the engine has failed."""
+        return None if output.error is not None else output.embedding
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         raise RuntimeError("a request that embeds has no tokens")

@@ -269,7 +269,7 @@ class Generation:
         self.unenforced = unenforced
         self.request_id = request_id
         self.choices: list[Choice] = []
-        self.error: Exception | None = None  # a RequestError, or the error of a disconnected client
+        self.error: Exception | None = None  # why it has failed
         self.on_limit = on_limit
         self._on_end = on_end
         self._client = client

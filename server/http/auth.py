@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextvars import ContextVar
 
 from server.http.request_error import RequestError
@@ -17,16 +17,11 @@ class KeyRing:
     """The digests of the accepted keys. If there are none, all requests are accepted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    @property
-    def digests(self) -> Sequence[bytes]:
-        """Of the accepted keys; none if all requests are accepted."""
-        return self._digests
+        self.digests = [_digest(key.encode()) for key in keys]
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> RequestError | None:
         """The 401 error for a request without an accepted key, otherwise None. All wrong keys take the same time."""
-        if not self._digests or self.number(headers) is not None:
+        if not self.digests or self.number(headers) is not None:
             return None
         _, key = _given(headers)
         message = "Incorrect API key provided." if key else "Missing API key: send `Authorization: Bearer KEY`."
@@ -36,13 +31,13 @@ class KeyRing:
         """The index of the request's key among the accepted keys, from 0. None if it has none of them."""
         scheme, key = _given(headers)
         digest = _digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, known) for known in self.digests]
         return matches.index(True) if scheme == b"bearer" and any(matches) else None
 
     def digest(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """The digest of the request's key. Empty if it has none of the accepted ones."""
         number = self.number(headers)
-        return b"" if number is None else self._digests[number]
+        return b"" if number is None else self.digests[number]
 
 
 def current_client() -> int:

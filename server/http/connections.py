@@ -71,19 +71,11 @@ class Connections:
     beyond the limit may be open while they are turned away. Then the listener accepts none until one has closed.
 
     With `neighbours`, the row of this process among those that accept from the same socket, the limit holds for all
-    processes together if `is_total`, and else for each.
+    processes together if the settings name it, and else for each.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        max_connections: int,
-        neighbours: Row | None = None,
-        *,
-        is_total: bool = False,
-    ) -> None:
+    def __init__(self, settings: Settings, max_connections: int, neighbours: Row | None = None) -> None:
         self.neighbours = neighbours
-        self._is_total = is_total and neighbours is not None
         self.settings = settings
         self.max_connections = max_connections
         self.unfinished = UnfinishedRequests(settings.max_body_memory_mib * 2**20)
@@ -124,7 +116,9 @@ class Connections:
 
     @property
     def _num_served(self) -> int:
-        return self.neighbours.connections if self._is_total and self.neighbours is not None else len(self._served)
+        if self.neighbours is None or self.settings.max_connections is None:
+            return len(self._served)
+        return self.neighbours.connections
 
     def _tell(self) -> None:
         if self.neighbours is not None:

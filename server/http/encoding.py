@@ -80,9 +80,9 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield after
 
 
-def event_pieces(value: Any) -> Iterator[bytes]:
-    """The value as a server-sent event."""
-    yield b"data: "
+def event_pieces(value: Any, name: str = "") -> Iterator[bytes]:
+    """The value as a server-sent event, which may have a name."""
+    yield f"event: {name}\ndata: ".encode() if name else b"data: "
     yield from json_pieces(value)
     yield b"\n\n"
 

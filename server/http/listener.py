@@ -110,17 +110,21 @@ class Listener:
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A bound socket that does not listen yet. Raises OSError, with the flags to change, if the address is taken."""
-    return _bind_address(settings) if settings.uds is None else _bind_path(settings, settings.uds)
-
-
-def _bind_path(settings: Settings, path: Path) -> socket.socket:
-    """A Unix socket. An old socket file at which no process listens is replaced."""
+    """A bound socket that does not listen yet. An old socket file at which no process listens is replaced. Raises
+    OSError, with the flags to change, if the address is taken."""
+    path = settings.uds
     with address_in_error(settings), contextlib.ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
-            path.unlink()
-        listener.bind(str(path))
+        if path is not None:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+            listener.bind(str(path))
+        else:
+            addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = addresses[0]
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
         undo.pop_all()
         return listener
 
@@ -133,17 +137,6 @@ def removed(path: Path | None) -> Iterator[None]:
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
-
-
-def _bind_address(settings: Settings) -> socket.socket:
-    with address_in_error(settings), contextlib.ExitStack() as undo:
-        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = addresses[0]
-        listener = undo.enter_context(socket.socket(family, kind, protocol))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        undo.pop_all()
-        return listener
 
 
 @contextlib.contextmanager

@@ -24,11 +24,11 @@ class PrivateAnswer:
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
-        self.status = 0
+        self.status = 0  # its head has not come
         self._reader = reader
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []
-        self._has_head = self._is_complete = False
+        self._is_complete = False
 
     # called by the parser
 
@@ -36,7 +36,6 @@ class PrivateAnswer:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._has_head = True
         self.status = self._parser.get_status_code()
 
     def on_body(self, piece: bytes) -> None:
@@ -46,7 +45,7 @@ class PrivateAnswer:
         self._is_complete = True
 
     async def read_head(self) -> None:
-        while not self._has_head:
+        while not self.status:
             await self._read()
 
     async def body(self) -> AsyncIterator[bytes]:

@@ -59,6 +59,13 @@ def invalid(param: str, message: str) -> RequestError:
     return RequestError(400, f"{param}: {message}", param=param)
 
 
+def given[T](param: str, value: T | None) -> T:
+    """The value of a field that must be there. Raises RequestError 400 if it is None."""
+    if value is None:
+        raise invalid(param, "is missing")
+    return value
+
+
 def unsupported(param: str, what: str) -> RequestError:
     """A field that would change the answer and is not supported. It is refused, not ignored."""
     return RequestError(400, f"{param}: {what} not supported yet.", param=param, code="unsupported_parameter")

@@ -35,7 +35,6 @@ class HttpServer(uvicorn.Server):
         tls: TlsContexts | None = None,
         neighbours: Row | None = None,
         *,
-        limits_are_total: bool = False,
         is_private: bool = False,
     ) -> None:
         config = uvicorn.Config(
@@ -50,7 +49,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=int(FLUSH_S),
         )
         super().__init__(config)
-        self._connections = Connections(settings, max_connections, neighbours, is_total=limits_are_total)
+        self._connections = Connections(settings, max_connections, neighbours)
         self._tls = tls
         self._is_private = is_private  # for this server's own processes
 

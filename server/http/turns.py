@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 TURN_S = 0.002
@@ -26,19 +26,13 @@ class Turns:
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
 
-    async def blocks(
-        self, pieces: Iterator[bytes], check: Callable[[], None] = lambda: None
-    ) -> AsyncIterator[tuple[bytes, bool]]:
-        """Yields (the joined pieces of one turn, whether more follow). The first turn is immediate.
-
-        `check` is called before each later turn. It raises if the rest is not wanted.
-        """
+    async def blocks(self, pieces: Iterator[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
+        """Yields (the joined pieces of one turn, whether more follow). The first turn is immediate."""
         block, more = _block(pieces)
         while more:
             yield block, True
             async with self._one_at_a_time:
                 await asyncio.sleep(0)  # the loop runs its other tasks first
-                check()
                 block, more = _block(pieces)
         yield block, False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -33,62 +33,46 @@ UNENFORCED = b"x-unenforced-keywords"  # of the request's JSON schemas
 MAX_HEADER_CHARS = 1000
 
 
-class ClientGone(Exception):  # noqa: N818 - it is not an error
-    """The socket has closed."""
-
-
 class Work(Protocol):
     """What the engine does for an answer."""
 
     error: Exception | None  # why it has failed
-
-    def fail(self, error: Exception) -> None:
-        """Ends it; whoever waits for it gets the error."""
 
     def abort(self) -> None:
         """Ends what still runs of it."""
 
 
 @contextlib.asynccontextmanager
-async def watched(work: Work, receive: Receive) -> AsyncIterator[None]:
-    """Within the context the work fails when the client goes away; at the context's end what still runs is aborted."""
+async def while_connected(receive: Receive, work: Work | None = None) -> AsyncIterator[None]:
+    """Within the context, the task is cancelled when its client goes away, and the context then ends quietly. At the
+    context's end what still runs of the work is aborted."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
 
     async def watch() -> None:
-        await _disconnected(receive)
-        work.fail(ClientGone())
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        is_gone = True
+        task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
-    except ClientGone:
-        pass  # no client is left to answer
+    except asyncio.CancelledError:
+        if not is_gone or task.cancelling() > 1:
+            raise
     finally:
-        work.abort()
-        if work.error is not None:
-            work.error.__traceback__ = None  # its frames hold the work: only the garbage collector would free both
+        if work is not None:
+            work.abort()
+            if work.error is not None:
+                work.error.__traceback__ = None  # its frames hold the work: only the garbage collector would free both
         watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-
-
-async def until_disconnect(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Sends until all is sent or the client has gone. Raises what the sending raises."""
-    sender = asyncio.create_task(sending)
-    watcher = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait([sender, watcher], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watcher.cancel()
-        if not sender.done():
-            sender.cancel()
-        await asyncio.gather(watcher, sender, return_exceptions=True)
-    if not sender.cancelled():
-        sender.result()
+        if is_gone:
+            task.uncancel()
 
 
 def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
@@ -99,41 +83,37 @@ def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
     return [(UNENFORCED, text[:MAX_HEADER_CHARS].encode())]
 
 
+class Sent(Response):
+    """An ASGI response that a function sends."""
+
+    def __init__(self, function: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._function = function
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._function(scope, receive, send)
+
+
 class GenerationAnswer(Response):
     """An ASGI response that runs until the generation has ended or the client has disconnected.
 
     An error that comes before the response has started is raised: RequestError.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        writer: Writer,
-        turns: Turns,
-        *,
-        stream: bool,
-    ) -> None:
+    def __init__(self, generation: Generation, writer: Writer, turns: Turns, *, stream: bool) -> None:
         self._generation = generation
         self._turns = turns
         self._writer = writer
         self._stream = stream
         self._opened: set[int] = set()  # choices that have their first event
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with watched(self._generation, receive):
+        async with while_connected(receive, self._generation):
             await (self._send_stream(scope, receive, send) if self._stream else self._send_whole(scope, receive, send))
-
-    def _check_client(self) -> None:
-        """Raises ClientGone. Other errors wait: JSON that has begun is first completed."""
-        if isinstance(self._generation.error, ClientGone):
-            raise self._generation.error
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._generation.wait()
         headers = unenforced_header(self._generation.unenforced)
-        answer = LongJson(self._turns, self._writer.whole(), self._check_client, headers=headers)
-        await answer(scope, receive, send)
+        await LongJson(self._turns, self._writer.whole(), headers=headers)(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await self._generation.wait()
@@ -143,7 +123,7 @@ class GenerationAnswer(Response):
             while True:
                 finished = self._generation.finished  # if so, these are the last events
                 events = chain.from_iterable([self._events(choice) for choice in choices])
-                async for body, more in self._turns.blocks(events, self._check_client):
+                async for body, more in self._turns.blocks(events):
                     if body and (more or not finished):
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                 if finished:
@@ -164,26 +144,17 @@ class GenerationAnswer(Response):
 
 
 class LongJson(Response):
-    """A JSON answer, encoded while it is sent in chunks; a short one is sent whole. `check` as in `Turns`."""
+    """A JSON answer, encoded while it is sent in chunks; a short one is sent whole."""
 
-    def __init__(
-        self,
-        turns: Turns,
-        pieces: Iterator[bytes],
-        check: Callable[[], None] = lambda: None,
-        *,
-        headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> None:
+    def __init__(self, turns: Turns, pieces: Iterator[bytes], *, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self._turns = turns
         self._further_headers = headers
         self._pieces = pieces
-        self._check = check
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), *self._further_headers]
         started = False
-        async for body, more in self._turns.blocks(self._pieces, self._check):
+        async for body, more in self._turns.blocks(self._pieces):
             if not started:
                 if not more:
                     headers.append((b"content-length", b"%d" % len(body)))

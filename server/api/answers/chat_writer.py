@@ -38,13 +38,12 @@ class ChatWriter(ChoicesWriter):
     def __init__(
         self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: ChatOptions
     ) -> None:
-        super().__init__(generation, head, scores=options.top_logprobs is not None)
-        self._tokenizer = tokenizer
+        super().__init__(generation, head, tokenizer, scores=options.top_logprobs is not None)
         self._options = options
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
         first = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, opens=True)
-        chunks = [first | self._prompt_ids() if self._head.token_ids else first]
+        chunks = [first | self._prompt_ids(self._options.prompt) if self._head.token_ids else first]
         if self._options.echo:
             chunks.append(self._chunk(choice, self._text_fields(LongText(self._options.echo)), opens=True))
         return chain.from_iterable(map(event_pieces, chunks))
@@ -55,11 +54,6 @@ class ChatWriter(ChoicesWriter):
         if self._head.usage.in_every_chunk:  # one chunk, for each counts more tokens than the last
             return [_joined_fields(gain)]
         return [self._piece_fields(piece) for piece in gain.pieces]
-
-    def _prompt_ids(self) -> dict[str, Any]:
-        """Null unless the request asks for them, as `token_ids`."""
-        prompt = self._options.prompt
-        return {"prompt_token_ids": list_of(prompt, len(prompt)) if self._head.token_ids else None}
 
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Content):
@@ -101,10 +95,8 @@ class ChatWriter(ChoicesWriter):
 
     def _whole_fields(self) -> dict[str, Any]:
         prompt, num_top = self._options.prompt, self._options.num_prompt_logprobs
-        if num_top is None:
-            return {"prompt_logprobs": None, **self._prompt_ids()}
-        entries = prompt_logprobs(self._tokenizer, prompt, self._generation.choices[0].prompt_logprobs or [], num_top)
-        return {"prompt_logprobs": list_of(entries, len(prompt)), **self._prompt_ids()}
+        scores = self._generation.choices[0].prompt_logprobs
+        return {**prompt_logprobs(self._tokenizer, prompt, scores, num_top), **self._prompt_ids(prompt)}
 
 
 class BatchChatWriter(ChatWriter):
@@ -118,7 +110,7 @@ class BatchChatWriter(ChatWriter):
 
     def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
         self._options = self._options_of[choice.index]
-        return super()._whole_choice(choice, gain) | self._prompt_ids()
+        return super()._whole_choice(choice, gain) | self._prompt_ids(self._options.prompt)
 
     def _whole_fields(self) -> dict[str, Any]:
         return {}

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from server.api.answers.logprobs import finite
-from server.api.answers.usage import usage
 from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.encoding import (
@@ -23,6 +22,7 @@ from server.http.encoding import (
     list_of,
 )
 from server.http.request_error import RequestError
+from server.text.tokenizer import ByteLevelTokenizer
 
 Fields = dict[str, Any]
 
@@ -38,9 +38,18 @@ class ChoicesWriter(ABC):
     WHOLE: ClassVar[str]  # the field `object` of the whole answer
     CHUNK: ClassVar[str]  # the field `object` of a chunk
 
-    def __init__(self, generation: Generation, head: AnswerHead, *, scores: bool, hidden_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        head: AnswerHead,
+        tokenizer: ByteLevelTokenizer,
+        *,
+        scores: bool,
+        hidden_tokens: int = 0,
+    ) -> None:
         self._generation = generation
         self._head = head
+        self._tokenizer = tokenizer
         self._scores_shown = scores
         self._hidden_tokens = hidden_tokens
         self._templates: dict[int, ChunkTemplate] = {}
@@ -85,6 +94,10 @@ class ChoicesWriter(ABC):
         if self._head.sampled_logprobs:
             fields["sampled_logprobs"] = list_of(map(finite, gain.sampled_logprobs), len(gain.sampled_logprobs))
         return fields
+
+    def _prompt_ids(self, prompt: Sequence[int]) -> Fields:
+        """Null unless the request asks for them, as `token_ids`."""
+        return {"prompt_token_ids": list_of(prompt, len(prompt)) if self._head.token_ids else None}
 
     def _whole_fields(self) -> Fields:
         """Further fields of the whole answer."""
@@ -162,14 +175,25 @@ class ChoicesWriter(ABC):
         return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
 
     def _usage(self, choices: list[Choice], n: int, *, no_output: bool = False) -> Fields:
-        return usage(
-            choices,
-            n,
-            show_cached=self._head.usage.show_cached,
-            show_drafts=self._head.usage.show_drafts,
-            hidden_tokens=self._hidden_tokens,
-            no_output=no_output,
-        )
+        """The `usage` object of OpenAI. A prompt with `n` choices counts once. With `no_output` no token of output
+        counts."""
+        options, hidden = self._head.usage, self._hidden_tokens
+        prompt = sum(choice.num_prompt_tokens for choice in choices[::n])
+        completion = 0 if no_output else sum(max(0, choice.num_tokens - hidden) for choice in choices)
+        counts: Fields = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        if options.show_cached:
+            counts["prompt_tokens_details"] = {"cached_tokens": sum(c.num_cached_tokens for c in choices[::n])}
+        details = {}
+        if reasoning := sum(choice.num_reasoning_tokens for choice in choices):
+            details["reasoning_tokens"] = reasoning
+        if options.show_drafts:
+            accepted, rejected = (sum(choice.drafts[i] for choice in choices) for i in (0, 1))
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return counts | ({"completion_tokens_details": details} if details else {})
 
 
 def _version_fields(runs: Sequence[tuple[str, int]]) -> Fields:

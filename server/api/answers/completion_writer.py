@@ -12,7 +12,7 @@ from server.api.answers.logprobs import completion_logprobs, prompt_logprobs
 from server.api.answers.writer import AnswerHead
 from server.engine import wire
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.encoding import LongText, event_pieces, list_of
+from server.http.encoding import LongText, event_pieces
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -46,15 +46,15 @@ class CompletionWriter(ChoicesWriter):
         self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: CompletionOptions
     ) -> None:
         hidden_tokens = 1 if options.discard_output else 0
-        super().__init__(generation, head, scores=options.logprobs is not None, hidden_tokens=hidden_tokens)
-        self._tokenizer = tokenizer
+        super().__init__(generation, head, tokenizer, scores=options.logprobs is not None, hidden_tokens=hidden_tokens)
         self._options = options
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
         if not (self._options.echo or self._head.token_ids):
             return ()
-        text = self._prompt(choice).text if self._options.echo else ""
-        fields = self._text_fields(LongText(text)) | self._prompt_ids(choice) | self._ids_fields(Gain())
+        prompt = self._prompt(choice)
+        text = LongText(prompt.text if self._options.echo else "")
+        fields = self._text_fields(text) | self._prompt_ids(prompt.ids) | self._ids_fields(Gain())
         chunk = self._chunk(choice, fields, opens=True)
         if self._scores_shown:
             chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=self._options.echo)
@@ -67,21 +67,16 @@ class CompletionWriter(ChoicesWriter):
         return Gain() if self._options.discard_output else gain
 
     def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
-        options, shown = self._options, self._shown(gain)
-        part: dict[str, Any] = {
+        options, prompt, shown = self._options, self._prompt(choice), self._shown(gain)
+        return {
             "index": choice.index,
-            "text": LongText(self._prompt(choice).text + shown.text if options.echo else shown.text),
+            "text": LongText(prompt.text + shown.text if options.echo else shown.text),
             "logprobs": self._scores(choice, shown.scored, prompt=options.echo) if self._scores_shown else None,
             **self._ending(choice),
-            **self._prompt_ids(choice),
+            **self._prompt_ids(prompt.ids),
             **self._ids_fields(shown),
+            **prompt_logprobs(self._tokenizer, prompt.ids, self._prompt_logprobs(choice), options.num_prompt_logprobs),
         }
-        part["prompt_logprobs"] = None
-        if options.num_prompt_logprobs is not None:
-            ids, scores = self._prompt(choice).ids, self._prompt_logprobs(choice)
-            entries = prompt_logprobs(self._tokenizer, ids, scores, options.num_prompt_logprobs)
-            part["prompt_logprobs"] = list_of(entries, len(ids))
-        return part
 
     def _text_fields(self, text: str | LongText) -> dict[str, Any]:
         return {"text": text}
@@ -89,10 +84,6 @@ class CompletionWriter(ChoicesWriter):
     def _ending(self, choice: Choice) -> dict[str, Any]:
         hidden = {"finish_reason": "length", "stop_reason": None} if self._options.discard_output else {}
         return super()._ending(choice) | hidden
-
-    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
-        ids = self._prompt(choice).ids
-        return {"prompt_token_ids": list_of(ids, len(ids)) if self._head.token_ids else None}
 
     def _prompt(self, choice: Choice) -> Prompt:
         return self._options.prompts[choice.index // self._head.n]

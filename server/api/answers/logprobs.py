@@ -70,19 +70,24 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: ByteLevelTokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs], num_top: int
-) -> Iterator[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token, token id -> its score; null for the first."""
-    yield None
-    for token_id, score in zip(islice(prompt, 1, None), scores, strict=True):
-        ranked: dict[int, tuple[float, int | None]] = {}
-        for rank, (id, logprob) in enumerate(score.top(num_top), start=1):
-            ranked[id] = (logprob, rank)
-        ranked.setdefault(token_id, (score.logprob, score.rank))
-        yield {
-            str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
-            for id, (logprob, rank) in ranked.items()
-        }
+    tokenizer: ByteLevelTokenizer, prompt: Sequence[int], scores: Sequence[wire.Logprobs] | None, num_top: int | None
+) -> dict[str, Any]:
+    """The field `prompt_logprobs` of vLLM: for each token, token id -> its score; null for the first. Without `num_top`
+    the field is null."""
+
+    def entries(num_top: int) -> Iterator[dict[str, Any] | None]:
+        yield None
+        for token_id, score in zip(islice(prompt, 1, None), scores or (), strict=True):
+            ranked: dict[int, tuple[float, int | None]] = {}
+            for rank, (id, logprob) in enumerate(score.top(num_top), start=1):
+                ranked[id] = (logprob, rank)
+            ranked.setdefault(token_id, (score.logprob, score.rank))
+            yield {
+                str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
+                for id, (logprob, rank) in ranked.items()
+            }
+
+    return {"prompt_logprobs": None if num_top is None else list_of(entries(num_top), len(prompt))}
 
 
 def token_text(tokenizer: ByteLevelTokenizer, token_id: int) -> str:

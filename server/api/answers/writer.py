@@ -6,9 +6,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.api.answers.usage import UsageOptions
 from server.engine.generation import Choice, Gain
 from server.http.request_error import RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsageOptions:
+    """The counts that a stream contains; an answer that is not streamed always has them."""
+
+    in_stream: bool  # in a separate last chunk
+    in_every_chunk: bool
+    show_cached: bool  # prompt_tokens_details
+    show_drafts: bool  # completion_tokens_details
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,12 +59,9 @@ class BodyReader[T: msgspec.Struct]:
         self._strict = strict
         self._warned: set[str] = set()
 
-    async def read(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> T:
-        """Raises RequestError for an unreadable body, a refused field, or a value of a wrong type."""
-        return (await self.read_with_bytes(request, limits, threads))[0]
-
-    async def read_with_bytes(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> tuple[T, bytes]:
-        """As `read`, and the body as it came."""
+    async def read(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> tuple[T, bytes]:
+        """The body, and its bytes as they came. Raises RequestError for an unreadable body, a refused field, or a value
+        of a wrong type."""
         body = await read_body(request, limits)
         if len(body) >= LONG_BODY:
             return await threads.in_thread(len(body), self._read_long, body, limits.max_marks), body
@@ -150,7 +147,6 @@ class BodyReader[T: msgspec.Struct]:
         self._note(name, "the unknown field %r is ignored (--strict-fields refuses such fields)", param)
 
     def _note(self, name: str, message: str, *args: object) -> None:
-        """Logs a line about a field, once."""
         if name in self._warned or len(self._warned) >= MAX_NAMES:
             return
         self._warned.add(name)
@@ -177,9 +173,10 @@ class LongBodyReader[T: msgspec.Struct]:
         raw = [(name, RawField, msgspec.UNSET) for name in fields]
         self._fields = msgspec.json.Decoder(msgspec.defstruct("Fields", raw, kw_only=True))
         # all fields but lists of numbers; with the type's name, which errors have
-        rest = [
-            (name, RawField if name in self._bounds else field.type, *_default(field)) for name, field in fields.items()
-        ]
+        rest = []
+        for name, field in fields.items():
+            default = () if field.required else (field.default,)
+            rest.append((name, RawField if name in self._bounds else field.type, *default))
         without = msgspec.defstruct(kind.__name__, rest, kw_only=True, forbid_unknown_fields=True)
         self._rest = msgspec.json.Decoder(without, strict=False)
         self._decoders = {name: msgspec.json.Decoder(fields[name].type, strict=False) for name in self._bounds}
@@ -277,10 +274,6 @@ def _bound_of_numbers(type: inspect.Type) -> int | None:
     if type.max_length is None:
         raise ValueError(f"a list of numbers needs a bound: {type=}")
     return type.max_length
-
-
-def _default(field: Any) -> tuple[Any, ...]:
-    return () if field.required else (field.default,)
 
 
 def read_raw[T](param: str, raw: RawField, decoder: msgspec.json.Decoder[T | None], *, max_bytes: int) -> T | None:

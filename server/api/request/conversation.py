@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, Self
 
 import msgspec
 
 from server.api.request.body import RawField, is_deeper_than, read_raw
 from server.api.request.limits import check_num_messages, check_text_length
-from server.api.request.schemas import ChatRequest, ContentPart, FunctionCall, Message, TokenizeRequest
+from server.api.request.schemas import ChatRequest, ContentPart, Message, TokenizeRequest
 from server.api.request.tools import MAX_DEPTH, Tools
 from server.api.state import ServerState
-from server.http.request_error import RequestError, invalid, overloaded, unavailable, unsupported
+from server.http.request_error import RequestError, given, invalid, overloaded, unavailable, unsupported
 from server.text.special_tokens import Part, encode_parts
 from server.text.template_messages import TemplateError
 from server.text.template_runner import Lane, ServedTemplate, TemplateLimitError, TooManyTemplatesError
@@ -78,7 +79,9 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
     check_num_messages(len(conversation.messages), max_model_len)
     most = CHARS_OF_A_MESSAGE * len(conversation.messages)
     size = await state.threads.in_thread(most, lambda: sum(map(_work_of, conversation.messages)))
-    messages = await state.threads.in_thread(size, template_messages, conversation.messages)
+    messages = await state.threads.in_thread(
+        size, lambda: [*starmap(template_message, enumerate(conversation.messages))]
+    )
     num_chars = await state.threads.in_thread(size, lambda: sum(map(num_characters, messages)))
     check_text_length(num_chars, state.tokenizer, max_model_len)
     extra = await state.threads.in_thread(conversation.raw_size, template_variables, conversation, template)
@@ -168,22 +171,12 @@ def template_variables(conversation: Conversation, template: ServedTemplate) -> 
     reserved = RESERVED_VARIABLES.intersection(variables or ())
     if reserved:
         raise invalid("chat_template_kwargs", f"must not set {', '.join(sorted(reserved))}")
-    documents = _read_documents(conversation.documents, template)
-    return (variables or {}) | ({"documents": documents} if documents else {})
-
-
-def _read_documents(raw: RawField, template: ServedTemplate) -> list[dict[str, Any]] | None:
-    documents = read_raw("documents", raw, _documents, max_bytes=MAX_DOCUMENTS_BYTES)
+    documents = read_raw("documents", conversation.documents, _documents, max_bytes=MAX_DOCUMENTS_BYTES)
     if documents and not template.reads("documents"):
         raise RequestError(400, "documents: this model's chat template does not show them.", param="documents")
     if is_deeper_than(MAX_DEPTH, documents):
         raise invalid("documents", f"are nested more than {MAX_DEPTH} deep")
-    return documents
-
-
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """All messages in the form that templates expect."""
-    return [template_message(i, message) for i, message in enumerate(messages)]
+    return (variables or {}) | ({"documents": documents} if documents else {})
 
 
 def template_message(index: int, message: Message) -> dict[str, Any]:
@@ -221,16 +214,11 @@ def content_text(message: Message) -> str:
 
 def num_characters(message: dict[str, Any]) -> int:
     """The approximate number of characters that the message adds to a prompt."""
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return (
-        len(message["content"])
-        + len(message.get("reasoning_content", ""))
-        + sum(len(call["name"]) + _size(call["arguments"]) for call in calls)
-    )
-
-
-def _size(arguments: Any) -> int:
-    return len(arguments) if isinstance(arguments, str) else len(msgspec.json.encode(arguments))
+    count = len(message["content"]) + len(message.get("reasoning_content", ""))
+    for call in message.get("tool_calls", ()):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        count += len(name) + len(arguments if isinstance(arguments, str) else msgspec.json.encode(arguments))
+    return count
 
 
 def _content(where: str, role: str, message: Message) -> str:
@@ -246,24 +234,17 @@ def _content(where: str, role: str, message: Message) -> str:
 def _part_text(where: str, part: ContentPart) -> str:
     if part.type not in ("text", "refusal"):
         raise unsupported(where, f"content of the type `{part.type[:40]}` is")
-    text = part.text if part.type == "text" else part.refusal
-    if text is None:
-        raise invalid(f"{where}.{part.type}", "is missing")
-    return text
+    return given(f"{where}.{part.type}", part.text if part.type == "text" else part.refusal)
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:
-    calls = [
-        {"id": call.id or "", "type": "function", "function": _function(call.function)}
-        for call in message.tool_calls or ()
-    ]
+    calls = [(call.id, call.function) for call in message.tool_calls or ()]
     if message.function_call is not None:
-        calls.append({"id": "", "type": "function", "function": _function(message.function_call)})
-    return calls
-
-
-def _function(call: FunctionCall) -> dict[str, Any]:
-    return {"name": call.name, "arguments": _arguments(call.arguments)}
+        calls.append((None, message.function_call))
+    return [
+        {"id": id or "", "type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+        for id, call in calls
+    ]
 
 
 def _arguments(arguments: str | dict[str, Any] | None) -> Any:

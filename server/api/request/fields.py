@@ -60,19 +60,13 @@ class FieldTable:
 
 
 NO_OTHER_INPUT = Refused("input other than text is not supported yet", ({},))
-NO_WATERMARKS = Refused("watermarks are not supported yet")
-NO_TRANSFER = Refused("K/V move between servers by --kv-role and --prefill-url, not by a request", ({},))
+_NO_TRANSFER = Refused("K/V move between servers by --kv-role and --prefill-url, not by a request", ({},))
 NO_PLUG_INS = Refused("arguments of vLLM's plug-ins are not supported yet", ({},))
-NO_EMBEDDED_CHATS = Refused("embeddings of conversations are not supported yet: there is `input`")
-NO_PROMPTS_OF_INPUTS = Refused("a prompt for each kind of input is not supported yet: put it into the input")
-_NO_EFFORT: tuple[dict[str, str | None], ...] = (
-    {},
-    {"effort": None},
-    {"effort": "none"},
-    {"effort": None, "summary": None},
-)
-NO_EFFORT = Refused("a level of effort is not supported yet", ("none", *_NO_EFFORT), tunes=True)
-NO_BUDGET = Refused("chats have `thinking_token_budget` for it", tunes=True)
+_NO_EMBEDDED_CHATS = Refused("embeddings of conversations are not supported yet: there is `input`")
+_NO_PROMPTS_OF_INPUTS = Refused("a prompt for each kind of input is not supported yet: put it into the input")
+_EFFORTS: tuple[Any, ...] = ("none", {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
+_NO_EFFORT = Refused("a level of effort is not supported yet", _EFFORTS, tunes=True)
+_NO_BUDGET = Refused("chats have `thinking_token_budget` for it", tunes=True)
 NO_VERBOSITY = Refused("a level of verbosity is not supported yet: say it in a message", ("medium",), tunes=True)
 NO_SHORTER = Refused("making a conversation shorter is not supported yet", tunes=True)
 _STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
@@ -83,18 +77,18 @@ _BEAMS = (
 )
 _ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
 
-_GENERATION = {
+GENERATION = {
     "best_of": Refused(NO_BEST_OF, (1,)),
     "dry_multiplier": Refused(_ANOTHER_SAMPLER),
     "dynatemp_range": Refused(_ANOTHER_SAMPLER),
-    "ec_transfer_params": NO_TRANSFER,
+    "ec_transfer_params": _NO_TRANSFER,
     "early_stopping": Refused(_BEAMS),
     "enable_thinking": Refused("chats have `chat_template_kwargs` for it", tunes=True),
     "grammar": _STRUCTURED,
     "guided_whitespace_pattern": _STRUCTURED,
     "include_reasoning": Refused("only chats tell reasoning from the answer", tunes=True),
     "json_schema": _STRUCTURED,
-    "kv_transfer_params": NO_TRANSFER,
+    "kv_transfer_params": _NO_TRANSFER,
     "length_penalty": Refused(_BEAMS, (1,)),
     "logits_processors": Refused("code that comes with a request is not supported yet; there is `logit_bias`"),
     "logprob_token_ids": Refused("log-probabilities of chosen tokens are not supported yet; there is `logprobs`"),
@@ -105,9 +99,9 @@ _GENERATION = {
     "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
     "n_probs": Refused("this name of `logprobs` is not supported yet"),
     "prompt_token_ids": Refused("a chat as token ids is not supported yet: /v1/completions has `prompt` for them"),
-    "reasoning": NO_EFFORT,
-    "reasoning_budget_tokens": NO_BUDGET,
-    "reasoning_effort": NO_EFFORT,
+    "reasoning": _NO_EFFORT,
+    "reasoning_budget_tokens": _NO_BUDGET,
+    "reasoning_effort": _NO_EFFORT,
     "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
     "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
     "return_mm_kwargs": NO_OTHER_INPUT,
@@ -118,14 +112,14 @@ _GENERATION = {
     "structural_tag": _STRUCTURED,
     "t_max_predict_ms": Refused("this name of `timeout_s` is not supported yet"),
     "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
-    "thinking": NO_EFFORT,
-    "thinking_token_budget": NO_BUDGET,
+    "thinking": _NO_EFFORT,
+    "thinking_token_budget": _NO_BUDGET,
     "top_a": Refused(_ANOTHER_SAMPLER),
     "top_n_sigma": Refused(_ANOTHER_SAMPLER, (-1,)),
     "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),
     "use_beam_search": Refused(_BEAMS),
     "vllm_xargs": NO_PLUG_INS,
-    "watermarking": NO_WATERMARKS,
+    "watermarking": Refused("watermarks are not supported yet"),
     "xtc_probability": Refused(_ANOTHER_SAMPLER),
 }
 
@@ -177,7 +171,7 @@ def of_other_routes(kind: type[msgspec.Struct], *, but: Collection[str] = ()) ->
     without them would be another than was asked for."""
     declared = kind.__struct_fields__
     others = [*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *_COUNTERPARTS]
-    refused = {name: _of_another_route(name, declared) for name in others} | _GENERATION | _CHAT | _COMPLETION
+    refused = {name: _of_another_route(name, declared) for name in others} | GENERATION | _CHAT | _COMPLETION
     return {name: why for name, why in refused.items() if name not in declared and name not in but}
 
 
@@ -243,16 +237,16 @@ COMPLETION_FIELDS = FieldTable(
     inner={"response_format": _RESPONSE_FORMAT, "stream_options": _STREAM_OPTIONS},
 )
 _EMBEDDING = {
-    "chat_template": NO_EMBEDDED_CHATS,
+    "chat_template": _NO_EMBEDDED_CHATS,
     "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
     "endianness": Refused("another order of bytes is not supported yet", ("little", "native")),
-    "input_type": NO_PROMPTS_OF_INPUTS,
-    "instruction": NO_PROMPTS_OF_INPUTS,
-    "messages": NO_EMBEDDED_CHATS,
+    "input_type": _NO_PROMPTS_OF_INPUTS,
+    "instruction": _NO_PROMPTS_OF_INPUTS,
+    "messages": _NO_EMBEDDED_CHATS,
     "mm_processor_kwargs": NO_OTHER_INPUT,
     "padding": Refused("padding of inputs is not supported yet", ("do_not_pad",)),
     "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
-    "prompt_name": NO_PROMPTS_OF_INPUTS,
+    "prompt_name": _NO_PROMPTS_OF_INPUTS,
     "softmax": Refused("scores of classes are not supported: the model has none", (True,)),
 }
 _WITHOUT_EFFECT_ON_VECTORS = frozenset({"user", "request_id"})

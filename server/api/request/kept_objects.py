@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from server.http.encoding import NestedList
 from server.http.request_error import invalid
 
 MAX_METADATA = 16
@@ -36,3 +38,9 @@ def is_ascending(query: Mapping[str, str]) -> bool:
     if order not in ORDERS:
         raise invalid("order", f"must be one of {', '.join(ORDERS)}, got {order[:40]!r}")
     return order == "asc"
+
+
+def list_object(ids: Sequence[str], entries: Iterable[Any], *, has_more: bool) -> dict[str, Any]:
+    """The list object of one page, for `json_pieces`: its entries may hold long texts."""
+    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+    return {"object": "list", "data": NestedList(entries), **ends, "has_more": has_more}

@@ -12,27 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, cast
 
-from server.http.request_error import RequestError, invalid, too_long
+from server.http.request_error import RequestError, given, invalid, too_long
 from server.text.tokenizer import ByteLevelTokenizer
 
 Side = Literal["left", "right"]
 Given = str | Sequence[str | int | list[int]] | None
 
 
-def listed(param: str, given: Given) -> list[str | list[int]]:
+def listed(param: str, value: Given) -> list[str | list[int]]:
     """As a list of texts and lists of ids; `check_kinds` looks at the rest. Raises RequestError 400."""
-    if given is None:
-        raise RequestError(400, f"{param}: is missing", param=param)
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    value = given(param, value)
+    if isinstance(value, str):
+        return [value]
+    if not value:
         raise invalid(param, "must not be an empty list")
-    return cast("list[str | list[int]]", [given] if isinstance(given[0], int) else given)
+    return cast("list[str | list[int]]", [value] if isinstance(value[0], int) else value)
 
 
-def check_kinds(param: str, given: Given) -> None:
+def check_kinds(param: str, value: Given) -> None:
     """Raises RequestError 400 where a list holds items of several kinds."""
-    if isinstance(given, list) and len(set(map(type, given))) > 1:
+    if isinstance(value, list) and len(set(map(type, value))) > 1:
         raise invalid(param, "must be a text, a list of texts, a list of token ids or a list of such lists")
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batcher.page_store import PageSource
-from server.api.answers.usage import UsageOptions
-from server.api.answers.writer import AnswerHead
+from server.api.answers.writer import AnswerHead, UsageOptions
 from server.api.request.sampling import Sampling, read_sampling
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
@@ -50,7 +49,6 @@ class GenerationPlan:
     has_own_id: bool  # the request has chosen the answer's id
     priority: int
     cache_salt: int
-    counts_drafts: bool
     shows_text: bool = True
     # of the prompt
     prompts: Sequence[list[int]] = ()
@@ -90,7 +88,6 @@ async def check_generation(
         has_own_id=body.request_id is not None,
         priority=body.priority or 0,
         cache_salt=cache_salt_of(state, body.cache_salt),
-        counts_drafts=bool(body.return_draft_counts),
     )
 
 
@@ -121,8 +118,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     ids = [prompt for _, prompt, _ in prompts]
     packed = await state.threads.in_thread(sum(map(len, ids)), wire.packed_prompts, ids)
     sources = await _sources(state, plan, packed)
-    left_s = _left_s(head)
-    queue_s = min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
+    left_s, queue_s = times_left(state, head.deadline)
     requests: list[wire.WireRequest] = []
     earlier: str | None = None  # the last request's grammar
     for (own, prompt, max_tokens), packed_prompt, source in zip(prompts, packed, sources, strict=True):
@@ -153,7 +149,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     plan.priority,
                     plan.cache_salt,
                     queue_s,
-                    counts_drafts=plan.counts_drafts,
+                    counts_drafts=head.usage.show_drafts,
                     client=current_client(),
                     group=head.id,
                     adapter=plan.adapter,
@@ -178,7 +174,7 @@ async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[by
         return [None] * len(packed)
     return await state.prefills.sources(
         packed,
-        _left_s(plan.head),
+        times_left(state, plan.head.deadline)[0],
         salt=plan.cache_salt,
         adapter=plan.adapter,
         model=plan.head.model,
@@ -186,9 +182,10 @@ async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[by
     )
 
 
-def _left_s(head: AnswerHead) -> float | None:
-    """Seconds that are left to the request; None: any number."""
-    return None if head.deadline is None else max(LEAST_LEFT_S, head.deadline - time.monotonic())
+def times_left(state: ServerState, deadline: float | None) -> tuple[float | None, float | None]:
+    """Seconds that are left to a request, and those for which it may wait in the engine's queue; None: any number."""
+    left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
+    return left_s, min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
 
 
 def _own_id(id: str | None) -> str:

@@ -187,10 +187,8 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-async def _bad_word_ids(state: ServerState, words: Sequence[str] | None) -> Ids:
+async def _bad_word_ids(state: ServerState, words: Sequence[str]) -> Ids:
     """`bad_words` as token ids. Raises RequestError 400 for words that cannot be barred."""
-    if not words:
-        return ()
     for word in words:
         if not word.strip():
             raise invalid("bad_words", "a word must not be empty")

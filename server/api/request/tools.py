@@ -5,16 +5,16 @@ from __future__ import annotations
 import enum
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from server.api.request.body import RawField, is_deeper_than, read_raw
 from server.api.request.schemas import ChatRequest, FunctionSpec, ToolSpec
 from server.api.state import ServerState
-from server.http.request_error import RequestError, invalid, unsupported
+from server.http.request_error import RequestError, given, invalid, unsupported
 from server.logs import ThrottledLog
 from server.text.tool_calls.json_calls import JsonCallParser
 from server.text.tool_calls.parser import CallParser
@@ -66,18 +66,57 @@ class Tools:
         return self.call_format(own, is_free=is_free)(self.names, most_calls=most_calls)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form, which templates print, without fields that were not given."""
-        return [{"type": "function", "function": _given(spec)} for spec in self.specs]
+        """The tools in OpenAI's form, which templates print, without fields that were not given. `strict` is not shown
+        to the model: it constrains the answer."""
+        shown = [{**msgspec.structs.asdict(spec), "strict": None} for spec in self.specs]
+        tools = [{name: value for name, value in fields.items() if value is not None} for fields in shown]
+        return [{"type": "function", "function": fields} for fields in tools]
 
 
 _decoder = msgspec.json.Decoder(list[ToolSpec] | None)
 
 
+class OtherTool(Protocol):
+    """A tool in the form of another API."""
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def type(self) -> str | None: ...
+
+
+def served_tools[T: OtherTool](
+    where: str, tools: Sequence[T], kinds: Collection[str | None], left_out: set[str], *, strict: bool
+) -> list[T]:
+    """The tools of these types. The types of the others are added to `left_out`, or refused by a `strict` server.
+
+    Raises RequestError 400, also for a tool without a name.
+    """
+    served = []
+    for i, tool in enumerate(tools):
+        if tool.type not in kinds:
+            kind = (tool.type or "")[:40]
+            if strict:
+                raise unsupported(f"{where}.{i}.type", f"tools of the type `{kind}` are")
+            left_out.add(kind)
+        else:
+            given(f"{where}.{i}.name", tool.name)
+            served.append(tool)
+    return served
+
+
 def log_left_out(types: Collection[str]) -> None:
     """Logs which types of a request's tools its prompt does not have."""
     if types:
-        names = ", ".join(sorted({type[:40] for type in types})[:MAX_TOOLS])
+        names = ", ".join(sorted(types)[:MAX_TOOLS])
         _log.warning("tools of these types cannot be served, and are left out of the prompt: %s", names)
+
+
+def function_tool(name: str | None, description: str | None, parameters: Any, strict: bool | None) -> dict[str, Any]:
+    """A tool as chats have it."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
 
 
 def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, parallel: bool | None) -> Tools | None:
@@ -136,16 +175,16 @@ def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
     where = f"tools.{index}"
     if tool.type != "function":
         raise unsupported(f"{where}.type", f"tools of the type `{tool.type[:40]}` are")
-    if tool.function is None:
-        raise invalid(f"{where}.function", "is missing")
-    if not _NAME.fullmatch(tool.function.name):
-        message = f"must be 1 to 128 letters, digits, `_`, `-` or `.`, got {tool.function.name[:140]!r}"
-        raise invalid(f"{where}.function.name", message)
-    if is_deeper_than(MAX_DEPTH, tool.function.parameters):
-        raise invalid(f"{where}.function.parameters", f"are nested more than {MAX_DEPTH} deep")
-    if (tool.function.parameters or {}).get("type", "object") != "object":
-        raise invalid(f"{where}.function.parameters.type", "must be `object`: arguments have names")
-    return tool.function
+    where = f"{where}.function"
+    function = given(where, tool.function)
+    if not _NAME.fullmatch(function.name):
+        message = f"must be 1 to 128 letters, digits, `_`, `-` or `.`, got {function.name[:140]!r}"
+        raise invalid(f"{where}.name", message)
+    if is_deeper_than(MAX_DEPTH, function.parameters):
+        raise invalid(f"{where}.parameters", f"are nested more than {MAX_DEPTH} deep")
+    if (function.parameters or {}).get("type", "object") != "object":
+        raise invalid(f"{where}.parameters.type", "must be `object`: arguments have names")
+    return function
 
 
 def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, set[str] | None]:
@@ -169,9 +208,3 @@ def _allowed_name(tool: Any) -> str:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
     raise invalid("tool_choice", 'an allowed tool must be {"type": "function", "function": {"name": ...}}')
-
-
-def _given(spec: FunctionSpec) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(spec)
-    fields.pop("strict")  # it constrains the answer and is not shown to the model
-    return {name: value for name, value in fields.items() if value is not None}

@@ -8,60 +8,34 @@ from starlette.responses import Response
 
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.chat_writer import BatchChatWriter, ChatWriter
-from server.api.request.body import BodyReader
 from server.api.request.chat import start_chat, start_chats
 from server.api.request.fields import BATCH_CHAT_FIELDS, CHAT_FIELDS
 from server.api.request.sampling import check_num_choices
 from server.api.request.schemas import BatchChatRequest, ChatRequest
-from server.api.route import EVENTS, JSON, ApiRoute
+from server.api.route import EVENTS, JSON
+from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.http.request_error import invalid, unsupported
 
 
-def chat_routes(state: ServerState) -> list[ApiRoute]:
-    """The routes of chat completions."""
-    chat = Chat(state)
-    return [
-        ApiRoute(
-            path="/v1/chat/completions",
-            endpoint=chat.__call__,
-            method="POST",
-            generates=True,
-            body=ChatRequest,
-            media_types=(JSON, EVENTS),
-            summary="Answers a conversation.",
-        ),
-        ApiRoute(
-            path="/v1/chat/completions/batch",
-            endpoint=chat.batch,
-            method="POST",
-            generates=True,
-            body=BatchChatRequest,
-            summary="Answers several conversations, with a choice for each.",
-        ),
-    ]
-
-
 class Chat:
-    """Answers the routes of `chat_routes`."""
+    """Answers the routes of chat completions."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        strict = state.settings.strict_fields
-        self._reader = BodyReader(ChatRequest, CHAT_FIELDS, strict=strict)
-        self._batch_reader = BodyReader(BatchChatRequest, BATCH_CHAT_FIELDS, strict=strict)
 
-    async def __call__(self, request: Request) -> Response:
+    @route("POST /v1/chat/completions", CHAT_FIELDS, generates=True, media_types=(JSON, EVENTS))
+    async def create(self, request: Request, body: ChatRequest) -> Response:
+        """Answers a conversation."""
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.threads)
         generation, plan = await start_chat(state, body, request, id_prefix="chatcmpl")
         writer = ChatWriter(generation, plan.generation.head, state.tokenizer, plan.options)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
-    async def batch(self, request: Request) -> Response:
-        """One answer, whose choices are those of the conversations in their order."""
+    @route("POST /v1/chat/completions/batch", BATCH_CHAT_FIELDS, generates=True)
+    async def batch(self, request: Request, body: BatchChatRequest) -> Response:
+        """Answers several conversations, with a choice for each."""
         state = self._state
-        body = await self._batch_reader.read(request, state.body_limits, state.threads)
         if not body.messages:
             raise invalid("messages", "must not be empty")
         if body.n not in (None, 1):

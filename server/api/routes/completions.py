@@ -18,7 +18,6 @@ from starlette.responses import Response
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.api.answers.writer import AnswerHead
-from server.api.request.body import BodyReader
 from server.api.request.fields import COMPLETION_FIELDS
 from server.api.request.grammars import asked_constraint, compiled
 from server.api.request.limits import (
@@ -33,7 +32,8 @@ from server.api.request.limits import (
 from server.api.request.plan import TIMEOUT_HEADER, check_generation, submit
 from server.api.request.sampling import check_counts, check_ids, check_num_choices, check_top_logprobs
 from server.api.request.schemas import CompletionRequest
-from server.api.route import EVENTS, JSON, ApiRoute
+from server.api.route import EVENTS, JSON
+from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.engine.generation import Generation
 from server.text.special_tokens import SpecialTokens, encode_all
@@ -42,32 +42,17 @@ from server.text.stream import decode_text
 DEFAULT_MAX_TOKENS = 16
 
 
-def completion_routes(state: ServerState) -> list[ApiRoute]:
-    """The route of completions."""
-    return [
-        ApiRoute(
-            path="/v1/completions",
-            endpoint=Completions(state).__call__,
-            method="POST",
-            generates=True,
-            body=CompletionRequest,
-            media_types=(JSON, EVENTS),
-            summary="Continues a text.",
-        )
-    ]
-
-
 class Completions:
     """Answers `/v1/completions`."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = BodyReader(CompletionRequest, COMPLETION_FIELDS, strict=state.settings.strict_fields)
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
-    async def __call__(self, request: Request) -> Response:
+    @route("POST /v1/completions", COMPLETION_FIELDS, generates=True, media_types=(JSON, EVENTS))
+    async def create(self, request: Request, body: CompletionRequest) -> Response:
+        """Continues a text."""
         state = self._state
-        body = await self._reader.read(request, state.body_limits, state.threads)
         generation, head, prompts = await self.start(body, request, id_prefix="cmpl")
         options = CompletionOptions(
             prompts=prompts,

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -21,14 +21,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
-from server.api.answers.answer import ClientGone, LongJson, watched
-from server.api.request.body import BodyReader
+from server.api.answers.answer import LongJson, Sent, while_connected
 from server.api.request.fields import EMBEDDING_FIELDS, RERANK_FIELDS, SCORE_FIELDS
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
-from server.api.request.plan import LEAST_LEFT_S, TIMEOUT_HEADER, cache_salt_of, deadline_of
+from server.api.request.plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.sampling import check_ids, check_priority
 from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
-from server.api.route import ApiRoute, Endpoint
+from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.engine import wire
 from server.engine.embedding import Embeddings
@@ -42,23 +41,6 @@ _NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 Fields = dict[str, Any]
 
 
-def embedding_routes(state: ServerState) -> list[ApiRoute]:
-    """The routes of embeddings. An engine without them answers 404 there, in words."""
-    routes = EmbeddingRoutes(state)
-    rerank = ("/rerank", "/v1/rerank", "/v2/rerank")
-    return [
-        _route("/v1/embeddings", routes.embeddings, EmbeddingRequest, "Turns texts into vectors."),
-        _route("/pooling", routes.pooling, EmbeddingRequest, "As /v1/embeddings, in vLLM's form."),
-        *(_route(path, routes.score, ScoreRequest, "How similar texts are.") for path in ("/score", "/v1/score")),
-        *(_route(path, routes.rerank, RerankRequest, "Ranks documents by a query.") for path in rerank),
-    ]
-
-
-def _route(path: str, endpoint: Endpoint, body: type[EmbedFields], summary: str) -> ApiRoute:
-    needs = f"{summary.removesuffix('.')} (--enable-embeddings)."
-    return ApiRoute(path=path, endpoint=endpoint, method="POST", generates=True, body=body, summary=needs)
-
-
 class Started(NamedTuple):
     """Inputs that the engine embeds."""
 
@@ -69,26 +51,22 @@ class Started(NamedTuple):
 
 
 class EmbeddingRoutes:
-    """Answers the routes of `embedding_routes`."""
+    """Answers the routes of embeddings. An engine without them answers 404 there, in words."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        strict = state.settings.strict_fields
-        self._embedding_reader = BodyReader(EmbeddingRequest, EMBEDDING_FIELDS, strict=strict)
-        self._score_reader = BodyReader(ScoreRequest, SCORE_FIELDS, strict=strict)
-        self._rerank_reader = BodyReader(RerankRequest, RERANK_FIELDS, strict=strict)
 
-    async def embeddings(self, request: Request) -> Response:
-        """OpenAI's form."""
-        return await self._vectors(request, kind="embedding", field="embedding")
+    @route("POST /v1/embeddings", EMBEDDING_FIELDS, generates=True)
+    async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
+        """Turns texts into vectors (--enable-embeddings)."""
+        return await self._vectors(request, body, kind="embedding", field="embedding")
 
-    async def pooling(self, request: Request) -> Response:
-        """vLLM's form."""
-        return await self._vectors(request, kind="pooling", field="data")
+    @route("POST /pooling", EMBEDDING_FIELDS, generates=True)
+    async def pooling(self, request: Request, body: EmbeddingRequest) -> Response:
+        """As /v1/embeddings, in vLLM's form (--enable-embeddings)."""
+        return await self._vectors(request, body, kind="pooling", field="data")
 
-    async def _vectors(self, request: Request, *, kind: str, field: str) -> Response:
-        self._check_engine()
-        body = await self._embedding_reader.read(request, self._state.body_limits, self._state.threads)
+    async def _vectors(self, request: Request, body: EmbeddingRequest, *, kind: str, field: str) -> Response:
         _check_format(body, self._state.client.info.embedding_size)
         started = await self._start(request, body, {"input": body.input})
         as_base64 = body.encoding_format == "base64"
@@ -99,12 +77,12 @@ class EmbeddingRoutes:
                 for index, vector in enumerate(vectors)
             )
 
-        return VectorsAnswer(self._state, started, lambda vectors: {"object": "list", "data": data(vectors)})
+        return self._answer(started, lambda vectors: {"object": "list", "data": data(vectors)})
 
-    async def score(self, request: Request) -> Response:
-        """The similarity of texts."""
-        self._check_engine()
-        body = await self._score_reader.read(request, self._state.body_limits, self._state.threads)
+    @route("POST /score", SCORE_FIELDS, generates=True)
+    @route("POST /v1/score", SCORE_FIELDS, generates=True)
+    async def score(self, request: Request, body: ScoreRequest) -> Response:
+        """How similar texts are (--enable-embeddings)."""
         first = body.text_1 if body.queries is None else body.queries
         second = body.text_2 if body.documents is None else body.documents
         queries, documents = (listed(name, texts) for name, texts in (("text_1", first), ("text_2", second)))
@@ -120,12 +98,13 @@ class EmbeddingRoutes:
             ]
             return {"id": started.id, "object": "list", "created": int(time.time()), "data": list_of(data, len(data))}
 
-        return VectorsAnswer(self._state, started, scores)
+        return self._answer(started, scores)
 
-    async def rerank(self, request: Request) -> Response:
-        """The documents, those most similar to the query first."""
-        self._check_engine()
-        body = await self._rerank_reader.read(request, self._state.body_limits, self._state.threads)
+    @route("POST /rerank", RERANK_FIELDS, generates=True)
+    @route("POST /v1/rerank", RERANK_FIELDS, generates=True)
+    @route("POST /v2/rerank", RERANK_FIELDS, generates=True)
+    async def rerank(self, request: Request, body: RerankRequest) -> Response:
+        """Ranks documents by a query (--enable-embeddings)."""
         texts = [document.text if isinstance(document, Document) else document for document in body.documents]
         if body.top_n is not None and body.top_n < 0:
             raise invalid("top_n", f"must be at least 0, got {body.top_n}")
@@ -135,16 +114,35 @@ class EmbeddingRoutes:
             query, *others = map(_numbers, vectors)
             scores = [math.sumprod(query, other) for other in others]
             order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n or None]
-            ranked = NestedList(_ranked(i, texts[i], scores[i], body.return_documents) for i in order)
-            return {"id": started.id, "results": ranked}
+            shows = body.return_documents is not False
+            documents = {i: {"document": {"text": LongText(texts[i])}} if shows else {} for i in order}
+            ranked = ({"index": i, **documents[i], "relevance_score": scores[i]} for i in order)
+            return {"id": started.id, "results": NestedList(ranked)}
 
-        return VectorsAnswer(self._state, started, results)
+        return self._answer(started, results)
 
-    def _check_engine(self) -> None:
+    def check_served(self) -> None:
         """Raises RequestError 404 if the engine makes no embeddings."""
         if self._state.client.info.embedding_size is None:
             message = "This server makes no embeddings: start it with --enable-embeddings."
             raise RequestError(404, message, type=NOT_FOUND)
+
+    def _answer(self, started: Started, fields: Callable[[Sequence[bytes]], Fields]) -> Response:
+        """Waits for all vectors, or for the client to go away. `fields` makes the answer of them, in a thread if they
+        are many."""
+        state, embeddings = self._state, started.embeddings
+
+        async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
+            async with while_connected(receive, embeddings):
+                vectors = await embeddings.wait()
+                made = await state.threads.in_thread(sum(map(len, vectors)) // 4, fields, vectors)
+                usage: Fields = {"prompt_tokens": started.num_tokens, "total_tokens": started.num_tokens}
+                if state.settings.show_cached_tokens:
+                    usage["prompt_tokens_details"] = {"cached_tokens": embeddings.num_cached_tokens}
+                pieces = json_pieces({**made, "model": started.model, "usage": usage})
+                await LongJson(state.turns, pieces)(scope, receive, send)
+
+        return Sent(send_all)
 
     async def _start(self, request: Request, body: EmbedFields, fields: dict[str, Given]) -> Started:
         """Submits the inputs of the fields, one after the other. Raises RequestError."""
@@ -158,10 +156,10 @@ class EmbeddingRoutes:
         prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
         num_tokens = sum(map(len, prompts))
         packed = await state.threads.in_thread(num_tokens, wire.packed_prompts, prompts)
-        left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
+        left_s, queue_s = times_left(state, deadline)
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
-        embeddings.submit(self._requests(id, body, packed, left_s, model.adapter), timeout_s=left_s)
+        embeddings.submit(self._requests(id, body, packed, queue_s, model.adapter), timeout_s=left_s)
         state.generations[id] = embeddings
         return Started(embeddings, id, model.name, num_tokens)
 
@@ -203,10 +201,9 @@ class EmbeddingRoutes:
         return prompts
 
     def _requests(
-        self, id: str, body: EmbedFields, packed: Sequence[bytes], left_s: float | None, adapter: int
+        self, id: str, body: EmbedFields, packed: Sequence[bytes], queue_s: float | None, adapter: int
     ) -> list[wire.WireRequest]:
         salt = cache_salt_of(self._state, body.cache_salt)
-        waits_s = min((s for s in (left_s, self._state.settings.queue_timeout_s) if s is not None), default=None)
         return [
             wire.WireRequest(
                 f"{id}-{number}",
@@ -214,7 +211,7 @@ class EmbeddingRoutes:
                 _NOTHING_DRAWN,
                 body.priority or 0,
                 salt,
-                waits_s,
+                queue_s,
                 embeds=True,
                 client=current_client(),
                 group=id,
@@ -222,36 +219,6 @@ class EmbeddingRoutes:
             )
             for number, prompt in enumerate(packed)
         ]
-
-
-class VectorsAnswer(Response):
-    """An ASGI response that waits for all vectors, or for its client to go away.
-
-    `fields` makes the answer of them, in a thread if they are many.
-    """
-
-    def __init__(self, state: ServerState, started: Started, fields: Callable[[Sequence[bytes]], Fields]) -> None:
-        self._state = state
-        self._started = started
-        self._fields = fields
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with watched(self._started.embeddings, receive):
-            vectors = await self._started.embeddings.wait()
-            fields = await self._state.threads.in_thread(sum(map(len, vectors)) // 4, self._fields, vectors)
-            await LongJson(self._state.turns, self._pieces(fields), self._check_client)(scope, receive, send)
-
-    def _check_client(self) -> None:
-        if isinstance(self._started.embeddings.error, ClientGone):
-            raise self._started.embeddings.error
-
-    def _pieces(self, fields: Fields) -> Iterator[bytes]:
-        num_tokens = self._started.num_tokens
-        usage: Fields = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        if self._state.settings.show_cached_tokens:
-            usage["prompt_tokens_details"] = {"cached_tokens": self._started.embeddings.num_cached_tokens}
-        return json_pieces({**fields, "model": self._started.model, "usage": usage})
 
 
 def _numbers(vector: bytes) -> array[float]:
@@ -266,11 +233,6 @@ def _encoded(vector: bytes, *, as_base64: bool) -> Any:
         return base64.b64encode(vector).decode()
     numbers = _numbers(vector)
     return list_of(numbers, len(numbers))
-
-
-def _ranked(index: int, text: str, score: float, shows_document: bool | None) -> Fields:
-    document = {} if shows_document is False else {"document": {"text": LongText(text)}}
-    return {"index": index, **document, "relevance_score": score}
 
 
 def _check_format(body: EmbeddingRequest, size: int | None) -> None:

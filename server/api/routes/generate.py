@@ -18,19 +18,12 @@ from server.api.answers.answer import GenerationAnswer
 from server.api.answers.choices_writer import ChoicesWriter, Fields
 from server.api.answers.logprobs import finite, prompt_logprobs
 from server.api.answers.writer import AnswerHead
-from server.api.request.body import BodyReader
-from server.api.request.fields import (
-    NO_OTHER_INPUT,
-    NO_PLUG_INS,
-    NO_TRANSFER,
-    FieldTable,
-    Refused,
-    of_other_routes,
-)
+from server.api.request.fields import NO_OTHER_INPUT, NO_PLUG_INS, FieldTable, Refused, of_other_routes
 from server.api.request.sampling import check_ids
 from server.api.request.schemas import TOKENS, CompletionRequest, Declared, SamplingParameters, StreamOptions
-from server.api.route import EVENTS, JSON, ApiRoute
+from server.api.route import EVENTS, JSON
 from server.api.routes.completions import Completions
+from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.encoding import LongText, list_of
@@ -82,8 +75,6 @@ GENERATE_FIELDS = FieldTable(
     | {
         "content_parts": NO_OTHER_INPUT,
         "features": NO_OTHER_INPUT,
-        "kv_transfer_params": NO_TRANSFER,
-        "ec_transfer_params": NO_TRANSFER,
         "output_mode": Refused("texts are in /v1/completions, with token ids by `return_token_ids`", ("tokens",)),
         "reasoning_ended": Refused("a grammar begins with the first token", (True,)),
     },
@@ -103,33 +94,17 @@ GENERATE_FIELDS = FieldTable(
 )
 
 
-def generate_routes(state: ServerState) -> list[ApiRoute]:
-    """The route from token ids to token ids."""
-    return [
-        ApiRoute(
-            path="/inference/v1/generate",
-            endpoint=Generate(state).__call__,
-            method="POST",
-            generates=True,
-            body=GenerateRequest,
-            media_types=(JSON, EVENTS),
-            summary="Continues token ids with token ids.",
-        )
-    ]
-
-
 class Generate:
     """Answers `/inference/v1/generate`."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = BodyReader(GenerateRequest, GENERATE_FIELDS, strict=state.settings.strict_fields)
         self._completions = Completions(state)
 
-    async def __call__(self, request: Request) -> Response:
-        state = self._state
-        body = await self._reader.read(request, state.body_limits, state.threads)
-        ids, params = body.token_ids, body.sampling_params
+    @route("POST /inference/v1/generate", GENERATE_FIELDS, generates=True, media_types=(JSON, EVENTS))
+    async def create(self, request: Request, body: GenerateRequest) -> Response:
+        """Continues token ids with token ids."""
+        state, ids, params = self._state, body.token_ids, body.sampling_params
         if not ids:
             raise RequestError(400, "token_ids: must not be empty", param="token_ids")
         await state.threads.in_thread(len(ids), check_ids, "token_ids", ids, state.client.info.vocab_size)
@@ -164,15 +139,14 @@ class GenerateWriter(ChoicesWriter):
         *,
         shows_prompt: bool,
     ) -> None:
-        super().__init__(generation, head, scores=params.logprobs is not None)
-        self._tokenizer = tokenizer
+        super().__init__(generation, head, tokenizer, scores=params.logprobs is not None)
         self._prompt = prompt
         self._params = params
         self._shows_prompt = shows_prompt
 
     def _chunk(self, choice: Choice, fields: Fields, *, opens: bool = False) -> Fields:
         """The first chunk of a stream also has the prompt, if it is asked for."""
-        chunk = super()._chunk(choice, fields, opens=opens) | self._prompt_ids()
+        chunk = super()._chunk(choice, fields, opens=opens) | self._shown_prompt()
         self._shows_prompt = False
         return chunk
 
@@ -201,13 +175,11 @@ class GenerateWriter(ChoicesWriter):
             yield own | {"bytes": None, "top_logprobs": [own, *others]}
 
     def _whole_fields(self) -> Fields:
-        num_top = self._params.prompt_logprobs
-        scores = self._generation.choices[0].prompt_logprobs or []
-        entries = None if num_top is None else prompt_logprobs(self._tokenizer, self._prompt, scores, num_top)
-        shown = None if entries is None else list_of(entries, len(self._prompt))
-        return {"prompt_logprobs": shown, "kv_transfer_params": None, **self._prompt_ids()}
+        scores, num_top = self._generation.choices[0].prompt_logprobs, self._params.prompt_logprobs
+        logprobs = prompt_logprobs(self._tokenizer, self._prompt, scores, num_top)
+        return {**logprobs, "kv_transfer_params": None, **self._shown_prompt()}
 
-    def _prompt_ids(self) -> Fields:
+    def _shown_prompt(self) -> Fields:
         return {"prompt_token_ids": list_of(self._prompt, len(self._prompt))} if self._shows_prompt else {}
 
     def _object(self, kind: str, choices: Any) -> Fields:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from server.api.answers.answer import LongJson, json_response
 from server.api.metrics import CONTENT_TYPE
-from server.api.request.body import BodyReader
 from server.api.request.conversation import Conversation, encode_conversation
 from server.api.request.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from server.api.request.limits import check_text_length
@@ -19,6 +18,7 @@ from server.api.request.sampling import check_ids
 from server.api.request.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.request.tools import read_tools
 from server.api.route import Access, ApiRoute
+from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
 from server.engine.client import fault_of
 from server.engine.wire import Adapter
@@ -27,52 +27,14 @@ from server.http.request_error import RequestError, model_not_found, unavailable
 from server.text.special_tokens import SpecialTokens, encode_parts
 from server.text.stream import decode_text
 
+TOKENIZER_INFO = "/tokenizer_info"
 ANTHROPIC_VERSION = "anthropic-version"  # a header that every client of Anthropic's sends
 
 
 def info_routes(state: ServerState) -> list[ApiRoute]:
     """The routes that generate nothing: models, health, load, version, tokens."""
-    info = Info(state)
-    routes = [
-        ApiRoute(path="/v1/models", endpoint=info.models, summary="The models that are served."),
-        ApiRoute(path="/v1/models/{name:path}", endpoint=info.model, summary="One of them."),
-        ApiRoute(path="/health", endpoint=info.health, access=Access.OPEN, summary="Whether requests are served."),
-        ApiRoute(
-            path="/live",
-            endpoint=info.live,
-            access=Access.OPEN,
-            summary="Whether the engine works, also in a shutdown.",
-        ),
-        ApiRoute(path="/ping", endpoint=info.health, access=Access.OPEN, summary="As /health."),
-        ApiRoute(path="/ping", endpoint=info.health, method="POST", access=Access.OPEN, summary="As /health."),
-        ApiRoute(path="/version", endpoint=info.version, access=Access.OPEN, summary="The server's version."),
-        ApiRoute(path="/load", endpoint=info.load, summary="How many requests are being answered."),
-        ApiRoute(
-            path="/metrics",
-            endpoint=info.metrics,
-            access=Access.OPEN,
-            media_types=(CONTENT_TYPE,),
-            summary="Statistics for Prometheus.",
-        ),
-        ApiRoute(
-            path="/tokenize",
-            endpoint=info.tokenize,
-            method="POST",
-            body=TokenizeRequest,
-            summary="The token ids of a text, or of a chat.",
-        ),
-        ApiRoute(
-            path="/detokenize",
-            endpoint=info.detokenize,
-            method="POST",
-            body=DetokenizeRequest,
-            summary="The text of token ids.",
-        ),
-    ]
-    if state.settings.enable_tokenizer_info_endpoint:
-        summary = "The tokenizer's special tokens and chat template."
-        routes.append(ApiRoute(path="/tokenizer_info", endpoint=info.tokenizer_info, summary=summary))
-    return routes
+    shows_tokenizer = state.settings.enable_tokenizer_info_endpoint
+    return [each for each in routes_of(Info(state), state) if shows_tokenizer or each.path != TOKENIZER_INFO]
 
 
 class Info:
@@ -80,26 +42,38 @@ class Info:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        strict = state.settings.strict_fields
-        self._tokenize = BodyReader(TokenizeRequest, TOKENIZE_FIELDS, strict=strict)
-        self._detokenize = BodyReader(DetokenizeRequest, DETOKENIZE_FIELDS, strict=strict)
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
-    async def live(self, request: Request) -> Response:
-        """200 while the engine works, also in a shutdown, whose running requests a restart would end. Raises
-        RequestError 503 if the engine is dead or silent."""
-        self._check_engine()
-        return json_response({"status": "ok"})
+    @route("GET /v1/models")
+    async def models(self, request: Request) -> Response:
+        """The models that are served."""
+        served = self._served()
+        if ANTHROPIC_VERSION not in request.headers:
+            models = [self._model(name, adapter) for name, adapter in served.items()]
+            return json_response({"object": "list", "data": models})
+        names = list(served)
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"data": [self._anthropic_model(name) for name in names], **ends})
 
-    def _check_engine(self) -> None:
-        fault = fault_of(self._state.client, self._state.settings.heartbeat_timeout_s)
-        if fault is not None:
-            raise unavailable(fault)
+    @route("GET /v1/models/{name:path}")
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        name, served = request.path_params["name"], self._served()
+        if name not in served:
+            raise model_not_found(name)
+        if ANTHROPIC_VERSION in request.headers:
+            return json_response(self._anthropic_model(name))
+        return json_response(self._model(name, served[name]))
 
+    @route("GET /health", access=Access.OPEN)
+    @route("GET /ping", access=Access.OPEN, summary="As /health.")
+    @route("POST /ping", access=Access.OPEN, summary="As /health.")
     async def health(self, request: Request) -> Response:
-        """200 while requests are served; with `?verbose`, also the attention backend, the result of its self-test, and
-        how many programs are still to be compiled. Raises RequestError 503 if the engine is dead or silent, or in a
-        shutdown."""
+        """Whether requests are served.
+
+        With `?verbose`, the answer has the attention backend, the result of its self-test, and how many programs are
+        still to be compiled. Raises RequestError 503 if the engine is dead or silent, or in a shutdown.
+        """
         self._check_engine()
         if self._state.draining:
             raise unavailable("The server is shutting down.")
@@ -109,45 +83,46 @@ class Info:
         to_come = self._state.client.stats.num_programs_to_come
         return json_response({"status": "ok", "attention": attention, "programs_to_come": to_come})
 
+    @route("GET /live", access=Access.OPEN)
+    async def live(self, request: Request) -> Response:
+        """Whether the engine works, also in a shutdown.
+
+        A restart would end the requests that still run then. Raises RequestError 503 if it is dead or silent.
+        """
+        self._check_engine()
+        return json_response({"status": "ok"})
+
+    def _check_engine(self) -> None:
+        fault = fault_of(self._state.client, self._state.settings.heartbeat_timeout_s)
+        if fault is not None:
+            raise unavailable(fault)
+
+    @route("GET /version", access=Access.OPEN)
     async def version(self, request: Request) -> Response:
+        """The server's version."""
         return json_response({"version": self._state.settings.version})
 
+    @route("GET /load")
     async def load(self, request: Request) -> Response:
+        """How many requests are being answered."""
         return json_response({"server_load": self._state.load})
 
+    @route("GET /metrics", access=Access.OPEN, media_types=(CONTENT_TYPE,))
     async def metrics(self, request: Request) -> Response:
-        """The statistics of all HTTP processes and engines, in Prometheus' text format."""
+        """Statistics for Prometheus."""
         metrics, peers = self._state.metrics, self._state.peers
         others = None if peers is None else await peers.counts_of_others(metrics.counts())
         return Response(metrics.render(others), headers={"content-type": CONTENT_TYPE})
-
-    async def models(self, request: Request) -> Response:
-        """The models that are served, in Anthropic's form for its clients."""
-        served = self._served()
-        if ANTHROPIC_VERSION not in request.headers:
-            models = [self._model(name, adapter) for name, adapter in served.items()]
-            return json_response({"object": "list", "data": models})
-        names = list(served)
-        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return json_response({"data": [self._anthropic_model(name) for name in names], **ends})
-
-    async def model(self, request: Request) -> Response:
-        name, served = request.path_params["name"], self._served()
-        if name not in served:
-            raise model_not_found(name)
-        if ANTHROPIC_VERSION in request.headers:
-            return json_response(self._anthropic_model(name))
-        return json_response(self._model(name, served[name]))
 
     def _served(self) -> dict[str, Adapter | None]:
         """The names of the model and of its adapters, with these."""
         names: dict[str, Adapter | None] = dict.fromkeys(self._state.settings.model_names)
         return names | {name: own for name, own in self._state.client.adapters.items() if name not in names}
 
-    async def tokenize(self, request: Request) -> Response:
-        """The token ids of a text or of a conversation."""
+    @route("POST /tokenize", TOKENIZE_FIELDS)
+    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+        """The token ids of a text, or of a chat."""
         state = self._state
-        body = await self._tokenize.read(request, state.body_limits, state.threads)
         await state.find_model(body.model)
         if body.messages is not None and body.prompt is None:
             size = 0 if body.tools is msgspec.UNSET else len(body.tools)
@@ -172,6 +147,7 @@ class Info:
         ids = encode_parts(self._state.tokenizer, self._split(text))
         return self._state.tokenizer.with_affixes(ids) if affixes else ids
 
+    @route(f"GET {TOKENIZER_INFO}")
     async def tokenizer_info(self, request: Request) -> Response:
         """The tokenizer's special tokens and chat template."""
         tokenizer, settings = self._state.tokenizer, self._state.settings
@@ -185,10 +161,10 @@ class Info:
         }
         return LongJson(self._state.turns, json_pieces(answer))
 
-    async def detokenize(self, request: Request) -> Response:
+    @route("POST /detokenize", DETOKENIZE_FIELDS)
+    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         state = self._state
-        body = await self._detokenize.read(request, state.body_limits, state.threads)
         await state.find_model(body.model)
         text = await state.threads.in_thread(len(body.tokens), self._decode, body.tokens)
         return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))

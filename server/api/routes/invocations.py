@@ -15,7 +15,7 @@ from server.http.body import decode_body, read_body
 from server.http.request_error import RequestError
 
 
-def invocation_routes(state: ServerState, endpoints: Mapping[str, Endpoint]) -> list[ApiRoute]:
+def invocation_route(state: ServerState, endpoints: Mapping[str, Endpoint]) -> ApiRoute:
     """SageMaker's route. `endpoints` are by the field that only their bodies have, such as `messages`."""
     given = [(field, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for field in endpoints]
     decoder = msgspec.json.Decoder(msgspec.defstruct("Given", given))  # skips all other fields
@@ -30,16 +30,10 @@ def invocation_routes(state: ServerState, endpoints: Mapping[str, Endpoint]) -> 
         raise RequestError(400, f"Give {', '.join(others)} or {last}.", param=next(iter(endpoints)))
 
     summary = "As /v1/chat/completions, /v1/completions or /v1/embeddings, whichever the body is for."
-    return [
-        ApiRoute(
-            path="/invocations",
-            endpoint=invoke,
-            method="POST",
-            generates=True,
-            media_types=(JSON, EVENTS),
-            summary=summary,
-        )
-    ]
+    kinds = (JSON, EVENTS)
+    return ApiRoute(
+        path="/invocations", endpoint=invoke, method="POST", generates=True, media_types=kinds, summary=summary
+    )
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

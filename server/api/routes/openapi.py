@@ -61,7 +61,10 @@ def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
-        operation = _operation(route, schemas, needs_key=_needs_key(route, settings))
+        needs_key = bool(settings.api_keys) and (settings.api_key_all_routes or route.access is not Access.OPEN)
+        if route.access is Access.ADMIN:
+            needs_key = bool(settings.admin_api_keys)  # else the route is closed to all
+        operation = _operation(route, schemas, needs_key=needs_key)
         if names := re.findall(r"{(\w+)}", path):
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -80,12 +83,6 @@ def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
 
 def _errors(route: ApiRoute) -> ErrorForm:
     return route.errors or OPENAI_ERRORS
-
-
-def _needs_key(route: ApiRoute, settings: Settings) -> bool:
-    if route.access is Access.ADMIN:
-        return bool(settings.admin_api_keys)  # else the route is closed to all
-    return bool(settings.api_keys) and (settings.api_key_all_routes or route.access is not Access.OPEN)
 
 
 def _operation(

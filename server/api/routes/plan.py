@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,12 +19,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from model.inputs.schema import integer, number_above
-from server.api.answers.answer import STREAM_HEADERS, json_response, watched
+from server.api.answers.answer import STREAM_HEADERS, Sent, json_response, while_connected
 from server.api.request.body import BodyReader
 from server.api.request.fields import FieldTable
 from server.api.route import ApiRoute
 from server.api.state import ServerState
-from server.http.encoding import DONE, encode_json
+from server.http.encoding import DONE, encode_json, event
 from server.http.request_error import RequestError, internal, overloaded, unavailable
 
 logger = logging.getLogger("pallas_serve")
@@ -136,8 +136,8 @@ class Plan:
 
     async def plan(self, request: Request) -> Response:
         """The plan of a choice; with `simulate`, events with the progress and then the plan. Raises RequestError."""
-        body = await self._reader.read(request, self._state.body_limits, self._state.threads)
-        return Streamed(partial(self._search, body)) if body.simulate else await self._estimate(body)
+        body, _ = await self._reader.read(request, self._state.body_limits, self._state.threads)
+        return Sent(partial(self._search, body)) if body.simulate else await self._estimate(body)
 
     async def _estimate(self, body: PlanRequest | None) -> Response:
         try:
@@ -174,16 +174,16 @@ class Plan:
         )
         return PlannerProcess(process)
 
-    async def _search(self, body: PlanRequest, receive: Receive, send: Send) -> None:
+    async def _search(self, body: PlanRequest, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams a search in a process of its own, which ends with the client."""
         if self._searches:
             raise overloaded("Another search runs on this server. Please try again when it has ended.", 10)
         self._searches = True
         try:
-            async with watched(process := await self._start(), receive):
+            async with while_connected(receive, process := await self._start()):
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-                async for event in self._events(process, body):
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                async for block in self._events(process, body):
+                    await send({"type": "http.response.body", "body": block, "more_body": True})
                 await send({"type": "http.response.body", "body": DONE})
         except OSError as error:
             raise _failed(error) from error
@@ -191,34 +191,18 @@ class Plan:
             self._searches = False
 
     async def _events(self, process: PlannerProcess, body: PlanRequest) -> AsyncIterator[bytes]:
-        """Raises ClientGone."""
         try:
             async with asyncio.timeout(SEARCH_TIMEOUT_S):
                 async for answer in process.answers(body):
                     if self._state.draining:
                         process.fail(unavailable("The server is shutting down."))
-                    yield b": \n\n" if answer is None else _event(answer)
+                    yield b": \n\n" if answer is None else event(encode_json(answer))
         except RequestError as error:
-            yield _event(error.body())
+            yield event(error.encode())
         except TimeoutError:
-            yield _event(RequestError(400, f"The search took longer than {SEARCH_TIMEOUT_S:g} s.").body())
+            yield event(RequestError(400, f"The search took longer than {SEARCH_TIMEOUT_S:g} s.").encode())
         except OSError as error:
-            yield _event(_failed(error).body())
-
-
-class Streamed(Response):
-    """An ASGI response that a function sends."""
-
-    def __init__(self, function: Callable[[Receive, Send], Awaitable[None]]) -> None:
-        self._function = function
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._function(receive, send)
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + encode_json(value) + b"\n\n"
+            yield event(_failed(error).encode())
 
 
 def _failed(error: OSError) -> RequestError:

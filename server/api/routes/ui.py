@@ -111,7 +111,6 @@ class Dashboard:
 
 
 def _number(request: Request, name: str, default: str, meaning: str) -> int:
-    """A number of the query string."""
     text = request.query_params.get(name, default)
     try:
         return int(text)

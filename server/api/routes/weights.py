@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import json_response
-from server.api.peers import Peers
+from server.api.peers import Standing, change_weights, standing_of
 from server.api.request.body import BodyReader
 from server.api.request.fields import FieldTable, Refused
 from server.api.request.schemas import ITEMS
-from server.api.route import Access, ApiRoute, Endpoint
+from server.api.route import Access
+from server.api.routes.endpoints import route
 from server.api.state import ServerState
-from server.engine.client import ProcessEngineClient, WeightsError
-from server.engine.group import OwnEngines
+from server.engine.client import WeightsError
+from server.engine.group import Engines
 from server.engine.wire import (
     Array,
     ByTransfer,
+    ChangeWeights,
     InFolder,
     InSharedMemory,
+    Pause,
     PauseMode,
+    Resume,
     UpdateStep,
+    UpdateWeights,
     WeightsChange,
+    WeightsCommand,
     WeightsSource,
 )
 from server.http.request_error import RequestError, invalid, unsupported
@@ -115,91 +121,52 @@ _UPDATE = FieldTable(
 )
 
 
-def weights_routes(state: ServerState) -> list[ApiRoute]:
-    """The routes that change weights, and those that tell about them."""
-    weights = Weights(state)
-
-    def route(
-        path: str, endpoint: Endpoint, summary: str, method: str = "POST", body: type[msgspec.Struct] | None = None
-    ) -> ApiRoute:
-        return ApiRoute(path=path, endpoint=endpoint, method=method, access=Access.ADMIN, body=body, summary=summary)
-
-    return [
-        route("/admin/reload", weights.reload, "Loads other weights of the same shapes.", body=ReloadRequest),
-        route("/sleep", weights.sleep, "Moves the weights to the host's memory and frees the K/V; requests wait."),
-        route("/wake_up", weights.wake_up, "Moves the weights back to the device."),
-        route("/is_sleeping", weights.is_sleeping, "Whether the engine sleeps.", "GET"),
-        route("/pause", weights.pause, "No request runs any more until /resume."),
-        route("/resume", weights.resume, "Requests run again."),
-        route("/is_paused", weights.is_paused, "Whether the engine is paused.", "GET"),
-        route(
-            "/init_weight_transfer_engine",
-            weights.init,
-            "Checks that weights can come as the trainer will send them.",
-            body=InitRequest,
-        ),
-        route(
-            "/start_weight_update", weights.start, "Begins an update of the weights. One that had begun is forgotten."
-        ),
-        route("/update_weights", weights.update, "Brings weights, all of them or some.", body=UpdateRequest),
-        route(
-            "/finish_weight_update",
-            weights.finish,
-            "Checks the weights that have come, and serves them.",
-            body=FinishRequest,
-        ),
-        route("/get_weight_version", weights.version, "The name of the weights that serve.", "GET"),
-        route("/weight_info", weights.version, "As /get_weight_version.", "GET"),
-        route("/get_world_size", weights.world_size, "The number of chips that compute.", "GET"),
-    ]
-
-
 class Weights:
-    """Answers the routes of `weights_routes`."""
+    """Answers the routes that change weights, and those that tell about them."""
+
+    route_options: ClassVar = {"access": Access.ADMIN}
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        strict = state.settings.strict_fields
-        self._reload = BodyReader(ReloadRequest, FieldTable(kind=ReloadRequest), strict=strict)
-        self._init = BodyReader(InitRequest, _INIT, strict=strict)
-        self._update = BodyReader(UpdateRequest, _UPDATE, strict=strict)
-        self._finish = BodyReader(FinishRequest, FieldTable(kind=FinishRequest), strict=strict)
+        table = FieldTable(kind=FinishRequest)
+        self._finish = BodyReader(FinishRequest, table, strict=state.settings.strict_fields)
 
-    async def reload(self, request: Request) -> Response:
-        """Running requests go on with the new weights."""
-        state = self._state
-        body = await self._reload.read(request, state.body_limits, state.threads)
-        return await self._change(WeightsChange.RELOAD, body.model)
+    @route("POST /admin/reload", ReloadRequest)
+    async def reload(self, request: Request, body: ReloadRequest) -> Response:
+        """Loads other weights of the same shapes."""
+        return await self._move(WeightsChange.RELOAD, body.model)
 
+    @route("POST /sleep")
     async def sleep(self, request: Request) -> Response:
-        """vLLM's level 1."""
+        """Moves the weights to the host's memory and frees the K/V; requests wait.
+
+        This is vLLM's level 1.
+        """
         level = request.query_params.get("level", "1")
         if level != "1":
             raise invalid("level", f"it can be 1 only, not {level[:20]!r}")
-        return await self._change(WeightsChange.SLEEP)
+        return await self._move(WeightsChange.SLEEP)
 
+    @route("POST /wake_up")
     async def wake_up(self, request: Request) -> Response:
         """Moves the weights back to the device."""
         if "tags" in request.query_params:
             raise unsupported("tags", "waking up in parts is")
-        return await self._change(WeightsChange.WAKE_UP)
+        return await self._move(WeightsChange.WAKE_UP)
 
+    @route("GET /is_sleeping")
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine sleeps."""
-        weights = self._weights()
-        is_sleeping = await weights.is_sleeping() if isinstance(weights, Peers) else weights.is_sleeping
-        return json_response({"is_sleeping": is_sleeping})
+        return json_response({"is_sleeping": (await self._standing()).is_sleeping})
 
-    async def _change(self, change: WeightsChange, model: str | None = None) -> Response:
-        try:
-            await self._weights().change_weights(change, model)
-        except WeightsError as error:
-            raise RequestError(400, f"The weights were not changed: {error}") from error
+    async def _move(self, change: WeightsChange, model: str | None = None) -> Response:
+        await self._change(ChangeWeights(change, model), "The weights were not changed")
         logger.info("weights: %s%s", change.value, "" if model is None else f" from {model}")
         return json_response({"status": "ok"})
 
+    @route("POST /pause")
     async def pause(self, request: Request) -> Response:
-        """Answered when no request runs any more."""
+        """No request runs any more until /resume."""
         query = request.query_params
         if "wait_for_inflight_requests" in query:
             raise invalid("wait_for_inflight_requests", "this older name is not supported: there is mode=wait")
@@ -207,57 +174,65 @@ class Weights:
         if mode not in modes:
             raise invalid("mode", f"it must be one of {', '.join(modes)}, not {mode[:20]!r}")
         clears_cache = _truth("clear_cache", query.get("clear_cache", "true"))
-        try:
-            await self._weights().pause(PauseMode(mode), clears_cache)
-        except WeightsError as error:
-            raise RequestError(400, f"The engine was not paused: {error}") from error
+        await self._change(Pause(PauseMode(mode), clears_cache), "The engine was not paused")
         logger.info("the engine is paused (mode %s)", mode)
         return json_response({"status": "paused"})
 
+    @route("POST /resume")
     async def resume(self, request: Request) -> Response:
-        """Requests run again, also those that have come meanwhile."""
-        try:
-            await self._weights().resume()
-        except WeightsError as error:
-            raise RequestError(400, f"The engine goes on pausing: {error}") from error
+        """Requests run again."""
+        await self._change(Resume(), "The engine goes on pausing")
         logger.info("the engine goes on")
         return json_response({"status": "resumed"})
 
+    @route("GET /is_paused")
     async def is_paused(self, request: Request) -> Response:
         """Whether the engine is paused."""
-        weights = self._weights()
-        is_paused = await weights.is_paused() if isinstance(weights, Peers) else weights.is_paused
-        return json_response({"is_paused": is_paused})
+        return json_response({"is_paused": (await self._standing()).is_paused})
 
-    async def init(self, request: Request) -> Response:
-        """vLLM's trainers call it before the first update. Nothing needs to be set up here."""
-        state = self._state
-        await self._init.read(request, state.body_limits, state.threads)
-        self._weights()
+    @route("POST /init_weight_transfer_engine", _INIT)
+    async def init(self, request: Request, body: InitRequest) -> Response:
+        """Checks that weights can come as the trainer will send them.
+
+        vLLM's trainers call it before the first update. Nothing needs to be set up here.
+        """
+        if self._state.peers is None:
+            self._engines()
         return json_response({"message": "Weights can be sent.", "backends": BACKENDS})
 
+    @route("POST /start_weight_update")
     async def start(self, request: Request) -> Response:
-        """A trainer that was killed during an update begins another one in this way."""
+        """Begins an update of the weights. One that had begun is forgotten.
+
+        A trainer that was killed during an update begins another one in this way.
+        """
         await self._take(UpdateStep.ABANDON)
         await self._take(UpdateStep.BEGIN)
         return json_response({"message": "An update of the weights has begun."})
 
-    async def update(self, request: Request) -> Response:
-        """Answered when the arrays have been copied: the sender may then use their memory again."""
-        state = self._state
-        info = (await self._update.read(request, state.body_limits, state.threads)).update_info
+    @route("POST /update_weights", _UPDATE)
+    async def update(self, request: Request, body: UpdateRequest) -> Response:
+        """Brings weights, all of them or some.
+
+        Answered when the arrays have been copied: the sender may then use their memory again.
+        """
+        info = body.update_info
         num_entries = len(info.names) + len(info.dtype_names) + len(info.shapes)
-        source = await state.threads.in_thread(num_entries, source_of, info)
+        source = await self._state.threads.in_thread(num_entries, source_of, info)
         await self._take(UpdateStep.RECEIVE, source)
         return json_response({"message": "The weights have come.", "num_arrays": len(info.names)})
 
+    @route("POST /finish_weight_update", body=FinishRequest)
     async def finish(self, request: Request) -> Response:
-        """If the weights cannot be served, the update is over, and the old ones stay."""
+        """Checks the weights that have come, and serves them.
+
+        If they cannot be served, the update is over, and the old ones stay. The body may be missing.
+        """
         state = self._state
-        body = FinishRequest()
+        version: str | None = None
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-            body = await self._finish.read(request, state.body_limits, state.threads)
-        version = body.weight_version
+            body, _ = await self._finish.read(request, state.body_limits, state.threads)
+            version = body.weight_version
         if version is not None and not (0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()):
             bounds = f"must have 1 to {MAX_VERSION_CHARS} characters, all of them printable"
             raise invalid("weight_version", bounds)
@@ -271,30 +246,43 @@ class Weights:
         return json_response({"message": "The weights are served."})
 
     async def _take(self, step: UpdateStep, source: WeightsSource | None = None, version: str = "") -> None:
-        try:
-            await self._weights().update_weights(step, source, version)
-        except WeightsError as error:
-            raise RequestError(400, f"The weights were not updated: {error}") from error
+        await self._change(UpdateWeights(step, source, version), "The weights were not updated")
 
+    @route("GET /get_weight_version")
+    @route("GET /weight_info", summary="As /get_weight_version.")
     async def version(self, request: Request) -> Response:
         """The name of the weights that serve."""
         peers = self._state.peers
-        version = self._state.client.weight_version if peers is None else await peers.weight_version()
+        version = self._state.client.weight_version if peers is None else (await peers.standing()).weight_version
         return json_response({"weight_version": version})
 
+    @route("GET /get_world_size")
     async def world_size(self, request: Request) -> Response:
-        """With `include_dp=false` those of one engine."""
+        """The number of chips that compute.
+
+        With `include_dp=false` those of one engine.
+        """
         state = self._state
         includes_all = _truth("include_dp", request.query_params.get("include_dp", "true"))
         chips = int(state.client.info.cache_config.get("tensor_parallel_size", "1"))
         return json_response({"world_size": chips * len(state.engines) if includes_all else chips})
 
-    def _weights(self) -> ProcessEngineClient | OwnEngines | Peers:
-        """Who can change the weights: this process's engines, or with several HTTP processes the parent's."""
-        client, peers = self._state.client, self._state.peers
-        if peers is not None:
-            return peers
-        if not isinstance(client, ProcessEngineClient | OwnEngines):
+    async def _change(self, command: WeightsCommand, problem: str) -> None:
+        """Raises RequestError 400, which begins with the problem, if nothing has changed."""
+        peers = self._state.peers
+        try:
+            await (change_weights(self._engines(), command) if peers is None else peers.change_weights(command))
+        except WeightsError as error:
+            raise RequestError(400, f"{problem}: {error}") from error
+
+    async def _standing(self) -> Standing:
+        peers = self._state.peers
+        return standing_of(self._engines()) if peers is None else await peers.standing()
+
+    def _engines(self) -> Engines:
+        """This process's engines, whose weights it can change. With several HTTP processes it asks the parent."""
+        client = self._state.client
+        if not isinstance(client, Engines):
             raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
         return client
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
 from server.api.routes.responses.event_log import EventLog
-from server.api.routes.responses.record import ResponseRecord
-from server.api.routes.responses.scores import ScoreWriter
+from server.api.routes.responses.record import ResponseRecord, ScoreWriter
 from server.api.routes.responses.store import MAX_KEPT, ResponseStore
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.echo_engine import EchoConfig

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
-from server.api.routes.responses.record import ResponseRecord
-from server.api.routes.responses.scores import ScoreWriter
+from server.api.routes.responses.record import ResponseRecord, ScoreWriter
 from server.api.routes.responses.store import ResponseStore
 from server.engine import wire
 from server.engine.generation import ScoredToken

@@ -6,20 +6,21 @@ Every process of the server answers them: what they say lies in the folder.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from server.api.answers.answer import LongJson, json_response
-from server.api.request.body import BodyReader
 from server.api.request.fields import FieldTable, Refused
-from server.api.request.kept_objects import check_metadata, is_ascending, page_size
+from server.api.request.kept_objects import check_metadata, is_ascending, list_object, page_size
 from server.api.request.schemas import Declared
-from server.api.route import FORM, ApiRoute
+from server.api.route import FORM
 from server.api.routes.batches.work import new_batch
+from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.batches.batch_file import EMBEDDINGS, URLS
 from server.batches.folder import (
@@ -36,9 +37,9 @@ from server.batches.folder import (
     new_id,
 )
 from server.http.auth import current_key
-from server.http.encoding import NestedList, json_pieces
+from server.http.encoding import json_pieces
 from server.http.form import FormReader
-from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
+from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 WINDOWS = {"24h": 24 * 3600}  # seconds
@@ -72,36 +73,15 @@ BATCH_FIELDS = FieldTable(
 )
 
 
-def batch_routes(state: ServerState) -> list[ApiRoute]:
-    """The routes of files and batches. A server without a folder answers 404 there, in words."""
-    routes = Batches(state)
-
-    def route(path: str, endpoint: Any, summary: str, method: str = "GET", **options: Any) -> ApiRoute:
-        needs = f"{summary.removesuffix('.')} (--batch-folder)."
-        return ApiRoute(path=path, endpoint=endpoint, method=method, summary=needs, **options)
-
-    return [
-        route(FILES, routes.upload, "Keeps a file.", "POST", body=FileUpload, body_type=FORM),
-        route(FILES, routes.files, "The files, in pages."),
-        route(f"{FILES}/{{id}}", routes.file, "The description of a file."),
-        route(f"{FILES}/{{id}}", routes.delete, "Forgets it.", "DELETE"),
-        route(f"{FILES}/{{id}}/content", routes.content, "The content of a file."),
-        route(BATCHES, routes.create, "Answers the requests of a file, after all others.", "POST", body=BatchRequest),
-        route(BATCHES, routes.batches, "The batches, in pages."),
-        route(f"{BATCHES}/{{id}}", routes.batch, "How far a batch is."),
-        route(f"{BATCHES}/{{id}}/cancel", routes.cancel, "Ends one that is running.", "POST"),
-    ]
-
-
 class Batches:
-    """Answers the routes of `batch_routes`."""
+    """Answers the routes of files and batches. A server without a folder answers 404 there, in words."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = BodyReader(BatchRequest, BATCH_FIELDS, strict=state.settings.strict_fields)
 
+    @route(f"POST {FILES}", body=FileUpload, body_type=FORM)
     async def upload(self, request: Request) -> Response:
-        """Writes a file while it comes."""
+        """Keeps a file (--batch-folder)."""
         folder = self._folder()
         form = FormReader(request, MAX_FILE_BYTES + FORM_BYTES)
         fields: dict[str, str] = {}
@@ -116,8 +96,7 @@ class Batches:
                     await _receive(form, upload)
                 else:
                     fields[part.name] = await _text(form, part.name)
-            if filename is None:
-                raise RequestError(400, "file: is missing", param="file")
+            filename = given("file", filename)
             if any(name.startswith("expires_after") for name in fields):
                 raise unsupported("expires_after", "files that expire are")
             if fields.get("purpose") != INPUT:
@@ -127,39 +106,46 @@ class Batches:
             await asyncio.to_thread(upload.discard)
         return json_response(kept)
 
+    @route(f"GET {FILES}")
     async def files(self, request: Request) -> Response:
-        """A page of the files of a key."""
+        """The files, in pages (--batch-folder)."""
         folder, purpose = self._folder(), request.query_params.get("purpose")
         if purpose not in (None, INPUT, OUTPUT):
             raise invalid("purpose", f"must be {INPUT!r} or {OUTPUT!r}, got {purpose[:40]!r}")
         limit = page_size(request.query_params, most=MAX_FILES, default=MAX_FILES)
         return await self._page(request, folder.file_ids, folder.file, limit, purpose)
 
+    @route(f"GET {FILES}/{{id}}")
     async def file(self, request: Request) -> Response:
-        """A file's description."""
+        """The description of a file (--batch-folder)."""
         return json_response(await self._find(request, self._folder().file, "file"))
 
+    @route(f"DELETE {FILES}/{{id}}")
     async def delete(self, request: Request) -> Response:
-        """Forgets a file."""
+        """Forgets it (--batch-folder)."""
         folder = self._folder()
         id = (await self._find(request, folder.file, "file"))["id"]
         await asyncio.to_thread(folder.delete_file, id)
         return json_response({"id": id, "object": "file", "deleted": True})
 
+    @route(f"GET {FILES}/{{id}}/content")
     async def content(self, request: Request) -> Response:
-        """A file as it is."""
+        """The content of a file (--batch-folder)."""
         folder = self._folder()
         fields = await self._find(request, folder.file, "file")
         path = folder.content(fields["id"])
         return FileResponse(path, media_type="application/octet-stream", filename=fields["filename"])
 
-    async def create(self, request: Request) -> Response:
-        """Begins a batch. The process that runs the batches finds it in the folder."""
-        folder, state = self._folder(), self._state
-        body = await self._reader.read(request, state.body_limits, state.threads)
+    @route(f"POST {BATCHES}", BATCH_FIELDS)
+    async def create(self, request: Request, body: BatchRequest) -> Response:
+        """Answers the requests of a file, after all others (--batch-folder).
+
+        The process that runs the batches finds it in the folder.
+        """
+        folder = self._folder()
         if body.endpoint not in URLS:
             raise invalid("endpoint", f"must be one of {', '.join(URLS)}, got {body.endpoint[:80]!r}")
-        if body.endpoint == EMBEDDINGS and state.client.info.embedding_size is None:
+        if body.endpoint == EMBEDDINGS and self._state.client.info.embedding_size is None:
             raise invalid("endpoint", "this server makes no embeddings: start it with --enable-embeddings")
         if body.completion_window not in WINDOWS:
             raise invalid("completion_window", f"must be {', '.join(WINDOWS)}, got {body.completion_window[:40]!r}")
@@ -172,24 +158,31 @@ class Batches:
         await _with_room(folder.new_batch, batch)
         return json_response(batch)
 
+    @route(f"GET {BATCHES}")
     async def batches(self, request: Request) -> Response:
-        """A page of the batches of a key, newest first."""
+        """The batches, in pages (--batch-folder)."""
         folder = self._folder()
         limit = page_size(request.query_params, most=MAX_BATCHES_OF_A_PAGE, default=DEFAULT_BATCHES_OF_A_PAGE)
         return await self._page(request, folder.batch_ids, folder.batch, limit)
 
+    @route(f"GET {BATCHES}/{{id}}")
     async def batch(self, request: Request) -> Response:
-        """A batch as it is now."""
+        """How far a batch is (--batch-folder)."""
         return json_response(await self._find(request, self._folder().batch, "batch"))
 
+    @route(f"POST {BATCHES}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:
-        """Ends a batch. What has been answered is in its files."""
+        """Ends one that is running (--batch-folder)."""
         folder = self._folder()
         batch = await self._find(request, folder.batch, "batch")
         if batch["status"] in OVER:
             raise RequestError(409, f"The batch is over: {batch['status']}.", code="batch_not_cancellable")
         await asyncio.to_thread(folder.cancel, batch["id"])
         return json_response(await self._find(request, folder.batch, "batch"))
+
+    def check_served(self) -> None:
+        """Raises RequestError 404 if there is no folder."""
+        self._folder()
 
     def _folder(self) -> KeyFolder:
         """Raises RequestError 404 if there is none."""
@@ -220,28 +213,13 @@ class Batches:
             ids = list_ids() if ascending else list_ids()[::-1]
             if after is not None:  # it may have been deleted meanwhile
                 ids = [id for id in ids if id != after and (id > after) == ascending]
-            return _first(limit + 1, map(read, ids), purpose)
+            entries = filter(None, map(read, ids))
+            return list(islice((entry for entry in entries if purpose in (None, entry.get("purpose"))), limit + 1))
 
         entries = await asyncio.to_thread(found)
         shown = entries[:limit]
-        page = {
-            "object": "list",
-            "data": NestedList(shown),
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(entries) > limit,
-        }
+        page = list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > limit)
         return LongJson(self._state.turns, json_pieces(page))
-
-
-def _first(count: int, entries: Iterable[Fields | None], purpose: str | None) -> list[Fields]:
-    found: list[Fields] = []
-    for fields in entries:
-        if fields is not None and purpose in (None, fields.get("purpose")):
-            found.append(fields)
-            if len(found) == count:
-                break
-    return found
 
 
 async def _with_room[*P, R](function: Callable[[*P], R], *args: *P) -> R:
@@ -253,7 +231,6 @@ async def _with_room[*P, R](function: Callable[[*P], R], *args: *P) -> R:
 
 
 async def _receive(form: FormReader, upload: Upload) -> None:
-    """Writes a form's file."""
     held, num_bytes = bytearray(), 0
     async for piece in form.pieces():
         num_bytes += len(piece)
@@ -267,7 +244,6 @@ async def _receive(form: FormReader, upload: Upload) -> None:
 
 
 async def _text(form: FormReader, name: str) -> str:
-    """A form's field that is no file."""
     value = bytearray()
     async for piece in form.pieces():
         value += piece

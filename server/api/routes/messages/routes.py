@@ -2,75 +2,47 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import GenerationAnswer
-from server.api.request.body import BodyReader
+from server.api.answers.answer import GenerationAnswer, json_response
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.schemas import ChatRequest
-from server.api.route import EVENTS, JSON, ApiRoute
+from server.api.route import EVENTS, JSON
+from server.api.routes.endpoints import route
 from server.api.routes.messages.schemas import COUNT_FIELDS, MESSAGES_FIELDS, CountRequest, MessagesRequest
 from server.api.routes.messages.translation import chat_request
 from server.api.routes.messages.writer import ANTHROPIC_ERRORS, MessagesWriter
 from server.api.state import ServerState
-from server.http.encoding import encode_json
 
 PATH = "/v1/messages"
 
 
-def messages_routes(state: ServerState) -> list[ApiRoute]:
-    """The routes of Anthropic's API."""
-    messages = Messages(state)
-    return [
-        ApiRoute(
-            path=PATH,
-            endpoint=messages.create,
-            method="POST",
-            generates=True,
-            body=MessagesRequest,
-            media_types=(JSON, EVENTS),
-            errors=ANTHROPIC_ERRORS,
-            summary="Answers a conversation, in Anthropic's form.",
-        ),
-        ApiRoute(
-            path=f"{PATH}/count_tokens",
-            endpoint=messages.count_tokens,
-            method="POST",
-            body=CountRequest,
-            errors=ANTHROPIC_ERRORS,
-            summary="How many tokens a conversation has.",
-        ),
-    ]
-
-
 class Messages:
-    """Answers the routes of `messages_routes`."""
+    """Answers the routes of Anthropic's API."""
+
+    route_options: ClassVar = {"errors": ANTHROPIC_ERRORS}
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        strict = state.settings.strict_fields
-        self._reader = BodyReader(MessagesRequest, MESSAGES_FIELDS, strict=strict)
-        self._count_reader = BodyReader(CountRequest, COUNT_FIELDS, strict=strict)
 
-    async def create(self, request: Request) -> Response:
-        """Answers a conversation, whole or streamed."""
-        state = self._state
-        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
-        strict = state.settings.strict_fields
+    @route(f"POST {PATH}", MESSAGES_FIELDS, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
+    async def create(self, request: Request, body: MessagesRequest, raw: bytes) -> Response:
+        """Answers a conversation, in Anthropic's form."""
+        state, strict = self._state, self._state.settings.strict_fields
         chat = await self._translated(body, len(raw))
         generation, plan = await start_chat(state, chat, request, id_prefix="msg", lowers_max_tokens=not strict)
         writer = MessagesWriter(generation, plan.generation.head)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
-    async def count_tokens(self, request: Request) -> Response:
-        """The number of a prompt's tokens. Nothing is generated."""
-        state = self._state
-        body, raw = await self._count_reader.read_with_bytes(request, state.body_limits, state.threads)
-        await state.find_model(body.model)
+    @route(f"POST {PATH}/count_tokens", COUNT_FIELDS, with_bytes=True)
+    async def count_tokens(self, request: Request, body: CountRequest, raw: bytes) -> Response:
+        """How many tokens a conversation has."""
+        await self._state.find_model(body.model)
         chat = await self._translated(body, len(raw))
-        answer = {"input_tokens": await count_tokens(state, chat)}
-        return Response(encode_json(answer), media_type="application/json")
+        return json_response({"input_tokens": await count_tokens(self._state, chat)})
 
     async def _translated(self, body: CountRequest, size: int) -> ChatRequest:
         return await self._state.threads.in_thread(size, chat_request, body, strict=self._state.settings.strict_fields)

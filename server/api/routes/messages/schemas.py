@@ -6,17 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from server.api.request.fields import (
-    NO_OTHER_INPUT,
-    NO_PLUG_INS,
-    NO_SHORTER,
-    NO_TRANSFER,
-    NO_WATERMARKS,
-    TOOL_WITHOUT_EFFECT,
-    FieldTable,
-    Refused,
-    of_other_routes,
-)
+from server.api.request.fields import GENERATION, NO_SHORTER, TOOL_WITHOUT_EFFECT, FieldTable, Refused, of_other_routes
 from server.api.request.schemas import ITEMS, STOPS, Declared
 
 
@@ -144,14 +134,10 @@ _INNER = {
 _REFUSED = {
     "container": Refused("running code is not supported yet"),
     "context_management": NO_SHORTER,
-    "ec_transfer_params": NO_TRANSFER,
-    "kv_transfer_params": NO_TRANSFER,
     "mcp_servers": Refused("servers of tools are not supported yet"),
     "output_format": Refused("this older form of `output_config.format` is not supported yet"),
-    "return_mm_kwargs": NO_OTHER_INPUT,
-    "vllm_xargs": NO_PLUG_INS,
-    "watermarking": NO_WATERMARKS,
 }
+_ALSO_COUNTED = ("ec_transfer_params", "kv_transfer_params", "return_mm_kwargs", "vllm_xargs", "watermarking")
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
 
 MESSAGES_FIELDS = FieldTable(
@@ -159,5 +145,10 @@ MESSAGES_FIELDS = FieldTable(
     refused=of_other_routes(MessagesRequest) | _REFUSED,
     without_effect=_WITHOUT_EFFECT,
     inner=_INNER,
-)  # fmt: skip
-COUNT_FIELDS = FieldTable(kind=CountRequest, refused=_REFUSED, without_effect=_WITHOUT_EFFECT, inner=_INNER)
+)
+COUNT_FIELDS = FieldTable(
+    kind=CountRequest,
+    refused=_REFUSED | {name: GENERATION[name] for name in _ALSO_COUNTED},
+    without_effect=_WITHOUT_EFFECT,
+    inner=_INNER,
+)

@@ -10,7 +10,7 @@ import msgspec
 from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS
 from server.api.request.schemas import ChatRequest, FunctionCall, Message, ToolCall
-from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
+from server.api.request.tools import MAX_TOOLS_BYTES, function_tool, log_left_out, served_tools
 from server.api.routes.messages.schemas import (
     Block,
     CountRequest,
@@ -20,11 +20,12 @@ from server.api.routes.messages.schemas import (
     MessageToolChoice,
     Source,
 )
-from server.http.request_error import invalid, unsupported
+from server.http.request_error import given, invalid, unsupported
 
 _tools = msgspec.json.Decoder(list[MessageTool] | None)
 # Claude Code's first block. Its value changes with each request, and no cached prefix would be found after it.
 BILLING = "x-anthropic-billing-header:"
+_SAME = "stream temperature top_p top_k seed ignore_eos cache_salt priority timeout_s".split()  # in both routes
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -54,17 +55,7 @@ def chat_request(body: CountRequest, *, strict: bool) -> ChatRequest:
     )
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
-        for name in (
-            "stream",
-            "temperature",
-            "top_p",
-            "top_k",
-            "seed",
-            "ignore_eos",
-            "cache_salt",
-            "priority",
-            "timeout_s",
-        ):
+        for name in _SAME:
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
         if body.thinking is not None:
@@ -123,9 +114,7 @@ def _messages(where: str, turn: InputMessage) -> Iterable[Message]:
 
 
 def _call(where: str, block: Block) -> ToolCall:
-    if block.name is None:
-        raise invalid(f"{where}.name", "is missing")
-    return ToolCall(FunctionCall(block.name, block.input or {}), block.id)
+    return ToolCall(FunctionCall(given(f"{where}.name", block.name), block.input or {}), block.id)
 
 
 def _system(content: str | list[Block]) -> str:
@@ -151,19 +140,17 @@ def _block_text(where: str, block: Block, *, is_result: bool = False) -> str:
     Args:
         is_result: the block is what a tool gave. What is not text is left out in words: the rest may be enough.
     """
-    source = block.source
+    source = given(f"{where}.source", block.source) if block.type == "document" else block.source
     match block.type:
         case "text":
-            return _given(f"{where}.text", block.text)
+            return given(f"{where}.text", block.text)
         case "tool_reference":
-            return _given(f"{where}.tool_name", block.tool_name)
+            return given(f"{where}.tool_name", block.tool_name)
         case "search_result":
             texts = _inner_texts(f"{where}.content", block.content, is_result=is_result)
             return _lines(block.title, source if isinstance(source, str) else None, *texts)
-        case "document" if source is None:
-            raise invalid(f"{where}.source", "is missing")
         case "document" if isinstance(source, Source) and source.type == "text":
-            return _lines(block.title, block.context, _given(f"{where}.source.data", source.data))
+            return _lines(block.title, block.context, given(f"{where}.source.data", source.data))
         case "document" if isinstance(source, Source) and source.type == "content":
             texts = _inner_texts(f"{where}.source.content", source.content, is_result=is_result)
             return _lines(block.title, block.context, *texts)
@@ -177,7 +164,7 @@ def _inner_texts(where: str, content: str | list[Block] | None, *, is_result: bo
     if isinstance(content, str):
         return [content]
     return (
-        _given(f"{where}.{i}.text", block.text)
+        given(f"{where}.{i}.text", block.text)
         if block.type == "text"
         else _left_out(f"{where}.{i}", block, is_result=is_result)
         for i, block in enumerate(content)
@@ -195,33 +182,16 @@ def _lines(*parts: str | None) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _given(where: str, text: str | None) -> str:
-    if text is None:
-        raise invalid(where, "is missing")
-    return text
-
-
 def _chat_tools(body: CountRequest, *, strict: bool) -> msgspec.Raw | msgspec.UnsetType:
     """Tools that Anthropic's own server runs, or whose parameters only its models know, are left out."""
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES)
     if not tools:
         return msgspec.UNSET
-    served = []
-    for i, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            if strict:
-                raise unsupported(f"tools.{i}.type", f"tools of the type `{tool.type[:40]}` are")
-            continue
-        if tool.name is None:
-            raise invalid(f"tools.{i}.name", "is missing")
-        served.append(_chat_tool(tool))
-    log_left_out([tool.type for tool in tools if tool.type not in (None, "custom")])
-    return msgspec.Raw(msgspec.json.encode(served))
-
-
-def _chat_tool(tool: MessageTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description}
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema, "strict": tool.strict}}
+    left_out: set[str] = set()
+    served = served_tools("tools", tools, (None, "custom"), left_out, strict=strict)
+    log_left_out(left_out)
+    chat_tools = [function_tool(tool.name, tool.description, tool.input_schema, tool.strict) for tool in served]
+    return msgspec.Raw(msgspec.json.encode(chat_tools))
 
 
 def _chat_tool_choice(choice: MessageToolChoice | None) -> str | dict[str, Any] | None:

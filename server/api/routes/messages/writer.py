@@ -13,7 +13,7 @@ from starlette.responses import Response
 from server.api.answers.writer import AnswerHead
 from server.api.route import ErrorForm
 from server.engine.generation import CUT, Choice, Gain, Generation
-from server.http.encoding import LongText, NestedList, encode_json, json_pieces
+from server.http.encoding import LongText, NestedList, encode_json, event_pieces, json_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
@@ -46,12 +46,11 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
 
 
-def error_response(error: RequestError) -> Response:
-    """The answer to a refused request, in Anthropic's form."""
+def _response(error: RequestError) -> Response:
     return Response(encode_json(error_body(error)), error.status, error.headers(), "application/json")
 
 
-ANTHROPIC_ERRORS = ErrorForm(name="AnthropicError", schema=_ERROR_SCHEMA, response=error_response)
+ANTHROPIC_ERRORS = ErrorForm(name="AnthropicError", schema=_ERROR_SCHEMA, response=_response)
 
 
 class MessagesWriter:
@@ -162,4 +161,4 @@ def _usage(choice: Choice) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> Iterable[bytes]:
-    return chain((f"event: {kind}\ndata: ".encode(),), json_pieces({"type": kind, **fields}), (b"\n\n",))
+    return event_pieces({"type": kind, **fields}, kind)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import STREAM_HEADERS, unenforced_header, until_disconnect
+from server.api.answers.answer import STREAM_HEADERS, Sent, unenforced_header, while_connected
 
 END = b"\n\n"  # of an event; JSON has no line feeds
 BYTES_OF_AN_EVENT = 150  # in memory, besides its text
@@ -63,20 +63,15 @@ class EventLog:
             await self._changed.wait()
 
 
-class LoggedEvents(Response):
-    """Sends the events of a log from a number on. The response goes on if the client goes away."""
+def logged_events(log: EventLog, first: int = 0, *, unenforced: Sequence[str] = ()) -> Response:
+    """The events of a log from a number on. The response goes on if the client goes away."""
+    headers = [*STREAM_HEADERS, *unenforced_header(unenforced)]
 
-    def __init__(self, log: EventLog, first: int = 0, *, unenforced: Sequence[str] = ()) -> None:
-        self._log = log
-        self._first = first
-        self._fields = [*STREAM_HEADERS, *unenforced_header(unenforced)]
-        self.background = None
+    async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
+        async with while_connected(receive):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for block in log.read_from(first):
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(self._send(send), receive)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._fields})
-        async for block in self._log.read_from(self._first):
-            await send({"type": "http.response.body", "body": block, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return Sent(send_all)

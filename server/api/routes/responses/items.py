@@ -8,9 +8,9 @@ from itertools import islice
 from sys import getsizeof
 from typing import Any
 
-from server.api.request.kept_objects import is_ascending, page_size
+from server.api.request.kept_objects import is_ascending, list_object, page_size
 from server.api.request.schemas import ContentPart, FunctionCall, Message, ToolCall
-from server.http.encoding import LongText, NestedList
+from server.http.encoding import LongText
 from server.http.request_error import invalid
 
 MAX_SHOWN = 100  # of one page
@@ -110,13 +110,7 @@ def items_page(items: Sequence[KeptItem], query: Mapping[str, str]) -> dict[str,
 
 def items_list(items: Sequence[KeptItem], *, has_more: bool = False) -> dict[str, Any]:
     """The list object of these items."""
-    return {
-        "object": "list",
-        "data": NestedList(item.fields() for item in items),
-        "first_id": items[0].id if items else None,
-        "last_id": items[-1].id if items else None,
-        "has_more": has_more,
-    }
+    return list_object([item.id for item in items], (item.fields() for item in items), has_more=has_more)
 
 
 def input_item(id: str, message: Message) -> dict[str, Any]:

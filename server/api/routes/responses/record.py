@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from sys import getsizeof
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from server.api.answers.logprobs import chat_entries
 from server.api.request.schemas import Message
 from server.api.routes.responses.event_log import EventLog
 from server.api.routes.responses.items import (
@@ -24,17 +25,39 @@ from server.api.routes.responses.items import (
     message_size,
     one_by_one,
 )
-from server.api.routes.responses.scores import ScoreWriter, num_bytes_of
 from server.api.routes.responses.translation import CUSTOM_INPUT, SeenTool, call_message
 from server.engine.generation import CUT, Choice, ScoredToken
-from server.http.encoding import LongText, NestedList
+from server.http.encoding import LongList, LongText, NestedList, list_of
 from server.http.request_error import RequestError
+from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 INCOMPLETE, CANCELLED, FAILED = "incomplete", "cancelled", "failed"
 RESPONSE_PREFIX = "resp-"  # of its id
+BYTES_OF_A_TOKEN = 300  # about what a scored token takes in memory besides its most likely tokens
 LIMIT_REACHED = {"reason": "max_output_tokens"}
+
+
+class ScoreWriter:
+    """Writes scored tokens with their `num_top` most likely ones."""
+
+    def __init__(self, tokenizer: ByteLevelTokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self.num_top = num_top
+
+    def whole(self, scored: Sequence[ScoredToken]) -> list[Any] | LongList:
+        """`logprobs` of a whole text."""
+        return list_of(chat_entries(self._tokenizer, scored, self.num_top), len(scored))
+
+    def in_event(self, scored: Sequence[ScoredToken]) -> list[Any] | LongList:
+        """`logprobs` of an event. Tokens are without their bytes."""
+        return list_of(self._without_bytes(scored), len(scored))
+
+    def _without_bytes(self, scored: Sequence[ScoredToken]) -> Iterator[dict[str, Any]]:
+        for entry in chat_entries(self._tokenizer, scored, self.num_top):
+            top = [{"token": each["token"], "logprob": each["logprob"]} for each in entry["top_logprobs"]]
+            yield {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
 
 
 def item_id(prefix: str, response_id: str, number: int) -> str:
@@ -221,7 +244,7 @@ class ResponseRecord:
     @property
     def num_bytes(self) -> int:
         """The size of the record in memory, approximately."""
-        scored = sum(num_bytes_of(item.scored) for item in self.items if isinstance(item, TextItem))
+        scored = sum(_num_bytes_of(item.scored) for item in self.items if isinstance(item, TextItem))
         logged = 0 if self.log is None else self.log.num_bytes
         return self._num_bytes + scored + logged + sum(getsizeof(item.text) for item in self.items)
 
@@ -341,8 +364,14 @@ class ResponseRecord:
             message = call_message(item.call_id, item.name, item.text, item.namespace)
         elif isinstance(item, TextItem):
             message = Message("assistant", item.text)
-            num_bytes += num_bytes_of(item.scored)
+            num_bytes += _num_bytes_of(item.scored)
         return KeptItem(item.id, message, num_bytes, partial(item.fields, self.item_status(item)))
+
+
+def _num_bytes_of(scored: Sequence[ScoredToken]) -> int:
+    """Their size in memory, approximately."""
+    sizes = (len(token.scores.top_ids) + len(token.scores.top_logprobs) for token in scored if token.scores)
+    return BYTES_OF_A_TOKEN * len(scored) + sum(sizes)
 
 
 def _usage(choice: Choice) -> dict[str, Any]:

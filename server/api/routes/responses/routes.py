@@ -7,32 +7,31 @@ of a conversation, goes on to the process that keeps it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from sys import getsizeof
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import GenerationAnswer, LongJson, json_response, unenforced_header
-from server.api.answers.forwarded import ForwardedAnswer
-from server.api.request.body import BodyReader
+from server.api.answers.answer import GenerationAnswer, LongJson, Sent, json_response, unenforced_header
+from server.api.answers.forwarded import forwarded
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.kept_objects import check_metadata
 from server.api.request.schemas import ChatRequest, Message
 from server.api.route import EVENTS, JSON, ApiRoute
-from server.api.routes.responses.background import make_in_background
+from server.api.routes.endpoints import route, routes_of
 from server.api.routes.responses.conversation import Conversation, new_items
-from server.api.routes.responses.conversation_routes import conversation_routes, find_conversation
-from server.api.routes.responses.event_log import EventLog, LoggedEvents
+from server.api.routes.responses.conversation_routes import Conversations, find_conversation
+from server.api.routes.responses.event_log import EventLog, logged_events
 from server.api.routes.responses.items import KeptItem, items_page, joined
-from server.api.routes.responses.record import CANCELLED, COMPLETED, INCOMPLETE, ResponseRecord
+from server.api.routes.responses.record import CANCELLED, COMPLETED, INCOMPLETE, ResponseRecord, ScoreWriter
 from server.api.routes.responses.schemas import RESPONSES_FIELDS, ConversationName, FunctionTool, ResponsesRequest
-from server.api.routes.responses.scores import ScoreWriter
 from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import (
     chat_request,
@@ -46,71 +45,42 @@ from server.api.routes.responses.translation import (
     seen_tools,
 )
 from server.api.routes.responses.writer import ResponsesWriter
-from server.api.state import ServerState, current_place
+from server.api.state import Place, ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
 from server.http.encoding import json_pieces
-from server.http.request_error import NOT_FOUND, RequestError, invalid
+from server.http.request_error import NOT_FOUND, RequestError, internal, invalid
+
+logger = logging.getLogger("pallas_serve")
 
 PATH = "/v1/responses"
+COUNTED_BYTES = 64 * 1024  # of events; the store counts them after each growth by this number
 BYTES_OF_A_BYTE = 5  # of JSON that is decoded
 
 
 def responses_routes(state: ServerState) -> list[ApiRoute]:
     """The routes of the Responses API, and of its conversations."""
     responses = Responses(state)
-    return [
-        *conversation_routes(state, responses.store),
-        ApiRoute(
-            path=PATH,
-            endpoint=responses.create,
-            method="POST",
-            generates=True,
-            body=ResponsesRequest,
-            media_types=(JSON, EVENTS),
-            summary="Answers an input, and keeps the answer.",
-        ),
-        ApiRoute(
-            path=f"{PATH}/input_tokens",
-            endpoint=responses.input_tokens,
-            method="POST",
-            body=ResponsesRequest,
-            summary="How many tokens an input has.",
-        ),
-        ApiRoute(
-            path=f"{PATH}/{{id}}",
-            endpoint=responses.retrieve,
-            media_types=(JSON, EVENTS),
-            summary="A response that was kept, or its events.",
-        ),
-        ApiRoute(path=f"{PATH}/{{id}}", endpoint=responses.delete, method="DELETE", summary="Forgets it."),
-        ApiRoute(path=f"{PATH}/{{id}}/input_items", endpoint=responses.input_items, summary="The input of a response."),
-        ApiRoute(
-            path=f"{PATH}/{{id}}/cancel", endpoint=responses.cancel, method="POST", summary="Ends one that is running."
-        ),
-    ]
+    return [*routes_of(Conversations(state, responses.store), state), *routes_of(responses, state)]
 
 
 class Responses:
-    """Answers the routes of `responses_routes`."""
+    """Answers the routes of responses."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = BodyReader(ResponsesRequest, RESPONSES_FIELDS, strict=state.settings.strict_fields)
         self.store = ResponseStore(on_drop=self._stop_unkept)
-        self._running: dict[str, Generation] = {}  # of responses that are stored
         self._tasks: set[asyncio.Task[None]] = set()  # of responses in the background
         state.keeps = self.store.__contains__
 
-    async def create(self, request: Request) -> Response:
-        """Answers an input, whole, streamed or in the background."""
+    @route(f"POST {PATH}", RESPONSES_FIELDS, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
+    async def create(self, request: Request, body: ResponsesRequest, raw: bytes) -> Response:
+        """Answers an input, and keeps the answer."""
         state = self._state
-        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
-        if (keeper := await self._keeper(request, _continued(body) or first_reference(body.input))) is not None:
-            forwarded = ForwardedAnswer(request, keeper, raw)
+        if (elsewhere := await forwarded(state, request, _named(body), raw)) is not None:
             if body.background:
                 current_place.get().leave_key()  # that process counts it
-            return forwarded
+            return elsewhere
         check_metadata(body.metadata)
         stores, in_background = body.store is not False, bool(body.background)
         if in_background and not stores:
@@ -142,17 +112,16 @@ class Responses:
             record.log = EventLog()
             record.log.add(writer.queued())
         if stores:
-            self._running[record.id] = generation
             self.store.put(record)
         if not in_background:
-            return _Answer(answer, lambda: self._leave(record))
+            return Sent(partial(self._send, record, answer))
         place = current_place.get()
         place.hold()
-        task = asyncio.create_task(make_in_background(record, answer, writer, self.store, place))
+        task = asyncio.create_task(_make_in_background(record, answer, writer, self.store, place))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if record.log is not None:
-            return LoggedEvents(record.log, unenforced=generation.unenforced)
+            return logged_events(record.log, unenforced=generation.unenforced)
         return self._shown(record, unenforced_header(generation.unenforced))
 
     async def _messages(
@@ -176,12 +145,12 @@ class Responses:
         )
         return tools, [*earlier, *messages], new, num_bytes + sum(item.num_bytes for item in new)
 
-    async def input_tokens(self, request: Request) -> Response:
-        """Counts the tokens of the prompt that the same body would give `create`."""
+    @route(f"POST {PATH}/input_tokens", RESPONSES_FIELDS, with_bytes=True)
+    async def input_tokens(self, request: Request, body: ResponsesRequest, raw: bytes) -> Response:
+        """How many tokens an input has."""
         state = self._state
-        body, raw = await self._reader.read_with_bytes(request, state.body_limits, state.threads)
-        if (keeper := await self._keeper(request, _continued(body) or first_reference(body.input))) is not None:
-            return ForwardedAnswer(request, keeper, raw)
+        if (elsewhere := await forwarded(state, request, _named(body), raw)) is not None:
+            return elsewhere
         await state.find_model(body.model)
         tools, messages, *_ = await self._messages(body, self._find_conversation(body))
         chat = chat_request(body, seen_tools(tools), messages)
@@ -189,46 +158,39 @@ class Responses:
             count = await count_tokens(state, chat)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
-    async def _keeper(self, request: Request, id: str | None) -> Path | None:
-        """The other process that keeps the response. None: this one does, or none."""
-        return await self.store.keeper_of(id, request, self._state.peers)
-
+    @route(f"GET {PATH}/{{id}}", is_kept=True, media_types=(JSON, EVENTS))
     async def retrieve(self, request: Request) -> Response:
-        """A stored response, or its events."""
+        """A response that was kept, or its events."""
         first = first_event(request.query_params)
-        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
-            return ForwardedAnswer(request, keeper)
         record = self._find(request)
         if first is None:
             return self._shown(record)
         if record.log is None:
             raise invalid("stream", "only a response made with `background` and `stream` keeps its events")
-        return LoggedEvents(record.log, first)
+        return logged_events(record.log, first)
 
+    @route(f"DELETE {PATH}/{{id}}", is_kept=True)
+    async def delete(self, request: Request) -> Response:
+        """Forgets it."""
+        record = self._find(request)
+        self.store.remove(record.id)
+        self._stop_unkept(record)
+        return json_response({"id": record.id, "object": "response", "deleted": True})
+
+    @route(f"GET {PATH}/{{id}}/input_items", is_kept=True)
     async def input_items(self, request: Request) -> Response:
-        """The input of a stored response, in pages."""
-        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
-            return ForwardedAnswer(request, keeper)
+        """The input of a response."""
         record = self._find(request)
         items = await self._state.threads.in_thread(record.input_work, record.input_items)
         page = items_page(items, request.query_params)
         return LongJson(self._state.turns, json_pieces(page))
 
-    async def delete(self, request: Request) -> Response:
-        """Forgets a stored response."""
-        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
-            return ForwardedAnswer(request, keeper)
-        record = self._find(request)
-        self.store.remove(record.id)
-        self._stop_unkept(record)
-        answer = {"id": record.id, "object": "response", "deleted": True}
-        return LongJson(self._state.turns, json_pieces(answer))
-
+    @route(f"POST {PATH}/{{id}}/cancel", is_kept=True)
     async def cancel(self, request: Request) -> Response:
-        """Ends a response that is being generated. The connection of the response gets an error. One in the background
-        stays as it is if it is over."""
-        if (keeper := await self._keeper(request, request.path_params["id"])) is not None:
-            return ForwardedAnswer(request, keeper)
+        """Ends one that is running.
+
+        The connection of the response gets an error. One in the background stays as it is if it is over.
+        """
         record = self._find(request)
         if record.is_over and record.status != CANCELLED and not record.is_background:
             raise RequestError(400, f"The response is over: {record.status}.", code="response_not_cancellable")
@@ -236,9 +198,10 @@ class Responses:
         return self._shown(record)
 
     def _stop(self, record: ResponseRecord) -> None:
-        record.cancel()
-        if (generation := self._running.pop(record.id, None)) is not None:
+        generation = self._state.generations.get(record.id)
+        if generation is not None and not record.is_over:
             generation.fail(RequestError(409, "The response was cancelled.", code="response_cancelled"))
+        record.cancel()
 
     def _stop_unkept(self, kept: Kept) -> None:
         """Nobody can ask for a response in the background that is not kept any more."""
@@ -246,8 +209,8 @@ class Responses:
             self._stop(kept)
 
     def _shown(self, record: ResponseRecord, headers: Sequence[tuple[bytes, bytes]] = ()) -> Response:
-        generation = self._running.get(record.id)
-        if generation is not None and generation.choices[0].num_tokens:
+        generation = self._state.generations.get(record.id)
+        if isinstance(generation, Generation) and generation.choices[0].num_tokens:
             record.begin()
         return LongJson(self._state.turns, json_pieces(record.body()), headers=headers)
 
@@ -260,15 +223,13 @@ class Responses:
         return record
 
     def _find_conversation(self, body: ResponsesRequest) -> Conversation | None:
-        """The conversation that the request continues."""
         if body.conversation is None:
             return None
         if body.previous_response_id is not None:
             raise invalid("previous_response_id", "is not allowed when `conversation` is given")
-        return find_conversation(self.store, _continued(body) or "", "conversation")
+        return find_conversation(self.store, _named(body) or "", "conversation")
 
     def _previous(self, id: str) -> ResponseRecord:
-        """The response that the request continues."""
         record = self.store.response(id, current_key.get())
         if record is None:
             message = f"previous_response_id: there is no response with the id {id[:100]!r}."
@@ -278,37 +239,24 @@ class Responses:
         return record
 
     def _end(self, record: ResponseRecord, conversation: Conversation | None, new: list[KeptItem]) -> None:
-        self._running.pop(record.id, None)
         self.store.put_again(record)
         if conversation is not None and record.status in (COMPLETED, INCOMPLETE):
             self.store.add_items(conversation, [*new, *record.output_items()])
 
-    def _leave(self, record: ResponseRecord) -> None:
-        """The connection has ended: a response that is not complete by now is cancelled."""
-        self._running.pop(record.id, None)
-        record.cancel()
-
-
-class _Answer(Response):
-    """An answer. `on_done` is called when it has been sent or its client has disconnected."""
-
-    def __init__(self, answer: Response, on_done: Callable[[], None]) -> None:
-        self._answer = answer
-        self._on_done = on_done
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send(
+        self, record: ResponseRecord, answer: GenerationAnswer, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """A response that is not complete when its connection has ended is cancelled."""
         try:
-            await self._answer(scope, receive, send)
+            await answer(scope, receive, send)
         finally:
-            self._on_done()
+            record.cancel()
 
 
-def _continued(body: ResponsesRequest) -> str | None:
-    """The id of what the request continues."""
-    if isinstance(body.conversation, ConversationName):
-        return body.conversation.id
-    return body.conversation or body.previous_response_id
+def _named(body: ResponsesRequest) -> str | None:
+    """The id of what the request continues, or of the first item that it names."""
+    continued = body.conversation.id if isinstance(body.conversation, ConversationName) else body.conversation
+    return continued or body.previous_response_id or first_reference(body.input)
 
 
 def _translated(
@@ -354,3 +302,49 @@ def _repeated(
         "truncation": body.truncation or "disabled",
         "background": bool(body.background),
     }
+
+
+async def _make_in_background(
+    record: ResponseRecord, answer: GenerationAnswer, writer: ResponsesWriter, store: ResponseStore, place: Place
+) -> None:
+    """The answer goes to the record's log, or to nobody: the record has what it says.
+
+    Args:
+        store: has the record, and counts its growth.
+        place: is held for it, and released in the end.
+    """
+    log = record.log
+    num_counted = 0  # bytes of the log
+
+    async def send(message: AsgiMessage) -> None:
+        nonlocal num_counted
+        if log is not None and message["type"] == "http.response.body":
+            log.add(message["body"])
+            if log.num_bytes >= num_counted + COUNTED_BYTES:
+                num_counted = log.num_bytes
+                store.put_again(record)
+
+    def fail(error: RequestError) -> None:
+        events = writer.failed(error)
+        if log is not None:
+            log.add(events)
+
+    try:
+        await answer({}, _never, send)
+    except RequestError as error:
+        error.__traceback__ = None  # its frames hold the generation
+        fail(error)
+    except Exception:
+        logger.exception("response %s failed", record.id)
+        fail(internal("The server has failed on this request."))
+    finally:
+        if log is not None:
+            log.close()
+        store.put_again(record)
+        place.release()
+
+
+async def _never() -> AsgiMessage:
+    """The messages of a client that is not there."""
+    forever: asyncio.Future[AsgiMessage] = asyncio.get_running_loop().create_future()
+    return await forever

@@ -8,13 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from server.api.request.fields import (
-    NO_EFFORT,
-    NO_OTHER_INPUT,
-    NO_PLUG_INS,
     NO_SHORTER,
-    NO_TRANSFER,
     NO_VERBOSITY,
-    NO_WATERMARKS,
     TOOL_WITHOUT_EFFECT,
     FieldTable,
     Refused,
@@ -141,19 +136,10 @@ RESPONSES_FIELDS = FieldTable(
     refused=of_other_routes(ResponsesRequest, but=_WITHOUT_EFFECT)
     | {
         "context_management": NO_SHORTER,
-        "ec_transfer_params": NO_TRANSFER,
         "enable_response_messages": Refused("messages in the template's form are not shown yet"),
-        "kv_transfer_params": NO_TRANSFER,
-        "media_io_kwargs": NO_OTHER_INPUT,
-        "mm_processor_kwargs": NO_OTHER_INPUT,
-        "moderation": Refused("moderation is not supported yet"),
         "previous_input_messages": Refused("messages in the template's form are not read yet; there is `input`"),
         "prompt": Refused("templates of prompts are not supported yet"),
-        "reasoning": NO_EFFORT,
         "request_id": Refused("ids of responses are made by the server: they must be unique"),
-        "return_mm_kwargs": NO_OTHER_INPUT,
-        "vllm_xargs": NO_PLUG_INS,
-        "watermarking": NO_WATERMARKS,
     },
     without_effect=_WITHOUT_EFFECT,
     inner={

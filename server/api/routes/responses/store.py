@@ -3,13 +3,9 @@ that made it. With several HTTP processes, each keeps its own."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
-from starlette.requests import Request
-
-from server.api.peers import FORWARDED, Peers
 from server.api.routes.responses.conversation import Conversation
 from server.api.routes.responses.items import KeptItem
 from server.api.routes.responses.record import ResponseRecord, response_of_item
@@ -37,34 +33,32 @@ class ResponseStore:
         self._max_kept = max_kept
         self._max_bytes = max_bytes
         self._on_drop = on_drop
-        self._owners: dict[str, bytes] = {}
-        self._kept: defaultdict[bytes, OrderedDict[str, Kept]] = defaultdict(OrderedDict)  # by owner
+        self._kept: OrderedDict[str, Kept] = OrderedDict()  # the newest last
         self._sizes: dict[str, int] = {}
-        self._num_bytes: Counter[bytes] = Counter()  # by owner
+        self._num_bytes = 0
         self._conversations: dict[str, str] = {}  # their ids, by those of their items
 
     def put(self, kept: Kept) -> None:
         """Stores it as the newest. Call it again when it has grown."""
-        if kept.id not in self._owners and isinstance(kept, Conversation):
+        if kept.id not in self._kept and isinstance(kept, Conversation):
             self._conversations |= dict.fromkeys(kept.items, kept.id)
-        self._owners[kept.id] = kept.owner
-        self._kept[kept.owner][kept.id] = kept
-        self._kept[kept.owner].move_to_end(kept.id)
-        self._num_bytes[kept.owner] += kept.num_bytes - self._sizes.get(kept.id, 0)
+        self._kept[kept.id] = kept
+        self._kept.move_to_end(kept.id)
+        self._num_bytes += kept.num_bytes - self._sizes.get(kept.id, 0)
         self._sizes[kept.id] = kept.num_bytes
-        while len(self._owners) > self._max_kept:
-            self._drop_oldest(max(self._kept, key=lambda owner: len(self._kept[owner])))
-        while self._num_bytes.total() > self._max_bytes:
-            self._drop_oldest(max(self._kept, key=self._num_bytes.__getitem__))
+        while len(self._kept) > self._max_kept:
+            self._drop_oldest(lambda id: 1)
+        while self._num_bytes > self._max_bytes:
+            self._drop_oldest(self._sizes.__getitem__)
 
     def put_again(self, kept: Kept) -> None:
         """Stores what has grown, unless it has been removed meanwhile."""
-        if kept.id in self._owners:
+        if kept.id in self._kept:
             self.put(kept)
 
     def add_items(self, conversation: Conversation, items: Sequence[KeptItem]) -> None:
         """Adds items to a conversation, unless it has been removed meanwhile."""
-        if conversation.id in self._owners:
+        if conversation.id in self._kept:
             conversation.add(items)
             self._conversations |= {item.id: conversation.id for item in items}
             self.put(conversation)
@@ -105,31 +99,30 @@ class ResponseStore:
         return kept if isinstance(kept, Conversation) else None
 
     def _get(self, id: str, owner: bytes) -> Kept | None:
-        return self._kept[owner].get(id) if self._owners.get(id) == owner else None
+        kept = self._kept.get(id)
+        return None if kept is None or kept.owner != owner else kept
 
     def __contains__(self, id: str) -> bool:
         """Whether it is kept, whoever made it: a response, a conversation, or an item of one."""
-        return id in self._owners or id in self._conversations or response_of_item(id) in self._owners
-
-    async def keeper_of(self, id: str | None, request: Request, peers: Peers | None) -> Path | None:
-        """The other process that keeps it. None: this one does, or none."""
-        if id is None or peers is None or FORWARDED in request.scope or id in self:
-            return None
-        return await peers.keeper_of(id)
+        return id in self._kept or id in self._conversations or response_of_item(id) in self._kept
 
     def remove(self, id: str) -> bool:
         """Returns whether it was there."""
-        owner = self._owners.pop(id, None)
-        if owner is None:
+        kept = self._kept.pop(id, None)
+        if kept is None:
             return False
-        self._num_bytes[owner] -= self._sizes.pop(id)
-        kept = self._kept[owner].pop(id)
+        self._num_bytes -= self._sizes.pop(id)
         if isinstance(kept, Conversation):
             for item_id in kept.items:
                 del self._conversations[item_id]
         return True
 
-    def _drop_oldest(self, owner: bytes) -> None:
-        oldest = next(iter(self._kept[owner].values()))
+    def _drop_oldest(self, weight: Callable[[str], int]) -> None:
+        """Drops the oldest of the key that has most by this weight."""
+        held: Counter[bytes] = Counter()
+        for id, kept in self._kept.items():
+            held[kept.owner] += weight(id)
+        owner = max(held, key=held.__getitem__)
+        oldest = next(kept for kept in self._kept.values() if kept.owner == owner)
         self.remove(oldest.id)
         self._on_drop(oldest)

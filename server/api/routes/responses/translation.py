@@ -14,11 +14,11 @@ from starlette.datastructures import QueryParams
 from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
-from server.api.request.tools import MAX_TOOLS_BYTES, log_left_out
+from server.api.request.tools import MAX_TOOLS_BYTES, function_tool, log_left_out, served_tools
 from server.api.routes.responses.items import CHARS_OF_AN_ITEM, KeptItem, NamespacedCall, seen_name
 from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
 from server.api.worker_threads import LONG_WORK
-from server.http.request_error import NOT_FOUND, RequestError, invalid, unsupported
+from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 # chat's names -> the names of this route
 _OTHER_NAMES = {
@@ -83,27 +83,11 @@ def read_function_tools(body: ResponsesRequest, *, strict: bool) -> list[Functio
     """
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES) or []
     left_out: set[str] = set()
-    served = _served("tools", tools, left_out, strict=strict, kinds=(*_CALLED, "namespace"))
-    log_left_out(left_out)
-    return served
-
-
-def _served(
-    where: str, tools: Sequence[FunctionTool], left_out: set[str], *, strict: bool, kinds: Sequence[str]
-) -> list[FunctionTool]:
-    """The tools of these kinds. The types of the others are added to `left_out`."""
-    served = []
+    served = served_tools("tools", tools, (*_CALLED, "namespace"), left_out, strict=strict)
     for i, tool in enumerate(tools):
-        if tool.type not in kinds:
-            if strict:
-                raise unsupported(f"{where}.{i}.type", f"tools of the type `{tool.type[:40]}` are")
-            left_out.add(tool.type)
-            continue
-        if tool.name is None:
-            raise invalid(f"{where}.{i}.name", "is missing")
         if tool.type == "namespace":
-            tool.tools = _served(f"{where}.{i}.tools", tool.tools or [], left_out, strict=strict, kinds=_CALLED)
-        served.append(tool)
+            tool.tools = served_tools(f"tools.{i}.tools", tool.tools or [], _CALLED, left_out, strict=strict)
+    log_left_out(left_out)
     return served
 
 
@@ -201,8 +185,7 @@ def _chat_tools(body: ResponsesRequest, tools: Sequence[SeenTool]) -> msgspec.Ra
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     parameters = _input_schema(tool.format or {}) if tool.type == "custom" else tool.parameters
-    function = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
-    return {"type": "function", "function": function}
+    return function_tool(tool.name, tool.description, parameters, tool.strict)
 
 
 def _input_schema(form: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,8 +293,7 @@ def item_messages(
 
 def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Message | None:
     """None: the template shows nothing of it."""
-    if id is None:
-        raise invalid(where, "is missing")
+    id = given(where, id)
     if id not in kept:
         message = f"Item with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
         raise RequestError(404, message, type=NOT_FOUND, param=where)
@@ -330,10 +312,9 @@ def _message(where: str, item: InputItem) -> Message:
     kind = item.type or "message"
     match kind:
         case "message":
-            if item.role is None:
-                raise invalid(f"{where}.role", "is missing")
-            check_role(f"{where}.role", item.role)
-            return Message(item.role, _content(f"{where}.content", item.content))
+            role = given(f"{where}.role", item.role)
+            check_role(f"{where}.role", role)
+            return Message(role, _content(f"{where}.content", item.content))
         case "function_call":
             if item.name is None or item.call_id is None or item.arguments is None:
                 raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
@@ -363,7 +344,7 @@ def _content(where: str, content: str | list[InputPart] | None) -> str | list[Co
     for i, part in enumerate(content):
         if part.type not in _PART_TYPES:
             raise unsupported(f"{where}.{i}", f"content of the type `{part.type[:40]}` is")
-        if (part.refusal if part.type == "refusal" else part.text) is None:
-            raise invalid(f"{where}.{i}.{_PART_TYPES[part.type]}", "is missing")
-        parts.append(ContentPart(_PART_TYPES[part.type], part.text, part.refusal))
+        kind = _PART_TYPES[part.type]
+        given(f"{where}.{i}.{kind}", part.refusal if kind == "refusal" else part.text)
+        parts.append(ContentPart(kind, part.text, part.refusal))
     return parts

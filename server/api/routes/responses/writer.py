@@ -17,7 +17,7 @@ from server.api.routes.responses.record import (
     ResponseRecord,
 )
 from server.engine.generation import Choice, Gain, Generation
-from server.http.encoding import LongText, json_pieces
+from server.http.encoding import LongText, event_pieces, json_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import Piece
 
@@ -135,13 +135,7 @@ class ResponsesWriter:
         for event in events:
             numbered.append(event | {"sequence_number": self._num_events})
             self._num_events += 1
-        return chain.from_iterable(map(_event_pieces, numbered))
-
-
-def _event_pieces(event: dict[str, Any]) -> Iterator[bytes]:
-    yield f"event: {event['type']}\ndata: ".encode()
-    yield from json_pieces(event)
-    yield b"\n\n"
+        return chain.from_iterable(event_pieces(event, event["type"]) for event in numbered)
 
 
 def _item_place(item: Item) -> dict[str, Any]:

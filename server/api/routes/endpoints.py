@@ -1,0 +1,99 @@
+"""Routes as methods: `@route` before a method declares its route, and `routes_of` makes the routes of an object.
+
+    class Admin:
+        @route("POST /log_level", LogLevelRequest, access=Access.ADMIN)
+        async def set_log_level(self, request: Request, body: LogLevelRequest) -> Response:
+            '''Sets the level of the log.'''
+
+The first line of the docstring is the route's summary in `/openapi.json`. The class may have `route_options`, fields of
+all its routes, and a method `check_served`. That is called before a body is read, and raises RequestError if the server
+does not serve these routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.answers.forwarded import forwarded
+from server.api.request.body import BodyReader
+from server.api.request.fields import FieldTable
+from server.api.route import ApiRoute, Endpoint
+from server.api.state import ServerState
+
+
+def route[F: Callable[..., Any]](
+    target: str,
+    fields: FieldTable | type[msgspec.Struct] | None = None,
+    *,
+    with_bytes: bool = False,
+    is_kept: bool = False,
+    **options: Any,
+) -> Callable[[F], F]:
+    """Declares the route of an endpoint, which is called with the request and what was read of it.
+
+    Args:
+        target: the method and the path.
+        fields: of the body, which the endpoint gets. None: there is no body, or the endpoint reads it.
+        with_bytes: the endpoint gets the body as it came, too.
+        is_kept: the path has the `id` of what one HTTP process keeps. Another process sends the request on to that one.
+        options: further fields of the `ApiRoute`.
+    """
+    method, path = target.split()
+    table = FieldTable(kind=fields) if isinstance(fields, type) else fields
+
+    def declare(function: F) -> F:
+        declared: Any = function
+
+        def made(owner: object, state: ServerState) -> ApiRoute:
+            own: dict[str, Any] = {"summary": (function.__doc__ or "").partition("\n")[0]}
+            own |= getattr(owner, "route_options", {})
+            endpoint: Endpoint = declared.__get__(owner)
+            if table is not None:
+                own["body"] = table.kind
+            if table is not None or is_kept:
+                check = getattr(owner, "check_served", lambda: None)
+                endpoint = _after_reading(endpoint, state, table, check, with_bytes=with_bytes, is_kept=is_kept)
+            return ApiRoute(path=path, method=method, endpoint=endpoint, **own | options)
+
+        declared.__dict__.setdefault("routes", []).insert(0, made)
+        return function
+
+    return declare
+
+
+def routes_of(owner: object, state: ServerState) -> list[ApiRoute]:
+    """The routes that the class of `owner` declares, in their order."""
+    functions = vars(type(owner)).values()
+    return [made(owner, state) for function in functions for made in getattr(function, "routes", ())]
+
+
+def _after_reading(
+    endpoint: Callable[..., Any],
+    state: ServerState,
+    table: FieldTable | None,
+    check: Callable[[], None],
+    *,
+    with_bytes: bool,
+    is_kept: bool,
+) -> Endpoint:
+    reader = None if table is None else BodyReader(table.kind, table, strict=state.settings.strict_fields)
+
+    async def read_and_answer(request: Request) -> Response:
+        read: tuple[Any, ...] = ()
+        raw = b""
+        check()
+        if reader is not None:
+            body, raw = await reader.read(request, state.body_limits, state.threads)
+            read = (body, raw) if with_bytes else (body,)
+        if is_kept and (answer := await forwarded(state, request, request.path_params["id"], raw)) is not None:
+            return answer
+        del raw  # a long one takes memory
+        response: Response = await endpoint(request, *read)
+        return response
+
+    return read_and_answer
