@@ -78,7 +78,7 @@ class InProcessEngineClient:
         items, receivers = zip(*requests, strict=True)
         for request, receiver in zip(requests_from_wire(items), receivers, strict=True):
             receiver.on_weight_version(self.weight_version)
-            self._receivers.add(request.request_id, receiver)
+            self._receivers[request.request_id] = receiver
             try:
                 self._add_request(request, self._hear)
             except (InvalidRequestError, AdapterError) as error:
@@ -88,7 +88,7 @@ class InProcessEngineClient:
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for request_id in request_ids:
-            if self._receivers.remove(request_id):
+            if self._receivers.pop(request_id, None) is not None:
                 self._engine.abort(request_id, reason)
 
     def reset_prefix_cache(self) -> None:
@@ -133,7 +133,8 @@ class InProcessEngineClient:
                 self._receivers.take(Outputs([output_to_wire(news)]))
             elif isinstance(news, WeightVersion):
                 self.weight_version = news.version
-                self._receivers.tell(news.version)
+                for receiver in self._receivers.values():
+                    receiver.on_weight_version(news.version)
             else:
                 self._receivers.take(Outputs([], tokens_to_wire(news)))
 
