@@ -56,6 +56,17 @@ class Bucket:
         return self.num_tokens == self.num_rows
 
 
+def longest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """In the order in which a start traces their programs, one after the other: those that take longest to compile come
+    first. Prompts take a kernel of their own, and each variant takes what those before it do."""
+    variants = list(Variant)
+
+    def rank(bucket: Bucket) -> tuple[object, ...]:
+        return bucket.variant.scores, not bucket.decode_only, variants.index(bucket.variant), bucket
+
+    return sorted(buckets, key=rank, reverse=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
     """A runner's limits, known before the first request."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from batcher.step import Bucket
+from batcher.step import Bucket, longest_first
 from model.compiling.compilation import Compilation
 from model.compiling.compile_cache import CompileCounter, compiling_anew
 from model.compiling.compiler_options import compiler_options
@@ -92,10 +92,7 @@ class CompiledPrograms:
         described = self._described
         if self._traced_folder is not None:
             self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
-        # The largest take longest to compile: they are traced first, and compiled while others are traced.
-        programs: dict[Bucket | str, Program] = {
-            bucket: described.step(bucket) for bucket in sorted(buckets, reverse=True)
-        }
+        programs: dict[Bucket | str, Program] = {bucket: described.step(bucket) for bucket in longest_first(buckets)}
         self.left = list(may_wait)
         if self._export_folder is None:
             self.left = [bucket for bucket in may_wait if not self._is_on_disk(bucket, programs[bucket])]

@@ -162,11 +162,12 @@ def combine(
 
             def sums_of(h: int) -> jax.Array:
                 tile, row = place(token, offset, first_head + h)
-                return vector.load(sums_ref.at[tile, row, pl.ds(first_part, parts.vector)], parts.vector)
+                return vector.load_operand(sums_ref.at[tile, row, pl.ds(first_part, parts.vector)], parts.vector)
 
             def part_of(h: int, number: jax.Array) -> jax.Array:
                 columns = vector.head_columns(first_head + h, head_dim)
-                return vector.load(partial_ref.at[slot + number * stride, columns], head_dim).astype(jnp.float32)
+                part = vector.load_operand(partial_ref.at[slot + number * stride, columns], head_dim)
+                return part.astype(jnp.float32)
 
             merged = _merged(sums_of, part_of, num_parts, head_dim, weight_smem.at[pl.ds(0, heads)])
             for h, acc in enumerate(merged):
@@ -193,8 +194,8 @@ def _merged(
 ) -> list[jax.Array]:
     """The mean of the parts' results, f32[H] for each query head. A part's weight is its divisor."""
     heads, max_parts = weight_smem.shape
+    part = plgpu.broadcasted_iota(jnp.int32, (max_parts,), 0, layout=vector.layout(max_parts))
     for h in range(heads):
-        part = plgpu.broadcasted_iota(jnp.int32, (max_parts,), 0, layout=vector.layout(max_parts))
         sums = jnp.where(part < num_parts, sums_of(h), -jnp.inf)  # after them are others' parts
         weights = jnp.exp2(sums - sums.max())
         weight_smem[h] = weights / weights.sum()

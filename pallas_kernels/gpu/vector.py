@@ -48,3 +48,9 @@ def head_columns(head: jax.Array, head_dim: int) -> Any:
 def load(ref: Any, size: int) -> Any:
     """The vector `ref`, of `size` elements, from GMEM or SMEM."""
     return plgpu.load(ref, layout=layout(size), optimized=size % THREADS == 0)
+
+
+def load_operand(ref: Any, size: int) -> Any:
+    """As `load`, of a vector that is only computed with others that have its `layout`. Mosaic then infers it. A cast is
+    one more unknown to guess, and the time to lower a kernel grows with the square of their number."""
+    return plgpu.load(ref, optimized=size % THREADS == 0)

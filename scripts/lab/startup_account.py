@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from batcher.buckets import BucketLadder
-from batcher.step import Bucket, Variant
+from batcher.step import Bucket, Variant, longest_first
 from scripts.flags.errors import FailedError
 from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import add_engine_flags
@@ -83,7 +83,7 @@ def account(args: argparse.Namespace, flags: Sequence[str]) -> int:
     sizes = size_up(settings, target, chips)
     memory, depth = sizes.memory(settings), sizes.config.num_layers
     buckets = BucketLadder(memory.buckets).buckets()
-    names = [*map(name_of, sorted(buckets, reverse=True)), *UPDATES]
+    names = [*map(name_of, longest_first(buckets)), *UPDATES]
     if wrong := [name for name in args.programs if name not in names]:
         raise ValueError(f"--programs {' '.join(wrong)}: the ladder has {' '.join(names)}")
     depths = sorted(args.layers or [depth])

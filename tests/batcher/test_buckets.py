@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.step import Bucket, Variant
+from batcher.step import Bucket, Variant, longest_first
 from tests.batcher.harness import make_capacity
 from tests.examples import examples
 
@@ -42,6 +42,20 @@ def test_fewer_and_coarser_rungs_where_programs_are_dear() -> None:
     assert shapes(ladder, GREEDY) == sorted([*decodes, (16, 8), (32, 16), (64, 32), (128, 64)])
     ladder = make_ladder(300, 16, min_decode_rows=16, min_mixed_tokens=64, min_half_step=128, few_rows=None)
     assert shapes(ladder, SAMPLE) == [(16, 16), (64, 16), (128, 16), (192, 16), (256, 16), (300, 16)]
+
+
+def test_a_start_traces_what_takes_longest_to_compile_first() -> None:
+    """Decodes of as many tokens as a step with prompts come after it, and greedy ones last."""
+    assert longest_first(make_ladder(32, 16, min_decode_rows=8, half_steps=False).buckets()) == [
+        Bucket(32, 16, SCORE),
+        Bucket(32, 16, SAMPLE),
+        Bucket(32, 8, SAMPLE),
+        Bucket(16, 8, SAMPLE),
+        Bucket(16, 16, SAMPLE),
+        Bucket(8, 8, SAMPLE),
+        Bucket(16, 16, GREEDY),
+        Bucket(8, 8, GREEDY),
+    ]
 
 
 def test_the_usual_ladder_stays_modest() -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from batcher.buckets import BucketLadder
-from batcher.step import Bucket
+from batcher.step import Bucket, longest_first
 from scripts.lab.accounts.process import printing
 from scripts.lab.planning.compiled import Described
 
@@ -111,7 +111,7 @@ def entries(buckets: Sequence[Bucket], updates: Iterable[str], found: Mapping[st
     of its kind (variant, decode or not) with the nearest number of tokens, then of rows."""
     compiled = [bucket for bucket in buckets if name_of(bucket) in found]
     whole = []
-    for bucket in sorted(buckets, reverse=True):
+    for bucket in longest_first(buckets):
         alike = [other for other in compiled if _kind(other) == _kind(bucket)]
         nearest = min(alike, key=lambda other: _distance(other, bucket), default=None)
         if nearest is None:
