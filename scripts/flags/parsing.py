@@ -123,7 +123,10 @@ def json_object(flag: str, value: str | Mapping[str, Any], example: str) -> dict
     """The fields of a JSON object, or of its text. Raises ValueError, with the flag, for anything else."""
     try:
         fields = msgspec.json.decode(value) if isinstance(value, str) else dict(value)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except RecursionError as error:
+        words = f"{flag} is nested too deeply; give an object such as {example}"
+        raise ValueError(f"{words}: what is given is not JSON that can be read") from error
+    except msgspec.DecodeError as error:
         raise ValueError(f"{flag} {shown(value)} is not JSON ({error}); give an object such as {example}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{flag} is a JSON object such as {example}, not {shown(value)}")
