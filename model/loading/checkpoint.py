@@ -11,7 +11,7 @@ from model.inputs.gguf import is_gguf
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 from model.loading.tensor_files import Reader, TensorFiles
-from model.quantization.forms import Activations, EightBit, FourBit, Mixed
+from model.quantization.forms import Activations, EightBit, FourBit, Mixed, SixBit
 
 
 class Tensors(Protocol):
@@ -39,8 +39,8 @@ class Checkpoint(Tensors, Protocol):
         """The 4-bit form of chips that holds the projections without quantising them again, and why packed projections
         have none, in words. Both are None if the projections are not packed."""
 
-    def in_exact_form(self) -> FourBit | Mixed | None:
-        """The form that holds all numbers of projections in 4 bits as they are stored; None: there is none."""
+    def in_exact_form(self) -> FourBit | SixBit | Mixed | None:
+        """The form that holds all numbers of projections in 4 and 6 bits as they are stored; None: there is none."""
 
     @property
     def activations(self) -> Activations | None:
@@ -64,7 +64,7 @@ class Checkpoint(Tensors, Protocol):
     def check_unchanged(self) -> None:
         """Raises ValueError if another checkpoint has taken this one's place since it was opened."""
 
-    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
         """Reads as `PackedKernel.part`, for one of the forms above."""
 
     def has_scale(self, key: str) -> bool:

@@ -31,7 +31,7 @@ from model.network.linear import methods_of
 from model.network.linear_method import LinearMethod
 from model.network.llama import Llama
 from model.network.sharding import abstract_model
-from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm
+from model.quantization.forms import Activations, EightBit, FourBit, Rounding, SixBit, WeightForm
 
 Names = Literal["hf", "own", "tunix", "maxtext"]
 _LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
@@ -172,7 +172,7 @@ class GivenTensors:
         """Raises ValueError: activations are not rounded."""
         raise ValueError(f"{key} has no scale of its inputs")
 
-    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
         """Raises ValueError: see `in_four_bits`."""
         raise ValueError(f"{key} is not packed")
 

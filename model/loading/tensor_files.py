@@ -37,7 +37,7 @@ from model.loading.packed_kernel import PackedKernel
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.safetensors_fault import fault_in
 from model.quantization.checkpoint_form import CheckpointForm
-from model.quantization.forms import Activations, EightBit, FourBit
+from model.quantization.forms import Activations, EightBit, FourBit, SixBit
 from model.quantization.packed_form import NAMES, PackedForm, Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
@@ -168,9 +168,10 @@ class TensorFiles:
             return stored.rows(start, stop).__getitem__
         return stored.__getitem__
 
-    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
         """Reads parts of a packed kernel, see `PackedKernel.part`."""
         kernel = self._kernels[key].read_once() if self._remote else self._kernels[key]
+        assert isinstance(form, FourBit), "only a GGUF file has kernels in 6 bits"
         return lambda index: kernel.part(name, index, form)
 
     def _slice(self, key: str) -> Any:
