@@ -14,7 +14,7 @@ INLINE shorts odd_of(words quads) { return (shorts)quads >> 8; }
 // to every weight, and the sums are too large by WEIGHT_OFFSET times the inputs.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define WEIGHT_OFFSET 128
-INLINE words add_small_quads(words sums, words weights, words inputs) {
+INLINE words add_positive_quads(words sums, words weights, words inputs) {
 #if defined(__AVX512VNNI__)
   return (words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
 #else
@@ -22,7 +22,7 @@ INLINE words add_small_quads(words sums, words weights, words inputs) {
 #endif
 }
 INLINE words add_quads(words sums, words weights, words inputs) {
-  return add_small_quads(sums, weights ^ 0x80808080u, inputs);
+  return add_positive_quads(sums, weights ^ 0x80808080u, inputs);
 }
 #else
 #define WEIGHT_OFFSET 0
@@ -56,23 +56,32 @@ INLINE words add_quads(words sums, words weights, words inputs) {
 #endif
 #endif
 
-// The same with weights of 0 to 15, for up to 8 words. Where a CPU multiplies unsigned with signed int8 and adds pairs
-// of products only, the sums are int16 (8 * 2 * 15 * 127 is less than 2^15) until they are `whole_sums`.
+// The same with weights of 0 to 63 (`add_positive_quads`), and with weights of 0 to 15 for up to 8 words
+// (`add_small_quads`). Where a CPU multiplies unsigned with signed int8 and adds pairs of products only, the latter's sums
+// are int16 (8 * 2 * 15 * 127 is less than 2^15) until they are `whole_sums`.
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
-#define ADD_SMALL_PAIRS(sums, a, b) \
-  (words)_mm512_add_epi16((__m512i)(sums), _mm512_maddubs_epi16((__m512i)(a), (__m512i)(b)))
-#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-#define ADD_SMALL_PAIRS(sums, a, b) \
-  (words)_mm256_add_epi16((__m256i)(sums), _mm256_maddubs_epi16((__m256i)(a), (__m256i)(b)))
-#endif
-#if defined(ADD_SMALL_PAIRS)
 #define SUMS_ARE_PAIRS 1
-INLINE words add_small_quads(words sums, words weights, words inputs) { return ADD_SMALL_PAIRS(sums, weights, inputs); }
-INLINE words whole_sums(words pairs) { return ADD_PAIRS(pairs, (words){0} + 0x10001u); }
+#define PAIRS(a, b) _mm512_maddubs_epi16((__m512i)(a), (__m512i)(b))
+#define ADD_SMALL_PAIRS(a, b) (words)_mm512_add_epi16((__m512i)(a), (__m512i)(b))
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define SUMS_ARE_PAIRS 1
+#define PAIRS(a, b) _mm256_maddubs_epi16((__m256i)(a), (__m256i)(b))
+#define ADD_SMALL_PAIRS(a, b) (words)_mm256_add_epi16((__m256i)(a), (__m256i)(b))
 #else
 #define SUMS_ARE_PAIRS 0
-#if WEIGHT_OFFSET == 0
-INLINE words add_small_quads(words sums, words weights, words inputs) { return add_quads(sums, weights, inputs); }
 #endif
+#if SUMS_ARE_PAIRS
+INLINE words whole_sums(words pairs) { return ADD_PAIRS(pairs, (words){0} + 0x10001u); }
+INLINE words add_positive_quads(words sums, words weights, words inputs) {
+  return sums + whole_sums((words)PAIRS(weights, inputs));
+}
+INLINE words add_small_quads(words sums, words weights, words inputs) {
+  return ADD_SMALL_PAIRS(sums, PAIRS(weights, inputs));
+}
+#else
 INLINE words whole_sums(words sums) { return sums; }
+#if WEIGHT_OFFSET == 0
+INLINE words add_positive_quads(words sums, words weights, words inputs) { return add_quads(sums, weights, inputs); }
+#endif
+INLINE words add_small_quads(words sums, words weights, words inputs) { return add_positive_quads(sums, weights, inputs); }
 #endif

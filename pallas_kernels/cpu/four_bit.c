@@ -1,8 +1,11 @@
-// Products with a packed kernel in 4 bits. A panel's row has the weights of 32 outputs for 4 neighbouring inputs, a
+// Products with a packed kernel in 4 or 6 bits. A panel's row has the weights of 32 outputs for 4 neighbouring inputs, a
 // quad: a word for each of 16 outputs, with a byte for each input. The low half of a byte is of that output, the high
 // half of the output 16 further on. A weight is stored as 0 to 15, which stands for -8 to 7.
 //
-// Inputs go in parts of 256, and parts in steps of 32 to 256 inputs that share their scales and offsets. A step's sums
+// In 6 bits, 0 to 63 stands for -32 to 31. The rows have the lower 4 bits of it. The upper 2 bits are in rows of their
+// own, each for 4 quads: a word for each of the 32 outputs. Of its bytes, bits 2 k and 2 k + 1 are those of quad k.
+//
+// Inputs go in parts of 256, and parts in steps of 16 to 256 inputs that share their scales and offsets. A step's sums
 // are exact integers if inputs are rounded to int8, each part with a scale of its own; else weights are widened to
 // float32. A step's sums are multiplied with the weights' scales, and added up in float32; those of a part, with the
 // scale of its inputs. What a row adds up does not depend on the other rows.
@@ -12,13 +15,13 @@
 
 enum {
   QUAD = 4,
-  PART = 256,               // inputs
-  LEAST_STEP = 32,          // inputs
-  STEPS = PART / LEAST_STEP,
-  PACKED = 16 * QUAD,       // bytes of a panel's row
-  WORDS = 16 / LANES,       // vectors of a panel's row
-  MIDDLE = 8,               // is stored for 0
-  AHEAD = PART / QUAD * PACKED,  // bytes: the next part is read while this one is multiplied
+  PART = 256,                           // inputs
+  PACKED = 16 * QUAD,                   // bytes of a panel's row
+  QUADS_OF_HIGH = 4,                    // whose upper bits share a row
+  STEPS = PART / QUAD / QUADS_OF_HIGH,  // of a part, at most
+  STEP_OF_PAIRS = 32,                   // inputs at most, if sums are pairs
+  WORDS = 16 / LANES,                   // vectors of a panel's row
+  AHEAD = PART / QUAD * PACKED,         // bytes: the next part is read while this one is multiplied
 };
 // Rows whose sums are in registers at once. Each is multiplied with the same weights. AVX-512 has registers for the sums
 // of a part, too.
@@ -38,6 +41,7 @@ typedef struct {
 typedef struct {
   const void* inputs;     // [rows, depth]
   const uint8_t* kernel;  // [panels, depth / QUAD, PACKED]
+  const uint8_t* high;    // [panels, depth / QUAD / QUADS_OF_HIGH, 2 * PACKED]; NULL: weights have 4 bits
   char* out;              // [rows, panels * PANEL]
   Numbers scale, offset, scale_unit, offset_unit;
   int8_t* narrow;       // [parts, rows, PART], the rounded inputs; NULL: the inputs are float32, and not rounded
@@ -51,6 +55,7 @@ typedef struct {
 // A part of a panel, as several rows are multiplied with it.
 typedef struct {
   const char* weights;  // packed; or unpacked, as one word for each weight or quad
+  const char* high;
   int64_t index, depth, steps;
   _Alignas(64) float scales[STEPS * PANEL], offsets[STEPS * PANEL];
 } Part;
@@ -59,25 +64,35 @@ INLINE int64_t row_size_of(const int is_rounded, const int is_unpacked) {
   return !is_unpacked ? PACKED : PANEL * sizeof(float) * (is_rounded ? 1 : QUAD);
 }
 
-// The 4 bits of each word from a bit on, as floats from -8 to 7. AVX-512 looks them up; elsewhere they become the last
-// digits of a number with a large exponent.
-INLINE floats widened_bits(words packed, int from) {
+// What is stored for a weight of 0.
+INLINE int middle_of(const int bits) { return 1 << (bits - 1); }
+
+// So many bits of each word, from a bit on, as the weights that they stand for. They become the last digits of a number
+// with a large exponent. AVX-512 looks 4 bits up.
+INLINE floats widened_bits(words packed, int from, const int bits) {
 #if defined(__AVX512F__)
   const floats values = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-  return (floats)_mm512_permutexvar_ps((__m512i)(packed >> from), (__m512)values);
-#else
-  if (from > 16) packed >>= 16, from -= 16;
-  words exponent = (words){0} + (0x4b000000u - ((uint32_t)from << 23));
-  return (floats)((packed & 15u << from) | exponent) - (float)((1 << (23 - from)) + MIDDLE);
+  if (bits == 4) return (floats)_mm512_permutexvar_ps((__m512i)(packed >> from), (__m512)values);
 #endif
+  if (from > 16) packed >>= 16, from -= 16;
+  words exponent = (words){0} + (0x4b000000u - ((uint32_t)from << 23)), mask = (words){0} + (((1u << bits) - 1) << from);
+  return (floats)((packed & mask) | exponent) - (float)((1 << (23 - from)) + middle_of(bits));
 }
 
-// A vector of a quad's row: the quads themselves, or those of one of its inputs as floats.
-INLINE floats weights_of(const char* row, int input, int group, const int is_rounded, const int is_unpacked) {
+// A vector of a quad's row: the quads themselves, or those of one of its inputs as floats. `place`: the quad's, of those
+// that share a row of upper bits.
+INLINE floats weights_of(const char* row, const char* high, int place, int input, int group, const int bits,
+                         const int is_rounded, const int is_unpacked) {
   if (is_unpacked) return ((const floats*)row)[input * GROUPS + group];
   words both = ((const words*)row)[group % WORDS];
   int shift = group < WORDS ? 0 : 4;
-  return is_rounded ? (floats)(both >> shift & 0x0f0f0f0f) : widened_bits(both, 8 * input + shift);
+  if (bits == 4 && !is_rounded) return widened_bits(both, 8 * input + shift, bits);
+  words quads = both >> shift & 0x0f0f0f0f;
+  if (bits == 6) {
+    words upper = ((const words*)high)[group];
+    quads |= (place < 2 ? upper << (4 - 2 * place) : upper >> (2 * place - 4)) & 0x30303030;
+  }
+  return is_rounded ? (floats)quads : widened_bits(quads, 8 * input, bits);
 }
 
 // What totals of a part begin with: less the sums of the steps' inputs times their offsets.
@@ -95,10 +110,13 @@ INLINE void start_totals(const int rows, const FourBit* p, const Part* part, int
 
 // sums [rows, PANEL] += rows of inputs, from one on, times a part of a panel.
 INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, int64_t row, float* sums,
-                          const int is_rounded, const int is_unpacked) {
+                          const int bits, const int is_rounded, const int is_unpacked) {
+  const int are_pairs = is_rounded && bits == 4 && SUMS_ARE_PAIRS;
+  const int at_once = bits == 4 || is_unpacked ? 1 : QUADS_OF_HIGH;  // quads
   const int64_t size = is_rounded ? 1 : sizeof(float), stride = is_rounded ? PART : p->depth * size;
   const int64_t from = part->index * p->rows + row, steps = PART / p->step, quads = p->step / QUAD;
-  const char *inputs = (const char*)p->inputs + (row * p->depth + part->index * PART) * size, *weights = part->weights;
+  const char *inputs = (const char*)p->inputs + (row * p->depth + part->index * PART) * size;
+  const char *weights = part->weights, *high = part->high;
   if (is_rounded) inputs = (const char*)p->narrow + from * PART;
   const char* next = inputs + rows * stride;  // rows
   _Alignas(64) floats totals[MAX_ROWS][GROUPS];
@@ -108,24 +126,29 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
     words exact[MAX_ROWS][GROUPS];
     UNROLL for (int r = 0; r < rows; r++) {
       words start = {0};
-      if (is_rounded && !SUMS_ARE_PAIRS) start += (uint32_t)p->starts[(from + r) * steps + s];
+      if (is_rounded && !are_pairs) start += (uint32_t)p->starts[(from + r) * steps + s];
       UNROLL for (int g = 0; g < GROUPS; g++) exact[r][g] = start, own[r][g] = all(0);
     }
-    for (int64_t quad = 0; quad < quads; quad++) {
-      UNROLL for (int term = 0; term < (is_rounded ? 1 : QUAD); term++) {
-        floats of_row[GROUPS];
-        UNROLL for (int g = 0; g < GROUPS; g++) of_row[g] = weights_of(weights, term, g, is_rounded, is_unpacked);
-        UNROLL for (int r = 0; r < rows; r++) {
-          words input = ((const word*)(inputs + r * stride))[term] - (words){0};
+    for (int64_t quad = 0; quad < quads; quad += at_once) {
+      UNROLL for (int place = 0; place < at_once; place++) {
+        UNROLL for (int term = 0; term < (is_rounded ? 1 : QUAD); term++) {
+          floats of_row[GROUPS];
           UNROLL for (int g = 0; g < GROUPS; g++)
-            if (is_rounded) exact[r][g] = add_small_quads(exact[r][g], (words)of_row[g], input);
-            else own[r][g] += (floats)input * of_row[g];
+            of_row[g] = weights_of(weights, high, place, term, g, bits, is_rounded, is_unpacked);
+          UNROLL for (int r = 0; r < rows; r++) {
+            words input = ((const word*)(inputs + r * stride))[term] - (words){0};
+            UNROLL for (int g = 0; g < GROUPS; g++)
+              if (!is_rounded) own[r][g] += (floats)input * of_row[g];
+              else if (bits == 4) exact[r][g] = add_small_quads(exact[r][g], (words)of_row[g], input);
+              else exact[r][g] = add_positive_quads(exact[r][g], (words)of_row[g], input);
+          }
         }
+        if (!is_unpacked && rows > 4) __builtin_prefetch(weights + AHEAD);  // fewer rows wait for memory anyway
+        if (is_rounded && rows > 4) __builtin_prefetch(next), next += rows * QUAD;
+        inputs += QUAD * size;
+        weights += row_size_of(is_rounded, is_unpacked);
       }
-      if (!is_unpacked && rows > 4) __builtin_prefetch(weights + AHEAD);  // fewer rows wait for memory anyway
-      if (is_rounded && rows > 4) __builtin_prefetch(next), next += rows * QUAD;
-      inputs += QUAD * size;
-      weights += row_size_of(is_rounded, is_unpacked);
+      if (at_once > 1) high += 2 * PACKED;
     }
     // Totals are in memory: for them, GCC would move own sums out of registers.
     if (LANES < 16) __asm__ volatile("" ::"r"(totals) : "memory");
@@ -133,10 +156,12 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
     UNROLL for (int g = 0; g < GROUPS; g++) scale[g] = ((const floats*)part->scales)[s * GROUPS + g];
     UNROLL for (int r = 0; r < rows; r++) {
       words start = {0};
-      if (is_rounded && SUMS_ARE_PAIRS) start += (uint32_t)p->starts[(from + r) * steps + s];
+      if (are_pairs) start += (uint32_t)p->starts[(from + r) * steps + s];
       UNROLL for (int g = 0; g < GROUPS; g++) {
         floats of_step = own[r][g];
-        if (is_rounded) of_step = __builtin_convertvector((ints)(whole_sums(exact[r][g]) + start), floats);
+        words whole = exact[r][g];
+        if (are_pairs) whole = whole_sums(whole) + start;
+        if (is_rounded) of_step = __builtin_convertvector((ints)whole, floats);
         totals[r][g] += of_step * scale[g];
       }
     }
@@ -148,20 +173,34 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
 }
 
 // The same for any number of rows up to MAX_ROWS, which is a constant in each case.
-#define MULTIPLY_ROWS(name, is_rounded, is_unpacked)                                                         \
+typedef void Multiply(int64_t rows, const FourBit*, const Part*, int64_t row, float* sums);
+#define MULTIPLY_ROWS(name, bits, is_rounded, is_unpacked)                                                   \
   static __attribute__((noinline)) void name(int64_t rows, const FourBit* p, const Part* part, int64_t row,  \
                                              float* sums) {                                                  \
-    WITH_ROWS(rows, MAX_ROWS, multiply_tile(R, p, part, row, sums, is_rounded, is_unpacked))                 \
+    WITH_ROWS(rows, MAX_ROWS, multiply_tile(R, p, part, row, sums, bits, is_rounded, is_unpacked))           \
   }
-MULTIPLY_ROWS(multiply_rounded_packed, 1, 0)
-MULTIPLY_ROWS(multiply_rounded_unpacked, 1, 1)
-MULTIPLY_ROWS(multiply_whole_packed, 0, 0)
-MULTIPLY_ROWS(multiply_whole_unpacked, 0, 1)
+MULTIPLY_ROWS(multiply_rounded_4_bits, 4, 1, 0)
+MULTIPLY_ROWS(multiply_rounded_6_bits, 6, 1, 0)
+MULTIPLY_ROWS(multiply_whole_4_bits, 4, 0, 0)
+MULTIPLY_ROWS(multiply_whole_6_bits, 6, 0, 0)
+MULTIPLY_ROWS(multiply_rounded_unpacked_4_bits, 4, 1, 1)
+MULTIPLY_ROWS(multiply_rounded_unpacked_6_bits, 6, 1, 1)
+MULTIPLY_ROWS(multiply_whole_unpacked, 6, 0, 1)
+
+INLINE Multiply* multiply_of(const int bits, const int is_rounded, const int is_unpacked) {
+  if (!is_rounded && is_unpacked) return multiply_whole_unpacked;
+  if (!is_rounded) return bits == 4 ? multiply_whole_4_bits : multiply_whole_6_bits;
+  if (bits == 4) return is_unpacked ? multiply_rounded_unpacked_4_bits : multiply_rounded_4_bits;
+  return is_unpacked ? multiply_rounded_unpacked_6_bits : multiply_rounded_6_bits;
+}
+
+INLINE int is_whole(XLA_FFI_DataType dtype) { return dtype == XLA_FFI_DataType_U8 || dtype == XLA_FFI_DataType_S8; }
 
 // LANES numbers of a panel's outputs, for the group of an input.
 INLINE floats numbers_at(const Numbers* n, int64_t panel, int64_t input, int group) {
   int64_t index = (panel * n->count + (uint32_t)input / n->group) * PANEL + group * LANES;
   switch (n->dtype) {
+    case XLA_FFI_DataType_S8: return load(n->data, index, INT8);
     case XLA_FFI_DataType_U8:
       return __builtin_convertvector(widened_bytes((const int8_t*)n->data + index) & 255, floats);
     case XLA_FFI_DataType_F16: return widened_float16s((const uint16_t*)n->data + index);
@@ -171,54 +210,65 @@ INLINE floats numbers_at(const Numbers* n, int64_t panel, int64_t input, int gro
 }
 
 // The scales of a part's steps, and what is subtracted from its weights. A kernel's offsets are of weights that begin
-// at 0, and those of a part of weights that begin at -MIDDLE.
-INLINE void widen_groups(const FourBit* p, int64_t panel, Part* part) {
+// at 0, and those of a part of weights whose middle is 0.
+INLINE void widen_groups(const FourBit* p, int64_t panel, Part* part, const int bits) {
+  floats scale_unit[GROUPS], offset_unit[GROUPS];  // mostly of whole parts
   for (int64_t s = 0; s < part->steps; s++) UNROLL for (int g = 0; g < GROUPS; g++) {
     int64_t input = part->index * PART + s * p->step;
     floats scale = numbers_at(&p->scale, panel, input, g);
-    if (p->scale_unit.data) scale *= numbers_at(&p->scale_unit, panel, input, g);
+    if (p->scale_unit.data) {
+      if (s == 0 || p->scale_unit.group % PART) scale_unit[g] = numbers_at(&p->scale_unit, panel, input, g);
+      scale *= scale_unit[g];
+    }
     ((floats*)part->scales)[s * GROUPS + g] = scale;
     if (!p->offset.data) continue;
-    floats offset = numbers_at(&p->offset, panel, input, g), middle = scale * MIDDLE;
-    if (p->offset_unit.data) offset *= numbers_at(&p->offset_unit, panel, input, g);
-    else if (p->offset.dtype == XLA_FFI_DataType_U8) offset *= scale;
+    floats offset = numbers_at(&p->offset, panel, input, g), middle = scale * (float)middle_of(bits);
+    if (p->offset_unit.data) {
+      if (s == 0 || p->offset_unit.group % PART) offset_unit[g] = numbers_at(&p->offset_unit, panel, input, g);
+      offset *= offset_unit[g];
+    } else if (is_whole(p->offset.dtype)) {
+      offset *= scale;
+    }
     ((floats*)part->offsets)[s * GROUPS + g] = offset - middle;
   }
 }
 
-INLINE void unpack(const char* packed, int64_t quads, char* unpacked, const int is_rounded) {
-  for (int64_t quad = 0; quad < quads; quad++)
+INLINE void unpack(const Part* part, char* unpacked, const int bits, const int is_rounded) {
+  for (int64_t quad = 0; quad < part->depth / QUAD; quad++) {
+    const char *row = part->weights + quad * PACKED, *high = part->high;
+    if (bits == 6) high += quad / QUADS_OF_HIGH * 2 * PACKED;
     for (int term = 0; term < (is_rounded ? 1 : QUAD); term++) UNROLL for (int g = 0; g < GROUPS; g++) {
       floats* to = (floats*)(unpacked + quad * row_size_of(is_rounded, 1)) + term * GROUPS + g;
-      *to = weights_of(packed + quad * row_size_of(is_rounded, 0), term, g, is_rounded, 0);
+      *to = weights_of(row, high, quad % QUADS_OF_HIGH, term, g, bits, is_rounded, 0);
     }
+  }
 }
 
 // Several passes over rows share what is unpacked.
-INLINE void multiply_panel(const FourBit* p, int64_t panel, int64_t row, int64_t rows, const int is_rounded) {
+INLINE void multiply_panel(const FourBit* p, int64_t panel, int64_t row, int64_t rows, const int bits,
+                           const int is_rounded) {
   _Alignas(64) float sums[ROWS_OF_BLOCK * PANEL];
   _Alignas(64) char unpacked[PART * PANEL * (is_rounded ? 1 : sizeof(float))];
   int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
   int is_unpacked = UNPACKS && passes > 1;
+  Multiply* multiply_rows = multiply_of(bits, is_rounded, is_unpacked);
   memset(sums, 0, rows * PANEL * sizeof *sums);
   Part part;
   for (part.index = 0; part.index * PART < p->depth; part.index++) {
     int64_t first = part.index * PART, left = p->depth - first;
     part.depth = left < PART ? left : PART;
     part.steps = part.depth / p->step;
-    part.weights = (const char*)p->kernel + (panel * p->depth + first) / QUAD * PACKED;
-    widen_groups(p, panel, &part);
+    int64_t quad = (panel * p->depth + first) / QUAD;
+    part.weights = (const char*)p->kernel + quad * PACKED;
+    part.high = bits == 4 ? NULL : (const char*)p->high + quad / QUADS_OF_HIGH * 2 * PACKED;
+    widen_groups(p, panel, &part, bits);
     if (is_unpacked) {
-      unpack(part.weights, part.depth / QUAD, unpacked, is_rounded);
+      unpack(&part, unpacked, bits, is_rounded);
       part.weights = unpacked;
     }
     for (int64_t pass = 0, done = 0; pass < passes; pass++) {
       int64_t count = (rows - done + passes - pass - 1) / (passes - pass);
-      float* of_rows = sums + done * PANEL;
-      if (is_rounded && is_unpacked) multiply_rounded_unpacked(count, p, &part, row + done, of_rows);
-      else if (is_rounded) multiply_rounded_packed(count, p, &part, row + done, of_rows);
-      else if (is_unpacked) multiply_whole_unpacked(count, p, &part, row + done, of_rows);
-      else multiply_whole_packed(count, p, &part, row + done, of_rows);
+      multiply_rows(count, p, &part, row + done, sums + done * PANEL);
       done += count;
     }
   }
@@ -228,16 +278,19 @@ INLINE void multiply_panel(const FourBit* p, int64_t panel, int64_t row, int64_t
   }
 }
 
-INLINE void multiply_part(const FourBit* p, int64_t part, const int is_rounded) {
+INLINE void multiply_part(const FourBit* p, int64_t part, const int bits, const int is_rounded) {
   int64_t first = part * p->panels_of_part, end = first + p->panels_of_part;
-  for (int64_t row = 0; row < p->rows; row += ROWS_OF_BLOCK)
+  for (int64_t row = 0; row < p->rows; row += ROWS_OF_BLOCK) {
+    int64_t left = p->rows - row, rows = left < ROWS_OF_BLOCK ? left : ROWS_OF_BLOCK;
     for (int64_t panel = first; panel < end && panel < p->panels; panel++)
-      multiply_panel(p, panel, row, p->rows - row < ROWS_OF_BLOCK ? p->rows - row : ROWS_OF_BLOCK, is_rounded);
+      multiply_panel(p, panel, row, rows, bits, is_rounded);
+  }
 }
 
 static void multiply(const void* product, int64_t part) {
-  if (((const FourBit*)product)->narrow) multiply_part(product, part, 1);
-  else multiply_part(product, part, 0);
+  const FourBit* p = product;
+  if (p->narrow) p->high ? multiply_part(p, part, 6, 1) : multiply_part(p, part, 4, 1);
+  else p->high ? multiply_part(p, part, 6, 0) : multiply_part(p, part, 4, 0);
 }
 
 // Rounds a row's inputs, and sums them step by step.
@@ -253,7 +306,7 @@ static void prepare_row(const void* product, int64_t row) {
       if (narrow) {
         sum = 0;
         for (int64_t i = s * p->step; i < (s + 1) * p->step; i++) sum += narrow[i];
-        p->starts[first_step + s] = -MIDDLE * sum;
+        p->starts[first_step + s] = -middle_of(p->high ? 6 : 4) * sum;
         p->input_sums[first_step + s] = (float)sum;
         continue;
       }
@@ -270,27 +323,30 @@ INLINE Numbers numbers_of(XLA_FFI_CallFrame* frame, int i, int64_t depth) {
   return (Numbers){numbers->data, numbers->dtype, numbers->dims[1], (uint32_t)(depth / numbers->dims[1])};
 }
 
-// The inputs of a step: a power of two that divides PART and the groups. Sums that are pairs are of LEAST_STEP at most.
+// The inputs of a step: a power of two that divides PART and the groups.
 INLINE int64_t step_of(const FourBit* p) {
-  int64_t most = p->narrow && SUMS_ARE_PAIRS ? LEAST_STEP : PART;
+  int64_t most = p->narrow && !p->high && SUMS_ARE_PAIRS ? STEP_OF_PAIRS : PART;
   int64_t bits = most | p->scale.group | (p->offset.data ? p->offset.group : 0);
   return bits & -bits;
 }
 
 // (inputs [T, in], kernel u8[out / PANEL, in / QUAD, PACKED], scale [out / PANEL, groups, PANEL], its unit
-// [out / PANEL, fewer groups, PANEL], offset, its unit) -> (out [T, out] of float32 or bfloat16, and what only this
-// function uses: the sums of the steps' inputs f32[parts, T, STEPS]). What is not given is [0]. Offsets are of weights
-// that begin at 0. Of uint8, they are multiplied with their unit or else with the scale.
+// [out / PANEL, fewer groups, PANEL], offset, its unit, the upper bits of 6 u8[out / PANEL, in / 16, 2 * PACKED]) ->
+// (out [T, out] of float32 or bfloat16, and what only this function uses: the sums of the steps' inputs
+// f32[parts, T, STEPS]; in 4 bits there is room for half of it). What is not given is [0]. Offsets are of weights that
+// begin at 0. Of uint8 or int8, they are multiplied with their unit or else with the scale.
 //
 // Inputs of float32 or bfloat16 are rounded, if there are results for them: i8[parts, T, PART], the parts' scales
 // f32[parts, T], and what the steps' sums begin with, i32[parts, T, STEPS]. Else inputs are float32.
 XLA_FFI_Error* pallas_serve_multiply_four_bit(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   XLA_FFI_Buffer *inputs = argument(frame, 0), *kernel = argument(frame, 1), *out = result(frame, 0);
+  const XLA_FFI_Buffer* high = argument(frame, 6);
   int64_t depth = inputs->dims[1];
   FourBit product = {
       .inputs = inputs->data,
       .kernel = kernel->data,
+      .high = high->rank == 3 ? high->data : NULL,
       .out = out->data,
       .scale = numbers_of(frame, 2, depth),
       .scale_unit = numbers_of(frame, 3, depth),

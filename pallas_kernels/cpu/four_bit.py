@@ -1,8 +1,9 @@
-"""Products with packed kernels in 4 bits, in C.
+"""Products with packed kernels in 4 or 6 bits, in C.
 
-A weight is stored as q, 0 to 15. With a scale alone it is (q - 8) * scale; with an offset, q * scale - offset. Scales
-and offsets are of an output and a group of inputs: float32, float16 or bfloat16, or uint8 in units of their own. What a
-checkpoint has is kept as it is, and becomes float32 inside the product.
+A weight is stored as q, 0 to 15. With a scale alone it is (q - 8) * scale; with an offset, q * scale - offset. In 6
+bits, q is 0 to 63, and 32 is in place of 8. Scales and offsets are of an output and a group of inputs: float32, float16
+or bfloat16, or uint8 or int8 in units of their own. What a checkpoint has is kept as it is, and becomes float32 inside
+the product.
 
 Shape legend: `T` tokens, `G` groups of inputs of an output, `U` units, of one or several groups.
 """
@@ -23,18 +24,20 @@ from pallas_kernels.cpu.library import MULTIPLY_FOUR_BIT
 from pallas_kernels.cpu.products import PANEL
 
 QUAD = 4  # inputs whose weights are next to each other (four_bit.c)
-MIDDLE = 8  # is stored for a weight of 0
-BLOCK = 32  # inputs: groups are whole blocks
+MIDDLE, MIDDLE_OF_SIX = 8, 32  # is stored for a weight of 0
+BLOCK, BLOCK_OF_SIX = 32, 16  # inputs: groups are whole blocks
 PART = 256  # inputs that are rounded with one scale
-FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
+FLOATS, WHOLE = (jnp.float32, jnp.float16, jnp.bfloat16), (jnp.uint8, jnp.int8)
 TESTED = ((1, 128, 32), (13, 288, 96))  # rows, inputs and outputs of the self-test's products
 TOLERANCE = 1e-5  # of the self-test, of the sum of the products' magnitudes
+SIX_BITS = "six bits"
 # What the self-test's weights have, as arguments of `multiply`.
 FORMS: dict[str, dict[str, Any]] = {
     "scales": {"scale": jnp.float16},
     "zero points": {"scale": jnp.bfloat16, "offset": jnp.uint8},
     "offsets": {"scale": jnp.float32, "offset": jnp.float16},
     "units": {"scale": jnp.uint8, "scale_unit": jnp.float16, "offset": jnp.uint8, "offset_unit": jnp.float32},
+    SIX_BITS: {"scale": jnp.int8, "scale_unit": jnp.float16},
 }
 
 
@@ -43,11 +46,30 @@ def can_pack(shape: tuple[int, ...], group: int) -> bool:
     return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % group == 0 and group % BLOCK == 0
 
 
+def can_pack_six(shape: tuple[int, ...]) -> bool:
+    """Whether a kernel [out, in] of 6 bits, with units of 256 inputs, has a packed form."""
+    return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % PART == 0
+
+
 @jax.jit
 def pack(kernel: jax.Array) -> jax.Array:
     """A kernel [out, in] of int4, or of int8 from -8 to 7, as panels u8[out / PANEL, in / QUAD, 64]."""
-    stored = (kernel.astype(jnp.int8) + MIDDLE).astype(jnp.uint8)
-    low, high = jnp.moveaxis(stored.reshape(-1, 2, PANEL // 2, kernel.shape[1] // QUAD, QUAD), 1, 0)
+    return _pack_halves((kernel.astype(jnp.int8) + MIDDLE).astype(jnp.uint8))
+
+
+@jax.jit
+def pack_six(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A kernel i8[out, in] from -32 to 31 as its lower 4 bits, u8[out / PANEL, in / QUAD, 64], and its upper 2 bits,
+    u8[out / PANEL, in / 16, 128]."""
+    stored = (kernel + MIDDLE_OF_SIX).astype(jnp.uint8)
+    quads = jnp.moveaxis((stored >> 4).reshape(-1, PANEL, kernel.shape[1] // 16, 4, QUAD), 3, 0)
+    high = quads[0] | quads[1] << 2 | quads[2] << 4 | quads[3] << 6
+    return _pack_halves(stored & 15), high.swapaxes(1, 2).reshape(high.shape[0], -1, PANEL * QUAD)
+
+
+def _pack_halves(stored: jax.Array) -> jax.Array:
+    """u8[out, in] of 4 bits -> u8[out / PANEL, in / QUAD, 64]."""
+    low, high = jnp.moveaxis(stored.reshape(-1, 2, PANEL // 2, stored.shape[1] // QUAD, QUAD), 1, 0)
     return (low | high << 4).swapaxes(1, 2).reshape(low.shape[0], -1, PANEL // 2 * QUAD)
 
 
@@ -65,6 +87,7 @@ def multiply(
     scale_unit: jax.Array | None = None,
     offset_unit: jax.Array | None = None,
     *,
+    high: jax.Array | None = None,
     round_inputs: bool,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
@@ -73,9 +96,11 @@ def multiply(
 
     Args:
         inputs: float32 or bfloat16.
-        scale: [out / PANEL, G, PANEL]; of uint8, it is in units of `scale_unit`.
-        offset: likewise; of uint8 without a unit, it is in units of the scale: a zero point, 0 to 15.
+        scale: [out / PANEL, G, PANEL]; of uint8 or int8, it is in units of `scale_unit`. A group is whole blocks of 32
+            inputs; in 6 bits, of 16.
+        offset: likewise; of uint8 without a unit, it is in units of the scale: a zero point.
         scale_unit, offset_unit: [out / PANEL, U, PANEL]. U divides G.
+        high: the upper bits of 6, u8[out / PANEL, in / 16, 128]; None: weights have 4 bits.
         round_inputs: to int8, each 256 neighbouring inputs, and what is left, with a scale of their own. Sums of those
             of a group are then exact. Otherwise the weights are widened to float32.
         out_dtype: float32 or bfloat16.
@@ -86,18 +111,21 @@ def multiply(
     depth = inputs.shape[1]
     if panels.ndim != 3 or panels.shape[1:] != (depth // QUAD, PANEL // 2 * QUAD):
         raise ValueError(f"panels of shape {panels.shape} are not of {depth} inputs")
-    _check("scale", scale, scale_unit, panels, depth)
+    if high is not None and (depth % 16 or high.shape != (panels.shape[0], depth // 16, PANEL * QUAD)):
+        raise ValueError(f"upper bits of shape {high.shape} are not of {panels.shape[0]} panels and {depth} inputs")
+    block = BLOCK if high is None else BLOCK_OF_SIX
+    _check("scale", scale, scale_unit, panels, depth, block)
     if offset is not None:
-        _check("offset", offset, scale if offset_unit is None else offset_unit, panels, depth)
+        _check("offset", offset, scale if offset_unit is None else offset_unit, panels, depth, block)
     library.load(None)  # an engine has loaded it already, from its folder
     rows, like, parts = inputs.shape[0], jax.ShapeDtypeStruct, -(-depth // PART)
     # what the C code works in: sums of steps, and the rounded inputs with their scales and what sums begin with
-    of_steps = (parts, rows, PART // BLOCK)
+    of_steps = (parts, rows, PART // block)
     used = [like(of_steps, jnp.float32)]
     if round_inputs:
         used += [like((parts, rows, PART), jnp.int8), like((parts, rows), jnp.float32), like(of_steps, jnp.int32)]
     call = jax.ffi.ffi_call(MULTIPLY_FOUR_BIT, (like((rows, panels.shape[0] * PANEL), out_dtype), *used))
-    given = [jnp.zeros(0, jnp.float32) if x is None else x for x in (scale, scale_unit, offset, offset_unit)]
+    given = [jnp.zeros(0, jnp.float32) if x is None else x for x in (scale, scale_unit, offset, offset_unit, high)]
     return call(inputs if round_inputs else inputs.astype(jnp.float32), panels, *given)[0]
 
 
@@ -113,13 +141,14 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
     rng = np.random.default_rng(0)
     cases, names, expected = [], [], []
     for (rows, num_in, num_out), form in itertools.product(shapes, FORMS):
-        values, inputs = rng.integers(-MIDDLE, MIDDLE, (num_out, num_in)), rng.integers(-127, 128, (rows, num_in))
+        middle, block = (MIDDLE_OF_SIX, BLOCK_OF_SIX) if form == SIX_BITS else (MIDDLE, BLOCK)
+        values, inputs = rng.integers(-middle, middle, (num_out, num_in)), rng.integers(-127, 128, (rows, num_in))
         inputs[:, ::PART] = 127
-        group = math.gcd(num_in, PART) if rows == 1 else BLOCK
+        group = math.gcd(num_in, PART) if rows == 1 else block
         numbers, weights = random_groups(form, values, group, rng)
         cases.append((inputs.astype(np.float32), values.astype(np.int8), numbers))
         expected.append((inputs @ weights.T, TOLERANCE * (np.abs(inputs) @ np.abs(weights.T))))
-        names.append(f"{rows} rows with {num_out} x {num_in} 4-bit weights with {form}")
+        names.append(f"{rows} rows with {num_out} x {num_in} weights with {form}")
     for name, (wanted, bound), found in zip(names, expected, _tested(cases), strict=True):
         for kind, product in found.items():
             if not (np.abs(np.asarray(product, np.float64) - wanted) <= bound).all():
@@ -134,13 +163,17 @@ def random_groups(
     weights in float64.
 
     Args:
-        values: [out, in], -8 to 7.
+        values: [out, in], -8 to 7, or -32 to 31.
         group: inputs.
     """
     num_out, num_in = values.shape
     of_groups, of_outputs = (num_out, num_in // group), (num_out, 1)
     numbers = {
-        name: (rng.uniform(0.01, 1, of_outputs) if "unit" in name else rng.integers(1, 64, of_groups)).astype(dtype)
+        name: (
+            rng.uniform(0.01, 1, of_outputs)
+            if "unit" in name
+            else rng.integers(-63 if dtype == jnp.int8 else 1, 64, of_groups)
+        ).astype(dtype)
         for name, dtype in FORMS[form].items()
     }
     wide = {name: np.repeat(x, num_in // x.shape[1], axis=1).astype(np.float64) for name, x in numbers.items()}
@@ -151,25 +184,33 @@ def random_groups(
     return numbers, (values + MIDDLE) * scale - wide["offset"] * unit
 
 
+def pack_all(values: jax.Array, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Weights [out, in] of `random_groups`, and what they have for their groups, as arguments of `multiply`."""
+    packed = {name: pack_groups(x) for name, x in numbers.items()}
+    if numbers["scale"].dtype != jnp.int8:
+        return packed | {"panels": pack(values)}
+    return packed | dict(zip(("panels", "high"), pack_six(values), strict=True))
+
+
 @jax.jit
 def _tested(cases: list[tuple[jax.Array, jax.Array, dict[str, jax.Array]]]) -> list[dict[str, jax.Array]]:
     """What `fault` compares, compiled as one program."""
     found = []
     for inputs, values, numbers in cases:
-        panels, packed = pack(values), {name: pack_groups(x) for name, x in numbers.items()}
+        packed = pack_all(values, numbers)
         kinds = {"with rounded inputs": True, "with inputs as they are": False}
-        found.append({kind: multiply(inputs, panels, **packed, round_inputs=kinds[kind]) for kind in kinds})
+        found.append({kind: multiply(inputs, **packed, round_inputs=kinds[kind]) for kind in kinds})
     return found
 
 
-def _check(name: str, numbers: jax.Array, unit: jax.Array | None, panels: jax.Array, depth: int) -> None:
-    if numbers.dtype not in (*FLOATS, jnp.uint8):
-        raise ValueError(f"{name}: it is of float32, float16, bfloat16 or uint8, not of {numbers.dtype}")
-    if numbers.dtype == jnp.uint8 and unit is None:
-        raise ValueError(f"{name}: numbers of uint8 need a unit")
+def _check(name: str, numbers: jax.Array, unit: jax.Array | None, panels: jax.Array, depth: int, block: int) -> None:
+    if numbers.dtype not in (*FLOATS, *WHOLE):
+        raise ValueError(f"{name}: it is of float32, float16, bfloat16, uint8 or int8, not of {numbers.dtype}")
+    if numbers.dtype in WHOLE and unit is None:
+        raise ValueError(f"{name}: numbers of {numbers.dtype} need a unit")
     for x in (numbers,) if unit is None else (numbers, unit):
-        if x.ndim != 3 or (x.shape[0], x.shape[2]) != (panels.shape[0], PANEL) or depth % (x.shape[1] * BLOCK):
+        if x.ndim != 3 or (x.shape[0], x.shape[2]) != (panels.shape[0], PANEL) or depth % (x.shape[1] * block):
             raise ValueError(
-                f"{name}: the shape {x.shape} is not that of {panels.shape[0]} panels and groups of whole {BLOCK}s of "
+                f"{name}: the shape {x.shape} is not that of {panels.shape[0]} panels and groups of whole {block}s of "
                 f"{depth} inputs"
             )

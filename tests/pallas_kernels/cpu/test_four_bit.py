@@ -1,4 +1,4 @@
-"""Products with 4-bit kernels in C against float64, on this CPU's vectors and on narrower ones."""
+"""Products with kernels of 4 and 6 bits in C against float64, on this CPU's vectors and on narrower ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.cpu import four_bit
-from pallas_kernels.cpu.four_bit import BLOCK, FORMS, MIDDLE, PART, QUAD, random_groups
+from pallas_kernels.cpu.four_bit import BLOCK, FORMS, MIDDLE, MIDDLE_OF_SIX, PART, QUAD, SIX_BITS, random_groups
 from pallas_kernels.cpu.products import PANEL
 
 pytestmark = pytest.mark.usefixtures("target")
@@ -21,8 +21,9 @@ UNIT = 2.0**-24  # of rounding in float32
 BOTH = pytest.mark.parametrize("round_inputs", [False, True])
 
 
-def values_of(num_out: int, depth: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-8, 8, (num_out, depth)).astype(np.int8)
+def values_of(num_out: int, depth: int, seed: int = 0, form: str = "scales") -> np.ndarray:
+    middle = MIDDLE_OF_SIX if form == SIX_BITS else MIDDLE
+    return np.random.default_rng(seed).integers(-middle, middle, (num_out, depth)).astype(np.int8)
 
 
 def inputs_of(rows: int, depth: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
@@ -55,8 +56,8 @@ def product(
     dtype: Any = np.float32,
 ) -> np.ndarray:
     def multiply(inputs: jax.Array, values: jax.Array, numbers: dict[str, jax.Array]) -> jax.Array:
-        packed = {name: four_bit.pack_groups(x) for name, x in numbers.items()}
-        return four_bit.multiply(inputs, four_bit.pack(values), **packed, round_inputs=round_inputs, out_dtype=dtype)
+        packed = four_bit.pack_all(values, numbers)
+        return four_bit.multiply(inputs, **packed, round_inputs=round_inputs, out_dtype=dtype)
 
     return np.asarray(jax.jit(multiply)(inputs, values, numbers))  # traced anew, as the custom call has another name
 
@@ -74,7 +75,12 @@ def product(
 def test_it_is_the_product(round_inputs, form, rows, blocks, panels, dtypes, seed):
     rng = np.random.default_rng(seed)
     group = BLOCK * int(rng.choice([n for n in range(1, blocks + 1) if blocks % n == 0]))
-    values, inputs = values_of(panels * PANEL, blocks * BLOCK, seed), inputs_of(rows, blocks * BLOCK, dtypes[0], seed)
+    if form == SIX_BITS:
+        group //= int(rng.integers(1, 3))
+    values, inputs = (
+        values_of(panels * PANEL, blocks * BLOCK, seed, form),
+        inputs_of(rows, blocks * BLOCK, dtypes[0], seed),
+    )
     numbers, weights = random_groups(form, values, group, rng)
     wide = rounded(inputs) if round_inputs else inputs.astype(np.float64)
     expected, largest = wide @ weights.T, np.abs(wide) @ (np.abs(weights) + 16 * np.abs(weights).max()).T
@@ -87,8 +93,10 @@ def test_it_is_the_product(round_inputs, form, rows, blocks, panels, dtypes, see
 @pytest.mark.parametrize("form", FORMS)
 def test_every_stored_number_counts_exactly(form, round_inputs):
     """Each row has one input, a power of two, so each output is a weight, within roundings of float32."""
-    values = values_of(2 * PANEL, 4 * BLOCK)
-    numbers, weights = random_groups(form, values, 2 * BLOCK, np.random.default_rng(1))
+    values = values_of(2 * PANEL, 4 * BLOCK, form=form)
+    numbers, weights = random_groups(
+        form, values, BLOCK // 2 if form == SIX_BITS else 2 * BLOCK, np.random.default_rng(1)
+    )
     inputs = np.diag(np.exp2(np.arange(4 * BLOCK) % 9 - 4)).astype(np.float32)
     found = product(inputs, values, numbers, round_inputs=round_inputs).astype(np.float64)
     largest = 16 * np.abs(weights).max() * np.diag(inputs)[:, None]
@@ -124,11 +132,22 @@ def test_the_largest_sums(sign, group):
     np.testing.assert_allclose(found, inputs @ (values.T + np.float32(MIDDLE)), rtol=1e-5, atol=1e-3 * 8192)
 
 
+@pytest.mark.parametrize("group", [16, PART])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_sums_of_six_bits(sign, group):
+    values = np.full((PANEL, 8192), -32, np.int8)
+    values[1::2] = 31
+    inputs = np.full((9, 8192), sign * 127, np.float32)
+    scale, unit = np.full((PANEL, 8192 // group), -128, np.int8), np.ones((PANEL, 32), np.float16)
+    found = product(inputs, values, {"scale": scale, "scale_unit": unit}, round_inputs=True)
+    np.testing.assert_allclose(found, inputs @ values.T.astype(np.float32) * -128, rtol=1e-5)
+
+
 @BOTH
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(form, round_inputs):
-    values, inputs = values_of(70 * PANEL, 12 * BLOCK), inputs_of(150, 12 * BLOCK)
-    group = 4 * BLOCK if form == "zero points" else BLOCK
+    values, inputs = values_of(70 * PANEL, 12 * BLOCK, form=form), inputs_of(150, 12 * BLOCK)
+    group = {"zero points": 4 * BLOCK, SIX_BITS: BLOCK // 2}.get(form, BLOCK)
     numbers, _ = random_groups(form, values, group, np.random.default_rng(0))
     whole = product(inputs, values, numbers, round_inputs=round_inputs)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 64, 65, 129):
@@ -169,6 +188,18 @@ def test_groups_share_exact_sums():
         np.testing.assert_array_equal(other, found[0])
 
 
+def test_the_packed_form_of_six_bits():
+    values = values_of(3 * PANEL, PART, form=SIX_BITS)
+    panels, high = map(np.asarray, four_bit.pack_six(values))
+    assert panels.shape == (3, PART // QUAD, 64) and high.shape == (3, PART // 16, 128)
+    for output, depth in np.random.default_rng(0).integers((0, 0), values.shape, (200, 2)):
+        panel, place = divmod(output, PANEL)
+        byte = panels[panel, depth // QUAD, place % 16 * QUAD + depth % QUAD]
+        upper = high[panel, depth // 16, place * QUAD + depth % QUAD] >> depth % 16 // QUAD * 2 & 3
+        low = byte >> 4 if place >= 16 else byte & 15
+        assert upper << 4 | low == values[output, depth] + MIDDLE_OF_SIX
+
+
 def test_int4_is_packed_as_int8_is():
     values = values_of(PANEL, BLOCK)
     np.testing.assert_array_equal(four_bit.pack(jnp.asarray(values, jnp.int4)), four_bit.pack(values))
@@ -181,6 +212,9 @@ def test_what_has_a_packed_form():
     assert not four_bit.can_pack((64, 256), 16)
     assert not four_bit.can_pack((64, 96), 64)
     assert not four_bit.can_pack((64, 64, 64), 32)
+    assert four_bit.can_pack_six((64, 512))
+    assert not four_bit.can_pack_six((48, 512))
+    assert not four_bit.can_pack_six((64, 384))
 
 
 @pytest.mark.parametrize(
@@ -188,9 +222,12 @@ def test_what_has_a_packed_form():
     [
         ({"panels": jnp.zeros((2, 8, 64), jnp.uint8)}, "are not of 64 inputs"),
         ({"scale": jnp.zeros((2, 2, 32), jnp.uint8)}, "scale: numbers of uint8 need a unit"),
-        ({"scale": jnp.zeros((2, 2, 32), jnp.int8)}, "not of int8"),
+        ({"scale": jnp.zeros((2, 2, 32), jnp.int8)}, "scale: numbers of int8 need a unit"),
+        ({"scale": jnp.zeros((2, 2, 32), jnp.int16)}, "not of int16"),
+        ({"high": jnp.zeros((2, 2, 128), jnp.uint8)}, "upper bits of shape"),
         ({"scale": jnp.zeros((3, 2, 32), jnp.float16)}, "is not that of 2 panels"),
-        ({"scale": jnp.zeros((2, 4, 32), jnp.float16)}, "is not that of 2 panels"),
+        ({"scale": jnp.zeros((2, 4, 32), jnp.float16)}, "groups of whole 32s"),
+        ({"scale": jnp.zeros((2, 8, 32), jnp.float16), "high": jnp.zeros((2, 4, 128), jnp.uint8)}, "whole 16s"),
         ({"offset": jnp.zeros((2, 2, 32), jnp.int32)}, "offset: it is of"),
         ({"offset": jnp.zeros((2, 3, 32), jnp.float16)}, "offset: the shape"),
         ({"scale_unit": jnp.zeros((2, 1, 31), jnp.float16)}, "scale: the shape"),
