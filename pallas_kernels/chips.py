@@ -81,10 +81,10 @@ def tpu_name(chip_version: str) -> str:
 EIGHT_BIT_SPEED = 2.0
 
 # As of `TpuChip`, of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md. "int4-exact" has the scales of a
-# packed checkpoint or a GGUF file as they are stored. Inputs of int4 kernels are rounded to int8. There is no product
-# with "int4-g16", groups of 16 inputs.
-CPU_READS = frozenset({"int8", "int4", "int4-exact"})
-CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1, "int4": 1}
+# packed checkpoint or a GGUF file as they are stored, and "int6" is GGUF's Q6_K. Inputs of int4 and int6 kernels are
+# rounded to int8. There is no product with "int4-g16", groups of 16 inputs.
+CPU_READS = frozenset({"int8", "int4", "int4-exact", "int6"})
+CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1, "int6": 1, "int4": 1}
 XLA_CPU_READS = frozenset({"int8"})  # of CPUs without it
 
 

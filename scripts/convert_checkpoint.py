@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quantization",
         choices=(*QUANTIZATIONS, EXACT),
-        help=f"8 or 4 bits a weight, for projections and head; {EXACT}: a checkpoint's own 4 bits, for CPUs",
+        help=f"8 or 4 bits a weight, for projections and head; {EXACT}: a checkpoint's own 4 and 6 bits, for CPUs",
     )
     add_debug_flag(parser)
     args = parser.parse_args(arguments)
@@ -109,7 +109,7 @@ def _convert(
     if quantization == EXACT:
         form = stored.exact_form
         if form is None:
-            raise ValueError(f"--quantization {EXACT}: {source.name} has no projections in 4 bits that can be kept")
+            raise ValueError(f"--quantization {EXACT}: {source.name} has no 4 or 6 bits that can be kept")
     elif quantization is not None:
         is_kept = stored.four_bit is not None and quantization == stored.four_bit.kind
         form = stored.four_bit if is_kept else form_named(quantization, stored.config.projection_inputs)

@@ -38,7 +38,7 @@ def four_bit_part(name: str, type: Type, stored: np.ndarray, first: int, end: in
     Args:
         stored: u8[out, blocks, bytes], whole rows. First and end are multiples of 32.
     """
-    blocks, within = _blocks(type, stored, first, end)
+    blocks, within = blocks_of(type, stored, first, end)
     groups = slice(within.start // _GROUP, within.stop // _GROUP)
     values = _values(type, blocks)[:, within].reshape(len(blocks), -1, _GROUP)
     scale, minimum = (numbers[:, groups] for numbers in (_q4_0 if type == Type.Q4_0 else _q4_k)(blocks))
@@ -62,23 +62,23 @@ def exact_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) 
     Args:
         stored: u8[out, blocks, bytes], whole rows. First and end are multiples of the inputs of a number.
     """
-    blocks, within = _blocks(type, stored, first, end)
+    blocks, within = blocks_of(type, stored, first, end)
     if name == "kernel":
         return _values(type, blocks)[:, within].astype(np.int8) - np.int8(_MIDDLE)
     if type != Type.Q4_K:
         at = 0 if name == "scale" else 2
-        numbers = _half(blocks[:, :, at : at + 2])
+        numbers = half_of(blocks[:, :, at : at + 2])
         return numbers if name == "scale" else -numbers  # the format adds its minimum
     if name.endswith("_unit"):
         at = 0 if name == "scale_unit" else 2
-        return _half(blocks[:, :, at : at + 2])
+        return half_of(blocks[:, :, at : at + 2])
     both = Q4_K.get_scale_min(blocks[:, :, 4:16].reshape(-1, 12))
     groups = slice(within.start // _GROUP, within.stop // _GROUP)
     return both[name != "scale"].reshape(len(blocks), -1)[:, groups]
 
 
-def _blocks(type: Type, stored: np.ndarray, first: int, end: int) -> tuple[np.ndarray, slice]:
-    """The blocks of these columns, and the columns' place in them."""
+def blocks_of(type: Type, stored: np.ndarray, first: int, end: int) -> tuple[np.ndarray, slice]:
+    """The blocks of these columns, u8[out, blocks, bytes], and the columns' place in them."""
     per_block, _ = GGML_QUANT_SIZES[type]
     first_block, end_block = first // per_block, -(-end // per_block)
     start = first - first_block * per_block
@@ -113,9 +113,9 @@ def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _float16(octets: np.ndarray) -> np.ndarray:
     """u8[.., 2] -> f32[..]"""
-    return _half(octets).astype(np.float32)
+    return half_of(octets).astype(np.float32)
 
 
-def _half(octets: np.ndarray) -> np.ndarray:
+def half_of(octets: np.ndarray) -> np.ndarray:
     """u8[.., 2] -> f16[..]"""
     return np.ascontiguousarray(octets).view("<f2")[..., 0]

@@ -22,6 +22,7 @@ from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
 from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
+from model.loading.gguf_six_bit import six_bit_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, fused_projections, sources
 from model.loading.tensors import Checkpoint, Reader
 from model.quantization.forms import (
@@ -32,6 +33,7 @@ from model.quantization.forms import (
     Mixed,
     Numbers,
     OneForm,
+    SixBit,
     largest_group,
 )
 from pallas_kernels.cpu.products import PANEL
@@ -42,6 +44,7 @@ FLOATS: Mapping[Type, np.dtype] = {
     Type.F16: np.dtype("<f2"),
     Type.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+EXACT: Mapping[Type, FourBit | SixBit] = {**EXACT_FOUR_BIT, Type.Q6_K: SixBit()}
 _OF_FOUR_BITS = {*EXACT_FOUR_BIT, Type.IQ4_NL, Type.IQ4_XS}
 BLOCKS = (
     Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL,
@@ -112,10 +115,10 @@ class GgufTensors(Checkpoint):
         is_whole = largest_group((form.group, *self._config.projection_inputs)) == form.group
         return (form, None) if is_whole else (None, f"groups of {form.group} do not divide the numbers of inputs")
 
-    def in_exact_form(self) -> FourBit | Mixed | None:
+    def in_exact_form(self) -> FourBit | SixBit | Mixed | None:
         """As `Checkpoint.in_exact_form`. Tensors of other types are in int8."""
         forms = dict(self._exact_forms())
-        counts = Counter(form for form in forms.values() if isinstance(form, FourBit))
+        counts = Counter(form for form in forms.values() if isinstance(form, FourBit | SixBit))
         if not counts:
             return None
         (most, _), *_ = counts.most_common(1)
@@ -136,7 +139,7 @@ class GgufTensors(Checkpoint):
     def _exact_form_of(self, key: str, *, panels_only: bool = False) -> OneForm:
         """Of a tensor. `panels_only`: if its outputs are no whole panels of C, it is in int8, which XLA multiplies
         faster."""
-        form = EXACT_FOUR_BIT.get(self._type(key), EightBit.INT8)
+        form = EXACT.get(self._type(key), EightBit.INT8)
         is_cut = any(width % form.whole for width in self._config.projection_inputs) and key != HEAD.key
         is_slow = panels_only and self.shape(key)[0] % PANEL != 0
         return EightBit.INT8 if is_cut or is_slow else form
@@ -178,19 +181,22 @@ class GgufTensors(Checkpoint):
         values = values_of(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
-    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
         """Reads as `PackedKernel.part`."""
         return partial(self._read_kept, name, key, form)
 
-    def _read_kept(self, name: str, key: str, form: FourBit, index: tuple[slice, ...]) -> np.ndarray:
+    def _read_kept(self, name: str, key: str, form: FourBit | SixBit, index: tuple[slice, ...]) -> np.ndarray:
         tensor = self._tensor(key)
         num_out, num_in = tensor.shape
         # Inputs of a number. Whole groups are read: a shard of a kernel holds them, too (`sharding.check_groups`).
-        size = 1 if name == "kernel" else form.whole if name.endswith("_unit") else form.group
+        size = {"kernel": 1, "kernel_upper": 4}.get(name, form.whole if name.endswith("_unit") else form.group)
         rows = stored_rows(key, self._config, np.arange(num_out)[index[0]])
         columns = np.arange(num_in // size)[index[1]] * size
         first, end = int(columns[0]), int(columns[-1]) + size
-        part = four_bit_part if form.numbers is Numbers.CHIP else exact_part
+        if isinstance(form, SixBit):
+            part = six_bit_part
+        else:
+            part = four_bit_part if form.numbers is Numbers.CHIP else exact_part
         blocks = _blocks(self._bytes, tensor)
         chosen = (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
         with np.errstate(invalid="ignore", over="ignore"):  # as in `values_of`

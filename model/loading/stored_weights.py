@@ -17,7 +17,7 @@ from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.forms import Activations, FourBit, Mixed, Rounding, WeightForm, form_named
+from model.quantization.forms import Activations, FourBit, Mixed, Rounding, SixBit, WeightForm, form_named
 
 CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
 
@@ -35,7 +35,7 @@ class StoredWeights:
     activations: Activations | None = None  # of a quantised checkpoint
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
     four_bit: FourBit | None = None  # the form of chips that holds packed projections without quantising them again
-    exact_form: FourBit | Mixed | None = None  # of 4 bits, with all of their numbers as they are stored
+    exact_form: FourBit | SixBit | Mixed | None = None  # of 4 and 6 bits, with all of their numbers as they are stored
     four_bit_fault: str | None = None  # why packed projections have no form of chips
 
     @property

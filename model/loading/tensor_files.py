@@ -33,7 +33,7 @@ from model.loading.packed_kernel import PackedKernel
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.tensors import Checkpoint, Reader
 from model.quantization.checkpoint_form import CheckpointForm
-from model.quantization.forms import Activations, EightBit, FourBit
+from model.quantization.forms import Activations, EightBit, FourBit, SixBit
 from model.quantization.packed_form import NAMES, PackedForm, Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
@@ -129,8 +129,9 @@ class TensorFiles(Checkpoint):
         start, stop, _ = rows.indices(self.shape(key)[0])
         return stored.rows(start, stop).__getitem__
 
-    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
         kernel = self._kernels[key].read_once()
+        assert isinstance(form, FourBit), "only a GGUF file has kernels in 6 bits"
         return lambda index: kernel.part(name, index, form)
 
     def _slice(self, key: str) -> RemoteSlice | PackedKernel:

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from model.config import LlamaConfig
-from model.quantization.forms import Activations, EightBit, FourBit, Mixed
+from model.quantization.forms import Activations, EightBit, FourBit, Mixed, SixBit
 
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
 
@@ -56,8 +56,8 @@ class Checkpoint(Tensors):
         have none, in words. Both are None if the projections are not packed."""
         return None, None
 
-    def in_exact_form(self) -> FourBit | Mixed | None:
-        """The form that holds all numbers of projections in 4 bits as they are stored; None: there is none."""
+    def in_exact_form(self) -> FourBit | SixBit | Mixed | None:
+        """The form that holds all numbers of projections in 4 and 6 bits as they are stored; None: there is none."""
         return None
 
     @property
@@ -87,6 +87,6 @@ class Checkpoint(Tensors):
         """The stored scale of the inputs of the kernel at `key`. ValueError if it is not positive."""
         raise NotImplementedError
 
-    def kept_reader(self, name: str, key: str, form: FourBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
         """Reads as `PackedKernel.part`, for one of the forms above."""
         raise NotImplementedError

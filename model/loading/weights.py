@@ -28,7 +28,7 @@ from model.network.linear import INIT_STDDEV, methods_of
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import EightBit, FourBit
+from model.quantization.forms import EightBit, FourBit, SixBit
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
 
@@ -159,14 +159,14 @@ def _read_module(
 
     Args:
         methods: of the modules that are a `Linear`.
-        is_kept: kernels of 4 bits are read as the files hold them.
+        is_kept: kernels of 4 and 6 bits are read as the files hold them.
     """
     parts, likes = sources_of(module, likes), dict(likes)
     of_inputs = likes.pop("input_scale", None)
     name, like = next(iter(likes.items()))
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
     method = methods.get(module, Unquantized())
-    if is_kept and isinstance(form := method.form, FourBit):
+    if is_kept and isinstance(form := method.form, FourBit | SixBit):
         stored = {name: _read_kept(name, like, form, files, parts, config, mesh) for name, like in likes.items()}
         return jax.block_until_ready({name: _join_as(likes[name], raw, groups) for name, raw in stored.items()})
     raw = [read(part, config, num_shards_of(mesh), like.sharding) for part in parts]
@@ -198,7 +198,7 @@ def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards:
 def _read_kept(
     name: str,
     like: jax.ShapeDtypeStruct,
-    form: FourBit,
+    form: FourBit | SixBit,
     files: Checkpoint,
     parts: Sequence[Source],
     config: LlamaConfig,

@@ -220,8 +220,8 @@ def multiply_with_offsets(inputs: jax.Array, kernel: jax.Array, scale: jax.Array
     return lax.dot_general(inputs.astype(jnp.float32), weights, _LAST, precision=lax.Precision.HIGHEST)
 
 
-def multiply_groups(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """inputs [T, in] times the transpose of a kernel int4[out, in]: f32[T, out].
+def multiply_groups(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> jax.Array:
+    """inputs [T, in] times the transpose of a kernel of small integers [out, in]: f32[T, out].
 
     Weights are rounded to the inputs' type, as are weights that are not quantised.
 

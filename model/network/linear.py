@@ -12,7 +12,8 @@ from flax import nnx
 from model.network.eight_bit import EightBitMethod
 from model.network.four_bit import FourBitMethod
 from model.network.linear_method import LinearMethod, Unquantized
-from model.quantization.forms import EightBit, OneForm, Rounding
+from model.network.six_bit import SixBitMethod
+from model.quantization.forms import EightBit, OneForm, Rounding, SixBit
 from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
@@ -33,6 +34,8 @@ def linear_method(form: OneForm | None, rounding: Rounding | None = None, *, for
         return Unquantized(for_cpu)
     if isinstance(form, EightBit):
         return EightBitMethod(form, rounding, for_cpu)
+    if isinstance(form, SixBit):
+        return SixBitMethod(form, rounding)
     return FourBitMethod(form, rounding=rounding)
 
 

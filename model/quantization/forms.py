@@ -148,7 +148,36 @@ class FourBit:
         return groups + (f" with {' and '.join(with_them)}" if with_them else "")
 
 
-OneForm = EightBit | FourBit  # of one kernel
+@dataclass(frozen=True)
+class SixBit:
+    """Kernels of the projections and the head as in GGUF's `Q6_K`: int6, with a scale of 8 bits for each output and
+    group of 16 neighbouring inputs, and a float16 unit for 16 scales. CPUs read it."""
+
+    # As of `EightBit`.
+    kind: ClassVar[str] = "int6"
+    product: ClassVar[str] = "int6"
+    bits: ClassVar[int] = 6
+    group: ClassVar[int] = 16
+    whole: ClassVar[int] = 256  # inputs of a unit
+
+    def __str__(self) -> str:
+        return f"{self.kind}-g{self.group}-q6_k"
+
+    @property
+    def in_head(self) -> SixBit:
+        """As of `EightBit`."""
+        return self
+
+    def at(self, path: str) -> SixBit:
+        """As of `EightBit`."""
+        return self
+
+    def in_words(self) -> str:
+        """For messages."""
+        return f"{self.kind}, groups of {self.group} as in Q6_K"
+
+
+OneForm = EightBit | FourBit | SixBit  # of one kernel
 HEAD_PATH = "head"
 
 
@@ -160,7 +189,7 @@ class Mixed:
     several forms: "layers.3.attention.qkv.v_proj".
     """
 
-    most: FourBit  # of the projections that are not in `others`
+    most: FourBit | SixBit  # of the projections that are not in `others`
     others: tuple[
         tuple[str, OneForm], ...
     ]  # path of a projection, or of the head -> its form, in the order of the paths
@@ -244,7 +273,7 @@ def is_form_name(name: object) -> bool:
 
 
 def _is_one(name: str) -> bool:
-    return name in tuple(EightBit) or _FORM_NAME.fullmatch(name) is not None
+    return name in (*EightBit, str(SixBit())) or _FORM_NAME.fullmatch(name) is not None
 
 
 def _cut(others: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -254,14 +283,14 @@ def _cut(others: Iterable[str]) -> list[tuple[str, str, str]]:
 
 def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     """The form of a name: "int8", "fp8", "int4" with the largest group for kernels of these numbers of inputs, or as
-    `str` writes a `FourBit` or a `Mixed`. ValueError if there is none."""
+    `str` writes a `FourBit`, a `SixBit` or a `Mixed`. ValueError if there is none."""
     widths = tuple(widths)
     most, *others = name.split("+")
     form = _one_named(most, widths)
     if not others:
         return form
-    if not isinstance(form, FourBit):
-        raise ValueError(f"{most}: only projections in int4 have others next to them")
+    if not isinstance(form, FourBit | SixBit):
+        raise ValueError(f"{most}: only projections in int4 or int6 have others next to them")
     forms = {
         path: _one_named(other, () if path == HEAD_PATH else widths)
         for other, _, paths in _cut(others)
@@ -273,6 +302,10 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
 def _one_named(name: str, widths: tuple[int, ...]) -> OneForm:
     if name in tuple(EightBit):
         return EightBit(name)
+    if name == str(SixBit()):
+        if any(width % SixBit.whole for width in widths):
+            raise ValueError(f"{name}: the numbers of inputs {widths} are no multiples of {SixBit.whole}")
+        return SixBit()
     match = _FORM_NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no form of weights; it is one of {', '.join(FORM_NAMES)}")
@@ -302,8 +335,8 @@ class Activations(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits. Of a
-    4-bit kernel they are rounded to int8, and each block of 256 inputs of a token has a scale of its own."""
+    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits. Of
+    kernels in 4 or 6 bits they are rounded to int8, and each block of 256 inputs of a token has a scale of its own."""
 
     min_rows: int = 1  # products of fewer rows keep the activations' type
     is_static: bool = False  # each projection has an `input_scale`; the head has none

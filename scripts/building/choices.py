@@ -110,7 +110,7 @@ def choose_rounding(
     """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
 
     Of forms that the chip has no product for, with rounded inputs, they are not. A checkpoint whose activations are
-    exact keeps them so. Those of a GGUF file are rounded on CPUs, as by llama.cpp: with int4 in blocks.
+    exact keeps them so. Those of a GGUF file are rounded on CPUs, as by llama.cpp: with int4 and int6 in blocks.
     A checkpoint whose activations are quantised is computed as it is written, for any number of rows. For others the
     chip decides by the rows of the step.
 

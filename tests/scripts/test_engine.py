@@ -15,7 +15,7 @@ import pytest
 from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
-from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, Rounding
+from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, Rounding, SixBit
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_CPU_READS
 from pallas_kernels.spec import Backend
 from scripts.building.build import OtherHosts, build_runner
@@ -171,9 +171,9 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
     gguf = {"packing": "GGUF Q4_1", "activations": Activations.BLOCKS}
     in_blocks = "inputs of projections are rounded to int8, too, each block of a token with its own scale"
     of_tokens = "inputs of projections are rounded to int8, too, each token with its own scale"
-    for form in (blocks, finer):
+    for form in (blocks, finer, SixBit(), Mixed(most=SixBit(), others=(("head", INT8),))):
         kept = gguf | {"exact_form": form, "four_bit_fault": "its types differ"}
-        assert choose(None, **kept)[:3] == choose("int4", **kept)[:3] == (form, Rounding(), in_blocks)
+        assert choose(None, **kept)[:3] == choose(form.kind, **kept)[:3] == (form, Rounding(), in_blocks)
         assert choose("int8", **kept)[:3] == (INT8, Rounding(), of_tokens)
         assert choose(None, XLA_CPU_READS, {}, **kept)[:3] == (INT8, None, None)
         assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **kept)[:3] == (INT8, None, None)

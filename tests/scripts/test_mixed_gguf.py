@@ -20,15 +20,15 @@ PROMPT = [1520, *range(5, 45, 2)]
 
 
 def test_its_log_probabilities_are_those_of_the_files_weights(tmp_path):
-    """In the first layer the values alone are in int8, in the second one a whole projection is. The inputs of products
-    are rounded to int8, too: hence the bound."""
+    """In the first layer the values alone have 6 bits, in the second one a whole projection has. The inputs of products
+    are rounded to int8: hence the bound."""
     compiler()
     path, report = write_gguf(tmp_path, as_llama_quantize, DEMO_FOLDER, vocab_size=VOCAB_SIZE), []
     with LLM(str(path), device="cpu", compile_cache=str(COMPILED), report=report.append, **LIMITS) as llm:
         asked = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0}
         (answer,) = llm.generate({"prompt_token_ids": PROMPT}, asked)
     (said,) = (line for line in report if "GGUF Q4_K and Q6_K checkpoint, kept" in line)
-    assert "(2 in int8), and the head is int8" in said
+    assert "(2 in int6, groups of 16 as in Q6_K), and the head is int6, groups of 16 as in Q6_K" in said
     source = resolve(str(path))
     exact = dense_logits(load_hf(source.path, source.config, dtype=jnp.float32), np.array(PROMPT))
     scores = np.asarray(jax.nn.log_softmax(exact, axis=-1))

@@ -1,4 +1,4 @@
-"""Projections in 4 bits with the numbers of their files, as CPUs read them. GGUF files may mix their types."""
+"""Projections in 4 and 6 bits with the numbers of their files, as CPUs read them. GGUF files may mix their types."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.linear import Linear, linear_method
 from model.network.packed import pack
-from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, Rounding
+from model.network.six_bit import joined
+from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, Rounding, SixBit
 from pallas_kernels.cpu import library
 from scripts.convert_checkpoint import convert
 from tests.c_compiler import NATIVE, compiler
-from tests.model import checkpoints, gguf_files
+from tests.model import checkpoints, gguf_blocks, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.gguf_files import Type
 from tests.model.loading.test_gguf import HALVES, random_blocks
@@ -31,6 +32,7 @@ from tests.model.loading.test_weights import flat
 
 F16, BF16, Q4_0 = Numbers.FLOAT16, Numbers.BFLOAT16, FourBit(group=32, numbers=Numbers.FLOAT16)
 Q4_1, Q4_K = FourBit(group=32, numbers=Numbers.Q4_1), FourBit(group=32, numbers=Numbers.Q4_K)
+Q6_K = SixBit()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,18 +153,17 @@ def with_other_types(key):
     return next((type for part, type in of.items() if part in key), Type.Q6_K if "layers.1.mlp" in key else Type.Q4_K)
 
 
-INT8 = EightBit.INT8
-Q4_K_M = Mixed(most=Q4_K, others=(("layers.0.attention.qkv.v_proj", INT8), ("layers.1.mlp.down", INT8)))
+Q4_K_M = Mixed(most=Q4_K, others=(("head", Q6_K), ("layers.0.attention.qkv.v_proj", Q6_K), ("layers.1.mlp.down", Q6_K)))
 OTHER_TYPES = Mixed(
     most=Q4_K,
     others=(
         ("head", Q4_K),
         ("layers.0.attention.qkv.k_proj", EightBit.INT8),
-        ("layers.0.attention.qkv.v_proj", EightBit.INT8),
+        ("layers.0.attention.qkv.v_proj", Q6_K),
         ("layers.0.mlp.gate_up.up_proj", Q4_1),
         ("layers.1.attention.qkv", EightBit.INT8),
         ("layers.1.mlp.down", EightBit.INT8),
-        ("layers.1.mlp.gate_up", EightBit.INT8),
+        ("layers.1.mlp.gate_up", Q6_K),
     ),
 )
 
@@ -177,11 +178,16 @@ def with_head(form):
         (lambda key: Type.Q8_0 if "head" in key or "embed" in key else Type.Q4_0, Q4_0),
         (lambda _: Type.Q4_1, with_head(Q4_1)),
         (lambda _: Type.Q4_K, with_head(Q4_K)),
+        (lambda _: Type.Q6_K, Q6_K),
+        (
+            lambda key: Type.Q8_0 if "head" in key or "embed" in key else Type.Q6_K,
+            Mixed(most=Q6_K, others=(("head", EightBit.INT8),)),
+        ),
         (with_importance, Mixed(most=Q4_0, others=(("head", Q4_0), ("layers.0.mlp.down", Q4_1)))),
         (as_llama_quantize, Q4_K_M),
         (with_other_types, OTHER_TYPES),
     ],
-    ids=["Q4_0", "Q4_1", "Q4_K", "Q4_0 and Q4_1", "Q4_K_M", "others"],
+    ids=["Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q6_K and Q8_0", "Q4_0 and Q4_1", "Q4_K_M", "others"],
 )
 def test_each_projection_of_a_gguf_keeps_its_numbers(tmp_path, type_of, form):
     path = write_gguf(tmp_path, type_of)
@@ -190,7 +196,7 @@ def test_each_projection_of_a_gguf_keeps_its_numbers(tmp_path, type_of, form):
     assert_logits_are_exact(path, form)
 
 
-def test_a_gguf_without_4_bits_has_no_such_form_and_needs_no_reason(tmp_path):
+def test_a_gguf_without_4_or_6_bits_has_no_such_form_and_needs_no_reason(tmp_path):
     path = write_gguf(tmp_path, lambda _: Type.Q8_0)
     stored = find_weights(path, resolve(str(path)).config)
     assert (stored.exact_form, stored.four_bit, stored.four_bit_fault) == (None, None, None)
@@ -198,8 +204,25 @@ def test_a_gguf_without_4_bits_has_no_such_form_and_needs_no_reason(tmp_path):
 
 def test_a_head_whose_outputs_are_no_whole_panels_is_in_int8(tmp_path):
     """XLA would write it in float32 at every step."""
-    path = write_gguf(tmp_path, lambda _: Type.Q4_K, vocab_size=100)
-    assert find_weights(path, resolve(str(path)).config).exact_form == Q4_K
+    path = write_gguf(tmp_path, as_llama_quantize, vocab_size=100)
+    form = find_weights(path, resolve(str(path)).config).exact_form
+    assert (form.in_head, form.at("layers.1.mlp.down")) == (EightBit.INT8, Q6_K)
+
+
+def test_kernels_in_6_bits_are_those_of_the_file(tmp_path):
+    """In float64, value by value as the format says; also in C, of inputs that pick out single weights."""
+    path = write_gguf(tmp_path, lambda _: Type.Q6_K)
+    model = load(path, Q6_K)
+    down = model.layers[1].mlp.down
+    stored = next(x for x in gguf.GGUFReader(path).tensors if x.name == "blk.1.ffn_down.weight").data
+    blocks = stored.reshape(-1, gguf.GGML_QUANT_SIZES[Type.Q6_K][1])
+    expected = np.array([gguf_blocks.q6_k(bytes(block)) for block in blocks], np.float64).reshape(stored.shape[0], -1)
+    kernel = np.asarray(joined(down.kernel[...], down.kernel_upper[...]), np.float64)
+    scale, unit = (np.asarray(x[...], np.float64) for x in (down.scale, down.scale_unit))
+    made = kernel * np.repeat(scale, 16, axis=1) * np.repeat(unit, 256, axis=1)
+    np.testing.assert_array_equal(made, expected)
+    picked = np.asarray(pack(model).layers[1].mlp.down(jnp.eye(512)))
+    np.testing.assert_array_equal(picked.T.astype(np.float64), expected)
 
 
 def test_rounded_inputs_cost_what_int8_costs(tmp_path):
@@ -283,7 +306,8 @@ def test_weights_are_rounded_to_the_nearest_step(form):
         ("awq", "int4, groups of 32 with float16 scales and zero points, and the head is int8, kept from AWQ int4"),
         (
             "Q4_K_M",
-            "int4, groups of 32 as in Q4_K (2 in int8), and the head is int8, kept from GGUF Q4_K and Q6_K",
+            "int4, groups of 32 as in Q4_K (2 in int6, groups of 16 as in Q6_K), and the head is "
+            "int6, groups of 16 as in Q6_K, kept from GGUF Q4_K and Q6_K",
         ),
     ],
 )

@@ -16,6 +16,7 @@ from model.quantization.forms import (
     FourBit,
     Mixed,
     Numbers,
+    SixBit,
     described,
     form_named,
     is_form_name,
@@ -70,12 +71,8 @@ def test_forms_have_one_name_each():
     others = (("layers.0.mlp.down", EightBit.INT8), ("layers.1.attention.qkv", zeros), ("layers.1.mlp.down", zeros))
     for form in (*EightBit, FourBit(group=64), zeros, *exact, k, Mixed(most=k, others=others)):
         assert is_form_name(str(form)) and form_named(str(form), (256, 384)) == form
-    parts = (
-        ("head", FourBit(group=64)),
-        ("layers.0.attention.qkv.v_proj", FourBit(group=64)),
-        ("layers.1.mlp.down", EightBit.INT8),
-    )
-    for form in (Mixed(most=k, others=parts), Mixed(most=FourBit(group=64), others=(("head", zeros),))):
+    parts = (("head", SixBit()), ("layers.0.attention.qkv.v_proj", SixBit()), ("layers.1.mlp.down", EightBit.INT8))
+    for form in (SixBit(), Mixed(most=k, others=parts), Mixed(most=SixBit(), others=(("head", zeros),))):
         assert is_form_name(str(form)) and form_named(str(form), (256, 512)) == form
     assert form_named("int4", (4096, 14336)) == FourBit(group=128)
     assert form_named("int4", (256, 640, 352)) == FourBit(group=32)
@@ -83,27 +80,25 @@ def test_forms_have_one_name_each():
     for name in ("int5", "int4-", "int4-g64-zero", "int4-g64+", "int4-g64+int8", "int4-g64+int8:", 4, None):
         assert not is_form_name(name)
     wrong = [("int4", (40,)), ("int4-g128", (256, 64)), ("int4-g8", (64,)), ("int3", (64,))]
+    wrong += [("int6-g16-q6_k", (256, 384)), ("int4-g64+int6-g16-q6_k:layers.0.mlp.down", (256, 384))]
     wrong += [("int4-g32-q4_k", (256, 640)), ("int4-g32-q4_k-zeros", (256,)), ("int8+int4-g64:head", (256,))]
     for name, widths in wrong:
-        with pytest.raises(ValueError, match=r"int4|int3|int8"):
+        with pytest.raises(ValueError, match=r"int4|int3|int6|int8"):
             form_named(name, widths)
 
 
 def test_a_mixed_form_says_what_each_projection_has():
     k, int8 = FourBit(group=32, numbers=Numbers.Q4_K), EightBit.INT8
-    others = (
-        ("head", FourBit(group=64)),
-        ("layers.0.attention.qkv.v_proj", FourBit(group=64)),
-        ("layers.1.mlp.down", int8),
-    )
+    others = (("head", SixBit()), ("layers.0.attention.qkv.v_proj", SixBit()), ("layers.1.mlp.down", int8))
     form = Mixed(most=k, others=others)
     paths = ("layers.0.attention.qkv.q_proj", "layers.0.attention.qkv.v_proj", "layers.1.mlp.down", "layers.0.mlp.down")
-    assert [form.at(path) for path in paths] == [k, FourBit(group=64), int8, k]
+    assert [form.at(path) for path in paths] == [k, SixBit(), int8, k]
     assert form.is_split("layers.0.attention.qkv") and not form.is_split("layers.1.attention.qkv")
     assert described(form) == (
-        "projections are int4, groups of 32 as in Q4_K (1 in int4, groups of 64; 1 in int8), "
-        "and the head is int4, groups of 64"
+        "projections are int4, groups of 32 as in Q4_K (1 in int6, groups of 16 as in Q6_K; 1 in int8), "
+        "and the head is int6, groups of 16 as in Q6_K"
     )
-    only_head = Mixed(most=FourBit(group=32), others=(("head", FourBit(group=64)),))
-    assert described(only_head) == "projections are int4, groups of 32, and the head is int4, groups of 64"
+    assert described(SixBit()) == "projections and head are int6, groups of 16 as in Q6_K"
+    only_head = Mixed(most=FourBit(group=32), others=(("head", SixBit()),))
+    assert described(only_head) == "projections are int4, groups of 32, and the head is int6, groups of 16 as in Q6_K"
     assert (only_head.whole, form.whole, Mixed(most=k, others=others[2:]).in_head) == (32, 256, int8)
