@@ -246,7 +246,8 @@ def test_running_requests_finish_with_the_weights_that_they_began_with(folder, t
         assert load(client, "slow", folder / "slow").status_code == 200
         text = "slow words of an adapter"
         running = [threads.submit(says, client, "slow") for _ in range(4)]
-        wait_until(lambda: client.get("/load").json()["server_load"] == 4)
+        figure = 'num_requests_running{engine="0",model_name="test-model"} 4.0'
+        wait_until(lambda: figure in client.get("/metrics").text)
         assert client.post(UNLOAD, json={"lora_name": "slow"}).status_code == 200
         says(client, "slow", 404)
         write_adapter(folder / "slow", "others")
