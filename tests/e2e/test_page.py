@@ -145,7 +145,7 @@ def test_the_chat_offers_adapters_and_the_dashboard_counts_them(browser: sync_ap
         page.locator("#asked-model").select_option("pirate")
         assert send(page, "hello") == "Arrr"
         page.reload()
-        page.wait_for_function("document.querySelector('#asked-model').length == 2")
+        sync_api.expect(page.locator("#asked-model option")).to_have_count(2)
         assert page.locator("#asked-model").input_value() == "pirate"
         page.get_by_role("link", name="Dashboard").click()
         tile = page.locator("#tiles div", has_text="Adapters")
