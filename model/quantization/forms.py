@@ -190,9 +190,8 @@ class Mixed:
     """
 
     most: FourBit | SixBit  # of the projections that are not in `others`
-    others: tuple[
-        tuple[str, OneForm], ...
-    ]  # path of a projection, or of the head -> its form, in the order of the paths
+    # path of a projection, or of the head -> its form, in the order of the paths
+    others: tuple[tuple[str, OneForm], ...]
 
     def __str__(self) -> str:
         return "+".join([str(self.most), *(f"{form}:{','.join(paths)}" for form, paths in self._paths.items())])

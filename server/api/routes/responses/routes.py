@@ -307,7 +307,7 @@ def _repeated(
 async def _make_in_background(
     record: ResponseRecord, answer: GenerationAnswer, writer: ResponsesWriter, store: ResponseStore, place: Place
 ) -> None:
-    """The answer goes to the record's log, or to nobody: the record has what it says.
+    """The answer's events go to the record's log, if it has one. The record keeps the result.
 
     Args:
         store: has the record, and counts its growth.
