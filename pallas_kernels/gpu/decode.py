@@ -282,8 +282,7 @@ class _Body:
             v = plgpu.load(v_tile, layout=rhs, optimized=False)
             if tail:
                 # The places after the last key may hold any values, and 0 * NaN is NaN.
-                key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
-                v = jnp.where(key < valid, v, jnp.zeros_like(v))
+                v = jnp.where(matmul.rows_before(valid, v.shape, rhs), v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 

@@ -45,6 +45,19 @@ def swizzled(columns: int, dtype: Any, *, copied_rows: int | None = None) -> tup
     return tiling, plgpu.SwizzleTransform(width)  # type: ignore[abstract]
 
 
+def rows_before(count: Any, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """bool[rows, columns] in the layout of a product's right operand: whether the row is one of the first `count`.
+
+    The numbers are those of one column, spread over the others. A `broadcasted_iota` of the whole shape would be wrong:
+    a thread has pairs of rows of one column, and jax (0.11.2) numbers both as the first of them.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
+    # A thread's rows differ in other bits than those of 6, which are its place: the compiler is left with constants on
+    # the one side and with one register on the other.
+    before = (row & ~6) < count - (row & 6)
+    return lax.broadcast_in_dim(before, shape, [0])
+
+
 def start_wgmma(acc_ref: Any, lhs: Any, rhs: Any, *, interpret: Any) -> None:
     """Starts acc += lhs @ rhs, with `rhs` in SMEM and `lhs` in SMEM or in registers. It ends at the next `result`."""
     if interpret is None:

@@ -143,8 +143,8 @@ class _Body(PrefillBody):
             v = plgpu.load(v_tile, layout=rhs, optimized=False)
             if masked:
                 # The places after the last key may hold any values, and 0 * NaN is NaN.
-                key = plgpu.broadcasted_iota(jnp.int32, (block_kv, self.head_dim), 0, layout=rhs)
-                v = jnp.where(key < tile.kv_len - i * block_kv, v, jnp.zeros_like(v))
+                existing = matmul.rows_before(tile.kv_len - i * block_kv, v.shape, rhs)
+                v = jnp.where(existing, v, jnp.zeros_like(v))
             acc = online_softmax.scaled(acc, alpha)
             return matmul.mma(acc, p, v, interpret=self.interpret), new_peak, total
 

@@ -26,6 +26,7 @@ from scripts.lab.accounts.specs import MODELS, make_spec
 from scripts.lab.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
 from tests.pallas_kernels.gpu.offsets import page_products
+from tests.pallas_kernels.gpu.pair_masks import pairs_under_one_mask
 
 USUAL = StepShape(num_tokens=1024, pages_per_seq=64)
 DECODE = StepShape(num_tokens=64, pages_per_seq=64, decode_only=True)
@@ -129,6 +130,7 @@ def count(kernel: gpu_report.Kernel, page_elements: int) -> dict[str, Any]:
         "proxy_fences": kernel.ptx.count(proxy_fences.FENCE),
         "unfenced": proxy_fences.unfenced_accesses(kernel.ptx),
         "page_products": page_products(kernel.ptx, page_elements),
+        "pairs_under_one_mask": pairs_under_one_mask(kernel.ptx),
         "stores_of_16_bytes": len(re.findall(r"\bst(?:\.global)?\.v4\.b32\b", kernel.ptx)),
     }
     if kernel.name == "paged_prefill" and kernel.sass:
