@@ -117,7 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             from scripts.lab.chip import speed
 
-            figures, lines = speed.measure(args.target, MODELS[model])
+            lines = []
+            figures = speed.measure(args.target, MODELS[model], say=lines.append)
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1) + "\n")
     publish([head(), *lines], args.markdown)

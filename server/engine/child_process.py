@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 
 EXIT_ORPHANED = 2
+_STARTING = threading.Lock()
 
 
 def start_without_main(process: BaseProcess) -> None:
@@ -18,12 +19,13 @@ def start_without_main(process: BaseProcess) -> None:
     By default, a spawned process first imports it, and with it the HTTP server: half a second of every start. The
     engine's target and its arguments are in modules of their own.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        process.start()
-    finally:
-        sys.modules["__main__"] = main
+    with _STARTING:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
 
 
 def end_with_parent() -> None:

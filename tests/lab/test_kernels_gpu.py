@@ -40,7 +40,8 @@ PLAN = speed.Plan(
 
 @pytest.mark.slow
 def test_measuring_goes_through_and_says_what_it_found(tmp_path, capsys):
-    figures, lines = speed.measure("h200", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN)
+    lines: list[str] = []
+    figures = speed.measure("h200", HEADS, backend=Backend.GPU_INTERPRET, plan=PLAN, say=lines.append)
     kernels.publish(lines, tmp_path / "report.md")
     assert capsys.readouterr().out.splitlines() == (tmp_path / "report.md").read_text().splitlines() == lines
     written = json.loads(json.dumps(figures))
@@ -95,7 +96,7 @@ def test_a_wrong_result_ends_the_run_before_the_timings(monkeypatch):
 
     monkeypatch.setattr(PagedAttention, "__call__", wrong)
     with pytest.raises(SystemExit, match=r"WRONG: .*num_query_heads=2.*is wrong: off by"):
-        speed.measure("h200", HEADS, backend=Backend.REFERENCE, plan=PLAN)
+        speed.measure("h200", HEADS, backend=Backend.REFERENCE, plan=PLAN, say=lambda line: None)
 
 
 @pytest.mark.parametrize(("head_dim", "rows"), [(128, [(1, 70)] * 3), (64, [(20, 20)] * 2)], ids=["decode", "prefill"])

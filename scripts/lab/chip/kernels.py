@@ -1,7 +1,8 @@
 """Every form of the kernels against float32, by the self-test that an engine runs at its start: random ragged batches,
 poisoned memory, and each step twice. And the same in a pool of serving size.
 
-Each form has a process of its own: after a crash on the device all later work of a process fails.
+Each form has a process of its own: after a crash on the device all later work of a process fails. A GPU runs a few of
+these processes at once, each with its part of the memory: most of their time goes to compilers and to numpy.
 
 A page's offset is its number times its size. In a pool of 2^31 elements or more the product needs more than 31 bits.
 With 1,024 decodes, a kernel has as many copies of new tokens to their pages under way at once.
@@ -10,8 +11,10 @@ With 1,024 decodes, a kernel has as many copies of new tokens to their pages und
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,7 @@ from pallas_kernels.layout import default_page_size
 from pallas_kernels.self_test import Program, SelfTest, SelfTestError
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.child import ChildError, in_child
-from scripts.building.device import start_jax
+from scripts.building.device import GPU_POOL_SHARE, start_jax
 from scripts.flags.settings import EngineSettings
 from scripts.lab.accounts.specs import make_spec
 from scripts.lab.chip.parts import Options, Result
@@ -51,6 +54,8 @@ TINY = _sizes(16, 2, 2, num_sequences=2, longest=60)
 POOL = _sizes(2048, 1024, 1024, num_sequences=1024, longest=40)
 TINY_POOL = _sizes(16, 2, 2, num_sequences=2, longest=40)
 FORM_LIMIT_S = 90.0
+AT_ONCE = 4  # forms that a GPU tests at a time; a TPU belongs to one process
+CORES_EACH = 2
 FIRST_ELEMENT = 1 << 31  # of a large pool's pages that are used
 SPARE_BYTES = 2 << 30  # in a large pool, for the steps' own tensors
 POISON_BYTES = 1 << 30
@@ -65,16 +70,29 @@ def run(options: Options, result: Result) -> None:
     result.figures["forms"] = []
     columns = {"largest error of a row": ".2%", "steps, twice each": ">", "seconds": ".1f"}
     table = result.table({"model": "", "backend": "", "K/V": "", **columns})
-    for form in forms(options):
+
+    def test(form: tuple[str, Backend, str]) -> dict[str, Any]:
         found = before.get(form, {})
-        if "problem" in found or not found:
-            found = _in_child(test_form, *form, options, limit_s=FORM_LIMIT_S)
-        model, backend, kv_dtype = form
-        result.figures["forms"].append({"model": model, "backend": str(backend), "kv_dtype": kv_dtype, **found})
-        if "problem" in found:
-            result.wrong(f"{model}, {backend}, K/V in {kv_dtype}: {found['problem']}")
-        fault = "WRONG, see above" if "problem" in found else found.get("not_supported")
-        table.row(model, str(backend), kv_dtype, fault or found["largest_error"], found.get("steps"), found["seconds"])
+        return found if found and "problem" not in found else _in_child(test_form, *form, options, limit_s=FORM_LIMIT_S)
+
+    workers = _share_the_memory(options)
+    with ThreadPoolExecutor(workers) as threads:
+        for (model, backend, kv_dtype), found in zip(forms(options), threads.map(test, forms(options)), strict=True):
+            result.figures["forms"].append({"model": model, "backend": str(backend), "kv_dtype": kv_dtype, **found})
+            if "problem" in found:
+                result.wrong(f"{model}, {backend}, K/V in {kv_dtype}: {found['problem']}")
+            error = found.get("not_supported") if "problem" not in found else "WRONG, see above"
+            shown = error or found["largest_error"], found.get("steps"), found["seconds"]
+            table.row(model, str(backend), kv_dtype, *shown)
+
+
+def _share_the_memory(options: Options) -> int:
+    """The number of forms that are tested at a time. The processes that test them are told their share of memory."""
+    if options.device != "cuda":
+        return 1
+    workers = max(1, min(AT_ONCE, (os.cpu_count() or 1) // CORES_EACH))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_POOL_SHARE / workers:.3f}")
+    return workers
 
 
 def run_in_a_large_pool(options: Options, result: Result) -> None:

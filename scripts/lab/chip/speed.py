@@ -23,7 +23,7 @@ import numpy as np
 from model.inputs.words import described
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import GPUS
-from pallas_kernels.spec import Backend
+from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.device import start_jax
 from scripts.flags.settings import EngineSettings
 from scripts.lab.accounts.gpu_prediction import FEW_QUERIES, SHAPES, Machine, Rows, predict
@@ -35,13 +35,13 @@ from scripts.lab.chip.peers import GPU_PEERS, TPU_PEERS, Peer
 from scripts.lab.chip.versions import nvidia_smi
 from scripts.lab.tables import Table, command, versions
 
-RAGGED = "1 x 64k + 63 x 512"  # no peer takes it
 DECODE, SHORT, PREFILL = "decode", "short chunks", "prefill"
 SHAPES_OF_KINDS: dict[str, dict[str, Rows]] = {
     DECODE: {name: rows for name, rows in SHAPES.items() if all(query_len == 1 for query_len, _ in rows)},
     SHORT: {name: rows for name, rows in SHAPES.items() if all(query_len > 1 for query_len, _ in rows)},
     PREFILL: {"1 x 8k": [(8192, 8192)], "4 x 2k": [(2048, 2048)] * 4},
 }
+KINDS = ((DECODE, "GB/s", 1e9, "copy"), (SHORT, "GB/s", 1e9, "copy"), (PREFILL, "TFLOP/s", 1e12, "product"))
 GOALS = {"64 x 2k": 0.85, "1 x 32k": 0.75, "256 x 512": 0.75, "1 x 8k": 0.6}
 # (query heads, KV heads, head dim), page size, dtype: all forms of the kernels in the compile-only tests.
 VARIANTS = (
@@ -86,29 +86,39 @@ def run(options: Options, result: Result) -> None:
             continue
         spec = kernels.spec_of(model, backend, "bfloat16")
         peers = TPU_PEERS if backend.startswith("tpu") else GPU_PEERS
-        shapes = SHAPES_OF_KINDS | {DECODE: {n: rows for n, rows in SHAPES_OF_KINDS[DECODE].items() if n != RAGGED}}
-        plan = Plan(variants=(), shapes=shapes, peers=peers, page_size=spec.page_size, batches=5, calls=5)
+        plan = Plan(variants=(), peers=peers, page_size=spec.page_size, batches=5, calls=5)
         if options.rehearse:
             plan = replace(plan, **REHEARSED)  # type: ignore[arg-type]
-        elif index:
-            plan = replace(plan, peers={})
+        elif index:  # the second form for GPUs has the same kernel for decodes
+            plan = replace(plan, shapes={PREFILL: SHAPES_OF_KINDS[PREFILL]}, peers={})
         heads = (spec.num_query_heads, spec.num_kv_heads, spec.head_dim)
+        result.say(f"### {backend}")
+        result.say("")
         try:
-            figures, _ = measure(platform, heads, backend=backend, plan=plan)
+            figures = measure(platform, heads, backend=backend, plan=plan, say=result.say)
         except Exception as error:  # a form that does not run must not hide the others' figures
             traceback.print_exc()
             result.status = "failed"
             result.problems.append(f"{backend}: {described(error)}")
             continue
+        result.say("")
         result.figures[str(backend)] = figures
-        for line in [f"### {backend}", "", *tables(figures), ""]:
-            result.say(line)
+        for kind in plan.shapes:
+            for shape, by in figures.get(kind, {}).items():
+                if "missing" in by["ours"]:
+                    result.status = "failed"
+                    result.problems.append(f"{backend}, {kind}, {shape}: {by['ours']['missing']}")
 
 
 def measure(
-    target: str, heads: tuple[int, int, int], *, backend: Backend = Backend.GPU, plan: Plan | None = None
-) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the report in Markdown.
+    target: str,
+    heads: tuple[int, int, int],
+    *,
+    say: Callable[[str], None],
+    backend: Backend = Backend.GPU,
+    plan: Plan | None = None,
+) -> dict[str, Any]:
+    """The figures. The report in Markdown is said line by line, as they are measured, the other implementations last.
 
     Raises:
         SystemExit: there is no GPU, or a kernel's numbers are wrong.
@@ -125,29 +135,43 @@ def measure(
         "heads": list(heads), "checks": [_check(backend, variant, plan.sizes, seed) for variant in plan.variants],
         "copy_bytes_per_s": copy_bytes_per_s(plan), "product_flops_per_s": product_flops_per_s(plan),
     }  # fmt: skip
+    for line in _head(figures):
+        say(line)
     spec = make_spec(heads, plan.page_size)
     # The chip that is named, or the one that is attached, if its figures are known.
     attached = {chip.device_kind: chip for chip in GPUS.values()}
     chip = GPUS.get(target, attached.get(device.device_kind))
     mma_only = backend in (Backend.GPU_MMA, Backend.GPU_MMA_INTERPRET)
     machine = Machine(chip=chip, spec=spec, mma_only=mma_only) if chip and backend.startswith("gpu") else None
-    for kind, shapes in plan.shapes.items():
-        figures[kind] = {}
-        for name, rows in shapes.items():
-            layers = [make_operands(spec, rows, seed + layer) for layer in range(plan.layers)]
-            by = figures[kind][name] = _side_by_side(backend, plan, layers, {} if kind == SHORT else plan.peers)
-            if kind == PREFILL:
-                work, speed = sum(n * (n + 1) for n, _ in rows) * 2 * heads[0] * heads[2], "product_flops_per_s"
-            else:
-                work, speed = sum(n for _, n in rows) * heads[1] * heads[2] * 4, "copy_bytes_per_s"
-                if machine is not None:
-                    by["ours"]["predicted_s"] = predict(machine, rows).seconds
-            for found in by.values():
-                if "layer_s" in found:
-                    found["per_s"] = work / found["layer_s"]
-                    found["share"] = found["per_s"] / figures[speed]
-    title = f"## {figures['device']}, {figures['date'][:10]}: heads {figures['heads']}"
-    return figures, [title, "", *tables(figures)]
+
+    def ours(rows: Rows) -> dict[str, dict[str, Any]]:
+        return {"ours": _found(lambda: time_paged(backend, plan, spec, rows, seed))}
+
+    def others(rows: Rows) -> dict[str, dict[str, Any]]:
+        return _peers(plan, spec, rows, seed)
+
+    for implementations in (ours, others) if plan.peers else (ours,):
+        for kind, unit, scale, of in KINDS:
+            shapes = {} if implementations is others and kind == SHORT else plan.shapes.get(kind, {})
+            if shapes:
+                say("")
+                columns = {"us": ".1f", "predicted us": ".1f", unit: ".0f", f"of the {of}": ".0%", "goal": ".0%"}
+                table = Table({f"{kind}, one layer": "", "by": "", **columns}, say)
+            for name, rows in shapes.items():
+                by = implementations(rows)
+                if kind == PREFILL:
+                    work, speed = sum(n * (n + 1) for n, _ in rows) * 2 * heads[0] * heads[2], "product_flops_per_s"
+                else:
+                    work, speed = sum(n for _, n in rows) * heads[1] * heads[2] * 4, "copy_bytes_per_s"
+                    if machine is not None and "ours" in by:
+                        by["ours"]["predicted_s"] = predict(machine, rows).seconds
+                for who, found in by.items():
+                    if "layer_s" in found:
+                        found["per_s"] = work / found["layer_s"]
+                        found["share"] = found["per_s"] / figures[speed]
+                    table.row(name, who, *_cells(found, scale, GOALS.get(name) if who == "ours" else None))
+                figures.setdefault(kind, {}).setdefault(name, {}).update(by)
+    return figures
 
 
 def _check(backend: Backend, variant: Any, sizes: kernels.Sizes, seed: int) -> dict[str, Any]:
@@ -160,48 +184,60 @@ def _check(backend: Backend, variant: Any, sizes: kernels.Sizes, seed: int) -> d
     return {"heads": list(heads), "page_size": page_size, "dtype": dtype, **found}
 
 
-def _side_by_side(
-    backend: Backend, plan: Plan, layers: list[Operands], peers: Mapping[str, Peer]
-) -> dict[str, dict[str, Any]]:
-    """Seconds of one layer: of our kernels, and of each peer or the reason why it is missing."""
-    found: dict[str, Any] = {"ours": {"layer_s": time_paged(backend, plan, layers)}}
-    for name, peer in peers.items():
-        if not layers[0].uniform:
-            found[name] = {"missing": "rows of different lengths"}
-            continue
-        try:
-            found[name] = {"layer_s": time_peer(peer, plan, layers)}
-        except Exception as error:  # a peer's failure must not end the run: it is reported
-            found[name] = {"missing": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"}
-    return found
+def _found(time_it: Callable[[], float]) -> dict[str, Any]:
+    """Seconds of a layer, or the reason why they are missing: one failure must not end the run."""
+    try:
+        return {"layer_s": time_it()}
+    except Exception as error:
+        traceback.print_exc()
+        return {"missing": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"}
 
 
-def time_paged(backend: Backend, plan: Plan, layers: list[Operands]) -> float:
-    """The pages of all layers are in one array (`first_page`). All layers share the first layer's page table."""
-    first = layers[0]
-    attention = PagedAttention(first.spec, backend)
+def _peers(plan: Plan, spec: AttentionSpec, rows: Rows, seed: int) -> dict[str, dict[str, Any]]:
+    """What each peer needs for a layer. A peer has its own store of each layer, besides the operands."""
+    if len(set(rows)) > 1:
+        return {name: {"missing": "rows of different lengths"} for name in plan.peers}
+    num_layers = _layers_that_fit(plan, spec, rows, copies=3)
+    layers = [make_operands(spec, rows, seed + layer) for layer in range(num_layers)]
+    return {name: _found(lambda peer=peer: time_peer(peer, plan, layers)) for name, peer in plan.peers.items()}  # type: ignore[misc]
+
+
+def _layers_that_fit(plan: Plan, spec: AttentionSpec, rows: Rows, *, copies: int) -> int:
+    """The plan's layers, or as many as the memory holds with so many copies of each one's keys and values. As much as
+    three layers have is for the operands of the first one, and for temporaries."""
+    layer = sum(n for _, n in rows) * 2 * spec.num_kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    limit = kernels.memory_limit()
+    return plan.layers if limit is None else max(1, min(plan.layers, (limit // layer - 3) // copies))
+
+
+def time_paged(backend: Backend, plan: Plan, spec: AttentionSpec, rows: Rows, seed: int) -> float:
+    """Seconds of a layer. The pages of all layers are in one array (`first_page`), and all have one page table."""
+    first = make_operands(spec, rows, seed)
+    num_layers = _layers_that_fit(plan, spec, rows, copies=1)
+    attention = PagedAttention(spec, backend)
+    batch, queries, num_pages = first.batch, first.queries, first.num_pages
+    num_tokens, decode_only = first.num_tokens, first.decode_only
     new = [first.new(whole) for whole in (first.keys, first.values)]
-    pages = random_pages(attention, first.num_pages, copies=len(layers))
+    del first  # its keys and values may be a large part of the memory
+    pages = random_pages(attention, num_pages, copies=num_layers)
 
     def step(batch: Any, queries: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array) -> Any:
+        spec_decode = 1 < max(query_len for query_len, _ in rows) <= FEW_QUERIES
         metadata = attention.make_metadata(
-            batch,
-            num_tokens=first.num_tokens,
-            decode_only=first.decode_only,
-            spec_decode=1 < max(query_len for query_len, _ in first.rows) <= FEW_QUERIES,
+            batch, num_tokens=num_tokens, decode_only=decode_only, spec_decode=spec_decode
         )
-        for layer in range(len(layers)):
-            queries, pages = attention(queries, keys, values, pages, metadata, layer * first.num_pages)
+        for layer in range(num_layers):
+            queries, pages = attention(queries, keys, values, pages, metadata, layer * num_pages)
         return queries, pages
 
-    compiled = jax.jit(step, donate_argnums=4).lower(first.batch, first.queries, *new, pages).compile()
+    compiled = jax.jit(step, donate_argnums=4).lower(batch, queries, *new, pages).compile()
 
     def run() -> jax.Array:
         nonlocal pages
-        output, pages = compiled(first.batch, first.queries, *new, pages)
+        output, pages = compiled(batch, queries, *new, pages)
         return output
 
-    return median_seconds(run, plan) / len(layers)
+    return median_seconds(run, plan) / num_layers
 
 
 def random_pages(attention: PagedAttention, num_pages: int, *, copies: int) -> jax.Array:
@@ -258,10 +294,10 @@ def product_flops_per_s(plan: Plan) -> float:
     return 2 * n**3 / median_seconds(lambda: product(a), plan)
 
 
-def tables(figures: dict[str, Any]) -> list[str]:
-    """The figures in Markdown."""
-    used = ", ".join(f"{name} {value}" for name, value in figures["versions"].items())
-    lines = [f"Driver {figures['driver']}; {used}; seed {figures['seed']}."]
+def _head(figures: dict[str, Any]) -> list[str]:
+    used = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    lines = [f"## {figures['device']}, {figures['date'][:10]}: heads {figures['heads']}", ""]
+    lines.append(f"Driver {figures['driver']}; {used}; seed {figures['seed']}.")
     if checks := figures["checks"]:
         worst = max(check["largest_error"] for check in checks)
         lines.append(f"Numbers: {len(checks)} forms right, largest error of a row {worst:.2%}.")
@@ -269,19 +305,11 @@ def tables(figures: dict[str, Any]) -> list[str]:
         f"Copy {figures['copy_bytes_per_s'] / 1e9:.0f} GB/s (read and written); bf16 product "
         f"{figures['product_flops_per_s'] / 1e12:.0f} TFLOP/s."
     )
-    kinds = ((DECODE, "GB/s", 1e9, "copy"), (SHORT, "GB/s", 1e9, "copy"), (PREFILL, "TFLOP/s", 1e12, "product"))
-    for kind, unit, scale, of in kinds:
-        if not figures[kind]:
-            continue
-        speeds = {"us": ".1f", "predicted us": ".1f", unit: ".0f", f"of the {of}": ".0%", "goal": ".0%"}
-        table = Table({f"{kind}, one layer": "", "by": "", **speeds})
-        for name, by in figures[kind].items():
-            for who, found in by.items():
-                if "missing" in found:
-                    table.row(name, who, *4 * [None], found["missing"])
-                    continue
-                predicted, goal = found.get("predicted_s"), GOALS.get(name) if who == "ours" else None
-                times = found["layer_s"] * 1e6, predicted and predicted * 1e6
-                table.row(name, who, *times, found["per_s"] / scale, found["share"], goal)
-        lines += ["", *table.lines]
     return lines
+
+
+def _cells(found: dict[str, Any], scale: float, goal: float | None) -> tuple[object, ...]:
+    if "missing" in found:
+        return (*4 * [None], found["missing"])
+    predicted = found.get("predicted_s")
+    return found["layer_s"] * 1e6, predicted and predicted * 1e6, found["per_s"] / scale, found["share"], goal
