@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +28,7 @@ class Compilation[K: Hashable]:
         counter: counts the programs that come from the disk.
         exported: programs of earlier starts, which need neither, and where those of this start are kept; None: each
             start compiles all.
+        only_trace: nothing is compiled until `result` is called.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class Compilation[K: Hashable]:
         options: Mapping[str, Any],
         counter: CompileCounter,
         exported: ExportedPrograms[K] | None = None,
+        *,
+        only_trace: bool = False,
     ) -> None:
         self.tracing_s = 0.0
         self.num_from_disk = 0
@@ -45,6 +48,9 @@ class Compilation[K: Hashable]:
         self._exported = exported
         self._anew = ExitStack()
         self._cancelled = threading.Event()
+        self._may_compile = threading.Event()
+        if not only_trace:
+            self._may_compile.set()
         self._lock = threading.Lock()
         self._compiler = ThreadPoolExecutor(os.cpu_count())
         self._tracer = ThreadPoolExecutor(1)
@@ -53,6 +59,7 @@ class Compilation[K: Hashable]:
     def result(self) -> dict[K, Any]:
         """Waits for the executables and returns them in the order of the programs. An error of tracing or compiling is
         raised after the threads have ended."""
+        self._may_compile.set()
         try:
             return {key: program.result() for key, program in self._traced.result().items()}
         finally:
@@ -61,6 +68,7 @@ class Compilation[K: Hashable]:
     def cancel(self) -> None:
         """Starts no further program, and waits for those that are being traced or compiled."""
         self._cancelled.set()
+        self._may_compile.set()
         self._tracer.shutdown()
         self._compiler.shutdown(cancel_futures=True)
         self._anew.close()
@@ -88,6 +96,9 @@ class Compilation[K: Hashable]:
         return {key: program for key, program in loading.items() if key not in missing}, missing
 
     def _compile(self, key: K, lowered: jax.stages.Lowered) -> Any:
+        self._may_compile.wait()
+        if self._cancelled.is_set():
+            raise CancelledError
         if self._exported is not None and (found := self._exported.load_lowered(key, lowered)) is not None:
             return found
         before = self._counter.from_cache_in_this_thread

@@ -82,12 +82,15 @@ class CompiledPrograms:
         """A digest of all that decides what the programs compute besides their arguments."""
         return fingerprint(_PACKAGES, self._described.made_from, self._described.device)
 
-    def start_compiling(self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = ()) -> None:
+    def start_compiling(
+        self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = (), *, only_trace: bool = False
+    ) -> None:
         """Starts compiling in threads; `compile` of the same buckets waits for the programs. A caller that does not
         reach it must call `stop_compiling`; otherwise the process exits only after the last program.
 
         Args:
             may_wait: buckets whose programs are left for `compile_later`, except for those on the disk.
+            only_trace: nothing is compiled before `compile` is called.
         """
         described = self._described
         if self._traced_folder is not None:
@@ -109,7 +112,7 @@ class CompiledPrograms:
         for bucket in self.left:
             del programs[bucket]
         lower = {key: partial(self._lower, key, program) for key, program in programs.items()}
-        self._compilation = Compilation(lower, self._options, self._counter, self._exported)
+        self._compilation = Compilation(lower, self._options, self._counter, self._exported, only_trace=only_trace)
 
     def stop_compiling(self) -> None:
         """Cancels the compilation that `start_compiling` began."""

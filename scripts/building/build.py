@@ -327,9 +327,9 @@ def build_runner(
         report(f"  precompiled       {made.remark}")
     if num_pages < room:
         runner = make_runner(replace(limits, num_pages=num_pages))
-    # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
-    if compile_meanwhile and platform != "gpu":
-        runner.start_compiling(ladder.buckets(), later)
+    if compile_meanwhile:
+        # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
+        runner.start_compiling(ladder.buckets(), later, only_trace=platform == "gpu")
     loader = Loader(
         runner=runner,
         draft=draft,

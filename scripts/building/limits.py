@@ -26,13 +26,15 @@ _DEFAULTS = {
         half_steps=False,
         few_rows=16,
     ),
-    # On chips a few rows cost as much as one. Each program saved shortens the start by seconds.
+    # Tracing a program takes the host of an H100 up to 5 s, one after the other. The chip's products of 64 tokens take
+    # 1.1 times as long as those of one, and those of 256 tokens 1.3 times (`scripts/lab/results/2026-11-26-h100.md`).
     "gpu": BucketConfig(
         max_num_seqs=256,
         max_num_batched_tokens=2048,
-        min_decode_rows=4,
-        min_mixed_tokens=64,
+        min_decode_rows=8,
+        min_mixed_tokens=128,
         half_steps=True,
+        min_half_step=256,
     ),
     # A program takes half a minute of its compiler. Up to 128 tokens take as long as one on every generation, and on
     # v6e up to 512 at most a fifth longer (`scripts/lab/results/2026-11-26-ladder.md`).

@@ -80,7 +80,7 @@ def test_there_are_programs_up_to_the_rows_at_which_reading_weights_and_computin
     assert programs("cpu") == [(4, 1), (8, 2), (16, 4), (32, 8)]
     assert programs("cpu", max_num_seqs=2) == [(4, 1), (8, 2)]
     assert programs("tpu") == [(32, 8), (64, 16), (128, 32), (256, 64)]
-    assert programs("gpu", max_num_seqs=6) == [(16, 4), (24, 6)]
+    assert programs("gpu", max_num_seqs=12) == [(32, 8), (48, 12)]
 
 
 def test_drafts_that_no_step_has_room_for_are_refused():

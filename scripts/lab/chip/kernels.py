@@ -87,11 +87,14 @@ def run(options: Options, result: Result) -> None:
 
 
 def _share_the_memory(options: Options) -> int:
-    """The number of forms that are tested at a time. The processes that test them are told their share of memory."""
+    """The number of forms that are tested at a time. The processes that test them are told their share of
+    memory and of cores."""
     if options.device != "cuda":
         return 1
-    workers = max(1, min(AT_ONCE, (os.cpu_count() or 1) // CORES_EACH))
+    cores = os.cpu_count() or 1
+    workers = max(1, min(AT_ONCE, cores // CORES_EACH))
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_POOL_SHARE / workers:.3f}")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, cores // workers)))  # numpy's threads spin while they wait
     return workers
 
 

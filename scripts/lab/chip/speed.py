@@ -1,4 +1,4 @@
-"""Times the attention kernels on the attached chip, next to other implementations. NOT YET RUN ON A CHIP.
+"""Times the attention kernels on the attached chip, next to other implementations.
 
 The figure of decode is bytes of K and V per second, compared with the bandwidth of a large copy in the same run. That
 of prefill is floating-point operations per second, compared with a large bf16 matrix product. A call goes through
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model.compiling.compiler_options import compiler_options
 from model.inputs.words import described
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import GPUS
@@ -230,7 +231,8 @@ def time_paged(backend: Backend, plan: Plan, spec: AttentionSpec, rows: Rows, se
             queries, pages = attention(queries, keys, values, pages, metadata, layer * num_pages)
         return queries, pages
 
-    compiled = jax.jit(step, donate_argnums=4).lower(batch, queries, *new, pages).compile()
+    options = compiler_options(jax.devices()[0].platform)  # as a server's steps: in a CUDA graph
+    compiled = jax.jit(step, donate_argnums=4).lower(batch, queries, *new, pages).compile(compiler_options=options)
 
     def run() -> jax.Array:
         nonlocal pages
@@ -262,7 +264,8 @@ def time_peer(peer: Peer, plan: Plan, layers: list[Operands]) -> float:
             queries = peer.attend(operands, queries, store)
         return queries
 
-    compiled = jax.jit(step).lower(queries, stores).compile()
+    options = compiler_options(jax.devices()[0].platform)
+    compiled = jax.jit(step).lower(queries, stores).compile(compiler_options=options)
     return median_seconds(lambda: compiled(queries, stores), plan) / len(layers)
 
 

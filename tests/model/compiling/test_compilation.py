@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import jax
@@ -22,6 +23,33 @@ def test_every_program_is_there_in_order():
     assert list(programs) == [5, 2, 9]
     assert programs[2](jnp.array([1, 2])).tolist() == [3, 6]
     assert compilation.tracing_s > 0
+
+
+class Watched:
+    """A lowered program that says when it is compiled."""
+
+    def __init__(self, compiled: list[int], size: int) -> None:
+        self._compiled, self._size = compiled, size
+
+    def compile(self, **options: object) -> jax.stages.Compiled:
+        self._compiled.append(self._size)
+        return lower(self._size).compile(**options)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_programs_may_be_traced_first_and_compiled_when_they_are_asked_for(is_cancelled):
+    compiled: list[int] = []
+    programs = {size: lambda size=size: Watched(compiled, size) for size in range(1, 3 + (os.cpu_count() or 1))}
+    compilation = Compilation(programs, {}, CompileCounter(), only_trace=True)
+    waiting = compilation._traced.result()  # all are traced
+    assert len(waiting) == len(programs)
+    assert compiled == []
+    if is_cancelled:
+        compilation.cancel()
+        assert compiled == []
+    else:
+        assert compilation.result()[2](jnp.array([1, 2])).tolist() == [3, 6]
+        assert sorted(compiled) == list(programs)
 
 
 def test_what_tracing_raises_is_raised():
