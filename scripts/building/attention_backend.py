@@ -151,6 +151,13 @@ def choose_attention(
     raise ValueError(f"--attention-backend {requested} cannot be used here: {_reasons(failures)}")
 
 
+def is_tested_by_a_child(candidates: Sequence[Backend]) -> bool:
+    """Whether the test of the first one leaves this process idle."""
+    from pallas_kernels.spec import Backend
+
+    return len(candidates) > 1 and candidates[0] in (Backend.GPU, Backend.GPU_MMA)
+
+
 def compile_self_test(
     settings: EngineSettings,
     attention: PagedAttention,

@@ -21,7 +21,7 @@ from batcher.page_events import PageEventSink
 from batcher.step import Bucket, Runner
 from batcher.step_times import StepTimes
 from scripts.building.adapters import RunnersStore, loaded_adapters
-from scripts.building.attention_backend import Backends, choose_attention, paged_attention
+from scripts.building.attention_backend import Backends, choose_attention, is_tested_by_a_child, paged_attention
 from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights
 from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
 from scripts.building.chosen_weights import ChosenWeights, bits_of_a_weight, choose_weights
@@ -279,55 +279,74 @@ def build_runner(
             "leave room for more"
         )
     chips = on_chips(num_chips, max_model_len)
-    with phase("self-test", report) as say:
-        chosen = choose_attention(
-            settings,
-            candidates,
-            partial(chips.attention, backends.make),
-            buckets,
-            platform=platform,
-            max_model_len=max_model_len,
-            native_folder=folders.native,
-            # A host cannot read the results of the other hosts' chips.
-            make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
-            is_here=not only_programs,
-        )
-        say("; ".join(chosen.remarks))
-    attention = chosen.attention
-    chips.pack_for(attention.backend, chips.planned)
     ladder = BucketLadder(buckets)
     later = choose_deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
-    of_draft = chips.draft_over(backends.make, attention.backend)
-    if chips.draft is not None:
-        chips.draft.pack_for(attention.backend, chips.draft.planned)
-    # An interpreted kernel calls back into this process and cannot be stored.
-    is_interpreted = attention.backend.is_interpreted
-    export_folder = folders.executables(platform, num_hosts=num_hosts, is_interpreted=is_interpreted)
-    if is_interpreted and export_folder is not None:
-        raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
     adapter_store = RunnersStore(settings, weights.config) if settings.enable_lora else None
-    from model.execution.runner import ModelRunner
 
-    make_runner = partial(
-        ModelRunner,
-        chips.planned,
-        attention,
-        traced_folder=None if folders.compiled is None or is_interpreted else folders.compiled / "traced",
-        export_folder=export_folder,
-        draft=of_draft,
-        adapter_weights=None if adapter_store is None else adapter_store.weights,
-    )
-    runner = make_runner(limits)
-    room, shaped_by = runner.capacity().num_pages, _facts(weights, draft, attention, ladder)
-    num_pages = room
-    if others is not None:
-        num_pages = others.agree(room, shaped_by)
-    elif not only_programs and (made := made_for(folders.compiled, runner, shaped_by)) is not None:
-        num_pages = made.num_pages or room
-        report(f"  precompiled       {made.remark}")
-    if num_pages < room:
-        runner = make_runner(replace(limits, num_pages=num_pages))
-    if compile_meanwhile:
+    def runner_over(attention: PagedAttention) -> tuple[ModelRunner, dict[str, str]]:
+        """A runner without weights, and what shapes its programs."""
+        from model.execution.runner import ModelRunner
+
+        chips.pack_for(attention.backend, chips.planned)
+        of_draft = chips.draft_over(backends.make, attention.backend)
+        if chips.draft is not None:
+            chips.draft.pack_for(attention.backend, chips.draft.planned)
+        # An interpreted kernel calls back into this process and cannot be stored.
+        is_interpreted = attention.backend.is_interpreted
+        export_folder = folders.executables(platform, num_hosts=num_hosts, is_interpreted=is_interpreted)
+        if is_interpreted and export_folder is not None:
+            raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
+        make_runner = partial(
+            ModelRunner,
+            chips.planned,
+            attention,
+            traced_folder=None if folders.compiled is None or is_interpreted else folders.compiled / "traced",
+            export_folder=export_folder,
+            draft=of_draft,
+            adapter_weights=None if adapter_store is None else adapter_store.weights,
+        )
+        runner = make_runner(limits)
+        room, shaped_by = runner.capacity().num_pages, _facts(weights, draft, attention, ladder)
+        num_pages = room
+        if others is not None:
+            num_pages = others.agree(room, shaped_by)
+        elif not only_programs and (made := made_for(folders.compiled, runner, shaped_by)) is not None:
+            num_pages = made.num_pages or room
+            report(f"  precompiled       {made.remark}")
+        if num_pages < room:
+            runner = make_runner(replace(limits, num_pages=num_pages))
+        return runner, shaped_by
+
+    # While another process tests the first candidate, this one traces its programs.
+    early = None
+    if compile_meanwhile and others is None and is_tested_by_a_child(candidates):
+        early = runner_over(chips.attention(backends.make, candidates[0]))
+        early[0].start_compiling(ladder.buckets(), later, only_trace=True)
+    try:
+        with phase("self-test", report) as say:
+            chosen = choose_attention(
+                settings,
+                candidates,
+                partial(chips.attention, backends.make),
+                buckets,
+                platform=platform,
+                max_model_len=max_model_len,
+                native_folder=folders.native,
+                # A host cannot read the results of the other hosts' chips.
+                make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
+                is_here=not only_programs,
+            )
+            say("; ".join(chosen.remarks))
+    except BaseException:
+        if early is not None:
+            early[0].stop_compiling()
+        raise
+    attention = chosen.attention
+    if early is not None and attention.backend is not candidates[0]:
+        early[0].stop_compiling()
+        early = None
+    runner, shaped_by = early or runner_over(attention)
+    if compile_meanwhile and early is None:
         # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
         runner.start_compiling(ladder.buckets(), later, only_trace=platform == "gpu")
     loader = Loader(

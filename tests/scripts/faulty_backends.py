@@ -47,6 +47,18 @@ class Faulty(PagedAttention):
         raise NotImplementedError
 
 
+class Faultless(Faulty):
+    """With a GPU's layout, in which the pages are counted by the first axis."""
+
+    def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
+        kinds, pages, *others = self._reference.kv_pages(num_pages).shape
+        return jax.ShapeDtypeStruct((pages, kinds, *others), self.spec.kv_dtype)
+
+    def __call__(self, queries: Any, keys: Any, values: Any, kv_pages: Any, *arguments: Any, **options: Any) -> Any:
+        output, pages = self._reference(queries, keys, values, kv_pages.swapaxes(0, 1), *arguments, **options)
+        return output, pages.swapaxes(0, 1)
+
+
 class Refused(Faulty):
     def spoiled(self, output: jax.Array) -> jax.Array:
         raise NotImplementedError("no such instruction\nand much more about it")
@@ -94,6 +106,16 @@ def _make(config: Any, backend: Backend, **options: Any) -> PagedAttention:
 
 FALLBACK = Backends(candidates=lambda *_: (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE), make=_make)
 NO_FALLBACK = Backends(candidates=lambda *_: (Backend.GPU_MMA,), make=_make)
+
+
+def in_the_place_of_a_gpus(kind: type[Faulty]) -> Backends:
+    """Kernels that a child process tests, with the reference behind them."""
+
+    def make(config: Any, backend: Backend, **options: Any) -> PagedAttention:
+        attention = paged_attention(config, Backend.REFERENCE, **options)
+        return kind(attention.spec, backend) if backend is Backend.GPU else attention
+
+    return Backends(candidates=lambda *_: (Backend.GPU, Backend.REFERENCE), make=make)
 
 
 def build_with_fallback(settings: EngineSettings, report: Callable[[str], None]) -> Any:

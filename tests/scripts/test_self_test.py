@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -10,21 +11,36 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from batcher.buckets import BucketConfig
+from batcher.request import Request, SamplingParams
 from pallas_kernels.cpu import library, products
 from pallas_kernels.self_test import Program
 from scripts.building.attention_backend import NOT_TESTED, self_test_programs
-from scripts.building.build import build_runner
+from scripts.building.build import build_runner, warm_engine
 from scripts.building.limits import bucket_config
 from scripts.flags.settings import EngineSettings
+from scripts.lab.serve_all import serve_all
 from server.settings import Settings
 from tests.c_compiler import compiler
 from tests.conftest import COMPILED
 from tests.model import checkpoints
-from tests.scripts.faulty_backends import Dying, Hanging, NoNumbers, Raising, Refused, choose_with_fallback, send_choice
+from tests.scripts.faulty_backends import (
+    Dying,
+    Faultless,
+    Hanging,
+    NoNumbers,
+    Raising,
+    Refused,
+    choose_with_fallback,
+    in_the_place_of_a_gpus,
+    send_choice,
+)
 from tests.server.support.running import running_server, spawn
 from tests.server.support.tokenizers import write_folder
 
 FAULTY = "tests.scripts.faulty_backends"
+REQUEST = Request(
+    request_id="r", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+)
 MIXED = "mixed step of 2 tokens in 1 rows"
 
 
@@ -134,6 +150,25 @@ def test_a_form_that_hangs_is_given_up(settings):
     assert chosen.info.backend == "reference"
     assert chosen.info.failures == {"gpu": "failed its self-test: it did not end within 0.5 s"}
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("kind", [Faultless, NoNumbers, Refused])
+def test_the_programs_of_a_form_are_traced_while_another_process_tests_it(kind, settings, tmp_path):
+    """If it fails, those of the form that serves are made anew."""
+    tested_s: list[float] = []
+
+    def report(line: str) -> None:
+        if line.startswith("  self-test"):
+            tested_s.append(time.perf_counter())
+
+    fresh = replace(settings, compile_cache=str(tmp_path), compile_all_first=True)
+    built = build_runner(fresh, report, compile_meanwhile=True, backends=in_the_place_of_a_gpus(kind))
+    is_early = built.runner.programs._compilation.started_s < tested_s[0]
+    assert (built.info.attention.backend, is_early) == (("gpu", True) if kind is Faultless else ("reference", False))
+    expected = build_runner(replace(fresh, attention_backend="reference"), report)
+    own, others = (serve_all(warm_engine(b, report), [REQUEST]).tokens for b in (built, expected))
+    assert len(own[0]) == 4
+    assert own == others
 
 
 def test_a_hang_that_no_other_form_can_replace_ends_the_start(settings, tmp_path):
