@@ -1,6 +1,6 @@
 """Tile sizes per GPU: they fit its shared memory and registers, without spills.
 
-They are not measured on a chip. They are chosen by the compiler's register and shared-memory report
+They were not tuned on a chip, and are chosen by the compiler's register and shared-memory report
 (tests/pallas_kernels/gpu) and by the memory budget of a block. `block_kv` and `num_stages` should be tuned on a chip.
 """
 
