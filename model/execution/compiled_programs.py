@@ -93,8 +93,7 @@ class CompiledPrograms:
             only_trace: nothing is compiled before `compile` is called.
         """
         described = self._described
-        if self._traced_folder is not None:
-            self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
+        self._find_traced()
         programs: dict[Bucket | str, Program] = {bucket: described.step(bucket) for bucket in longest_first(buckets)}
         self.left = list(may_wait)
         if self._export_folder is None:
@@ -113,6 +112,25 @@ class CompiledPrograms:
             del programs[bucket]
         lower = {key: partial(self._lower, key, program) for key, program in programs.items()}
         self._compilation = Compilation(lower, self._options, self._counter, self._exported, only_trace=only_trace)
+
+    def untraced(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Those that must be traced: neither they nor their executables are on the disk. None, if there is no disk for
+        what another process traces. To be called after `start_compiling`."""
+        if self._traced is None or self._exported is not None:
+            return []
+        return [bucket for bucket in buckets if not self._is_on_disk(bucket, self._described.step(bucket))]
+
+    def trace(self, buckets: Iterable[Bucket]) -> None:
+        """Traces the programs of the buckets that are not on the disk, and stores them there for another process."""
+        self._find_traced()
+        for bucket in buckets:
+            program = self._described.step(bucket)
+            if not self._is_on_disk(bucket, program):
+                self._lower(bucket, program)
+
+    def _find_traced(self) -> None:
+        if self._traced_folder is not None:
+            self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
 
     def stop_compiling(self) -> None:
         """Cancels the compilation that `start_compiling` began."""

@@ -40,6 +40,7 @@ from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.precompiled import made_for
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
+from scripts.building.tracers import trace_ahead
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters, AdapterStore
 from server.engine.kv_events import KvEventPublisher
@@ -317,11 +318,20 @@ def build_runner(
             runner = make_runner(replace(limits, num_pages=num_pages))
         return runner, shaped_by
 
+    def start_compiling(runner: ModelRunner, attention: PagedAttention, *, only_trace: bool) -> None:
+        runner.start_compiling(ladder.buckets(), later, only_trace=only_trace)
+        if others is None:
+            own = replace(settings, attention_backend=str(attention.backend), max_model_len=max_model_len)
+            own = replace(own, tensor_parallel_size=num_chips)
+            again = partial(build_runner, report=_say_nothing, tokenizer=tokenizer, only_programs=True)
+            trace_ahead(runner, own, ladder.buckets(), platform, again)
+
     # While another process tests the first candidate, this one traces its programs.
     early = None
     if compile_meanwhile and others is None and is_tested_by_a_child(candidates):
-        early = runner_over(chips.attention(backends.make, candidates[0]))
-        early[0].start_compiling(ladder.buckets(), later, only_trace=True)
+        attention = chips.attention(backends.make, candidates[0])
+        early = runner_over(attention)
+        start_compiling(early[0], attention, only_trace=True)
     try:
         with phase("self-test", report) as say:
             chosen = choose_attention(
@@ -348,7 +358,7 @@ def build_runner(
     runner, shaped_by = early or runner_over(attention)
     if compile_meanwhile and early is None:
         # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
-        runner.start_compiling(ladder.buckets(), later, only_trace=platform == "gpu")
+        start_compiling(runner, attention, only_trace=platform == "gpu")
     loader = Loader(
         runner=runner,
         draft=draft,
@@ -413,6 +423,10 @@ def build_runner(
             },
         ),
     )
+
+
+def _say_nothing(line: str) -> None:
+    """The report of a runner that is not served."""
 
 
 def _facts(

@@ -1,0 +1,96 @@
+"""Processes that trace programs next to a GPU's engine, which reads what they have kept instead of tracing it.
+
+Tracing holds the interpreter's lock: one process traces one program after the other. An H100's host took up to 5 s for
+one (`scripts/lab/results/2026-11-26-h100.md`), and reading one takes less than a tenth of a second. The engine takes
+the programs from one end of their list and these processes from the other. A program that none of them has kept yet is
+traced by the engine as ever, so it waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from batcher.step import Bucket, longest_first
+from model.inputs.words import described
+from scripts.building.device import GPU_POOL_SHARE
+from scripts.flags.settings import EngineSettings
+from server.engine.child_process import end_with_parent, start_without_main
+
+if TYPE_CHECKING:
+    from model.execution.runner import ModelRunner
+
+logger = logging.getLogger("pallas_serve")
+
+GIB = 1 << 30
+MOST = 4
+CORES_EACH = 4
+CONTEXT_BYTES = 3 * GIB // 4  # CUDA's context of a process, outside the engine's pool
+LEFT_FREE_BYTES = 3 * GIB  # there, for the engine's own context and its programs
+LEAST_PROGRAMS = 6  # fewer are traced by the time that a process has started
+LIMIT_S = 300.0
+Build = Callable[[EngineSettings], Any]  # -> `build.Built`
+
+
+def num_tracers(*, cores: int, pool_bytes: int, num_programs: int) -> int:
+    """How many processes are worth their start, and have room.
+
+    Args:
+        pool_bytes: the engine's pool of the device's memory.
+        num_programs: that no earlier start has traced.
+    """
+    if num_programs < LEAST_PROGRAMS:
+        return 0
+    outside = int(pool_bytes / GPU_POOL_SHARE * (1 - GPU_POOL_SHARE))
+    return max(0, min(MOST, cores // CORES_EACH, (outside - LEFT_FREE_BYTES) // CONTEXT_BYTES))
+
+
+def trace_ahead(
+    runner: ModelRunner, settings: EngineSettings, buckets: Iterable[Bucket], platform: str, build: Build
+) -> None:
+    """Starts processes that trace what `runner`, which has begun to trace, has not found on the disk. They end when all
+    of it is there.
+
+    Args:
+        settings: the engine's, with what it has chosen: backend, context and chips.
+        build: a runner of these settings that only has programs. It is pickled.
+    """
+    from model.execution.device_memory import device_memory
+
+    if platform != "gpu" or multiprocessing.current_process().daemon:  # which may not have children
+        return
+    untraced = runner.programs.untraced(longest_first(buckets))
+    pool = device_memory(runner.described.device).total
+    count = num_tracers(cores=os.cpu_count() or 1, pool_bytes=pool, num_programs=len(untraced))
+    start_tracers(replace(settings, num_pages=runner.capacity().num_pages), untraced, count, build)
+
+
+def start_tracers(settings: EngineSettings, buckets: Sequence[Bucket], count: int, build: Build) -> list[BaseProcess]:
+    """`count` processes, which trace the last ones of `buckets` first. `settings`: as of `trace_ahead`, with pages."""
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    for index in range(count):
+        share = buckets[::-1][index::count]
+        process = context.Process(target=_trace, args=(settings, share, build), name=f"tracer-{index}", daemon=True)
+        start_without_main(process)
+        processes.append(process)
+    return processes
+
+
+def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: Build) -> None:
+    """The work of one process."""
+    end_with_parent()
+    limit = threading.Timer(LIMIT_S, os._exit, (1,))
+    limit.daemon = True
+    limit.start()
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the engine's pool has most of the memory
+    try:
+        build(settings).runner.programs.trace(buckets)
+    except Exception as error:
+        logger.warning("a process that traces programs has ended, and the engine traces them: %s", described(error))

@@ -1,0 +1,80 @@
+"""Processes that trace an engine's programs ahead of it: real ones, on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from scripts.building.build import build_runner, warm_engine
+from scripts.building.tracers import GIB, num_tracers, start_tracers, trace_ahead
+from scripts.flags.settings import EngineSettings
+from tests.model import checkpoints
+
+
+def say_nothing(line: str) -> None:
+    pass
+
+
+def refuse(settings: EngineSettings) -> Any:
+    raise ValueError("no second process can use the device")
+
+
+BUILD = partial(build_runner, report=say_nothing, only_programs=True)
+
+
+@pytest.fixture
+def settings(tmp_path) -> EngineSettings:
+    folder = checkpoints.write(tmp_path / "model", "gqa2")
+    (tmp_path / "cache").mkdir(mode=0o700)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_pages": 8}
+    return EngineSettings(
+        model=str(folder), device="cpu", attention_backend="reference", compile_cache=str(tmp_path / "cache"), **limits
+    )
+
+
+def test_an_engine_reads_what_other_processes_have_traced(settings):
+    first = BUILD(settings)
+    buckets = first.ladder.buckets()
+    for process in start_tracers(settings, buckets, 2, BUILD):
+        process.join(120)
+        assert process.exitcode == 0
+    lines: list[str] = []
+    built = build_runner(replace(settings, compile_all_first=True), lines.append, compile_meanwhile=True)
+    warm_engine(built, lines.append)
+    (account,) = (line for line in lines if line.startswith("  compiled "))
+    assert f"{len(buckets)} were traced before" in account
+
+
+def test_a_process_that_fails_is_a_warning(settings, capfd):
+    (process,) = start_tracers(settings, BUILD(settings).ladder.buckets(), 1, refuse)
+    process.join(120)
+    assert process.exitcode == 0
+    said = capfd.readouterr().err
+    assert "a process that traces programs has ended, and the engine traces them: " in said
+    assert "no second process can use the device" in said
+    assert "Traceback" not in said
+
+
+def test_a_cpu_has_no_such_processes(settings, monkeypatch):
+    monkeypatch.setattr("scripts.building.tracers.start_tracers", lambda *_: pytest.fail("started"))
+    built = BUILD(settings)
+    trace_ahead(built.runner, settings, built.ladder.buckets(), "cpu", BUILD)
+
+
+@pytest.mark.parametrize(
+    ("cores", "pool_gib", "num_programs", "expected"),
+    [
+        (16, 72.8, 29, 4),  # an H100
+        (64, 72.8, 29, 4),
+        (8, 72.8, 29, 2),
+        (2, 72.8, 29, 0),
+        (16, 36.5, 29, 0),  # 40 GiB: the engine needs what its pool leaves
+        (16, 20.5, 29, 0),  # an L4
+        (16, 72.8, 5, 0),  # the rest was traced by an earlier start
+    ],
+)
+def test_there_are_as_many_as_have_room_and_are_worth_their_start(cores, pool_gib, num_programs, expected):
+    assert num_tracers(cores=cores, pool_bytes=int(pool_gib * GIB), num_programs=num_programs) == expected
