@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,21 @@ def tpu_topology(name: str) -> TpuTopology:
     if math.prod(bounds) < 1 or len(bounds) > 3:
         raise ValueError(f"not a TPU topology: {name=}")
     return TpuTopology(name=name, chip=TPUS[match[1]], bounds=bounds)
+
+
+def attached_topology() -> str:
+    """The name of all chips of this host, on which jax runs."""
+    import jax
+
+    from pallas_kernels.tpu.blocks import this_chip
+
+    return name_of(this_chip(), [device.coords for device in jax.local_devices()])
+
+
+def name_of(chip: str, coords: Iterable[tuple[int, int, int]]) -> str:
+    """The name of all chips at these places. The generations with links in three dimensions have three numbers."""
+    x, y, z = (1 + max(places) - min(places) for places in zip(*coords, strict=True))
+    return f"{chip}:{x}x{y}x{z}" if chip in ("v5p", "tpu7x") else f"{chip}:{x}x{y}"
 
 
 def be_on(topology: TpuTopology) -> None:

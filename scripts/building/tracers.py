@@ -1,9 +1,12 @@
-"""Processes that trace programs next to a GPU's engine, which reads what they have kept instead of tracing it.
+"""Processes that trace programs next to an engine on a chip, which reads what they have kept instead of tracing it.
 
 Tracing holds the interpreter's lock: one process traces one program after the other. An H100's host took up to 5 s for
 one (`scripts/lab/results/2026-11-26-h100.md`), and reading one takes less than a tenth of a second. The engine takes
 the programs from one end of their list and these processes from the other. A program that none of them has kept yet is
 traced by the engine as ever, so it waits for nobody.
+
+On a GPU each has a CUDA context of its own, without a pool. A TPU belongs to the engine, and these processes have its
+description only, as `scripts.precompile` does.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from batcher.step import Bucket, longest_first
 from model.inputs.words import described
 from scripts.building.device import GPU_POOL_SHARE
+from scripts.building.tpu_topology import attached_topology, be_on, tpu_topology
 from scripts.flags.settings import EngineSettings
 from server.engine.child_process import end_with_parent, start_without_main
 
@@ -38,17 +42,20 @@ LIMIT_S = 300.0
 Build = Callable[[EngineSettings], Any]  # -> `build.Built`
 
 
-def num_tracers(*, cores: int, pool_bytes: int, num_programs: int) -> int:
+def num_tracers(platform: str, *, cores: int, pool_bytes: int, num_programs: int) -> int:
     """How many processes are worth their start, and have room.
 
     Args:
-        pool_bytes: the engine's pool of the device's memory.
+        pool_bytes: a GPU's: the engine's pool.
         num_programs: that no earlier start has traced.
     """
-    if num_programs < LEAST_PROGRAMS:
+    if platform not in ("gpu", "tpu") or num_programs < LEAST_PROGRAMS:
         return 0
+    most = min(MOST, cores // CORES_EACH)
+    if platform == "tpu":
+        return most
     outside = int(pool_bytes / GPU_POOL_SHARE * (1 - GPU_POOL_SHARE))
-    return max(0, min(MOST, cores // CORES_EACH, (outside - LEFT_FREE_BYTES) // CONTEXT_BYTES))
+    return max(0, min(most, (outside - LEFT_FREE_BYTES) // CONTEXT_BYTES))
 
 
 def trace_ahead(
@@ -63,27 +70,37 @@ def trace_ahead(
     """
     from model.execution.device_memory import device_memory
 
-    if platform != "gpu" or multiprocessing.current_process().daemon:  # which may not have children
+    if platform == "cpu" or multiprocessing.current_process().daemon:  # which may not have children
         return
     untraced = runner.programs.untraced(longest_first(buckets))
     pool = device_memory(runner.described.device).total
-    count = num_tracers(cores=os.cpu_count() or 1, pool_bytes=pool, num_programs=len(untraced))
-    start_tracers(replace(settings, num_pages=runner.capacity().num_pages), untraced, count, build)
+    count = num_tracers(platform, cores=os.cpu_count() or 1, pool_bytes=pool, num_programs=len(untraced))
+    target = attached_topology() if platform == "tpu" and count else None
+    start_tracers(replace(settings, num_pages=runner.capacity().num_pages), untraced, count, build, target)
 
 
-def start_tracers(settings: EngineSettings, buckets: Sequence[Bucket], count: int, build: Build) -> list[BaseProcess]:
-    """`count` processes, which trace the last ones of `buckets` first. `settings`: as of `trace_ahead`, with pages."""
+def start_tracers(
+    settings: EngineSettings, buckets: Sequence[Bucket], count: int, build: Build, target: str | None = None
+) -> list[BaseProcess]:
+    """`count` processes, which trace the last ones of `buckets` first.
+
+    Args:
+        settings: as of `trace_ahead`, with pages.
+        target: the TPUs that are described to the processes; None: they use the device.
+    """
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     for index in range(count):
         share = buckets[::-1][index::count]
-        process = context.Process(target=_trace, args=(settings, share, build), name=f"tracer-{index}", daemon=True)
+        process = context.Process(
+            target=_trace, args=(settings, share, build, target), name=f"tracer-{index}", daemon=True
+        )
         start_without_main(process)
         processes.append(process)
     return processes
 
 
-def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: Build) -> None:
+def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: Build, target: str | None) -> None:
     """The work of one process."""
     end_with_parent()
     limit = threading.Timer(LIMIT_S, os._exit, (1,))
@@ -91,6 +108,8 @@ def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: Build) ->
     limit.start()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the engine's pool has most of the memory
     try:
+        if target is not None:
+            be_on(tpu_topology(target))
         build(settings).runner.programs.trace(buckets)
     except Exception as error:
         logger.warning("a process that traces programs has ended, and the engine traces them: %s", described(error))

@@ -16,6 +16,7 @@ from model.config import LlamaConfig
 from model.presets import preset
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
+from scripts.building.tpu_topology import name_of
 from scripts.flags.errors import FailedError
 from scripts.lab import check
 from scripts.lab.chip import kernels, made_elsewhere
@@ -84,10 +85,10 @@ def test_a_program_that_is_compiled_though_it_was_made_is_wrong(found, status):
 
 
 def test_the_chips_of_a_host_as_a_target():
-    assert made_elsewhere.target_of("v6e", [(0, 0, 0)]) == "v6e:1x1"
-    assert made_elsewhere.target_of("v6e", [(x, y, 0) for y in range(4) for x in range(2)]) == "v6e:2x4"
-    assert made_elsewhere.target_of("v5p", [(x, y, 0) for y in range(2) for x in range(2)]) == "v5p:2x2x1"
-    assert made_elsewhere.target_of("tpu7x", 2 * [(0, 0, 0)]) == "tpu7x:1x1x1"  # two devices a chip
+    assert name_of("v6e", [(0, 0, 0)]) == "v6e:1x1"
+    assert name_of("v6e", [(x, y, 0) for y in range(4) for x in range(2)]) == "v6e:2x4"
+    assert name_of("v5p", [(x, y, 0) for y in range(2) for x in range(2)]) == "v5p:2x2x1"
+    assert name_of("tpu7x", 2 * [(0, 0, 0)]) == "tpu7x:1x1x1"  # two devices a chip
 
 
 def test_a_part_that_fails_or_hangs_is_a_line_and_the_others_go_on(tmp_path):

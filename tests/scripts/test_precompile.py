@@ -20,11 +20,13 @@ import pytest
 from model.compiling.compile_cache import keep_compilations
 from model.presets import preset
 from scripts import precompile
+from scripts.building.limits import bucket_config
 from scripts.building.precompiled import CODE, PAGES, Made, made_for, program_facts
+from scripts.building.tracers import start_tracers
 from scripts.flags.settings import EngineSettings
 from tests.conftest import COMPILED
 from tests.model import checkpoints
-from tests.scripts.precompile_one import built, described
+from tests.scripts.precompile_one import OneStep, built, described
 
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -222,6 +224,25 @@ def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_tpus, tmp_p
     precompiled(for_tpus, tmp_path / "other", LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=32768")
     first, other = names(tmp_path / "first"), names(tmp_path / "other")
     assert first[0] == other[0] and not first[1] & other[1]
+
+
+@needs_libtpu
+@pytest.mark.targets
+@pytest.mark.slow
+def test_what_processes_trace_next_to_a_tpus_engine_is_found(for_tpus, tmp_path):
+    """They have its description only, and the engine is another process."""
+    settings = EngineSettings(
+        model=str(for_tpus), load_format="dummy", device="tpu", max_num_seqs=8, max_num_batched_tokens=64,
+        max_model_len=256, num_pages=8, tensor_parallel_size=1, attention_backend="tpu", compile_cache=str(tmp_path),
+    )  # fmt: skip
+    buckets = OneStep(bucket_config(settings, "tpu", 1)).buckets()
+    (process,) = start_tracers(settings, buckets, 1, described, "v6e:1x1")
+    process.join(120)
+    assert process.exitcode == 0
+    (traced,) = names(tmp_path)[0]
+    said = precompiled(for_tpus, tmp_path, "--num-pages", "8")
+    assert ", 1 were traced before" in said
+    assert traced in names(tmp_path)[0]
 
 
 @needs_libtpu

@@ -65,16 +65,19 @@ def test_a_cpu_has_no_such_processes(settings, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cores", "pool_gib", "num_programs", "expected"),
+    ("platform", "cores", "pool_gib", "num_programs", "expected"),
     [
-        (16, 72.8, 29, 4),  # an H100
-        (64, 72.8, 29, 4),
-        (8, 72.8, 29, 2),
-        (2, 72.8, 29, 0),
-        (16, 36.5, 29, 0),  # 40 GiB: the engine needs what its pool leaves
-        (16, 20.5, 29, 0),  # an L4
-        (16, 72.8, 5, 0),  # the rest was traced by an earlier start
+        ("gpu", 16, 72.8, 29, 4),  # an H100
+        ("gpu", 64, 72.8, 29, 4),
+        ("gpu", 8, 72.8, 29, 2),
+        ("gpu", 2, 72.8, 29, 0),
+        ("gpu", 16, 36.5, 29, 0),  # 40 GiB: the engine needs what its pool leaves
+        ("gpu", 16, 20.5, 29, 0),  # an L4
+        ("gpu", 16, 72.8, 5, 0),  # the rest was traced by an earlier start
+        ("tpu", 44, 30.0, 16, 4),
+        ("cpu", 44, 30.0, 28, 0),
     ],
 )
-def test_there_are_as_many_as_have_room_and_are_worth_their_start(cores, pool_gib, num_programs, expected):
-    assert num_tracers(cores=cores, pool_bytes=int(pool_gib * GIB), num_programs=num_programs) == expected
+def test_there_are_as_many_as_have_room_and_are_worth_their_start(platform, cores, pool_gib, num_programs, expected):
+    found = num_tracers(platform, cores=cores, pool_bytes=int(pool_gib * GIB), num_programs=num_programs)
+    assert found == expected

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from scripts.building.child import in_child
 from scripts.building.device import start_jax
+from scripts.building.tpu_topology import attached_topology
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.parts import ROOT, Options, Result
@@ -58,14 +59,4 @@ def read(lines: Iterable[str], target: str, result: Result) -> None:
 def attached_target(device: str) -> str:
     """The chips of this host as a target of `scripts.precompile`."""
     start_jax(EngineSettings(device=device, compile_cache="none"))
-    import jax
-
-    from pallas_kernels.tpu.blocks import this_chip
-
-    return target_of(this_chip(), [device.coords for device in jax.local_devices()])
-
-
-def target_of(chip: str, coords: Iterable[tuple[int, int, int]]) -> str:
-    """The name of all chips at these places. The generations with links in three dimensions have three numbers."""
-    x, y, z = (1 + max(places) - min(places) for places in zip(*coords, strict=True))
-    return f"{chip}:{x}x{y}x{z}" if chip in ("v5p", "tpu7x") else f"{chip}:{x}x{y}"
+    return attached_topology()
