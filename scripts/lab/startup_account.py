@@ -15,12 +15,25 @@ from dataclasses import asdict
 
 from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant, longest_first
+from pallas_kernels.chips import GIB
+from scripts.building.device import GPU_POOL_SHARE
+from scripts.building.tracers import num_tracers
 from scripts.flags.errors import FailedError
 from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import add_engine_flags
 from scripts.lab.accounts.process import CompilerError
 from scripts.lab.planning.compiled import obstacle
-from scripts.lab.planning.ladder import NOTHING, Cost, Entry, Question, costs, entries, name_of, ready_after
+from scripts.lab.planning.ladder import (
+    NOTHING,
+    Cost,
+    Entry,
+    Question,
+    costs,
+    entries,
+    name_of,
+    ready_after,
+    traced_after,
+)
 from scripts.lab.planning.memory import size_up
 from scripts.lab.planning.planner import read_settings
 from scripts.lab.planning.target import parse_target
@@ -98,7 +111,9 @@ def account(args: argparse.Namespace, flags: Sequence[str]) -> int:
     except CompilerError as error:
         raise FailedError(str(error)) from error
     whole = entries(buckets, UPDATES, found)
-    for line in lines(whole, buckets, depth=depth, depths=depths, num_cores=args.cores):
+    room = int(target.chip.memory_gib * GIB * (GPU_POOL_SHARE if target.platform == "gpu" else 1))
+    tracers = num_tracers(target.platform, cores=args.cores, pool_bytes=room, num_programs=len(buckets))
+    for line in lines(whole, buckets, depth=depth, depths=depths, num_cores=args.cores, tracers=tracers):
         say(line)
     if args.output_json:
         args.output_json.write_text(json.dumps([asdict(entry) for entry in whole], indent=2) + "\n")
@@ -106,7 +121,13 @@ def account(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def lines(
-    whole: Sequence[Entry], buckets: Sequence[Bucket], *, depth: int, depths: Sequence[int], num_cores: int
+    whole: Sequence[Entry],
+    buckets: Sequence[Bucket],
+    *,
+    depth: int,
+    depths: Sequence[int],
+    num_cores: int,
+    tracers: int = 0,
 ) -> list[str]:
     """The table of CPU seconds, the sum, and the time on a machine with so many cores."""
     table = Table({"program": "<20", **dict.fromkeys(("trace", "lower", "compile", "sum"), "7.1f"), "of": "<20"})
@@ -130,9 +151,11 @@ def lines(
     elif depths[0] != depth:
         said.append(f"compiled with {depths[0]} layers in place of {depth}")
     said += _of_drawing(whole, buckets)
+    traced, _ = traced_after(counted, tracers)
+    helped = f" and {tracers} others" if tracers else ""
     said.append(
-        f"on {num_cores} cores: ready after {ready_after(counted, num_cores):.0f} s, of which programs are traced one "
-        f"after the other for {total.python:.0f} s"
+        f"on {num_cores} cores: ready after {ready_after(counted, num_cores, tracers):.0f} s, if one core compiles a "
+        f"program; all are traced after {traced[-1]:.0f} s, by the engine{helped}"
     )
     return said
 

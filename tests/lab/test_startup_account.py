@@ -13,7 +13,7 @@ from scripts.building.limits import bucket_config
 from scripts.flags.settings import EngineSettings
 from scripts.lab import startup, startup_account
 from scripts.lab.planning import ladder
-from scripts.lab.planning.ladder import Cost, Question, costs, entries, name_of, ready_after
+from scripts.lab.planning.ladder import Cost, Question, costs, entries, name_of, ready_after, traced_after
 from scripts.lab.planning.target import parse_target
 
 GREEDY, SAMPLE, SCORE = Variant.GREEDY, Variant.SAMPLE, Variant.SCORE
@@ -37,6 +37,15 @@ def cost(python: float, compiling: float) -> Cost:
 )
 def test_ready_by_hand(programs, num_cores, seconds):
     assert ready_after(programs, num_cores) == seconds
+
+
+def test_programs_that_other_processes_trace_are_read():
+    programs = [cost(3, 1) for _ in range(8)]
+    traced, ends = traced_after(programs, 2)  # which begin after 2 s: the last is kept after 5, the sixth after 8
+    assert ends == [2.0 + 4 * 3, 2.0 + 4 * 3]
+    assert traced == pytest.approx([3, 6, 9, 12, 12.1, 12.2, 12.3, 12.4])
+    assert ready_after(programs, 44, 2) == pytest.approx(13.4)
+    assert ready_after(programs, 44) == 25.0
 
 
 def test_names():
@@ -81,7 +90,9 @@ def test_what_is_said_of_a_sample():
     said = startup_account.lines(entries(buckets, [], found), buckets, depth=32, depths=[2, 4], num_cores=2)
     assert any("compiled with 2 and 4 layers" in line for line in said)
     assert "7.0 of sample:8 are its sampling, which 1 programs have" in said
-    assert said[-1] == "on 2 cores: ready after 11 s, of which programs are traced one after the other for 2 s"
+    assert said[-1] == (
+        "on 2 cores: ready after 11 s, if one core compiles a program; all are traced after 2 s, by the engine"
+    )
 
 
 @pytest.mark.parametrize(

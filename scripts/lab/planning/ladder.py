@@ -21,6 +21,7 @@ from scripts.lab.planning.compiled import Described
 if TYPE_CHECKING:
     from model.compiling.traced_programs import Program
 
+TRACER_START_S, READ_S = 2.0, 0.1  # of a process that traces, and of a program that it has kept
 PATCH = "patch"  # the smallest program, as `StepPrograms` names it
 
 
@@ -133,22 +134,36 @@ def _distance(one: Bucket, other: Bucket) -> tuple[float, float]:
     )
 
 
-def ready_after(programs: Iterable[Cost], num_cores: int) -> float:
-    """Seconds until all are compiled on idle cores: they are traced one after the other on one core, and each is then
-    compiled by the first core that is free. Compilers that use several cores for one program take less."""
-    free = [0.0] * (num_cores - 1)
-    traced = end = 0.0
-    waiting: list[tuple[float, float]] = []
-    for cost in programs:
-        traced += cost.python
-        waiting.append((traced, cost.compile))
+def ready_after(programs: Iterable[Cost], num_cores: int, num_tracers: int = 0) -> float:
+    """Seconds until all are compiled on idle cores: each by the first core that is free, when the engine has traced it
+    or read it. Compilers that use several cores for one program take less."""
+    costs = list(programs)
+    traced, tracers_end = traced_after(costs, num_tracers)
+    ends = traced[-1:] or [0.0]
+    free = [0.0] * (num_cores - 1 - num_tracers) + tracers_end + ends  # the last one is the core of the engine
     heapq.heapify(free)
-    heapq.heappush(free, traced)  # the core that traces
-    for since, seconds in waiting:
-        finished = max(heapq.heappop(free), since) + seconds
+    for cost, since in zip(costs, traced, strict=True):
+        finished = max(heapq.heappop(free), since) + cost.compile
         heapq.heappush(free, finished)
-        end = max(end, finished)
-    return max(end, traced)
+        ends.append(finished)
+    return max(ends)
+
+
+def traced_after(costs: Sequence[Cost], num_tracers: int) -> tuple[list[float], list[float]]:
+    """Seconds until the engine has each program, in their order, and until each tracer has done its share.
+
+    The tracers take the programs from the end, and none that the engine has traced meanwhile is left out: an upper
+    bound.
+    """
+    kept, ends = [math.inf] * len(costs), [TRACER_START_S] * num_tracers
+    for place, index in enumerate(reversed(range(len(costs)) if num_tracers else ())):
+        ends[place % num_tracers] += costs[index].python
+        kept[index] = ends[place % num_tracers]
+    traced, now = [], 0.0
+    for cost, is_kept_at in zip(costs, kept, strict=True):
+        now += READ_S if is_kept_at <= now else cost.python
+        traced.append(now)
+    return traced, ends
 
 
 def _answer(asked: Question) -> None:
