@@ -96,7 +96,7 @@ def test_what_is_said_of_a_sample():
 
 
 @pytest.mark.parametrize(
-    ("platform", "chips", "steps"), [("tpu", 1, 16), ("tpu", 8, 27), ("gpu", 1, 37), ("cpu", 1, 25)]
+    ("platform", "chips", "steps"), [("tpu", 1, 16), ("tpu", 8, 27), ("gpu", 1, 29), ("cpu", 1, 25)]
 )
 def test_programs_of_a_server(platform, chips, steps):
     """One TPU draws for the rows in use only, so its prompts need no programs for a few rows."""
