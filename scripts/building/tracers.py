@@ -39,14 +39,18 @@ CONTEXT_BYTES = 3 * GIB // 4  # CUDA's context of a process, outside the engine'
 LEFT_FREE_BYTES = 3 * GIB  # there, for the engine's own context and its programs
 LEAST_PROGRAMS = 6  # fewer are traced by the time that a process has started
 LIMIT_S = 300.0
+# In a process that only describes chips, libtpu logs errors about what it does not find of them.
+QUIET = {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
 Build = Callable[[EngineSettings], Any]  # -> `build.Built`
 
 
-def num_tracers(platform: str, *, cores: int, pool_bytes: int, num_programs: int) -> int:
+def num_tracers(
+    platform: str, *, cores: int, pool_bytes: int, num_programs: int, pool_share: float = GPU_POOL_SHARE
+) -> int:
     """How many processes are worth their start, and have room.
 
     Args:
-        pool_bytes: a GPU's: the engine's pool.
+        pool_bytes: a GPU's: the engine's pool, which is `pool_share` of its memory.
         num_programs: that no earlier start has traced.
     """
     if platform not in ("gpu", "tpu") or num_programs < LEAST_PROGRAMS:
@@ -54,7 +58,7 @@ def num_tracers(platform: str, *, cores: int, pool_bytes: int, num_programs: int
     most = min(MOST, cores // CORES_EACH)
     if platform == "tpu":
         return most
-    outside = int(pool_bytes / GPU_POOL_SHARE * (1 - GPU_POOL_SHARE))
+    outside = int(pool_bytes / pool_share * (1 - pool_share))
     return max(0, min(most, (outside - LEFT_FREE_BYTES) // CONTEXT_BYTES))
 
 
@@ -73,10 +77,18 @@ def trace_ahead(
     if platform == "cpu" or multiprocessing.current_process().daemon:  # which may not have children
         return
     untraced = runner.programs.untraced(longest_first(buckets))
-    pool = device_memory(runner.described.device).total
-    count = num_tracers(platform, cores=os.cpu_count() or 1, pool_bytes=pool, num_programs=len(untraced))
-    target = attached_topology() if platform == "tpu" and count else None
-    start_tracers(replace(settings, num_pages=runner.capacity().num_pages), untraced, count, build, target)
+    count = num_tracers(
+        platform,
+        cores=os.cpu_count() or 1,
+        pool_bytes=device_memory(runner.described.device).total,
+        num_programs=len(untraced),
+        pool_share=float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_POOL_SHARE)),
+    )
+    try:
+        target = attached_topology() if platform == "tpu" and count else None
+        start_tracers(replace(settings, num_pages=runner.capacity().num_pages), untraced, count, build, target)
+    except Exception as error:  # the engine traces what nobody else does
+        logger.warning("no other process traces programs: %s", described(error))
 
 
 def start_tracers(
@@ -107,6 +119,7 @@ def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: Build, ta
     limit.daemon = True
     limit.start()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the engine's pool has most of the memory
+    os.environ |= QUIET
     try:
         if target is not None:
             be_on(tpu_topology(target))

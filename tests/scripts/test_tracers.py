@@ -81,3 +81,7 @@ def test_a_cpu_has_no_such_processes(settings, monkeypatch):
 def test_there_are_as_many_as_have_room_and_are_worth_their_start(platform, cores, pool_gib, num_programs, expected):
     found = num_tracers(platform, cores=cores, pool_bytes=int(pool_gib * GIB), num_programs=num_programs)
     assert found == expected
+
+
+def test_a_pool_that_leaves_little_leaves_room_for_none():
+    assert num_tracers("gpu", cores=16, pool_bytes=int(77.5 * GIB), num_programs=29, pool_share=0.98) == 0
