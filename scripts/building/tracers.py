@@ -2,8 +2,8 @@
 
 Tracing holds the interpreter's lock: one process traces one program after the other. An H100's host took up to 5 s for
 one (`scripts/lab/results/2026-11-26-h100.md`), and reading one takes less than a tenth of a second. The engine takes
-the programs from one end of their list and these processes from the other. The engine traces a program that none of them
-has kept yet: it waits for nobody.
+the programs from one end of their list and these processes from the other. It traces a program that none of them has
+kept yet, and waits for nobody.
 
 On a GPU each has a CUDA context of its own, without a pool. A TPU belongs to the engine, and these processes have its
 description only, as `scripts.precompile` does.
