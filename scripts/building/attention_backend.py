@@ -153,9 +153,15 @@ def choose_attention(
 
 def is_tested_by_a_child(candidates: Sequence[Backend]) -> bool:
     """Whether the test of the first one leaves this process idle."""
+    return _can_a_child_test(candidates[0], may_fail=len(candidates) > 1)
+
+
+def _can_a_child_test(backend: Backend, *, may_fail: bool) -> bool:
+    """Whether a second process tests the backend: only if another one can take its place."""
     from pallas_kernels.spec import Backend
 
-    return len(candidates) > 1 and candidates[0] in (Backend.GPU, Backend.GPU_MMA)
+    may_have_children = not multiprocessing.current_process().daemon
+    return may_fail and may_have_children and backend in (Backend.GPU, Backend.GPU_MMA)
 
 
 def compile_self_test(
@@ -225,8 +231,7 @@ class _Test:
         if backend is Backend.REFERENCE and self.platform == "cpu":
             return NOT_TESTED, f"attention backend {backend}: a test is {NOT_TESTED}"
         with _warning_after(LONG_S, f"the self-test of the attention backend {backend} takes long: {HANGS}"):
-            may_have_children = not multiprocessing.current_process().daemon
-            if may_fail and may_have_children and backend in (Backend.GPU, Backend.GPU_MMA):
+            if _can_a_child_test(backend, may_fail=may_fail):
                 without_mesh = replace(self, attention=replace(self.attention, mesh=None))
                 try:
                     outcome = in_child(_in_this_child, without_mesh, self.attention.num_shards, limit_s=limit_s)
