@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 import tests.examples  # noqa: F401, for the profile that scripts/test names
 
@@ -100,6 +101,15 @@ class ByFile(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: object) -> None:
         config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
         super().__init__(config, log)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """A test that ended its process is not run again: one that hangs would hold the next process just as long."""
+        workload = self.assigned_work[node]
+        crashed = super().remove_node(node)
+        for unit in workload.values():
+            if crashed in unit:
+                unit[crashed] = True
+        return crashed
 
     def _split_scope(self, nodeid: str) -> str:
         path = Path(nodeid.partition("::")[0])
