@@ -10,6 +10,23 @@ typedef int16_t shorts __attribute__((vector_size(LANES * sizeof(int32_t)), may_
 INLINE shorts even_of(words quads) { return (shorts)quads << 8 >> 8; }
 INLINE shorts odd_of(words quads) { return (shorts)quads >> 8; }
 
+// sums + the two products of each word's int16, which are exact.
+INLINE words add_pairs(words sums, words a, words b) {
+#if defined(__AVX512VNNI__)
+  return (words)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return sums + (words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+  return (words)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)a, (__m256i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return sums + (words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__) && !defined(__AVX__)
+  return sums + (words)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return sums + (words)(((ints)a << 16 >> 16) * ((ints)b << 16 >> 16) + ((ints)a >> 16) * ((ints)b >> 16));
+#endif
+}
+
 // sums + the four products of each word's int8. x86's instruction wants unsigned numbers on one side: 128 is then added
 // to every weight, and the sums are too large by WEIGHT_OFFSET times the inputs.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -37,21 +54,10 @@ INLINE words add_quads(words sums, words weights, words inputs) {
   return sums + (words)vpaddq_s32(low, high);
 }
 #else
-// x86's product of pairs of int16 is exact. That of int8 is not: it saturates.
-#if defined(__AVX512BW__)
-#define ADD_PAIRS(a, b) (words)_mm512_madd_epi16((__m512i)(a), (__m512i)(b))
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-#define ADD_PAIRS(a, b) (words)_mm256_madd_epi16((__m256i)(a), (__m256i)(b))
-#elif defined(__SSE2__) && !defined(__AVX__)
-#define ADD_PAIRS(a, b) (words)_mm_madd_epi16((__m128i)(a), (__m128i)(b))
-#else
-INLINE words add_pairs(words a, words b) {
-  return (words)(((ints)a << 16 >> 16) * ((ints)b << 16 >> 16) + ((ints)a >> 16) * ((ints)b >> 16));
-}
-#define ADD_PAIRS(a, b) add_pairs((words)(a), (words)(b))
-#endif
+// x86's product of pairs of int8 saturates.
 INLINE words add_quads(words sums, words weights, words inputs) {
-  return sums + ADD_PAIRS(even_of(weights), even_of(inputs)) + ADD_PAIRS(odd_of(weights), odd_of(inputs));
+  sums = add_pairs(sums, (words)even_of(weights), (words)even_of(inputs));
+  return add_pairs(sums, (words)odd_of(weights), (words)odd_of(inputs));
 }
 #endif
 #endif
@@ -71,7 +77,7 @@ INLINE words add_quads(words sums, words weights, words inputs) {
 #define SUMS_ARE_PAIRS 0
 #endif
 #if SUMS_ARE_PAIRS
-INLINE words whole_sums(words pairs) { return ADD_PAIRS(pairs, (words){0} + 0x10001u); }
+INLINE words whole_sums(words pairs) { return add_pairs((words){0}, pairs, (words){0} + 0x10001u); }
 INLINE words add_positive_quads(words sums, words weights, words inputs) {
   return sums + whole_sums((words)PAIRS(weights, inputs));
 }

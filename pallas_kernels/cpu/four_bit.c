@@ -8,7 +8,8 @@
 // Inputs go in parts of 256, and parts in steps of 16 to 256 inputs that share their scales and offsets. A step's sums
 // are exact integers if inputs are rounded to int8, each part with a scale of its own; else weights are widened to
 // float32. A step's sums are multiplied with the weights' scales, and added up in float32; those of a part, with the
-// scale of its inputs. What a row adds up does not depend on the other rows.
+// scale of its inputs. What a row adds up does not depend on the other rows. What a part needs besides its weights is
+// widened before, since one row waits for that as long as for its products.
 #include "dot.h"
 #include "panels.h"
 #include "rounding.h"
@@ -22,6 +23,7 @@ enum {
   STEP_OF_PAIRS = 32,                   // inputs at most, if sums are pairs
   WORDS = 16 / LANES,                   // vectors of a panel's row
   AHEAD = PART / QUAD * PACKED,         // bytes: the next part is read while this one is multiplied
+  SECOND_CACHE = 1 << 20,               // bytes, about
 };
 // Rows whose sums are in registers at once. Each is multiplied with the same weights. AVX-512 has registers for the sums
 // of a part, too.
@@ -48,6 +50,8 @@ typedef struct {
   float* input_scales;  // [parts, rows]
   int32_t* starts;      // [parts, rows, PART / step]: what the steps' exact sums begin with
   float* input_sums;    // [parts, rows, PART / step], before they are scaled; only with offsets
+  int are_paired;       // offsets and input_sums, as int16: their products are whole, in units of a part
+  int are_many;         // outputs, for the second cache
   enum Kind of_inputs, of_out;
   int64_t rows, depth, step, panels, panels_of_part;
 } FourBit;
@@ -57,7 +61,8 @@ typedef struct {
   const char* weights;  // packed; or unpacked, as one word for each weight or quad
   const char* high;
   int64_t index, depth, steps;
-  _Alignas(64) float scales[STEPS * PANEL], offsets[STEPS * PANEL];
+  _Alignas(64) float scales[STEPS * PANEL], offsets[STEPS * PANEL];  // if paired, words of two int16
+  _Alignas(64) float offset_unit[PANEL];
 } Part;
 
 INLINE int64_t row_size_of(const int is_rounded, const int is_unpacked) {
@@ -97,13 +102,25 @@ INLINE floats weights_of(const char* row, const char* high, int place, int input
 
 // What totals of a part begin with: less the sums of the steps' inputs times their offsets.
 INLINE void start_totals(const int rows, const FourBit* p, const Part* part, int64_t row, floats (*totals)[GROUPS]) {
-  const int64_t steps = PART / p->step;
-  const float* input_sums = p->input_sums + (part->index * p->rows + row) * steps;
+  const int64_t first = (part->index * p->rows + row) * (PART / p->step), steps = PART / p->step;
   floats own[MAX_ROWS][GROUPS];
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) own[r][g] = all(0);
-  for (int64_t s = 0; p->offset.data && s < part->steps; s++) UNROLL for (int r = 0; r < rows; r++) {
-    floats of_inputs = all(input_sums[r * steps + s]);
-    UNROLL for (int g = 0; g < GROUPS; g++) own[r][g] -= of_inputs * ((const floats*)part->offsets)[s * GROUPS + g];
+  if (p->are_paired) {
+    words exact[MAX_ROWS][GROUPS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) exact[r][g] = (words){0};
+    const word* sums = (const word*)((const int16_t*)p->input_sums + first);
+    for (int64_t s = 0; s < part->steps / 2; s++) UNROLL for (int r = 0; r < rows; r++) {
+      words of_inputs = sums[r * steps / 2 + s] - (words){0};
+      UNROLL for (int g = 0; g < GROUPS; g++)
+        exact[r][g] = add_pairs(exact[r][g], ((const words*)part->offsets)[s * GROUPS + g], of_inputs);
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++)
+      own[r][g] -= __builtin_convertvector((ints)exact[r][g], floats) * ((const floats*)part->offset_unit)[g];
+  } else if (p->offset.data) {
+    for (int64_t s = 0; s < part->steps; s++) UNROLL for (int r = 0; r < rows; r++) {
+      floats of_inputs = all(p->input_sums[first + r * steps + s]);
+      UNROLL for (int g = 0; g < GROUPS; g++) own[r][g] -= of_inputs * ((const floats*)part->offsets)[s * GROUPS + g];
+    }
   }
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) totals[r][g] = own[r][g];
 }
@@ -143,7 +160,7 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
               else exact[r][g] = add_positive_quads(exact[r][g], (words)of_row[g], input);
           }
         }
-        if (!is_unpacked && rows > 4) __builtin_prefetch(weights + AHEAD);  // fewer rows wait for memory anyway
+        if (!is_unpacked && rows > 2) __builtin_prefetch(weights + AHEAD);  // fewer rows wait for memory anyway
         if (is_rounded && rows > 4) __builtin_prefetch(next), next += rows * QUAD;
         inputs += QUAD * size;
         weights += row_size_of(is_rounded, is_unpacked);
@@ -196,41 +213,94 @@ INLINE Multiply* multiply_of(const int bits, const int is_rounded, const int is_
 
 INLINE int is_whole(XLA_FFI_DataType dtype) { return dtype == XLA_FFI_DataType_U8 || dtype == XLA_FFI_DataType_S8; }
 
-// LANES numbers of a panel's outputs, for the group of an input.
-INLINE floats numbers_at(const Numbers* n, int64_t panel, int64_t input, int group) {
-  int64_t index = (panel * n->count + (uint32_t)input / n->group) * PANEL + group * LANES;
+INLINE ints whole_at(const void* from, int64_t index, const XLA_FFI_DataType dtype) {
+  ints whole = widened_bytes((const int8_t*)from + index);
+  if (dtype == XLA_FFI_DataType_U8) whole &= 255;
+  return whole;
+}
+
+// Where the numbers of a part's steps are. Mostly each step has its own, or all have the same.
+typedef struct {
+  const Numbers* numbers;
+  int64_t start, input, step;  // the panel's numbers, the part's first input, and the inputs of a step
+  int64_t first, next;         // where those of the first step are, and how far it is to the next one's
+  int is_regular;
+} Place;
+
+INLINE Place place_of(const Numbers* n, int64_t panel, const Part* part, int64_t step) {
+  int64_t start = panel * n->count, input = part->index * PART, next = n->group == step ? PANEL : 0;
+  int64_t first = (start + (uint32_t)input / n->group) * PANEL;
+  return (Place){n, start, input, step, first, next, next || n->group % PART == 0};
+}
+
+INLINE int64_t index_of(const Place* place, int64_t s) {
+  if (place->is_regular) return place->first + s * place->next;
+  return (place->start + (uint32_t)(place->input + s * place->step) / place->numbers->group) * PANEL;
+}
+
+// The numbers of a part's steps, as floats [steps, PANEL], times those of units: of each step, or of all.
+typedef struct {
+  const floats* of;  // NULL: there are none
+  int64_t next;      // vectors from a step's to the next one's
+} Units;
+
+INLINE void widen_all(const Numbers* n, int64_t panel, const Part* part, int64_t step, Units units, floats* to,
+                      const XLA_FFI_DataType dtype) {
+  Place place = place_of(n, panel, part, step);
+  for (int64_t s = 0; s < part->steps; s++) UNROLL for (int g = 0; g < GROUPS; g++) {
+    int64_t index = index_of(&place, s) + g * LANES;
+    floats own;
+    if (dtype == XLA_FFI_DataType_F16) own = widened_float16s((const uint16_t*)n->data + index);
+    else if (dtype == XLA_FFI_DataType_BF16) own = load(n->data, index, BFLOAT16);
+    else if (dtype == XLA_FFI_DataType_F32) own = load(n->data, index, FLOAT32);
+    else own = __builtin_convertvector(whole_at(n->data, index, dtype), floats);
+    if (units.of) own *= units.of[s * units.next + g];
+    to[s * GROUPS + g] = own;
+  }
+}
+
+INLINE void widen(const Numbers* n, int64_t panel, const Part* part, int64_t step, Units units, void* to) {
   switch (n->dtype) {
-    case XLA_FFI_DataType_S8: return load(n->data, index, INT8);
-    case XLA_FFI_DataType_U8:
-      return __builtin_convertvector(widened_bytes((const int8_t*)n->data + index) & 255, floats);
-    case XLA_FFI_DataType_F16: return widened_float16s((const uint16_t*)n->data + index);
-    case XLA_FFI_DataType_BF16: return load(n->data, index, BFLOAT16);
-    default: return load(n->data, index, FLOAT32);
+    case XLA_FFI_DataType_S8: return widen_all(n, panel, part, step, units, to, XLA_FFI_DataType_S8);
+    case XLA_FFI_DataType_U8: return widen_all(n, panel, part, step, units, to, XLA_FFI_DataType_U8);
+    case XLA_FFI_DataType_F16: return widen_all(n, panel, part, step, units, to, XLA_FFI_DataType_F16);
+    case XLA_FFI_DataType_BF16: return widen_all(n, panel, part, step, units, to, XLA_FFI_DataType_BF16);
+    default: return widen_all(n, panel, part, step, units, to, XLA_FFI_DataType_F32);
+  }
+}
+
+// Units of groups: `room` is for those of a part.
+INLINE Units units_of(const Numbers* n, int64_t panel, const Part* part, int64_t step, floats* room) {
+  if (!n->data) return (Units){0};
+  Part asked = {.index = part->index, .steps = n->group % PART ? part->steps : 1};
+  widen(n, panel, &asked, step, (Units){0}, room);
+  return (Units){room, n->group % PART ? GROUPS : 0};
+}
+
+// The offsets of each two steps, as the int16 of a word.
+INLINE void pair_offsets(const Numbers* n, int64_t panel, const Part* part, int64_t step, words* to) {
+  Place place = place_of(n, panel, part, step);
+  for (int64_t s = 0; s < part->steps; s += 2) UNROLL for (int g = 0; g < GROUPS; g++) {
+    words first = (words)whole_at(n->data, index_of(&place, s) + g * LANES, n->dtype);
+    words second = (words)whole_at(n->data, index_of(&place, s + 1) + g * LANES, n->dtype);
+    to[s / 2 * GROUPS + g] = (first & 0xffff) | second << 16;
   }
 }
 
 // The scales of a part's steps, and what is subtracted from its weights. A kernel's offsets are of weights that begin
-// at 0, and those of a part of weights whose middle is 0.
+// at 0, and so are pairs of them. Others become those of weights whose middle is 0.
 INLINE void widen_groups(const FourBit* p, int64_t panel, Part* part, const int bits) {
-  floats scale_unit[GROUPS], offset_unit[GROUPS];  // mostly of whole parts
-  for (int64_t s = 0; s < part->steps; s++) UNROLL for (int g = 0; g < GROUPS; g++) {
-    int64_t input = part->index * PART + s * p->step;
-    floats scale = numbers_at(&p->scale, panel, input, g);
-    if (p->scale_unit.data) {
-      if (s == 0 || p->scale_unit.group % PART) scale_unit[g] = numbers_at(&p->scale_unit, panel, input, g);
-      scale *= scale_unit[g];
-    }
-    ((floats*)part->scales)[s * GROUPS + g] = scale;
-    if (!p->offset.data) continue;
-    floats offset = numbers_at(&p->offset, panel, input, g), middle = scale * (float)middle_of(bits);
-    if (p->offset_unit.data) {
-      if (s == 0 || p->offset_unit.group % PART) offset_unit[g] = numbers_at(&p->offset_unit, panel, input, g);
-      offset *= offset_unit[g];
-    } else if (is_whole(p->offset.dtype)) {
-      offset *= scale;
-    }
-    ((floats*)part->offsets)[s * GROUPS + g] = offset - middle;
+  floats *scales = (floats*)part->scales, *offsets = (floats*)part->offsets, room[STEPS * GROUPS];
+  widen(&p->scale, panel, part, p->step, units_of(&p->scale_unit, panel, part, p->step, room), scales);
+  if (!p->offset.data) return;
+  Units units = units_of(&p->offset_unit, panel, part, p->step, room);
+  if (p->are_paired) {
+    memcpy(part->offset_unit, room, sizeof part->offset_unit);
+    return pair_offsets(&p->offset, panel, part, p->step, (words*)offsets);
   }
+  if (!units.of && is_whole(p->offset.dtype)) units = (Units){scales, GROUPS};
+  widen(&p->offset, panel, part, p->step, units, offsets);
+  for (int64_t i = 0; i < part->steps * GROUPS; i++) offsets[i] -= scales[i] * (float)middle_of(bits);
 }
 
 INLINE void unpack(const Part* part, char* unpacked, const int bits, const int is_rounded) {
@@ -267,14 +337,16 @@ INLINE void multiply_panel(const FourBit* p, int64_t panel, int64_t row, int64_t
       part.weights = unpacked;
     }
     for (int64_t pass = 0, done = 0; pass < passes; pass++) {
-      int64_t count = (rows - done + passes - pass - 1) / (passes - pass);
+      int64_t left = rows - done, count = left < MAX_ROWS ? left : MAX_ROWS;
       multiply_rows(count, p, &part, row + done, sums + done * PANEL);
       done += count;
     }
   }
   for (int64_t r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) {
     int64_t at = (row + r) * p->panels * PANEL + panel * PANEL + g * LANES;
-    store(p->out, at, *(floats*)(sums + r * PANEL + g * LANES), p->of_out);
+    floats own = *(floats*)(sums + r * PANEL + g * LANES);
+    if (p->are_many) store_past_caches(p->out, at, own, p->of_out);
+    else store(p->out, at, own, p->of_out);
   }
 }
 
@@ -291,6 +363,7 @@ static void multiply(const void* product, int64_t part) {
   const FourBit* p = product;
   if (p->narrow) p->high ? multiply_part(p, part, 6, 1) : multiply_part(p, part, 4, 1);
   else p->high ? multiply_part(p, part, 6, 0) : multiply_part(p, part, 4, 0);
+  if (p->are_many) finish_stores();
 }
 
 // Rounds a row's inputs, and sums them step by step.
@@ -306,8 +379,9 @@ static void prepare_row(const void* product, int64_t row) {
       if (narrow) {
         sum = 0;
         for (int64_t i = s * p->step; i < (s + 1) * p->step; i++) sum += narrow[i];
-        p->starts[first_step + s] = -middle_of(p->high ? 6 : 4) * sum;
-        p->input_sums[first_step + s] = (float)sum;
+        p->starts[first_step + s] = p->are_paired ? 0 : -middle_of(p->high ? 6 : 4) * sum;
+        if (p->are_paired) ((int16_t*)p->input_sums)[first_step + s] = (int16_t)sum;
+        else p->input_sums[first_step + s] = (float)sum;
         continue;
       }
       floats own = {0};
@@ -328,6 +402,12 @@ INLINE int64_t step_of(const FourBit* p) {
   int64_t most = p->narrow && !p->high && SUMS_ARE_PAIRS ? STEP_OF_PAIRS : PART;
   int64_t bits = most | p->scale.group | (p->offset.data ? p->offset.group : 0);
   return bits & -bits;
+}
+
+// Whether offsets are whole numbers in units of whole parts, for inputs whose sums are whole, too. Steps come in pairs.
+INLINE int are_paired(const FourBit* p) {
+  int has_units = p->offset_unit.data && p->offset_unit.group % PART == 0 && is_whole(p->offset.dtype);
+  return p->narrow && has_units && PART / p->step % 2 == 0 && p->depth / p->step % 2 == 0;
 }
 
 // (inputs [T, in], kernel u8[out / PANEL, in / QUAD, PACKED], scale [out / PANEL, groups, PANEL], its unit
@@ -366,6 +446,8 @@ XLA_FFI_Error* pallas_serve_multiply_four_bit(XLA_FFI_CallFrame* frame) {
     product.starts = result(frame, 4)->data;
   }
   product.step = step_of(&product);
+  product.are_paired = are_paired(&product);
+  product.are_many = product.rows * product.panels * PANEL * size_of(product.of_out) > SECOND_CACHE;
   if (product.narrow || product.offset.data) in_parallel(frame, product.rows, prepare_row, &product);
   in_parallel(frame, (product.panels + product.panels_of_part - 1) / product.panels_of_part, multiply, &product);
   return NULL;

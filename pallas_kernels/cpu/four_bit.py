@@ -28,7 +28,7 @@ MIDDLE, MIDDLE_OF_SIX = 8, 32  # is stored for a weight of 0
 BLOCK, BLOCK_OF_SIX = 32, 16  # inputs: groups are whole blocks
 PART = 256  # inputs that are rounded with one scale
 FLOATS, WHOLE = (jnp.float32, jnp.float16, jnp.bfloat16), (jnp.uint8, jnp.int8)
-TESTED = ((1, 128, 32), (13, 288, 96))  # rows, inputs and outputs of the self-test's products
+TESTED = ((1, 128, 32), (13, 288, 96), (2, 512, 32))  # rows, inputs and outputs of the self-test's products
 TOLERANCE = 1e-5  # of the self-test, of the sum of the products' magnitudes
 SIX_BITS = "six bits"
 # What the self-test's weights have, as arguments of `multiply`.
@@ -145,7 +145,8 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
         values, inputs = rng.integers(-middle, middle, (num_out, num_in)), rng.integers(-127, 128, (rows, num_in))
         inputs[:, ::PART] = 127
         group = math.gcd(num_in, PART) if rows == 1 else block
-        numbers, weights = random_groups(form, values, group, rng)
+        unit_group = num_in if num_in % PART else PART
+        numbers, weights = random_groups(form, values, group, rng, unit_group=unit_group)
         cases.append((inputs.astype(np.float32), values.astype(np.int8), numbers))
         expected.append((inputs @ weights.T, TOLERANCE * (np.abs(inputs) @ np.abs(weights.T))))
         names.append(f"{rows} rows with {num_out} x {num_in} weights with {form}")
@@ -157,7 +158,7 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
 
 
 def random_groups(
-    form: str, values: np.ndarray, group: int, rng: np.random.Generator
+    form: str, values: np.ndarray, group: int, rng: np.random.Generator, *, unit_group: int | None = None
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """What weights of one of FORMS have for their groups, as arguments of `multiply` before they are packed, and the
     weights in float64.
@@ -165,12 +166,13 @@ def random_groups(
     Args:
         values: [out, in], -8 to 7, or -32 to 31.
         group: inputs.
+        unit_group: the inputs of a unit of scales or offsets. None: all.
     """
     num_out, num_in = values.shape
-    of_groups, of_outputs = (num_out, num_in // group), (num_out, 1)
+    of_groups, of_units = (num_out, num_in // group), (num_out, num_in // (unit_group or num_in))
     numbers = {
         name: (
-            rng.uniform(0.01, 1, of_outputs)
+            rng.uniform(0.01, 1, of_units)
             if "unit" in name
             else rng.integers(-63 if dtype == jnp.int8 else 1, 64, of_groups)
         ).astype(dtype)

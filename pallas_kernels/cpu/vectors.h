@@ -108,6 +108,25 @@ INLINE void store(void* to, int64_t index, floats x, const enum Kind kind) {
   else *(halves*)((uint16_t*)to + index) = narrowed(bfloat16_of(x) >> 16);
 }
 
+// The same past the caches, where x86 can, to an address that is a multiple of the size: for rows that are far apart, whose
+// lines would push each other out. Other threads see it after `finish_stores`.
+INLINE void store_past_caches(void* to, int64_t index, floats x, const enum Kind kind) {
+#if defined(__AVX512F__)
+  if (kind == FLOAT32) _mm512_stream_ps((float*)to + index, (__m512)x);
+  else _mm256_stream_si256((__m256i*)((uint16_t*)to + index), (__m256i)narrowed(bfloat16_of(x) >> 16));
+#elif defined(__AVX2__)
+  if (kind == FLOAT32) _mm256_stream_ps((float*)to + index, (__m256)x);
+  else _mm_stream_si128((__m128i*)((uint16_t*)to + index), (__m128i)narrowed(bfloat16_of(x) >> 16));
+#else
+  store(to, index, x, kind);
+#endif
+}
+INLINE void finish_stores(void) {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // Words hold two neighbouring bfloat16s. A term of a pair is what one multiplication takes of it: the pair itself if the
 // CPU adds products of pairs, else one of its numbers as a float.
 #if defined(__AVX512BF16__)

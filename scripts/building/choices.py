@@ -110,9 +110,9 @@ def choose_rounding(
     """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
 
     Of forms that the chip has no product for, with rounded inputs, they are not. A checkpoint whose activations are
-    exact keeps them so. Those of a GGUF file are rounded on CPUs, as by llama.cpp: with int4 and int6 in blocks.
-    A checkpoint whose activations are quantised is computed as it is written, for any number of rows. For others the
-    chip decides by the rows of the step.
+    exact keeps them so. Those of a GGUF file are rounded on CPUs, and those of its head, as by llama.cpp: with int4 and
+    int6 in blocks. A checkpoint whose activations are quantised is computed as it is written, for any number of rows.
+    For others the chip decides by the rows of the step.
 
     Args:
         reads: of the chip, see `chips`. If it does not read the form, the head's inputs are rounded, too.
@@ -128,12 +128,15 @@ def choose_rounding(
     in_blocks = not isinstance(form, EightBit)
     is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
     rounding = Rounding(
-        min_rows=rounded_rows[form.kind] if stated is None else 1, is_static=is_static, with_head=form.kind not in reads
+        min_rows=rounded_rows[form.kind] if stated is None else 1,
+        is_static=is_static,
+        with_head=form.kind not in reads or stated is Activations.BLOCKS,
     )
     scales = "with the checkpoint's scales" if is_static else "each token with its own scale"
     scales = "each block of a token with its own scale" if in_blocks else scales
     steps = f" in steps of {rounding.min_rows} tokens or more" if rounding.min_rows > 1 else ""
-    return rounding, f"inputs of projections are rounded to {'int8' if in_blocks else form}, too, {scales}{steps}"
+    products = "projections and of the head" if rounding.with_head else "projections"
+    return rounding, f"inputs of {products} are rounded to {'int8' if in_blocks else form}, too, {scales}{steps}"
 
 
 def choose_kv_dtype(

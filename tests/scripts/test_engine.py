@@ -169,12 +169,12 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
     assert choose("int8", **awq)[:3] == choose(None, XLA_CPU_READS, {}, **awq)[:3] == (INT8, None, None)
     assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **awq)[:3] == (rounded, None, None)
     gguf = {"packing": "GGUF Q4_1", "activations": Activations.BLOCKS}
-    in_blocks = "inputs of projections are rounded to int8, too, each block of a token with its own scale"
-    of_tokens = "inputs of projections are rounded to int8, too, each token with its own scale"
+    with_head, said = Rounding(with_head=True), "inputs of projections and of the head are rounded to int8, too, each "
+    in_blocks, of_tokens = said + "block of a token with its own scale", said + "token with its own scale"
     for form in (blocks, finer, SixBit(), Mixed(most=SixBit(), others=(("head", INT8),))):
         kept = gguf | {"exact_form": form, "four_bit_fault": "its types differ"}
-        assert choose(None, **kept)[:3] == choose(form.kind, **kept)[:3] == (form, Rounding(), in_blocks)
-        assert choose("int8", **kept)[:3] == (INT8, Rounding(), of_tokens)
+        assert choose(None, **kept)[:3] == choose(form.kind, **kept)[:3] == (form, with_head, in_blocks)
+        assert choose("int8", **kept)[:3] == (INT8, with_head, of_tokens)
         assert choose(None, XLA_CPU_READS, {}, **kept)[:3] == (INT8, None, None)
         assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **kept)[:3] == (INT8, None, None)
         assert choose(None, TPUS["v5e"].reads, TPUS["v5e"].rounded_rows, **kept)[:3] == (INT8, None, None)
@@ -200,7 +200,10 @@ def test_inputs_are_rounded_as_the_checkpoint_says_or_where_the_chip_gains():
     assert choose(INT8, v5e) == (Rounding(), own.format("int8"))
     assert choose(FP8, h200) == (Rounding(min_rows=256), own.format("fp8") + " in steps of 256 tokens or more")
     assert choose(FP8, h200, Activations.DYNAMIC) == (Rounding(), own.format("fp8"))
-    assert choose(FP8, l4) == (Rounding(with_head=True), own.format("fp8"))
+    assert choose(FP8, l4) == (
+        Rounding(with_head=True),
+        own.replace("projections", "projections and of the head").format("fp8"),
+    )
     stored = "inputs of projections are rounded to fp8, too, with the checkpoint's scales"
     assert choose(FP8, h200, Activations.STATIC) == (Rounding(is_static=True), stored)
     assert choose(INT8, v5e, Activations.STATIC, held=FP8) == (Rounding(), own.format("int8"))

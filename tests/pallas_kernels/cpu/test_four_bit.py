@@ -67,7 +67,7 @@ def product(
 @given(
     form=st.sampled_from(sorted(FORMS)),
     rows=st.integers(1, 150),
-    blocks=st.integers(1, 30),
+    blocks=st.integers(1, 30) | st.sampled_from([8, 16, 24]),
     panels=st.integers(1, 5),
     dtypes=st.tuples(*[st.sampled_from([np.float32, jnp.bfloat16])] * 2),
     seed=st.integers(0, 99),
@@ -77,11 +77,9 @@ def test_it_is_the_product(round_inputs, form, rows, blocks, panels, dtypes, see
     group = BLOCK * int(rng.choice([n for n in range(1, blocks + 1) if blocks % n == 0]))
     if form == SIX_BITS:
         group //= int(rng.integers(1, 3))
-    values, inputs = (
-        values_of(panels * PANEL, blocks * BLOCK, seed, form),
-        inputs_of(rows, blocks * BLOCK, dtypes[0], seed),
-    )
-    numbers, weights = random_groups(form, values, group, rng)
+    depth = blocks * BLOCK
+    values, inputs = values_of(panels * PANEL, depth, seed, form), inputs_of(rows, depth, dtypes[0], seed)
+    numbers, weights = random_groups(form, values, group, rng, unit_group=depth if depth % PART else PART)
     wide = rounded(inputs) if round_inputs else inputs.astype(np.float64)
     expected, largest = wide @ weights.T, np.abs(wide) @ (np.abs(weights) + 16 * np.abs(weights).max()).T
     found = product(inputs, values, numbers, round_inputs=round_inputs, dtype=dtypes[1])
@@ -90,14 +88,26 @@ def test_it_is_the_product(round_inputs, form, rows, blocks, panels, dtypes, see
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_more_outputs_than_a_cache_has(dtype, round_inputs):
+    rows, num_out = 300, 64 * PANEL
+    values, inputs = values_of(num_out, BLOCK), inputs_of(rows, BLOCK)
+    numbers, weights = random_groups("scales", values, BLOCK, np.random.default_rng(0))
+    wide = rounded(inputs) if round_inputs else inputs.astype(np.float64)
+    found = product(inputs, values, numbers, round_inputs=round_inputs, dtype=dtype)
+    of_output = 0 if dtype == np.float32 else 2.0**-8 * np.abs(wide @ weights.T)
+    assert (np.abs(found - wide @ weights.T) <= PART * UNIT * np.abs(wide) @ np.abs(weights).T + of_output).all()
+
+
+@BOTH
 @pytest.mark.parametrize("form", FORMS)
 def test_every_stored_number_counts_exactly(form, round_inputs):
     """Each row has one input, a power of two, so each output is a weight, within roundings of float32."""
-    values = values_of(2 * PANEL, 4 * BLOCK, form=form)
+    values = values_of(2 * PANEL, 2 * PART, form=form)
     numbers, weights = random_groups(
-        form, values, BLOCK // 2 if form == SIX_BITS else 2 * BLOCK, np.random.default_rng(1)
+        form, values, BLOCK // 2 if form == SIX_BITS else 2 * BLOCK, np.random.default_rng(1), unit_group=PART
     )
-    inputs = np.diag(np.exp2(np.arange(4 * BLOCK) % 9 - 4)).astype(np.float32)
+    inputs = np.diag(np.exp2(np.arange(2 * PART) % 9 - 4)).astype(np.float32)
     found = product(inputs, values, numbers, round_inputs=round_inputs).astype(np.float64)
     largest = 16 * np.abs(weights).max() * np.diag(inputs)[:, None]
     assert (np.abs(found - inputs.astype(np.float64) @ weights.T) <= 4 * UNIT * largest).all()
