@@ -29,8 +29,8 @@ enum {
 // of a part, too.
 #define MAX_ROWS (LANES == 16 ? 7 : VECTOR_REGISTERS / 2 / GROUPS)
 #define ROWS_OF_BLOCK (16 * MAX_ROWS)  // that take turns with a part of a panel
-// Whether several passes over rows share unpacked weights. AVX-512 unpacks them while it multiplies.
-#define UNPACKS (LANES < 16)
+// Passes over rows that are worth unpacking weights for all of them. AVX-512 unpacks 4 bits while it multiplies.
+#define PASSES_TO_UNPACK(bits) (LANES < 16 ? 2 : bits == 6 ? 4 : INT64_MAX)
 
 // What a packed kernel has for each output and so many inputs.
 typedef struct {
@@ -320,7 +320,7 @@ INLINE void multiply_panel(const FourBit* p, int64_t panel, int64_t row, int64_t
   _Alignas(64) float sums[ROWS_OF_BLOCK * PANEL];
   _Alignas(64) char unpacked[PART * PANEL * (is_rounded ? 1 : sizeof(float))];
   int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  int is_unpacked = UNPACKS && passes > 1;
+  int is_unpacked = passes >= PASSES_TO_UNPACK(bits);
   Multiply* multiply_rows = multiply_of(bits, is_rounded, is_unpacked);
   memset(sums, 0, rows * PANEL * sizeof *sums);
   Part part;
