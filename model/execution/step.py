@@ -230,6 +230,9 @@ def run_model(
     """The hidden states [T, D], the pages with the K/V of the step's tokens, and the inputs [T, D] of the layers `taps`
     (`Llama.run`)."""
     attend = attend_in_pages(attention, metadata)
+    if attention.backend is Backend.CPU:
+        is_real = jnp.arange(len(tokens), dtype=jnp.int32) < metadata.query_starts[-1]
+        tokens = jnp.where(is_real, tokens, -1)  # which the C code skips (`Llama.embed`)
     return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters)
 
 

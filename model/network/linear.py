@@ -109,5 +109,5 @@ def methods_of(model: nnx.Module) -> dict[str, LinearMethod]:
 
 
 def rows_of(kernel: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows [T, in] of a kernel [out, in], which may be packed. Numbers past its end give any row."""
+    """The rows [T, in] of a kernel [out, in], which may be packed. Numbers that it does not have give any row."""
     return products.rows_of(kernel, rows) if kernel.ndim == 3 else kernel.at[rows].get(mode="clip")

@@ -125,9 +125,11 @@ class Llama(nnx.Module):
         return self.norm(x), new_kv, [tapped[number] for number in taps]
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The first layer's x [T, D], and cos and sin of the rotation. Padding tokens may have any id."""
+        """The first layer's x [T, D], and cos and sin of the rotation. Padding tokens may have any id. On a CPU, those
+        below 0 have x = 0, and so in every layer: the C code skips them (`pallas_kernels/cpu/panels.h`)."""
         cos, sin = rotation_of(self.config, positions)
-        return rows_of(self.embedding[...], tokens), cos, sin
+        x = rows_of(self.embedding[...], tokens)
+        return jnp.where(tokens[:, None] < 0, 0, x) if self.for_cpu else x, cos, sin
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[S, V] of hidden [S, D] as `__call__` returned it."""

@@ -435,7 +435,7 @@ XLA_FFI_Error* pallas_serve_multiply_four_bit(XLA_FFI_CallFrame* frame) {
       .input_sums = result(frame, 1)->data,
       .of_inputs = kind_of(inputs),
       .of_out = kind_of(out),
-      .rows = inputs->dims[0],
+      .rows = num_rows_in_use(inputs),
       .depth = depth,
       .panels = kernel->dims[0],
       .panels_of_part = panels_of_part(kernel->dims[0]),
@@ -450,5 +450,6 @@ XLA_FFI_Error* pallas_serve_multiply_four_bit(XLA_FFI_CallFrame* frame) {
   product.are_many = product.rows * product.panels * PANEL * size_of(product.of_out) > SECOND_CACHE;
   if (product.narrow || product.offset.data) in_parallel(frame, product.rows, prepare_row, &product);
   in_parallel(frame, (product.panels + product.panels_of_part - 1) / product.panels_of_part, multiply, &product);
+  zero_padding(frame, out, product.rows);
   return NULL;
 }

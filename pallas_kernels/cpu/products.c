@@ -118,18 +118,18 @@ static void multiply(const void* product, int64_t part) {
 // Few panels are shared between threads by blocks of rows, too.
 INLINE Product product_of(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Buffer *inputs = argument(frame, 0), *kernel = argument(frame, 1), *out = result(frame, 0);
-  int64_t at_once = panels_of_part(kernel->dims[0]);
+  int64_t at_once = panels_of_part(kernel->dims[0]), rows = num_rows_in_use(inputs);
   return (Product){
       .inputs = inputs->data,
       .kernel = kernel->data,
       .out = out->data,
       .kind = kind_of(kernel),
       .of_out = kind_of(out),
-      .rows = inputs->dims[0],
+      .rows = rows,
       .depth = kernel->dims[1],
       .stride = kernel->dims[1],
       .panels = kernel->dims[0],
-      .rows_of_part = at_once > 1 && inputs->dims[0] ? inputs->dims[0] : ROWS_OF_BLOCK,
+      .rows_of_part = at_once > 1 && rows ? rows : ROWS_OF_BLOCK,
       .panels_of_part = at_once,
   };
 }
@@ -156,6 +156,7 @@ static void multiply_all(XLA_FFI_CallFrame* frame, Product* p, const XLA_FFI_Buf
   }
   int64_t panel_parts = (p->panels + p->panels_of_part - 1) / p->panels_of_part;
   in_parallel(frame, panel_parts * row_parts_of(p), multiply, p);
+  zero_padding(frame, result(frame, 0), p->rows);
 }
 
 // (inputs [T, in], kernel [out / PANEL, in, PANEL], perhaps scales of its outputs f32[out]) -> (out [T, out] of float32 or
@@ -175,6 +176,7 @@ XLA_FFI_Error* pallas_serve_multiply(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* pallas_serve_multiply_rounded(XLA_FFI_CallFrame* frame) {
   if (answers_metadata(frame)) return NULL;
   XLA_FFI_Buffer *inputs = argument(frame, 0), *stored = argument(frame, 3);
+  Product product = product_of(frame);
   Rounding rounding = {
       .inputs = inputs->data,
       .stored = stored->dims[0] ? stored->data : NULL,
@@ -182,11 +184,10 @@ XLA_FFI_Error* pallas_serve_multiply_rounded(XLA_FFI_CallFrame* frame) {
       .scales = result(frame, 2)->data,
       .sums = result(frame, 3)->data,
       .kind = kind_of(inputs),
-      .rows = inputs->dims[0],
+      .rows = product.rows,
       .depth = inputs->dims[1],
       .rows_of_part = ROWS_OF_ROUNDING,
   };
-  Product product = product_of(frame);
   product.inputs = result(frame, 1)->data;
   product.kind = QUADS;
   product.of_inputs = &rounding;

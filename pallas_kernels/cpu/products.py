@@ -102,7 +102,7 @@ def _gapped(shape: Sequence[int], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
 
 
 def rows_of(panels: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows [T, in] of a packed kernel. Numbers past its end give any row."""
+    """Rows [T, in] of a packed kernel. Numbers that it does not have give any row."""
     together = panels.shape[2] // PANEL
     rows = jnp.clip(rows, 0, panels.shape[0] * PANEL - 1)
     weights = panels.reshape(*panels.shape[:2], PANEL, together)[rows // PANEL, :, rows % PANEL]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -14,11 +15,24 @@ from hypothesis import strategies as st
 from batcher.request import MAX_LOGPROBS, SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, Variant
-from model.execution.step import HISTORY_BLOCK, OutputLayout, apply_patches, history_blocks, reset_history
+from model.execution.step import (
+    HISTORY_BLOCK,
+    OutputLayout,
+    apply_patches,
+    history_blocks,
+    reset_history,
+    run_model,
+)
+from model.loading.weights import random_weights
+from model.network.packed import pack
 from model.sampling import sampling
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.cpu import library
+from pallas_kernels.spec import Backend, RaggedBatch
+from tests.c_compiler import NATIVE, compiler
 from tests.examples import examples
 from tests.model.dense_attention import causal_attention
-from tests.model.driver import TINY, Row, run, tiny_model, tiny_runner
+from tests.model.driver import TINY, Row, paged_attention, run, tiny_model, tiny_runner
 
 NUM_SLOTS = 4
 DECODE = [Bucket(NUM_SLOTS, NUM_SLOTS, variant) for variant in (Variant.GREEDY, Variant.SAMPLE)]
@@ -316,3 +330,30 @@ def test_output_sections_come_back_as_they_went_in():
     for name, value in arrays.items():
         np.testing.assert_array_equal(getattr(output, name), value)
     assert output.finite.dtype == bool
+
+
+def test_on_a_cpu_padding_stays_zero_in_every_layer():
+    """The C code skips it (`tests/pallas_kernels/cpu/test_products.py`)."""
+    compiler()
+    library.load(NATIVE)
+    config = replace(
+        TINY, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
+    )
+    network = pack(random_weights(config, dtype=jnp.float32, for_cpu=True))
+    attention = PagedAttention(paged_attention(config, page_size=16).spec, Backend.CPU)
+    tokens, num_real = np.arange(1, 17, dtype=np.int32), 5
+    batch = RaggedBatch(
+        page_table=np.array([[1], [2], [0]], np.int32), kv_lens=np.array([2, 3, 0], np.int32),
+        query_starts=np.array([0, 2, num_real, num_real], np.int32), num_singles=np.int32(0), num_rows=np.int32(2),
+    )  # fmt: skip
+    positions = np.array([0, 1, 0, 1, 2, *[0] * 11], np.int32)
+
+    def hidden(count: int) -> np.ndarray:
+        kv = [jnp.zeros((2, 3, 2, 16, 16)) for _ in range(config.num_layers)]
+        found, _, tapped = run_model(
+            network, tokens[:count], positions[:count], kv, [None] * config.num_layers, attention, batch, taps=(0, 1)
+        )
+        assert not any(np.any(x[num_real:]) for x in (found, *tapped))
+        return np.asarray(found)
+
+    np.testing.assert_array_equal(hidden(16)[:num_real], hidden(num_real))

@@ -175,6 +175,20 @@ def test_zeros_stay_zeros_and_what_is_not_a_number_shows_in_its_own_row(round_in
     assert not np.isfinite(found[2]).any()
 
 
+@BOTH
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_rows_of_zeros_at_the_end_are_not_multiplied(dtype, round_inputs):
+    """Zero times infinity is not a number, so a row that is multiplied shows."""
+    values, inputs = values_of(PANEL, 2 * BLOCK), inputs_of(12, 2 * BLOCK, dtype)
+    scale = np.ones((PANEL, 2), np.float16)
+    scale[0, 0] = np.inf
+    inputs[2], inputs[7:], inputs[9:] = 0, 0, -0.0
+    found = product(inputs, values, {"scale": scale}, round_inputs=round_inputs)
+    of_real = product(inputs[:7], values, {"scale": scale}, round_inputs=round_inputs)
+    np.testing.assert_array_equal(found[:7], of_real)
+    assert np.isnan(found[2, 0]) and (found[7:] == 0).all()
+
+
 def test_the_packed_form():
     values = values_of(3 * PANEL, 2 * BLOCK)
     panels, groups = np.asarray(four_bit.pack(values)), np.asarray(four_bit.pack_groups(values[:, :5]))

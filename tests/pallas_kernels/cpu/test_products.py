@@ -100,6 +100,20 @@ def test_the_bits_of_a_row_do_not_depend_on_the_gaps_between_rows(kind):
             np.testing.assert_array_equal(product(inputs[row : row + 1], kernel), whole[row : row + 1])
 
 
+@pytest.mark.parametrize("panels", [3, 65])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_rows_of_zeros_at_the_end_are_not_multiplied(kind, panels):
+    """Zero times infinity is not a number, so a row that is multiplied shows."""
+    kernel, inputs = random_kernel((panels * PANEL, 2048), kind), random_inputs((30, 2048), kind)
+    kernel[0, 0] = np.inf
+    inputs[2], inputs[7:], inputs[12:] = 0, 0, -0.0
+    found = product(inputs, kernel)
+    np.testing.assert_array_equal(found[:7], product(inputs[:7], kernel))
+    assert np.isnan(found[2, 0]) and (found[7:] == 0).all()
+    found = product(np.zeros_like(inputs), kernel)
+    assert np.isnan(found[0, 0]) and (found[1:] == 0).all(), "the first row always is: it reads all weights"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_packed_kernel(kind):
     kernel = random_kernel((3 * PANEL, 40), kind)

@@ -57,6 +57,19 @@ def product(
     return np.asarray(multiply(inputs, products.pack(jnp.asarray(kernel), TOGETHER_ROUNDED), scale, input_scale))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_rows_of_zeros_at_the_end_are_not_multiplied(dtype):
+    """Zero times infinity is not a number, so a row that is multiplied shows."""
+    rng = np.random.default_rng(0)
+    kernel, scale = rng.integers(-127, 128, (PANEL, 64)).astype(np.int8), np.ones(PANEL, np.float32)
+    inputs = rng.standard_normal((30, 64)).astype(dtype)
+    scale[0] = np.inf
+    inputs[2], inputs[7:], inputs[12:] = 0, 0, -0.0
+    found = product(inputs, kernel, scale)
+    np.testing.assert_array_equal(found[:7], product(inputs[:7], kernel, scale))
+    assert np.isnan(found[2, 0]) and (found[7:] == 0).all()
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     rows=st.integers(1, 300),
