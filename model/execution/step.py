@@ -36,7 +36,7 @@ from model.execution.rows import (
     row_of_tokens,
     step_rows,
 )
-from model.network.layers import Attend, AttendProjected
+from model.network.layers import Attend, AttendProjected, tokens_at
 from model.network.llama import Llama
 from model.network.lora import AdapterSlots, StepAdapters
 from model.sampling import row_blocks, sampling
@@ -181,13 +181,24 @@ def make_step(
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
         taps = () if drafter is None else drafter.taps
         adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
+        needs_all = bucket.variant.scores or bucket.variant is Variant.EMBED or drafter is not None
+        last = None if bucket.decode_only else _last_tokens(rows, bucket)
         hidden, kv, tapped = run_model(
-            model, tokens, positions, state.kv, kv_scales, attention, metadata, taps, adapters
-        )  # [T, D]
+            model,
+            tokens,
+            positions,
+            state.kv,
+            kv_scales,
+            attention,
+            metadata,
+            taps,
+            adapters,
+            None if needs_all else last,
+        )  # [T, D]; [S, D] of the last tokens
         features = None if drafter is None else drafter.features(weights, hidden, tapped)
 
-        last = hidden if bucket.decode_only else hidden[jnp.maximum(rows.starts[1:] - 1, 0)]
-        logits = model.logits(last)  # f32[S, V]
+        of_rows = hidden if last is None or not needs_all else tokens_at(hidden, last)
+        logits = model.logits(of_rows)  # f32[S, V]
         history = state.history
         vocabulary = vocabulary_of(history, attention)
         outputs: dict[str, jax.Array] = {}
@@ -226,6 +237,7 @@ def run_model(
     metadata: Any,
     taps: Sequence[int] = (),
     adapters: StepAdapters | None = None,
+    only: jax.Array | None = None,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     """The hidden states [T, D], the pages with the K/V of the step's tokens, and the inputs [T, D] of the layers `taps`
     (`Llama.run`)."""
@@ -233,7 +245,7 @@ def run_model(
     if attention.backend is Backend.CPU:
         is_real = jnp.arange(len(tokens), dtype=jnp.int32) < metadata.query_starts[-1]
         tokens = jnp.where(is_real, tokens, -1)  # which the C code skips (`Llama.embed`)
-    return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters)
+    return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters, only)
 
 
 def step_adapters(
@@ -277,6 +289,11 @@ def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array,
     tokens = jnp.where(sent < 0, last[row], sent)
     positions = rows.past[row] + jnp.arange(bucket.num_tokens, dtype=jnp.int32) - rows.starts[row]
     return jnp.where(is_real, tokens, 0), jnp.where(is_real, positions, 0)
+
+
+def _last_tokens(rows: StepRows, bucket: Bucket) -> jax.Array:
+    """The last token i32[S] of each row; num_tokens in padding."""
+    return jnp.where(jnp.diff(rows.starts) > 0, rows.starts[1:] - 1, bucket.num_tokens)
 
 
 def vocabulary_of(history: jax.Array, attention: PagedAttention) -> VocabSplit:

@@ -95,13 +95,20 @@ class Attention(nnx.Module):
         kv: Any,
         attend: Attend | AttendProjected,
         adapters: LayerAdapters | None = None,
+        only: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
+        """
+        Args:
+            only: the tokens that go on, as of `tokens_at`; None: all.
+        """
         columns = with_adapters(adapters, "attention.qkv", x, self.qkv(x))
         if isinstance(attend, AttendProjected):
             attended, kv = attend.attend(columns, cos, sin, kv)
         else:
             attended, kv = attend(*self._rotated(columns, cos, sin), kv)
             attended = attended.reshape(x.shape[0], -1)
+        if only is not None:
+            attended, adapters = tokens_at(attended, only), adapters and adapters.at(only)
         return with_adapters(adapters, "attention.out", attended, self.out(attended)), kv
 
     def _rotated(self, columns: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -168,7 +175,19 @@ class DecoderLayer(nnx.Module):
         kv: Any,
         attend: Attend | AttendProjected,
         adapters: LayerAdapters | None = None,
+        only: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend, adapters)
+        """
+        Args:
+            only: the tokens i32[S] whose outputs [S, D] are computed, as of `tokens_at`; None: all. K/V have all.
+        """
+        attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend, adapters, only)
+        if only is not None:
+            x, adapters = tokens_at(x, only), adapters and adapters.at(only)
         x, normed = self.mlp_norm.of_sum(x, attended)
         return x + self.mlp(normed, adapters), kv
+
+
+def tokens_at(x: jax.Array, only: jax.Array) -> jax.Array:
+    """[S, D] of x [T, D], at the tokens i32[S]: zeros for T, which is past the end."""
+    return x.at[only].get(mode="fill", fill_value=0)

@@ -104,12 +104,15 @@ class Llama(nnx.Module):
         attend: Attend | AttendProjected,
         taps: Sequence[int] = (),
         adapters: StepAdapters | None = None,
+        only: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
         """As `__call__`, and the inputs [T, D] of the layers `taps`, in that order. The input of a layer behind the
         last one is the last one's output.
 
         Args:
             adapters: of the tokens; None: they have none.
+            only: the tokens i32[S] whose hidden states [S, D] are wanted, as of `tokens_at`; None: all. The last layer
+                computes K/V for the others, and nothing else. There are no taps then.
         """
         if len(kv) != self.config.num_layers:
             raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
@@ -119,7 +122,8 @@ class Llama(nnx.Module):
             if number in taps:
                 tapped[number] = x
             of_layer = None if adapters is None else adapters.of_layer(number)
-            x, layer_kv = layer(x, cos, sin, layer_kv, attend, of_layer)
+            is_last = number == len(self.layers) - 1
+            x, layer_kv = layer(x, cos, sin, layer_kv, attend, of_layer, only if is_last else None)
             new_kv.append(layer_kv)
         tapped[len(new_kv)] = x
         return self.norm(x), new_kv, [tapped[number] for number in taps]

@@ -12,7 +12,7 @@ which all adapters are padded, `D` inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -74,6 +74,10 @@ class StepAdapters:
         """Those of one layer."""
         return LayerAdapters(self, self.slots[number])
 
+    def at(self, only: jax.Array) -> StepAdapters:
+        """Those of some tokens (`layers.tokens_at`)."""
+        return replace(self, of_tokens=self.of_tokens.at[only].get(mode="fill", fill_value=0))
+
     @cached_property
     def is_own(self) -> jax.Array:
         """bool[T, S * R]: whether a place in the arrays is one of the token's slot."""
@@ -93,6 +97,10 @@ class LayerAdapters:
 
     step: StepAdapters
     slots: Mapping[str, Slots]
+
+    def at(self, only: jax.Array) -> LayerAdapters:
+        """Those of some tokens."""
+        return replace(self, step=self.step.at(only))
 
     def parts(self, name: str, inputs: jax.Array) -> list[jax.Array]:
         """What the tokens' adapters add to the outputs of a `Linear` of these inputs [T, D]: [T, n] of each of its

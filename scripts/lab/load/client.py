@@ -106,8 +106,9 @@ async def run(
 ) -> tuple[list[Outcome], float]:
     """Sends every request, each at its arrival (None: at once) and with at most `max_concurrency` in flight.
 
-    Requests whose turn comes later than `send_until_s` seconds after the start are not sent. Returns one Outcome per
-    request sent, in order, and the seconds from the first sending to the last end.
+    Requests whose turn comes later than `send_until_s` seconds after the start are not sent, but for the first that are
+    in flight at once. Returns one Outcome per request sent, in order, and the seconds from the first sending to the
+    last end.
     """
     bodies = [msgspec.json.encode(target.body(request)) for request in requests]
     headers = {"Content-Type": "application/json"}
@@ -125,7 +126,7 @@ async def run(
             await asyncio.sleep(max(0.0, planned - time.perf_counter()))
             async with slots:
                 outcome = Outcome(start=time.perf_counter())
-                if outcome.start - started > send_until_s:
+                if outcome.start - started > send_until_s and index >= (max_concurrency or 1):
                     return None
                 if arrivals is not None:
                     outcome.lag = outcome.start - planned

@@ -150,6 +150,24 @@ def test_attend_gets_each_layers_kv_and_what_it_returns_comes_back():
     assert returned == [10, 11]
 
 
+def test_the_last_layer_computes_the_hidden_states_that_are_wanted_only():
+    model, tokens, only = tiny(), np.arange(1, 9), jnp.array([2, 7, 8])
+    kv, attend = [None] * TINY.num_layers, causal_attention()
+
+    def run(only: jax.Array | None) -> jax.Array:
+        return model.run(tokens, jnp.arange(8), kv, attend, only=only)[0]
+
+    every, wanted = np.asarray(run(None)), np.asarray(run(only))
+    np.testing.assert_allclose(wanted, np.stack([every[2], every[7], np.zeros_like(every[0])]), atol=1e-5)
+    weights = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model.layers[0])) if leaf.ndim == 2]
+    products = [
+        equation.invars[0].aval.shape[0]
+        for equation in jax.make_jaxpr(run)(only).eqns
+        if equation.primitive.name == "dot_general" and equation.invars[1].aval.shape in weights
+    ]
+    assert products == [8] * (4 * TINY.num_layers - 3) + [3] * 3, "of the last layer, only Q, K and V have all tokens"
+
+
 def test_a_wrong_number_of_kv_is_refused():
     with pytest.raises(ValueError, match=r"len\(kv\)=1"):
         tiny()(jnp.arange(5), jnp.arange(5), [None], causal_attention())

@@ -98,7 +98,7 @@ def test_whole_steps_of_all_layers_compile() -> None:
 def test_steps_copy_neither_activations_nor_weights_nor_pages_and_adapters_cost_a_layer_little() -> None:
     """Between its products and its kernels, a layer has its norms' statistics only. In 8 bits it reads little more than
     half. Eight slots of rank 16 need 4.9 % more arithmetic. In a prompt, the products of gate and up are written and
-    read once more."""
+    read once more, and the second of these two layers, the last one, has little but Q, K and V."""
     flags = ("--target", "v6e:1x1", "--layers", "2")
     sizes = ("--tokens", "64", "--tokens", "2048")
     wide = compile_in_a_process_of_its_own(STEPS, *flags, *sizes)
@@ -120,7 +120,7 @@ def test_steps_copy_neither_activations_nor_weights_nor_pages_and_adapters_cost_
         read = result["weights_read"] + result["kv_read"]
         assert read <= 0.55 * (exact["weights_read"] + exact["kv_read"]), (exact, result)
     adapted = compile_in_a_process_of_its_own(STEPS, *flags, *sizes, "--max-loras", "8")
-    for base, result, most_of_it in zip(wide, adapted, (1.05, 1.10), strict=True):
+    for base, result, most_of_it in zip(wide, adapted, (1.05, 1.13), strict=True):
         cycles = [each["product_cycles"] + each["glue_cycles"] for each in (base, result)]
         assert cycles[1] <= most_of_it * cycles[0], (base, result)
         assert result["alias_bytes"] == base["alias_bytes"]
