@@ -57,6 +57,7 @@ class Products:
 
     layers_bytes: float  # weights of all layers
     layers_flops: float  # per token
+    last_flops: float  # per row: of the last layer, what follows its attention
     head_bytes: float
     head_flops: float  # per row
     memory_bytes_per_s: float  # efficiency included, as in the next two
@@ -69,8 +70,9 @@ class Products:
 
     def products_seconds(self, num_tokens: int, num_rows: int) -> float:
         """Of a step of padded sizes."""
+        last = num_rows * self.last_flops / self._speed(num_rows)
         return (
-            self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens))
+            self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens) + last)
             + self._part(self.head_bytes, num_rows * self.head_flops / self._speed(num_rows, is_head=True))
             + self.num_reduces * self._reduce(num_tokens * self.hidden_bytes)
         )
@@ -96,13 +98,14 @@ def products(
         weights_read: bytes of one device that a step reads.
         weight_itemsize: bytes of one weight of the projections and of the head.
     """
-    attention = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    mlp = 3 * config.hidden_size * config.intermediate_size
+    qkv = config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    others = config.hidden_size * (config.num_heads * config.head_dim + 3 * config.intermediate_size)
     head, link = config.vocab_size * config.hidden_size, LINKS[chip.name]
     head_bytes = min(head * weight_itemsize / num_chips, weights_read)
     return {
         "layers_bytes": weights_read - head_bytes,
-        "layers_flops": 2 * config.num_layers * (attention + mlp) / num_chips,
+        "layers_flops": 2 * (config.num_layers * qkv + (config.num_layers - 1) * others) / num_chips,
+        "last_flops": 2 * others / num_chips,
         "head_bytes": head_bytes,
         "head_flops": 2 * head / num_chips,
         "memory_bytes_per_s": chip.memory_bytes_per_s * MEMORY_EFFICIENCY,
