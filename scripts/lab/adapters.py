@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.measured import Measured, measure, ratio_of_rounds, together
 from scripts.lab.load.metrics import both_of, failures_of
 from scripts.lab.load.mid import write_mid
-from scripts.lab.load.servers import BENCH, METRICS_S, Server, our_server
+from scripts.lab.load.servers import BENCH, TOKENS, Server, our_server
 from scripts.lab.load.workload import BenchRequest, random_prompts
 from scripts.lab.tables import Table, say_head
 from server.engine.scratch_folder import ScratchFolder
@@ -157,13 +156,15 @@ def measure_row(
     visits = named(row.visitors, [short] * len(arrivals), start) if row.visitors else []
     resident = [*row.models, *([row.visitors[(start - 1) % len(row.visitors)]] if row.visitors else [])]
     first = named(resident, [short] * len(resident))
-    uvloop.run(run(server.target, first, arrivals=None, max_concurrency=MAX_LORAS))
-    time.sleep(METRICS_S if row.visitors else 0)
-    before = server.counters()[_SWAPS]
+    num_tokens = server.counters()[TOKENS]  # of all rows before
+    outcomes, _ = uvloop.run(run(server.target, first, arrivals=None, max_concurrency=MAX_LORAS))
+    num_tokens += sum(outcome.output_tokens for outcome in outcomes)
+    before = server.counters_with(num_tokens)[_SWAPS]
     found = measure(server, asked, max_concurrency=streams, send_until_s=args.seconds, visits=visits, arrivals=arrivals)
+    num_tokens += sum(outcome.output_tokens for outcome in (*found.outcomes, *found.visits))
+    num_swaps = round(server.counters_with(num_tokens)[_SWAPS] - before)
     if row.visitors:
-        time.sleep(METRICS_S)
-        found.counts["num_swaps"] = round(server.counters()[_SWAPS] - before)
+        found.counts["num_swaps"] = num_swaps
     return found
 
 

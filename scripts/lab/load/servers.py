@@ -31,6 +31,7 @@ READY = re.compile(r"^ready after (\d+\.\d) s: (\S+?)(?:/v1)?$")
 FETCH_TIMEOUT_S = 120.0
 BENCH = "bench"  # what requests call the model
 METRICS_S = 1.2  # the age that a server's figures may have
+TOKENS = "generation_tokens_total"
 
 
 @contextmanager
@@ -110,6 +111,16 @@ class Server:
             tier = sample.labels.get("tier")
             name = sample.name.rpartition(":")[2]
             found[f"{name} {tier}" if tier else name] += sample.value
+        return found
+
+    def counters_with(self, num_tokens: float) -> defaultdict[str, float]:
+        """The figures as soon as they have so many generated tokens: however busy the machine is, none of what came
+        before these is missing. Raises FailedError."""
+        deadline = time.monotonic() + FETCH_TIMEOUT_S
+        while (found := self.counters())[TOKENS] < num_tokens:
+            if time.monotonic() > deadline:
+                raise FailedError(f"{TOKENS} is {found[TOKENS]:.0f}, and should be {num_tokens:.0f}")
+            time.sleep(METRICS_S / 4)
         return found
 
 
