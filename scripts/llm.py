@@ -367,6 +367,10 @@ class LLM(EngineForTraining):
         for pending in self._pending:
             pending.stop()
 
+    def _end_pending(self) -> None:
+        for pending in self._pending:
+            pending.end()
+
     def _check_awake(self) -> None:
         if self.is_sleeping:
             raise RuntimeError("this LLM sleeps: wake_up() first, or enqueue() what is to wait")

@@ -153,6 +153,8 @@ class EngineForTraining:
             if mode == "abort":
                 self._abort_unsent()
             self._done(partial(self.engine.pause, PauseMode(mode), clear_cache))
+            if mode == "abort":
+                self._end_pending()
             self._is_paused = True
 
     def resume(self) -> None:
@@ -198,6 +200,9 @@ class EngineForTraining:
 
     def _abort_unsent(self) -> None:
         """Ends the requests that the engine has not been given yet."""
+
+    def _end_pending(self) -> None:
+        """Ends those, too, that were on their way to the engine when it paused."""
 
     @contextmanager
     def _paused(self, requests: Requests) -> Iterator[None]:
