@@ -224,7 +224,7 @@ class _Run:
         return peak, total, scores
 
     def softmax(self, i: jax.Array, scores: jax.Array, peak: jax.Array, total: jax.Array, *, masked: bool) -> Any:
-        """See `online_softmax.step`; the weights are in the type of the products."""
+        """See `online_softmax.step`."""
         body, block_kv = self.body, self.body.sizes.block_kv
         if masked:
             first_key, layout = i * block_kv, plgpu.Layout.WGMMA
@@ -232,7 +232,7 @@ class _Run:
             scores = jnp.where(mask, scores, -jnp.inf)
         weights, alpha, peak, total = online_softmax.step(scores, peak, total, body.scale_log2)
         # Nothing of it comes after a wait that follows.
-        weights, alpha = lax.optimization_barrier((weights.astype(body.dtype), alpha))
+        weights, alpha = lax.optimization_barrier((weights, alpha))
         return weights, alpha, peak, total
 
     def start_scores(self, i: jax.Array) -> None:
@@ -252,8 +252,10 @@ class _Run:
         return scores
 
     def start_values(self, i: jax.Array, acc: Any, weights: jax.Array) -> None:
-        """Starts the product of a block's weights with its values, which is added to `acc`."""
+        """Starts the product of a block's weights with its values, which is added to `acc`. The product before has
+        ended: until then, the tensor cores read its weights from registers, and these get the same ones."""
         slot = self.slot(i)
+        weights = lax.optimization_barrier(weights).astype(self.body.dtype)
         self.acc[...] = acc
         plgpu.barrier_wait(self.refs.arrived.at[2 * slot + 1])
         matmul.start_wgmma(self.acc, weights, self.refs.v_smem.at[slot], interpret=self.body.interpret)

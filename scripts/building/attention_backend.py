@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pallas_serve")
 
 TEST_TOKENS = 256  # of the mixed program, or fewer: enough for chunks of several tiles
+TEST_TOKENS_OF_GPUS = 2048  # of which every multiprocessor has several tiles, one after the other
+NUMPY_THREADS = 2  # of a test in a child: other processes trace programs at the same time
 LONG_S = 60.0
 LIMIT_S = 300.0  # of a test: ten times what a form's first compilation takes on one core
 HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
@@ -181,19 +183,20 @@ def compile_self_test(
     test = _Test(
         attention=attention, settings=settings, buckets=buckets, platform=platform, max_model_len=max_model_len
     )
-    programs = self_test_programs(buckets)
+    programs = self_test_programs(buckets, platform)
     test.made().compile(programs)
     return len(programs)
 
 
-def self_test_programs(buckets: BucketConfig) -> list[Program]:
+def self_test_programs(buckets: BucketConfig, platform: str) -> list[Program]:
     """The shapes of the self-test: those of a mixed step of the engine, of its largest decode-only step, and of its
     largest speculative step if it has any."""
     from batcher.buckets import BucketLadder
     from batcher.step import Variant
     from pallas_kernels.self_test import Program
 
-    ladder, tokens = BucketLadder(buckets), min(TEST_TOKENS, buckets.max_num_batched_tokens)
+    tokens = min(TEST_TOKENS_OF_GPUS if platform == "gpu" else TEST_TOKENS, buckets.max_num_batched_tokens)
+    ladder = BucketLadder(buckets)
     rows = min(buckets.max_num_seqs, tokens - 1)
     mixed = ladder.choose(tokens, rows, decode_only=False, variant=Variant.SAMPLE)
     most = buckets.max_num_seqs
@@ -234,7 +237,13 @@ class _Test:
             if _can_a_child_test(backend, may_fail=may_fail):
                 without_mesh = replace(self, attention=replace(self.attention, mesh=None))
                 try:
-                    outcome = in_child(_in_this_child, without_mesh, self.attention.num_shards, limit_s=limit_s)
+                    outcome = in_child(
+                        _in_this_child,
+                        without_mesh,
+                        self.attention.num_shards,
+                        limit_s=limit_s,
+                        numpy_threads=NUMPY_THREADS,
+                    )
                 except ChildError as error:
                     raise SelfTestError(str(error)) from error
                 if isinstance(outcome, SelfTestError):
@@ -256,7 +265,7 @@ class _Test:
 
             if fault := products.fault() or four_bit.fault() or per_token.fault():
                 raise SelfTestError(fault)
-        passed = test.run(self_test_programs(self.buckets))
+        passed = test.run(self_test_programs(self.buckets, self.platform))
         return "passed", (
             f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
             f"{passed.num_steps} steps ({time.perf_counter() - started:.1f} s)"

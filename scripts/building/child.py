@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,17 +15,21 @@ from model.inputs.words import described
 from server.engine.child_process import end_with_parent, start_without_main
 
 END_S = 10.0  # for a killed process to end: a driver that hangs may hold it for ever
+BLAS = "OPENBLAS_NUM_THREADS"  # which numpy reads as it is imported
+_starting = threading.Lock()  # which changes the environment for a moment
 
 
 class ChildError(RuntimeError):
     """The child process gave no result. The message says how it ended."""
 
 
-def in_child[T](work: Callable[..., T], *arguments: Any, limit_s: float) -> T:
+def in_child[T](work: Callable[..., T], *arguments: Any, limit_s: float, numpy_threads: int | None = None) -> T:
     """`work(*arguments)`, computed in a new process that has no JAX client yet, and whose client ends with it.
 
     Args:
         work, arguments: are pickled, as is the result.
+        numpy_threads: of the process's matrix products, unless the environment says how many; None: all cores. They
+            spin while they wait for each other, so next to busy processes fewer are faster.
 
     Raises:
         ChildError: `work` raised, its process died, or it took more than `limit_s` seconds and was killed.
@@ -31,7 +37,15 @@ def in_child[T](work: Callable[..., T], *arguments: Any, limit_s: float) -> T:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(sender, work, arguments), name="child", daemon=True)
-    start_without_main(process)
+    with _starting:
+        is_told = BLAS in os.environ
+        if numpy_threads is not None and not is_told:
+            os.environ[BLAS] = str(numpy_threads)
+        try:
+            start_without_main(process)
+        finally:
+            if not is_told:
+                os.environ.pop(BLAS, None)
     sender.close()  # only the child has it now: its end is the end of the pipe
     try:
         if not receiver.poll(limit_s):

@@ -144,7 +144,7 @@ def test_a_run_that_is_broken_off_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("bfloat16", "int8", "float16"))
     tested: list[str] = []
 
-    def in_child(work, model, backend, kv_dtype, options, *, limit_s):
+    def in_child(work, model, backend, kv_dtype, options, *, limit_s, numpy_threads):
         tested.append(kv_dtype)
         return right | {"largest_error": 0.25}
 

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from scripts.lab.accounts.compile_step import read_buffers, read_program, read_thunks
 from scripts.lab.accounts.process import printed_by
-from scripts.lab.accounts.sass import read_loops
+from scripts.lab.accounts.sass import early_uses, read_loops
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed"
@@ -197,6 +197,26 @@ def test_exponentials_overlap_if_both_products_are_under_way(before, turn, overl
     code = [*map(sass, before), ".L_x_1:", *map(sass, [*turn, "@P2 BRA `(.L_x_1)", "EXIT"])]
     (loop,) = read_loops("\n".join(code))
     assert loop.overlapped == overlapped
+
+
+CONVERTED = "F2FP.BF16.F32.PACK_AB R11, R57, R56"  # to the last register of the left operand
+
+
+@pytest.mark.parametrize(
+    ("turn", "early"),
+    [
+        ([VALUES, WAIT, CONVERTED], []),
+        ([CONVERTED, VALUES, WAIT], []),
+        ([CONVERTED, WAIT, VALUES], [CONVERTED]),  # the left operand of the turn before
+        ([VALUES, "FMUL R2, R119, R3", WAIT], ["FMUL R2, R119, R3"]),  # the accumulator's last register
+        ([VALUES, "FMUL R2, R120, R3", "LDG.E.64 R6, desc[UR4][R10.64]", "STS [R2], R10", WAIT], []),
+        ([VALUES, "LDG.E.64 R7, desc[UR4][R2.64]", WAIT], ["LDG.E.64 R7, desc[UR4][R2.64]"]),  # R7 and R8
+        ([VALUES, "SHFL.BFLY PT, R9, R2, 0x1, 0x1f", WAIT], ["SHFL.BFLY PT, R9, R2, 0x1, 0x1f"]),
+    ],
+)
+def test_registers_of_products_under_way_are_left_alone(turn, early):
+    code = [".L_x_1:", *map(sass, [*turn, "@P2 BRA `(.L_x_1)", "EXIT"])]
+    assert early_uses("\n".join(code)) == early
 
 
 def sass(text: str) -> str:

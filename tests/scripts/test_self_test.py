@@ -53,17 +53,21 @@ def settings(tmp_path_factory) -> EngineSettings:
 
 
 def test_the_programs_are_the_ladders_own():
-    programs = [(p.num_tokens, p.num_rows) for p in self_test_programs(bucket_config(EngineSettings(), "gpu", 1))]
-    assert programs == [(384, 256), (256, 256)]
+    programs = [
+        (p.num_tokens, p.num_rows) for p in self_test_programs(bucket_config(EngineSettings(), "gpu", 1), "gpu")
+    ]
+    assert programs == [(2048, 256), (256, 256)]
     small = BucketConfig(max_num_batched_tokens=16, max_num_seqs=2)
-    assert [str(program) for program in self_test_programs(small)] == [
+    assert [str(program) for program in self_test_programs(small, "cpu")] == [
         "mixed step of 16 tokens in 2 rows",
         "decode of 2 rows",
     ]
     with_drafts = BucketConfig(max_num_batched_tokens=16, max_num_seqs=2, num_drafts=3, max_draft_rows=2)
-    assert [str(program) for program in self_test_programs(with_drafts)][2:] == ["step of 2 rows of up to 4 tokens"]
+    assert [str(program) for program in self_test_programs(with_drafts, "gpu")][2:] == [
+        "step of 2 rows of up to 4 tokens"
+    ]
     one = BucketConfig(max_num_batched_tokens=2, max_num_seqs=1)
-    assert self_test_programs(one) == [Program(num_tokens=2, num_rows=1), Program(num_tokens=1, num_rows=1)]
+    assert self_test_programs(one, "gpu") == [Program(num_tokens=2, num_rows=1), Program(num_tokens=1, num_rows=1)]
 
 
 def test_the_reference_on_a_cpu_is_not_compared_with_itself(settings):

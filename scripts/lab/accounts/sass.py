@@ -1,7 +1,9 @@
-"""Counts the instructions of a GPU kernel's inner loops, in its SASS with control codes (`gpu_report.Kernel.sass`).
+"""Counts the instructions of a GPU kernel's inner loops, in its SASS with control codes (`gpu_report.Kernel.sass`), and
+finds registers that are used too early.
 
-A warpgroup starts its products (HGMMA) and goes on; `WARPGROUP.DEPBAR` waits for them. Other tensor-core instructions
-(HMMA) end before what needs their results, like any arithmetic.
+A warpgroup starts its products (HGMMA) and goes on; `WARPGROUP.DEPBAR` waits for them. Until then the tensor cores read
+a left operand from its registers, and write to those of the accumulator. Other tensor-core instructions (HMMA) end
+before what needs their results, like any arithmetic.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ _LABEL = re.compile(r"(\.L_x_\d+):")
 _BRANCH = re.compile(r"(?:(@!?U?P\w+)\s+)?BRA\S*\s.*?(\.L_x_\d+)")
 _EXIT = re.compile(r"EXIT\b")
 _ASYNCHRONOUS = re.compile(r"HGMMA\S* (R\d+),")  # its accumulator's first register
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\S* R(\d+), (?:R(\d+), )?")  # columns, accumulator, left operand
+_REGISTER = re.compile(r"\bR(\d+)\b")
+_RESULT = re.compile(r"(\S+)\s+(?:U?PT?\d*, )*R(\d+)(?!\S*\])")  # what is written is named first, after predicates
+_WITHOUT_RESULT = ("ST", "RED", "SYNCS", "R2UR", "BAR", "UTMA", "BRA", "HGMMA", "ISETP", "FSETP", "PLOP3", "LOP3.LUT P")
+_WIDTHS = {".64": 2, ".WIDE": 2, "M88.2": 2, ".96": 3, ".128": 4, "M88.4": 4}
+_LEFT_REGISTERS = 4  # of a thread: 64 rows of 16 values of 16 bits
 PRODUCTS = ("HMMA", "HGMMA")
 
 
@@ -50,6 +58,24 @@ def read_loops(sass: str) -> list[Loop]:
     return [loop for loop in loops if loop.products == most]
 
 
+def early_uses(sass: str) -> list[str]:
+    """The instructions that write to a left operand, or touch an accumulator, of products that may be under way.
+
+    PTX leaves open what happens then. The tensor cores read a left operand late if another warpgroup keeps them busy.
+    """
+    code = _Code(sass)
+    under_way: list[tuple[frozenset[int], frozenset[int]] | None] = [None] * len(code.texts)  # before each instruction
+    waiting = [(0, (frozenset[int](), frozenset[int]()))]
+    while waiting:
+        i, found = waiting.pop()
+        known = under_way[i]
+        merged = found if known is None else (known[0] | found[0], known[1] | found[1])
+        if merged != known:
+            under_way[i] = merged
+            waiting += [(j, code.after(i, *merged)) for j in code.next[i]]
+    return [code.texts[i].strip() for i, found in enumerate(under_way) if found and code.is_early(i, *found)]
+
+
 class _Code:
     """The instructions of one kernel, by index, with the possible successors of each."""
 
@@ -74,6 +100,36 @@ class _Code:
         if branch := _BRANCH.match(text):
             return [labels[branch[2]], *(following if branch[1] else [])]
         return [] if _EXIT.match(text) else following  # `@P0 EXIT` does not match: it may fall through
+
+    def after(
+        self, index: int, left: frozenset[int], accumulators: frozenset[int]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The registers of products under way, left operands and accumulators, given those before the instruction."""
+        if "WARPGROUP.DEPBAR" in self.texts[index]:
+            return frozenset(), frozenset()
+        if not (product := _PRODUCT.search(self.texts[index])):
+            return left, accumulators
+        columns, accumulator, own_left = product.groups()
+        if own_left is not None:
+            left |= {int(own_left) + k for k in range(_LEFT_REGISTERS)}
+        return left, accumulators | {int(accumulator) + k for k in range(int(columns) // 2)}
+
+    def is_early(self, index: int, left: frozenset[int], accumulators: frozenset[int]) -> bool:
+        """Whether the instruction uses a register of products under way before it, as of `after`."""
+        text = re.sub(r"^@!?U?P\w+\s+", "", self.texts[index].strip())
+        if _PRODUCT.match(text):  # products end in their order
+            return False
+        written = self._written(text)
+        return bool(written & (left | accumulators)) or any(int(r) in accumulators for r in _REGISTER.findall(text))
+
+    @staticmethod
+    def _written(text: str) -> set[int]:
+        result = None if text.startswith(_WITHOUT_RESULT) else _RESULT.match(text)
+        if result is None:
+            return set()
+        operation, register = result.groups()
+        width = max((n for mark, n in _WIDTHS.items() if mark in operation), default=2 if operation == "CS2R" else 1)
+        return {int(register) + k for k in range(width)}
 
     def product_loops(self) -> list[list[int]]:
         """The innermost loops with matrix products, in the order of the code, without waiting loops inside them."""

@@ -49,7 +49,7 @@ def _sizes(tokens: int, rows: int, decode: int, **others: int) -> Sizes:
     return Sizes(programs=(mixed, Program(num_tokens=decode, num_rows=decode)), **others)
 
 
-FULL = _sizes(512, 64, 64, num_sequences=4, longest=2000, rounds=4)
+FULL = _sizes(2048, 64, 64, num_sequences=4, longest=2000, rounds=3)
 TINY = _sizes(16, 2, 2, num_sequences=2, longest=60)
 POOL = _sizes(2048, 1024, 1024, num_sequences=1024, longest=40)
 TINY_POOL = _sizes(16, 2, 2, num_sequences=2, longest=40)
@@ -73,9 +73,14 @@ def run(options: Options, result: Result) -> None:
 
     def test(form: tuple[str, Backend, str]) -> dict[str, Any]:
         found = before.get(form, {})
-        return found if found and "problem" not in found else _in_child(test_form, *form, options, limit_s=FORM_LIMIT_S)
+        if found and "problem" not in found:
+            return found
+        return _in_child(test_form, *form, options, limit_s=FORM_LIMIT_S, numpy_threads=max(1, cores // workers))
 
-    workers = _share_the_memory(options)
+    cores = os.cpu_count() or 1
+    workers = max(1, min(AT_ONCE, cores // CORES_EACH)) if options.device == "cuda" else 1
+    if workers > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_POOL_SHARE / workers:.3f}")
     with ThreadPoolExecutor(workers) as threads:
         for (model, backend, kv_dtype), found in zip(forms(options), threads.map(test, forms(options)), strict=True):
             result.figures["forms"].append({"model": model, "backend": str(backend), "kv_dtype": kv_dtype, **found})
@@ -84,18 +89,6 @@ def run(options: Options, result: Result) -> None:
             error = found.get("not_supported") if "problem" not in found else "WRONG, see above"
             shown = error or found["largest_error"], found.get("steps"), found["seconds"]
             table.row(model, str(backend), kv_dtype, *shown)
-
-
-def _share_the_memory(options: Options) -> int:
-    """The number of forms that are tested at a time. The processes that test them are told their share of
-    memory and of cores."""
-    if options.device != "cuda":
-        return 1
-    cores = os.cpu_count() or 1
-    workers = max(1, min(AT_ONCE, cores // CORES_EACH))
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_POOL_SHARE / workers:.3f}")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, cores // workers)))  # numpy's threads spin while they wait
-    return workers
 
 
 def run_in_a_large_pool(options: Options, result: Result) -> None:
@@ -116,11 +109,13 @@ def run_in_a_large_pool(options: Options, result: Result) -> None:
             table.row(model, str(backend), kv_dtype, found.get("first_page"), error, found["seconds"])
 
 
-def _in_child(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> dict[str, Any]:
+def _in_child(
+    work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float, numpy_threads: int | None = None
+) -> dict[str, Any]:
     """What the test has found, or as a problem how its process ended; and its seconds."""
     started = time.perf_counter()
     try:
-        found = in_child(work, *arguments, limit_s=limit_s)
+        found = in_child(work, *arguments, limit_s=limit_s, numpy_threads=numpy_threads)
     except ChildError as error:
         found = {"problem": str(error)}
     return found | {"seconds": time.perf_counter() - started}

@@ -21,7 +21,7 @@ from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.lab.accounts import gpu_report
 from scripts.lab.accounts.compile_gpu_layer import StepShape, lower_layer
-from scripts.lab.accounts.sass import read_loops
+from scripts.lab.accounts.sass import early_uses, read_loops
 from scripts.lab.accounts.specs import MODELS, make_spec
 from scripts.lab.accounts.targets import gpu_target
 from tests.pallas_kernels.gpu import proxy_fences
@@ -135,6 +135,7 @@ def count(kernel: gpu_report.Kernel, page_elements: int) -> dict[str, Any]:
     }
     if kernel.name == "paged_prefill" and kernel.sass:
         figures["loops"] = [vars(loop) for loop in read_loops(kernel.sass)]
+        figures["early_uses"] = early_uses(kernel.sass)
     return figures
 
 

@@ -71,6 +71,7 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
             assert all(line.startswith("mul.wide.") for line in kernel["page_products"]), kernel
             if kernel["name"] == "paged_prefill" and result["case"] in FEW:
                 assert [loop["overlapped"] >= MIN_OVERLAPPED for loop in kernel["loops"]] == [True, True], kernel
+                assert kernel["early_uses"] == [], kernel
             if kernel["name"] in ("paged_decode", "paged_prefill_mma"):  # they clear V in the operand of a product
                 pairs, under_one_mask = kernel["pairs_under_one_mask"]
                 assert (pairs > 0, under_one_mask) == (True, 0), kernel
