@@ -7,9 +7,10 @@ one, which then runs next to two products of the same warpgroup: those scores, a
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
 Interpret mode does not check wgmma (plain products replace it, without its asynchrony), fragment layouts, swizzles, the
-alignment that TMA needs and `set_max_registers`. It finds no races between CTAs, because it runs them one after
-another. It does find missing waits, slots released too early, missing fences before copies out, and wrong masks. A
-fault that leaves a warpgroup waiting may hang it instead of being reported.
+alignment that TMA needs, `set_max_registers`, and writes to registers that a product under way still reads, for which
+tests look in the compiled code. It finds no races between CTAs, because it runs them one after another. It does find
+missing waits, slots released too early, missing fences before copies out, and wrong masks. A fault that leaves a
+warpgroup waiting may hang it instead of being reported.
 """
 
 from __future__ import annotations

@@ -98,6 +98,7 @@ def main(target_name: str) -> None:
             "decodes": not shape.spec_decode,
             "prefills": not shape.decode_only,
             "merges": merges(gpu, spec, shape),
+            "head_dim": spec.head_dim,
             "kv_dtype": str(jnp.dtype(kv_dtype)),
             "kv_bytes": kv.size * kv.dtype.itemsize,
             "alias_bytes": memory.alias_size_in_bytes,

@@ -30,8 +30,9 @@ PROXY_FENCES = {
     "paged_combine": 0,
 }
 # Of the 34 exponentials of a warp and turn in Hopper's prefill, in the loops over whole and over masked blocks: those
-# while the product of the block before with its values and that of the next block's scores are under way.
-MIN_OVERLAPPED = 32
+# while the product of the block before with its values and that of the next block's scores are under way. ptxas moves
+# some behind the wait where heads are narrow: the weights are converted there, since the product reads their registers.
+MIN_OVERLAPPED = {64: 23, 128: 32}  # by head dim
 PROXY_FENCES_8_BIT = PROXY_FENCES | {"paged_prefill": 3}
 
 
@@ -70,7 +71,8 @@ def test_compiles_without_spills_in_place_and_within_the_chip(target: str) -> No
             assert (kernel["page_products"] == []) == (has_tma or kernel["name"] == "paged_combine"), kernel
             assert all(line.startswith("mul.wide.") for line in kernel["page_products"]), kernel
             if kernel["name"] == "paged_prefill" and result["case"] in FEW:
-                assert [loop["overlapped"] >= MIN_OVERLAPPED for loop in kernel["loops"]] == [True, True], kernel
+                least = MIN_OVERLAPPED[result["head_dim"]]
+                assert [loop["overlapped"] >= least for loop in kernel["loops"]] == [True, True], kernel
                 assert kernel["early_uses"] == [], kernel
             if kernel["name"] in ("paged_decode", "paged_prefill_mma"):  # they clear V in the operand of a product
                 pairs, under_one_mask = kernel["pairs_under_one_mask"]
