@@ -105,7 +105,7 @@ class _Code:
         self, index: int, left: frozenset[int], accumulators: frozenset[int]
     ) -> tuple[frozenset[int], frozenset[int]]:
         """The registers of products under way, left operands and accumulators, given those before the instruction."""
-        if "WARPGROUP.DEPBAR" in self.texts[index]:
+        if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in self.texts[index]:  # for all products, none left out
             return frozenset(), frozenset()
         if not (product := _PRODUCT.search(self.texts[index])):
             return left, accumulators
