@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -16,7 +14,6 @@ from server.engine.child_process import end_with_parent, start_without_main
 
 END_S = 10.0  # for a killed process to end: a driver that hangs may hold it for ever
 BLAS = "OPENBLAS_NUM_THREADS"  # which numpy reads as it is imported
-_starting = threading.Lock()  # which changes the environment for a moment
 
 
 class ChildError(RuntimeError):
@@ -37,15 +34,7 @@ def in_child[T](work: Callable[..., T], *arguments: Any, limit_s: float, numpy_t
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(sender, work, arguments), name="child", daemon=True)
-    with _starting:
-        is_told = BLAS in os.environ
-        if numpy_threads is not None and not is_told:
-            os.environ[BLAS] = str(numpy_threads)
-        try:
-            start_without_main(process)
-        finally:
-            if not is_told:
-                os.environ.pop(BLAS, None)
+    start_without_main(process, {} if numpy_threads is None else {BLAS: str(numpy_threads)})
     sender.close()  # only the child has it now: its end is the end of the pipe
     try:
         if not receiver.poll(limit_s):
