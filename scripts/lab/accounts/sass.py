@@ -16,7 +16,7 @@ _INSTRUCTION = re.compile(r"\s+\S+:\S:\S:\S:(\d\d)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"(\.L_x_\d+):")
 _BRANCH = re.compile(r"(?:(@!?U?P\w+)\s+)?BRA\S*\s.*?(\.L_x_\d+)")
 _EXIT = re.compile(r"EXIT\b")
-_ASYNCHRONOUS = re.compile(r"HGMMA\S* (R\d+),")  # its accumulator's first register
+_PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\S* R(\d+), (?:R(\d+), )?")  # columns, accumulator, left operand
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _RESULT = re.compile(r"(\S+)\s+(?:U?PT?\d*, )*R(\d+)(?!\S*\])")  # what is written is named first, after predicates
@@ -92,7 +92,7 @@ class _Code:
         self.next = [self._successors(i, labels) for i in range(len(self.texts))]
 
     def operation(self, index: int) -> str:
-        return re.sub(r"^@!?U?P\w+\s+", "", self.texts[index]).split()[0].split(".")[0]
+        return _PREDICATE.sub("", self.texts[index]).split()[0].split(".")[0]
 
     def _successors(self, index: int, labels: dict[str, int]) -> list[int]:
         text = self.texts[index]
@@ -116,7 +116,7 @@ class _Code:
 
     def is_early(self, index: int, left: frozenset[int], accumulators: frozenset[int]) -> bool:
         """Whether the instruction uses a register of products under way before it, as of `after`."""
-        text = re.sub(r"^@!?U?P\w+\s+", "", self.texts[index].strip())
+        text = _PREDICATE.sub("", self.texts[index].strip())
         if _PRODUCT.match(text):  # products end in their order
             return False
         written = self._written(text)
@@ -140,7 +140,7 @@ class _Code:
 
     def overlapped(self, body: list[int]) -> int:
         """Of a loop, see `Loop`. A turn may begin with products of the turn before under way."""
-        started = {i: match[1] for i in body if (match := _ASYNCHRONOUS.match(self.texts[i]))}
+        started = {i: match[2] for i in body if (match := _PRODUCT.match(self.texts[i]))}
         accumulators, found = set(started.values()), 0
         running: set[str] = set()
         for turn in range(2 if started else 0):
