@@ -324,13 +324,13 @@ def test_adapters_of_the_start_have_vllms_forms(tmp_path):
         "--enable-lora",
         "--lora-modules",
         "a=/x=y",
-        '{"name": "b", "path": "gs://b/c", "base_model_name": "base"}',
+        '{"name": "b", "path": "memory://b/c", "base_model_name": "base"}',
     ]
     flags += ["--max-loras", "2", "--lora-modules", '[{"name": "c", "path": "z"}, {"name": "d", "path": "z"}]']
     settings = EngineSettings.from_namespace(launch.parse([*flags, "--lora-folder", str(tmp_path)]))
     assert settings.adapters == [
         LoraModule("a", "/x=y"),
-        LoraModule("b", "gs://b/c", "base"),
+        LoraModule("b", "memory://b/c", "base"),
         LoraModule("c", "z"),
         LoraModule("d", "z"),
     ]
