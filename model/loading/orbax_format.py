@@ -90,7 +90,8 @@ class Description:
         expected = _identity(config)
         differing = [key for key, value in self.config.items() if expected.get(key) != value]
         if differing:
-            raise ValueError(f"{folder} holds another model than the config next to it: {', '.join(differing)} differ")
+            names = ", ".join(differing)
+            raise ValueError(f"{folder} holds another model than the config next to it ({names} differ): convert again")
 
 
 def save_orbax(

@@ -110,7 +110,17 @@ def test_no_damage_to_any_file_goes_unseen_or_is_told_in_anything_but_one_line(k
             complaints.append(str(error))
         path.write_bytes(sound)
     assert len(complaints) >= 3  # the description, the manifest and the data at least
-    assert all("convert again" in complaint and len(complaint.splitlines()) == 1 for complaint in complaints)
+    for complaint in complaints:
+        assert "convert again" in complaint and len(complaint.splitlines()) == 1, complaint
+
+
+def test_a_damaged_name_in_the_description_is_told_in_one_line(tmp_path):
+    config, model = load(tmp_path, "tied", dtype=jnp.float32)
+    save_orbax(model, tmp_path / "orbax", config)
+    path = tmp_path / "orbax" / "stored.json"
+    path.write_text(path.read_text().replace("hidden_size", "hifden_size"))
+    with pytest.raises(ValueError, match=r"the config next to it \(hifden_size differ\): convert again"):
+        load_orbax(tmp_path / "orbax", config, dtype=jnp.float32)
 
 
 def test_arrays_of_another_shape_or_without_a_checksum_are_refused(tmp_path):
@@ -197,7 +207,7 @@ def test_another_model_is_refused_and_what_differs_is_named(tmp_path):
     config, model = load(tmp_path, "gqa2", dtype=jnp.float32)
     save_orbax(model, tmp_path / "orbax", config)
     other = replace(config, rms_norm_eps=1e-6, rope_theta=1.0, eos_token_ids=(9,))
-    with pytest.raises(ValueError, match=r"another model .*: rms_norm_eps, rope_theta differ"):
+    with pytest.raises(ValueError, match=r"another model .*\(rms_norm_eps, rope_theta differ\): convert again"):
         load_orbax(tmp_path / "orbax", other, dtype=jnp.float32)
 
 
