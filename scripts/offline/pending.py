@@ -49,6 +49,7 @@ class Sent:
         self.is_stopped = False  # no request is posted any more
         self._requests = requests
         self._refused: dict[int, RefusedError] = {}
+        self._news = asyncio.Event()  # an answer has come, or all have ended
         self._thread = thread
         self._bar = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
         self._task = thread.run(_begun(self._post(post_all)))
@@ -58,6 +59,7 @@ class Sent:
             await post_all(takewhile(lambda _: not self.is_stopped, self._requests), self._take)
         finally:
             self._bar.close()
+            self._news.set()
 
     def _take(self, index: int, status: int, answer: dict[str, Any]) -> None:
         self._bar.update()
@@ -65,6 +67,17 @@ class Sent:
             self.answers[index] = answer
         else:
             self._refused[index] = RefusedError(status, f"request {index}: {answer['error']['message']}")
+        self._news.set()
+
+    def is_open(self, index: int) -> bool:
+        """Whether there is no answer yet."""
+        return index not in self.answers and index not in self._refused
+
+    async def next_answer(self) -> None:
+        """Waits for one more answer, or the end, on the loop's thread."""
+        self._news.clear()
+        if not self.is_done:
+            await self._news.wait()
 
     @property
     def is_done(self) -> bool:
@@ -181,7 +194,7 @@ class Pending:
         self._sent.check()
         if self._last is not None:
             return self._last
-        return self._so_far() if self._sent.is_done else self._thread.run(_on_loop(self._so_far))
+        return self._so_far() if self._sent.is_done else self._thread.run(self._settled())
 
     def wait(self) -> list[RequestOutput]:
         """The results, in the order of the prompts, once all are there. An interrupt leaves the requests as they are.
@@ -217,8 +230,20 @@ class Pending:
             self._thread.run(self._end())
 
     async def _end(self) -> None:
-        self._last = self._so_far(ABORT)
+        self._last = await self._settled(ABORT)
         await self._sent.cancel()
+
+    async def _settled(self, end: str | None = None) -> list[RequestOutput]:
+        """`_so_far`, with the answers of all requests that the engine has ended. Such an answer is written already, and
+        its tokens are no longer in the generation."""
+        while not self._sent.is_done and any(map(self._has_ended, range(len(self._asked)))):
+            await self._sent.next_answer()
+        return self._so_far(end)
+
+    def _has_ended(self, index: int) -> bool:
+        """Whether the engine has ended a request whose answer has not come yet."""
+        running = self._running(self._asked[index])
+        return running is not None and running.finished and self._sent.is_open(index)
 
     def _so_far(self, end: str | None = None) -> list[RequestOutput]:
         """On the loop's thread, on which tokens arrive, or after the end."""
@@ -244,7 +269,3 @@ async def _begun[T](coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 async def _ended(task: asyncio.Task[Any]) -> None:
     """Waits for the task, which goes on if this is interrupted."""
     await asyncio.wait([task])
-
-
-async def _on_loop[T](call: Callable[[], T]) -> T:
-    return call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 
@@ -86,6 +87,42 @@ def test_a_pause_that_aborts_ends_also_what_the_engine_was_not_given(held):
     llm.resume()
     assert len(llm.generate(["a"], LONG)[0].token_ids) == 40
     assert llm.stats().num_pages_used == 0
+
+
+@pytest.fixture
+def slow_answers(make_llm):
+    """An LLM whose loop takes many turns between an answer's parts."""
+    with make_llm() as llm:
+        app = llm._app
+
+        async def slow(scope, receive, send) -> None:
+            async def send_late(message) -> None:
+                for _ in range(2000):
+                    await asyncio.sleep(0)
+                await send(message)
+
+            await app(scope, receive, send_late)
+
+        llm._app = slow
+        yield llm
+
+
+def test_an_answer_that_is_being_written_loses_no_token(slow_answers):
+    pending = slow_answers.enqueue(["abc"], LONG | {"logprobs": 1})
+    counts = [0]
+    while not pending.is_done:
+        counts.append(len(pending.outputs()[0].token_ids))
+    assert counts == sorted(counts) and counts[-1] == 40
+
+
+@pytest.mark.parametrize("ended_by", ["abort", "pause"])
+def test_what_the_engine_has_ended_is_not_aborted(slow_answers, ended_by):
+    pending = slow_answers.enqueue(["abc"], LONG | {"logprobs": 1})
+    until(lambda: any(running.finished for running in list(slow_answers._state.generations.values())))
+    pending.abort() if ended_by == "abort" else slow_answers.pause("abort")
+    (output,) = pending.wait()[0].outputs
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 40)
+    assert len(output.logprobs["tokens"]) == 40
 
 
 def until(condition: Callable[[], bool]) -> None:
