@@ -2,12 +2,14 @@
 
     python -m tests.scripts.generating COUNT SIGNAL FLAGS
 
-When COUNT records are in the journal, the process sends itself SIGNAL.
+When COUNT records are in the journal, the process sends itself SIGNAL. The device gives no results between SIGINT and
+the engine's end, so that the interrupt finds requests that run.
 """
 
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,11 +58,15 @@ def foretold(prompt: Sequence[int], pooling: Pooling) -> list[float]:
 class SignallingJournal(Journal):
     num_left: int
     signal: signal.Signals
+    goes_on = threading.Event()  # the device gives results
+    goes_on.set()
 
     def add(self, *arguments: Any) -> None:
         super().add(*arguments)
         type(self).num_left -= 1
         if self.num_left == 0:
+            if self.signal == signal.SIGINT:
+                self.goes_on.clear()
             os.kill(os.getpid(), self.signal)
 
 
@@ -90,11 +96,24 @@ def killed(flags: Sequence[str], errors: Path, *, record: int = 0, name: str = "
 
 
 def main() -> int:
+    goes_on = SignallingJournal.goes_on
+
+    def build(settings, report, tokenizer, **_: object) -> tuple[Engine, SimpleNamespace, None]:
+        engine, built = build_fake(settings.max_queue, report, on_result=lambda _: goes_on.wait())
+        shutdown = engine.shutdown
+
+        def go_on_and_end() -> None:
+            goes_on.set()
+            shutdown()
+
+        engine.shutdown = go_on_and_end
+        return engine, built, None
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     count, name, *flags = sys.argv[1:]
     SignallingJournal.num_left, SignallingJournal.signal = int(count), signal.Signals[name]
     generate.Journal = SignallingJournal
-    llm_module.build = lambda settings, report, tokenizer, **_: (*build_fake(settings.max_queue, report), None)
+    llm_module.build = build
     return generate.main(["--load-format", "dummy", "--served-model-name", "m", *flags])
 
 
