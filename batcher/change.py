@@ -17,12 +17,12 @@ class Change:
         work: runs on the engine's thread with no step in flight. The contents of pages, slots and adapter slots may be
             lost. A ValueError or OSError means that nothing has changed; the engine dies of any other error.
         on_done: gets the error of `work`, or None, on the engine's thread.
-        serves_after: whether steps go on after `work` has succeeded. If not, requests wait for a later change.
+        serves_after: tells whether steps go on, once `work` has succeeded. If not, requests wait for a later change.
     """
 
     work: Callable[[], None]
     on_done: OnDone
-    serves_after: bool = True
+    serves_after: Callable[[], bool] = lambda: True
 
 
 class PauseMode(Enum):

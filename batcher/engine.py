@@ -453,7 +453,7 @@ class Engine:
                     raise
             else:
                 self._clear_store()
-                self._is_unable = not change.serves_after
+                self._is_unable = not change.serves_after()
                 change.on_done(None)
 
     def _make_pauses(self) -> None:

@@ -126,13 +126,19 @@ class ModelRunner:
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
 
     def place(
-        self, model: Llama, kv_scales: np.ndarray | None = None, *, draft: Llama | EagleHead | None = None
+        self,
+        model: Llama,
+        kv_scales: np.ndarray | None = None,
+        *,
+        draft: Llama | EagleHead | None = None,
+        with_state: bool = True,
     ) -> None:
         """Takes the loaded weights of the models that the runner was made for, and allocates the state.
 
         Args:
             kv_scales: f32[L, 2, K], the scales of keys and values in 8-bit pages; None for other pages.
             draft: the draft model or head, if the runner was made with one.
+            with_state: whether the state is allocated; if not, `allocate` comes before the next step.
         """
         weights = self.described.weights_of([model] if draft is None else [model, draft])
         if (kv_scales is not None) != self._attention.spec.has_kv_scales:
@@ -140,7 +146,8 @@ class ModelRunner:
         scales_of_layers: KvScales = self.described.kv_scales_like
         if kv_scales is not None:
             scales_of_layers = self._placed_scales(kv_scales)
-        self.allocate()
+        if with_state:
+            self.allocate()
         self.weights, self._kv_scales = weights, scales_of_layers
 
     def model(self) -> Llama:
@@ -166,19 +173,17 @@ class ModelRunner:
         likes = self.described.kv_scales_like
         return [jax.device_put(scales, like.sharding) for scales, like in zip(kv_scales, likes, strict=True)]
 
-    def copied(self) -> list[HostCopy]:
-        """The weights in the host's memory. Those on the devices stay. No step is in flight."""
-        return [HostCopy.of(array) for array in self.weights]
-
-    def release(self) -> None:
+    def release(self, *, weights: bool = True, state: bool = True) -> None:
         """Frees the memory of the weights and of the state on the device. No step is in flight, and none may run before
-        `restore` or `place`."""
-        for array in self.weights:
-            array.delete()
-        self._free_state()
+        both are back."""
+        if weights:
+            for array in self.weights:
+                array.delete()
+        if state:
+            self._free_state()
 
     def restore(self, weights: Sequence[HostCopy], *, with_state: bool = True) -> None:
-        """Brings weights that were `copied` back to the device, and allocates an empty state.
+        """Brings copies of the weights back to the device, and allocates an empty state.
 
         Raises RuntimeError if the device has no room; nothing is on it then.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,17 @@ from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
 from scripts.building.chosen_weights import ChosenWeights, choose_weights
 from scripts.building.load import Loaded, Loader
+from scripts.building.sleep import Copies, RunnerSleep
 from scripts.flags.settings import EngineSettings
 from server.engine.adapters import Adapters
 from server.engine.process import EngineWrapper, Weights
 from server.engine.weight_changes import Updates
-from server.engine.wire import ChangeWeights, InFolder, WeightsChange, WeightsSource
+from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InFolder, WeightsChange, WeightsSource
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from model.config import LlamaConfig
-    from model.execution.host_copy import HostCopy
     from model.loading.given_tensors import GivenWeights
 
 
@@ -42,15 +42,21 @@ class ChangeableEngine(EngineWrapper):
         self._engine = engine
         self._weights = weights
 
+    @property
+    def missing(self) -> Set[str]:
+        return self._weights.missing
+
     def commit_update(self, on_done: OnDone) -> None:
         """As of `server.engine.weight_changes.ChangeableEngine`. The prefix cache is emptied."""
-        self._engine.change(Change(work=self.updates.commit, on_done=on_done))
+        self._engine.change(Change(work=self.updates.commit, on_done=on_done, serves_after=self._is_awake))
 
     def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
         """Changes the weights between two steps. Running requests are recomputed, and the prefix cache is emptied."""
         work = partial(change, self._weights, command)
-        serves_after = command.change is not WeightsChange.SLEEP
-        self._engine.change(Change(work=work, on_done=on_done, serves_after=serves_after))
+        self._engine.change(Change(work=work, on_done=on_done, serves_after=self._is_awake))
+
+    def _is_awake(self) -> bool:
+        return not self._weights.missing
 
 
 class RunnerWeights:
@@ -76,51 +82,62 @@ class RunnerWeights:
         self._weights = weights
         self._platform = platform
         self._tokenizer = tokenizer
-        self._change = WeightsChange.WAKE_UP
+        self._sleep = RunnerSleep(loader.runner)
+        # of the change that was checked last
+        self._command = ChangeWeights(WeightsChange.WAKE_UP)
         self._found = weights  # of a reload
-        self._loaded: Loaded | None = None  # of a reload that is prepared
-        self._held: Sequence[HostCopy] = ()  # the weights, while they may be missing on the chips
+        self._before = self.missing
+        # of a change that is prepared
+        self._copies: Copies = {}
+        self._loaded: Loaded | None = None
 
     @property
     def config(self) -> LlamaConfig:
         return self._weights.config
 
-    def check_updatable(self) -> None:
-        """Raises ValueError if the weights cannot be replaced now."""
-        self._check_role()
-        if self._held:
-            raise ValueError("the engine sleeps: wake it up before its weights are updated")
+    @property
+    def missing(self) -> Set[str]:
+        return self._sleep.missing
 
-    def _check_role(self) -> None:
+    def took_others(self) -> None:
+        """The loader has given the runner's model other weights."""
+        self._sleep.took_others()
+
+    def check_role(self) -> None:
+        """Raises ValueError if the weights cannot be replaced."""
         if self._settings.kv_role != "both":
             raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
 
     def check(self, command: ChangeWeights) -> Mapping[str, str]:
         """Finds the weights of a reload. ValueError if the engine was not made for them."""
-        self._change = command.change
-        if command.change is not WeightsChange.RELOAD:
-            return {}
-        self._check_role()
+        self._command, self._before = command, self.missing
+        match command.change:
+            case WeightsChange.WAKE_UP if command.parts is None and self._sleep.has_dropped:
+                raise ValueError("sleep(level=2) has dropped the weights: give others first, or wake up kv_cache alone")
+            case WeightsChange.SLEEP | WeightsChange.WAKE_UP:
+                return {}
+        if WEIGHTS in self.missing and not self._sleep.has_dropped:
+            raise ValueError("the engine sleeps: wake it up before other weights are loaded")
+        self.check_role()
         self._found = self._find(command.model)
         are_stored = self._loader.kv_ranges(self._found) is not None
         return {"the scales of K/V": "stored" if are_stored else "not stored"}
 
     def prepare(self) -> None:
-        """Copies the weights to the host, brings them back, or reads others in their place."""
-        match self._change:
+        """Copies the weights to the host, brings parts back, or reads others in the place of the weights."""
+        sleep, command = self._sleep, self._command
+        match command.change:
             case WeightsChange.SLEEP:
-                try:
-                    self._held = self._runner.copied()
-                except MemoryError as error:
-                    raise ValueError("the host's memory has no room for the weights") from error
+                self._copies = sleep.copies(command.level)
             case WeightsChange.WAKE_UP:
+                comes = self._before if command.parts is None else self._before & set(command.parts)
                 try:
-                    self._runner.restore(self._held)
+                    sleep.bring(comes)
                 except RuntimeError as error:
-                    raise ValueError(f"the weights cannot go back to the device: {one_line(str(error))}") from error
+                    words = f"{' and '.join(sorted(comes))} cannot go back to the device: {one_line(str(error))}"
+                    raise ValueError(words) from error
             case WeightsChange.RELOAD:
-                self._held = self._runner.copied()
-                self._runner.release()  # there may be no room for both
+                sleep.sleep(sleep.copies(1))  # there may be no room for both
                 try:
                     self._loaded = self._loader.read(self._found)
                 except BaseException as error:
@@ -130,28 +147,33 @@ class RunnerWeights:
 
     def commit(self) -> None:
         """Frees what is no longer needed. Whatever the error, the old weights are in place after it."""
-        if self._change is WeightsChange.SLEEP:
-            self._runner.release()
-            return
-        if self._loaded is not None:
-            try:
-                self._loader.place(self._loaded)
-            except BaseException:
-                self.abandon()
-                raise
-        self._held, self._loaded = (), None
+        match self._command.change:
+            case WeightsChange.SLEEP:
+                self._sleep.sleep(self._copies)
+            case WeightsChange.WAKE_UP:
+                self._sleep.settle()
+            case WeightsChange.RELOAD:
+                assert self._loaded is not None
+                with_state = KV_CACHE not in self._before
+                try:
+                    self._loader.place(self._loaded, with_state=with_state)
+                except BaseException:
+                    self.abandon()
+                    raise
+                self._sleep.took_all(with_state=with_state)
+        self._copies, self._loaded = {}, None
 
     def abandon(self) -> None:
-        match self._change:
-            case WeightsChange.SLEEP:
-                self._held = ()
+        """RuntimeError: what was on the chips cannot go back."""
+        match self._command.change:
             case WeightsChange.WAKE_UP:
-                self._runner.release()
+                self._sleep.take_away(self._before - self.missing)
             case WeightsChange.RELOAD:
                 if self._loaded is not None:
                     self._loaded.delete()
-                self._runner.restore(self._held)
-                self._held, self._loaded = (), None
+                self._sleep.bring(frozenset(PARTS) - self._before)
+                self._sleep.settle()
+        self._copies, self._loaded = {}, None
 
     def _find(self, model: str | None) -> ChosenWeights:
         """The weights in a folder or file. Raises ValueError if the engine was not made for them."""
@@ -193,7 +215,7 @@ class RunnerUpdates:
         self._given: GivenWeights | None = None  # the arrays, checked
 
     def begin(self) -> None:
-        self._weights.check_updatable()
+        self._weights.check_role()
 
     def receive(self, source: WeightsSource) -> None:
         self._given = None
@@ -226,6 +248,7 @@ class RunnerUpdates:
         else:
             assert given is not None, "the arrays are not checked"
             self._loader.update(given)
+            self._weights.took_others()
 
     def abandon(self) -> None:
         self._arrays, self._folder, self._given = {}, None, None

@@ -109,8 +109,8 @@ class Loader:
             say(line)
         return model
 
-    def place(self, loaded: Loaded) -> None:
-        """Gives the weights to the runner, which then allocates its pages."""
+    def place(self, loaded: Loaded, *, with_state: bool = True) -> None:
+        """Gives the weights to the runner, which then allocates its pages unless `with_state` is false."""
         runner, buckets, attention = self.runner, self.buckets, self.attention
         spec, capacity, config = attention.spec, runner.capacity(), loaded.weights.config
         kv_scales = None
@@ -121,7 +121,7 @@ class Loader:
                 kv_dtype, remark = choose_kv_dtype(asked, loaded.weights.dtype, attention.backend)
                 say(", ".join(filter(None, (f"K/V in {kv_dtype}", remark, origin))))
         with phase("allocate", self.report) as say:
-            runner.place(loaded.model, kv_scales, draft=loaded.draft)
+            runner.place(loaded.model, kv_scales, draft=loaded.draft, with_state=with_state)
             kv_bytes = capacity.num_pages * attention.page_bytes() * config.num_layers
             say(
                 f"{capacity.num_pages} K/V pages of {spec.page_size} tokens, {kv_bytes / GIB:.2f} GiB: "

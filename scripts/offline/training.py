@@ -10,7 +10,7 @@ These are methods of `LLM`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -19,20 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from batcher.change import Change, OnDone, PauseMode
 from batcher.engine import Engine
 from batcher.errors import EngineDeadError
-from model.inputs.words import one_line
 from scripts.building.build import Built
+from scripts.building.changeable import change
 from scripts.offline.in_process import InProcessEngineClient
+from server.engine.wire import PARTS, WEIGHTS, ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
-    from model.execution.host_copy import HostCopy
-    from model.execution.runner import ModelRunner
     from model.network.llama import Llama
 
 Names = Literal["hf", "own", "maxtext", "tunix"]
 Requests = Literal["abort", "wait", "keep"]
 LOOK_S = 1.0  # between looks whether the engine still lives
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-TAGS = (WEIGHTS, KV_CACHE)  # vLLM's names of the parts
 
 
 class EngineForTraining:
@@ -48,7 +45,7 @@ class EngineForTraining:
         self.runner = built.runner
         self._built = built
         self._client = client
-        self._sleep = RunnerSleep(built.runner)
+        self._weights = built.changeable_weights()
         self._changing = threading.RLock()
         self._num_updates = 0
         self._version = client.weight_version
@@ -67,7 +64,7 @@ class EngineForTraining:
     @property
     def is_sleeping(self) -> bool:
         """Whether a part is not on the device. Requests that were enqueued wait for it."""
-        return bool(self._sleep.missing)
+        return bool(self._weights.missing)
 
     def model(self, dtype: str = "float32") -> Llama:
         """The model with arrays of its own, on one device: a `flax.nnx` module (`model/network/llama.py`), to be
@@ -88,7 +85,7 @@ class EngineForTraining:
             stored = weights.stored
             if not self._num_updates and stored is not None and stored.quantization is None and stored.packing is None:
                 return stored.load(dtype=dtype)
-            if WEIGHTS in self._sleep.missing:
+            if WEIGHTS in self._weights.missing:
                 raise ValueError("the weights are not on the device: wake_up() first, or update_weights()")
             from model.loading.plain_copy import plain_copy
 
@@ -125,17 +122,17 @@ class EngineForTraining:
             raise ValueError(f"requests: {', '.join(get_args(Requests))}, not {requests!r}")
         with self._changing:
             given = GivenWeights(arrays, self._built.weights.config, names=names, donate=donate)
-            loader, missing = self._built.loader, self._sleep.missing - {WEIGHTS}
+            loader = self._built.loader
             loader.check(given)
             name = str(self._num_updates + 1) if version is None else version
 
             def update() -> None:
                 loader.update(given)
-                self._sleep.took_others()
+                self._weights.took_others()
                 self._client.note_weight_version(name)
 
             with self._paused(requests):
-                self._change(update, serves_after=not missing)
+                self._change(update)
             self._num_updates, self._version = self._num_updates + 1, name
 
     def pause(self, mode: Requests = "abort", *, clear_cache: bool = True) -> None:
@@ -148,7 +145,7 @@ class EngineForTraining:
         if mode not in get_args(Requests):
             raise ValueError(f"mode: {', '.join(get_args(Requests))}, not {mode!r}")
         with self._changing:
-            if mode == "wait" and self._sleep.missing and self.engine.num_live:
+            if mode == "wait" and self.is_sleeping and self.engine.num_live:
                 raise ValueError("wait: requests do not end while the engine sleeps: use keep or abort")
             if mode == "abort":
                 self._abort_unsent()
@@ -175,7 +172,7 @@ class EngineForTraining:
         if level not in (1, 2):
             raise ValueError(f"level: 1 or 2, not {level!r}")
         with self._changing:
-            self._change(partial(self._sleep.sleep, level), serves_after=False)
+            self._change_weights(ChangeWeights(WeightsChange.SLEEP, level=level))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Takes the memory back.
@@ -187,16 +184,13 @@ class EngineForTraining:
         Raises:
             ValueError: another tag, no room on the device, or weights that were dropped are asked for by no tags.
         """
-        unknown = sorted(set(() if tags is None else tags) - set(TAGS))
+        unknown = sorted(set(() if tags is None else tags) - set(PARTS))
         if unknown or isinstance(tags, str):
-            raise ValueError(f"tags: a list of {' and '.join(TAGS)}, or None, not {tags!r}")
+            raise ValueError(f"tags: a list of {' and '.join(PARTS)}, or None, not {tags!r}")
         with self._changing:
-            missing = self._sleep.missing_after(TAGS if tags is None else tags)
-            if tags is None and missing:
-                raise ValueError("sleep(level=2) has dropped the weights: give others by update_weights() first")
-            if missing != self._sleep.missing:
-                wake_up = partial(self._sleep.wake_up, TAGS if tags is None else tags)
-                self._change(wake_up, serves_after=not missing)
+            if self.is_sleeping:
+                parts = None if tags is None else tuple(tags)
+                self._change_weights(ChangeWeights(WeightsChange.WAKE_UP, parts=parts))
 
     def _abort_unsent(self) -> None:
         """Ends the requests that the engine has not been given yet."""
@@ -218,8 +212,14 @@ class EngineForTraining:
             if not was_paused:
                 self.resume()
 
-    def _change(self, work: Callable[[], None], *, serves_after: bool) -> None:
-        self._done(lambda on_done: self.engine.change(Change(work=work, on_done=on_done, serves_after=serves_after)))
+    def _change_weights(self, command: ChangeWeights) -> None:
+        self._change(partial(change, self._weights, command))
+
+    def _change(self, work: Callable[[], None]) -> None:
+        def is_awake() -> bool:
+            return not self.is_sleeping
+
+        self._done(lambda on_done: self.engine.change(Change(work=work, on_done=on_done, serves_after=is_awake)))
 
     def _done(self, ask: Callable[[OnDone], None]) -> None:
         """Waits until the engine has done what it is asked for. Raises its error, or EngineDeadError."""
@@ -233,73 +233,3 @@ class EngineForTraining:
             if self.engine.death is not None:
                 raise EngineDeadError(f"the engine has died: {self.engine.death}")
         answer.result()
-
-
-class RunnerSleep:
-    """What of a runner is on the device. No step is in flight during any of the calls, and none may run while a part is
-    `missing`.
-
-    An error of a call means that nothing has changed.
-    """
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.missing: frozenset[str] = frozenset()  # some of TAGS
-        self._runner = runner
-        self._held: dict[int, HostCopy] = {}  # of the runner's weights, by their places in them
-
-    def sleep(self, level: int) -> None:
-        """Frees the memory of all parts.
-
-        Args:
-            level: 1 keeps the weights in the host's memory. 2 drops them, except those that draft.
-
-        Raises:
-            ValueError: the host's memory has no room for the weights.
-        """
-        from model.execution.host_copy import HostCopy
-
-        if WEIGHTS not in self.missing:
-            kept = [place for place in range(len(self._runner.weights)) if level == 1 or place not in self._given]
-            try:
-                self._held = {place: HostCopy.of(self._runner.weights[place]) for place in kept}
-            except MemoryError as error:
-                raise ValueError("the host's memory has no room for the weights") from error
-        elif level == 2:
-            self._held = self._of_drafts()
-        self._runner.release()
-        self.missing = frozenset(TAGS)
-
-    def missing_after(self, tags: Collection[str]) -> frozenset[str]:
-        """What is `missing` after `wake_up(tags)`. Weights that were dropped stay missing until others are given."""
-        are_held = self._given <= self._held.keys()
-        return self.missing - {tag for tag in tags if tag != WEIGHTS or are_held}
-
-    def wake_up(self, tags: Collection[str]) -> None:
-        """Brings parts back. Raises ValueError if the device has no room."""
-        missing = self.missing_after(tags)
-        comes = self.missing - missing
-        try:
-            if WEIGHTS in comes:
-                self._runner.restore([self._held[place] for place in sorted(self._held)], with_state=KV_CACHE in comes)
-            elif KV_CACHE in comes:
-                self._runner.allocate()
-        except RuntimeError as error:
-            words = f"{' and '.join(sorted(comes))} cannot go back to the device: {one_line(str(error))}"
-            raise ValueError(words) from error
-        if WEIGHTS in comes:
-            self._held = {}
-        self.missing = missing
-
-    def took_others(self) -> None:
-        """The model has other weights, which are on the device. Those that draft come back."""
-        for place, copy in self._of_drafts().items():
-            self._runner.weights[place] = copy.on_devices()
-        self._held, self.missing = {}, self.missing - {WEIGHTS}
-
-    @property
-    def _given(self) -> Set[int]:
-        """The places of the model's weights, which `took_others` need not bring."""
-        return set(self._runner.described.numbers.values())
-
-    def _of_drafts(self) -> dict[int, HostCopy]:
-        return {place: copy for place, copy in self._held.items() if place not in self._given}

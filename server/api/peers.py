@@ -83,7 +83,7 @@ async def change_weights(engines: Engines, command: WeightsCommand) -> None:
     """Does to engines of this process what a command about their weights, or a pause, asks for. Raises WeightsError."""
     match command:
         case ChangeWeights():
-            await engines.change_weights(command.change, command.model)
+            await engines.change_weights(command)
         case Pause():
             await engines.pause(command.mode, command.clear_cache)
         case Resume():

@@ -7,11 +7,13 @@ import logging
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
@@ -86,7 +88,8 @@ class ProcessEngineClient(EngineLink):
     """
 
     def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
-        self.is_sleeping = self.is_paused = False
+        self.missing: Set[str] = frozenset()  # those of `wire.PARTS` that are not on the engine's devices
+        self.is_paused = False
         self._changes = asyncio.Lock()
         self._asked: dict[int, asyncio.Future[Any]] = {}  # by the number of the command
         self._numbers = count(1)
@@ -113,21 +116,19 @@ class ProcessEngineClient(EngineLink):
         if self.death is None:
             self._send(wire.RemoveFrontend(frontend))
 
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.missing)
+
     @to_its_end
-    async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
-        """Changes the weights between two steps, one change after the other. An engine that sleeps, or is awake, stays
-        so. Requests wait until an engine that sleeps wakes up.
+    async def change_weights(self, command: wire.ChangeWeights) -> None:
+        """Changes the weights between two steps, one change after the other. Requests wait while a part is `missing`.
 
         Raises WeightsError if they cannot be changed.
         """
         async with self._changes:
-            if change is wire.WeightsChange.RELOAD and self.is_sleeping:
-                raise WeightsError("the engine sleeps: wake it up before other weights are loaded")
-            if change is (wire.WeightsChange.SLEEP if self.is_sleeping else wire.WeightsChange.WAKE_UP):
-                return
-            await self._ask_of_weights(wire.ChangeWeights(change, model))
-            if change is not wire.WeightsChange.RELOAD:
-                self.is_sleeping = change is wire.WeightsChange.SLEEP
+            if command.change is not wire.WeightsChange.WAKE_UP or self.missing:
+                await self._ask_of_weights(command)
 
     @to_its_end
     async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
@@ -164,6 +165,8 @@ class ProcessEngineClient(EngineLink):
     async def _ask_of_weights(self, command: wire.WeightsCommand) -> None:
         """Raises WeightsError if the command has changed nothing."""
         answer: wire.Changed | None = await self._ask(command)
+        if answer is not None and answer.missing is not None:
+            self.missing = frozenset(answer.missing)
         error = f"the engine has failed: {self.death}" if answer is None else answer.error
         if error is not None:
             raise WeightsError(error)
@@ -185,9 +188,9 @@ class ProcessEngineClient(EngineLink):
         """Sends the command and waits for its answer; None: the engine is dead."""
         if self.death is not None:
             return None
-        command.number = next(self._numbers)
-        answered = self._asked[command.number] = asyncio.get_running_loop().create_future()
-        self._send(command)
+        number = next(self._numbers)
+        answered = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._send(msgspec.structs.replace(command, number=number))
         return await answered
 
     async def stop(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -19,12 +19,6 @@ from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Route, Router
 from server.engine.weight_changes import UNCHECKED
 from server.shared_counts import Load, Row
-
-_UNDONE_BY = {
-    wire.WeightsChange.SLEEP: wire.WeightsChange.WAKE_UP,
-    wire.WeightsChange.WAKE_UP: wire.WeightsChange.SLEEP,
-    wire.WeightsChange.RELOAD: wire.WeightsChange.RELOAD,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +192,7 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     @property
     def is_sleeping(self) -> bool:
-        return all(engine.is_sleeping for engine in self.engines)
+        return any(engine.is_sleeping for engine in self.engines)
 
     @property
     def is_paused(self) -> bool:
@@ -243,24 +237,43 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
             raise WeightsError(self._worded(errors))
 
     @to_its_end
-    async def change_weights(self, change: wire.WeightsChange, model: str | None = None) -> None:
+    async def change_weights(self, command: wire.ChangeWeights) -> None:
         """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
         changed go back, and the WeightsError names it."""
         async with self._changes:
-            changed, errors = await self._ask({i: e.change_weights(change, model) for i, e in enumerate(self.engines)})
+            before = [engine.missing for engine in self.engines]
+            changed, errors = await self._ask({i: e.change_weights(command) for i, e in enumerate(self.engines)})
             if not errors:
                 self._router.forget()  # a change empties the prefix caches
-                if change is wire.WeightsChange.RELOAD:
-                    self._model, self._are_given = model, False
+                if command.change is wire.WeightsChange.RELOAD:
+                    self._model, self._are_given = command.model, False
                 return
-            if changed and change is wire.WeightsChange.RELOAD and self._are_given:
+            undo = {i: self._undo(command, before[i]) for i in changed}
+            if any(steps is None for steps in undo.values()):
                 self._split(errors)
             else:
-                undo = _UNDONE_BY[change]
-                _, stuck = await self._ask({i: self.engines[i].change_weights(undo, self._model) for i in changed})
+                _, stuck = await self._ask({i: self._change_back(i, steps or ()) for i, steps in undo.items()})
                 if stuck:
                     self._split(stuck)
             raise WeightsError(_listed(errors))
+
+    def _undo(self, command: wire.ChangeWeights, missing: Set[str]) -> Sequence[wire.ChangeWeights] | None:
+        """What undoes the command on an engine where these parts were missing before it; None: nothing does."""
+        sleep = wire.ChangeWeights(wire.WeightsChange.SLEEP)
+        wake_up = wire.ChangeWeights(wire.WeightsChange.WAKE_UP, parts=tuple(set(wire.PARTS) - missing))
+        match command.change:
+            case wire.WeightsChange.SLEEP:
+                return None if command.level > 1 else [wake_up]
+            case wire.WeightsChange.WAKE_UP:
+                return [sleep, wake_up]
+            case wire.WeightsChange.RELOAD if wire.WEIGHTS in missing:
+                return [wire.ChangeWeights(wire.WeightsChange.SLEEP, level=2), wake_up]
+            case wire.WeightsChange.RELOAD:
+                return None if self._are_given else [wire.ChangeWeights(wire.WeightsChange.RELOAD, self._model)]
+
+    async def _change_back(self, engine: int, steps: Sequence[wire.ChangeWeights]) -> None:
+        for step in steps:
+            await self.engines[engine].change_weights(step)
 
     def _split(self, errors: Mapping[int, Exception]) -> None:
         self.split = f"the engines have different weights: {_listed(errors)}"

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -93,6 +93,10 @@ class Weights(Protocol):
     After `check` comes `prepare`, then either `commit` or `abandon`. A ValueError or OSError means that nothing has
     changed, and that the change is over. Of any other error the engine dies.
     """
+
+    @property
+    def missing(self) -> Set[str]:
+        """Those of `wire.PARTS` that are not on the devices. If there are any, no step may run."""
 
     def check(self, command: wire.ChangeWeights) -> Mapping[str, str]:
         """Finds out whether the change can be made. Returns facts that must be equal on all hosts."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from batcher.change import OnDone, PauseMode
@@ -21,6 +22,12 @@ from server.engine import wire
 
 NONE_BEGUN = "no update of the weights has begun: it begins, receives, is checked, and is then committed"
 UNCHECKED = "the update of the weights is not checked: it can be committed after a check that has passed"
+
+
+class Answer(Protocol):
+    """Answers a command. `missing` is as of `wire.Changed`."""
+
+    def __call__(self, error: Exception | None, *, missing: list[str] | None = None) -> None: ...
 
 
 class Updates(Protocol):
@@ -52,6 +59,10 @@ class ChangeableEngine(Protocol):
     EngineDeadError."""
 
     updates: Updates
+
+    @property
+    def missing(self) -> Set[str]:
+        """Those of `wire.PARTS` that are not on the devices. It changes on the engine's thread only."""
 
     def change_weights(self, command: wire.ChangeWeights, on_done: OnDone) -> None:
         """Changes the weights soon, between two steps."""
@@ -100,9 +111,7 @@ class WeightChanges:
     def ask(self, command: wire.WeightsCommand) -> None:
         """Does what the command says soon, and answers it with Changed."""
 
-        def answer(error: Exception | None) -> None:
-            self._put(wire.Changed(None if error is None else described(error), number=command.number))
-
+        answer = partial(self._answer, command)
         try:
             match command:
                 case wire.Pause(mode=mode, clear_cache=clear_cache):
@@ -116,11 +125,15 @@ class WeightChanges:
         except (ValueError, EngineClosedError, EngineDeadError) as error:
             answer(ValueError(str(error)))
 
+    def _answer(self, command: wire.WeightsCommand, error: Exception | None, missing: list[str] | None = None) -> None:
+        told = None if error is None else described(error)
+        self._put(wire.Changed(told, missing, number=command.number))
+
     def close(self) -> None:
         """Makes no more steps of updates."""
         self._work.shutdown(wait=False, cancel_futures=True)
 
-    def _change(self, command: wire.ChangeWeights, answer: OnDone) -> None:
+    def _change(self, command: wire.ChangeWeights, answer: Answer) -> None:
         with self._lock:
             if self._stage is not _Stage.NONE and command.change is not wire.WeightsChange.WAKE_UP:
                 raise ValueError("an update of the weights is under way: commit or abandon it first")
@@ -131,11 +144,11 @@ class WeightChanges:
                 self._num_changing -= 1
                 if error is None and command.change is wire.WeightsChange.RELOAD:
                     self._set_version(command.model or wire.DEFAULT_VERSION)
-            answer(error)
+            answer(error, missing=sorted(self._engine.missing))
 
         self._engine.change_weights(command, on_done)
 
-    def _update(self, command: wire.UpdateWeights, answer: OnDone) -> None:
+    def _update(self, command: wire.UpdateWeights, answer: Answer) -> None:
         try:
             if command.step is wire.UpdateStep.COMMIT:
                 self._commit(command.version, answer)
@@ -181,7 +194,7 @@ class WeightChanges:
                 updates.check()
                 self._stage = _Stage.CHECKED
 
-    def _commit(self, version: str, answer: OnDone) -> None:
+    def _commit(self, version: str, answer: Answer) -> None:
         if self._stage is not _Stage.CHECKED:
             raise ValueError(UNCHECKED if self._stage is _Stage.OPEN else NONE_BEGUN)
         self._stage = _Stage.COMMITTING
@@ -192,7 +205,7 @@ class WeightChanges:
                     self._num_updates += 1
                     self._set_version(version or str(self._num_updates))
                 self._stage = _Stage.NONE
-            answer(error)
+            answer(error, missing=sorted(self._engine.missing))
 
         self._engine.commit_update(on_done)
 

@@ -75,11 +75,15 @@ class Asked(msgspec.Struct, kw_only=True):
     number: int = 0
 
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+PARTS = (WEIGHTS, KV_CACHE)  # of what an engine has on the device, by vLLM's names
+
+
 class WeightsChange(enum.Enum):
     """What can be done with the weights of an engine that serves."""
 
-    SLEEP = "sleep"  # to the host
-    WAKE_UP = "wake up"  # back to the device
+    SLEEP = "sleep"  # all parts leave the device
+    WAKE_UP = "wake up"  # parts come back
     RELOAD = "reload"  # others of the same shapes
 
 
@@ -87,7 +91,9 @@ class ChangeWeights(Asked, tag=True):
     """A change of the weights, between two steps. Changed answers it."""
 
     change: WeightsChange
-    model: str | None = None  # the folder or file to load; None: the one of the start
+    model: str | None = None  # of RELOAD: the folder or file to load; None: the one of the start
+    level: int = 1  # of SLEEP: at 1 the weights are kept in the host's memory, at 2 they are dropped
+    parts: tuple[str, ...] | None = None  # of WAKE_UP: some of PARTS; None: all, and none may have been dropped
 
 
 class Pause(Asked, tag=True):
@@ -324,6 +330,7 @@ class Changed(msgspec.Struct, tag=True):
     """The answer to a ChangeWeights, Pause, Resume or UpdateWeights. `error` says why nothing has changed."""
 
     error: str | None = None
+    missing: list[str] | None = None  # the PARTS that are not on the device from now on; None: as before
     number: int = 0  # of the command
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -96,7 +97,9 @@ def test_every_row_has_its_own_weights_whatever_happens(seed: int, kind: str, po
         elif draw < 0.59:
             num_changes += 1
             serves_after = not num_left or bool(rng.random() < 0.7)
-            drive.engine.change(Change(work=runner._wipe, on_done=done.append, serves_after=serves_after))
+            drive.engine.change(
+                Change(work=runner._wipe, on_done=done.append, serves_after=partial(bool, serves_after))
+            )
             while len(done) < num_changes:
                 drive.step()
             if not serves_after:
@@ -251,7 +254,7 @@ def test_an_adapter_that_nobody_waits_for_any_more_is_unstaged() -> None:
 def test_nothing_is_staged_while_the_device_cannot_serve() -> None:
     files, done = Files(), []
     drive = make_drive(on_stage=files)
-    drive.engine.change(Change(work=lambda: None, on_done=done.append, serves_after=False))
+    drive.engine.change(Change(work=lambda: None, on_done=done.append, serves_after=lambda: False))
     drive.add(request("a", 1))
     for _ in range(3):
         drive.step()

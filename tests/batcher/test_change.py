@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from batcher.change import Change
@@ -18,7 +20,7 @@ def changed(drive: Drive, error: Exception | None = None, *, serves_after: bool 
         if error is not None:
             raise error
 
-    drive.engine.change(Change(work=work, on_done=done.append, serves_after=serves_after))
+    drive.engine.change(Change(work=work, on_done=done.append, serves_after=partial(bool, serves_after)))
     return done
 
 

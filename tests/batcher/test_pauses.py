@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -195,7 +196,7 @@ def test_changes_are_made_during_a_pause_and_do_not_end_it():
     step_until(drive, paused(drive, KEEP))
     done: list[Exception | None] = []
     for serves_after in (True, False, True):
-        drive.engine.change(Change(work=lambda: None, on_done=done.append, serves_after=serves_after))
+        drive.engine.change(Change(work=lambda: None, on_done=done.append, serves_after=partial(bool, serves_after)))
     counts = [len(heard.tokens) for heard in drive.heard.values()]
     steps(drive, 5)
     assert done == [None] * 3 and [len(heard.tokens) for heard in drive.heard.values()] == counts

@@ -212,12 +212,19 @@ def test_the_weights_of_both_hosts_change_or_none(kept, tmp_path):
             assert told() == first
             return answer.json()["error"]["message"]
 
-        assert http.post("/sleep").status_code == 200
+        asleep = http.post("/sleep")
+        assert asleep.status_code == 200, asleep.text
         waiting = thread.submit(told)
         assert http.get("/is_sleeping").json() == {"is_sleeping": True}
         assert not waiting.done()
         assert http.post("/wake_up").status_code == 200
         assert waiting.result(ENDED_S) == first
+        assert http.post("/sleep", params={"level": 2}).status_code == 200
+        assert "has dropped the weights" in http.post("/wake_up").json()["error"]["message"]
+        assert reload().status_code == 200
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/wake_up", params={"tags": "kv_cache"}).status_code == 200
+        assert told() == first
 
         lacking = r": model 'others': there is no such folder or file on this machine$"
         for name, place in zip((r"host 1 \(.*\)", r"host 0 \(the leader\)"), places, strict=True):

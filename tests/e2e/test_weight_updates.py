@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,25 @@ def test_weights_come_from_a_folder(server, http, other, tmp_path):
         with pytest.raises(SendError, match="no such folder"):
             trainer.send_folder(str(tmp_path / "none"))
     assert story(http) == other and version(http) == "from a folder"
+
+
+def test_a_trainer_borrows_the_memory_and_gives_it_back_in_parts(server, http, other, tensors, tmp_path):
+    def post(path: str) -> None:
+        answer = http.post(path)
+        assert answer.status_code == 200, answer.text
+
+    folder = str(copied(tmp_path / "given"))
+    with sender(server) as trainer, ThreadPoolExecutor(1) as thread:
+        for give in (lambda: trainer.send(tensors), lambda: trainer.send_folder(folder)):
+            post("/sleep?level=2")
+            waiting = thread.submit(story, http)
+            refused = http.post("/wake_up")
+            assert refused.status_code == 400 and "has dropped the weights" in refused.json()["error"]["message"]
+            post("/wake_up?tags=weights")
+            give()
+            assert http.get("/is_sleeping").json() == {"is_sleeping": True} and not waiting.done()
+            post("/wake_up?tags=kv_cache")
+            assert waiting.result(60) == other
 
 
 @BOTH

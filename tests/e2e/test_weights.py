@@ -61,7 +61,7 @@ def test_requests_wait_while_the_engine_sleeps(server, http):
     assert http.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
-@pytest.mark.parametrize(("path", "param"), [("/sleep?level=2", "level"), ("/wake_up?tags=weights", "tags")])
+@pytest.mark.parametrize(("path", "param"), [("/sleep?level=3", "level"), ("/wake_up?tags=heat", "tags")])
 def test_what_there_is_not_is_refused(http, path, param):
     refused = http.post(path)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param

@@ -7,10 +7,10 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights
+from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights, change
 from scripts.building.chosen_weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
-from server.engine.wire import ChangeWeights, WeightsChange
+from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, WeightsChange
 from tests.batcher.harness import Drive
 from tests.model.driver import paged_attention, tiny_model
 
@@ -18,6 +18,11 @@ LIMITS = RunnerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=6
 RELOAD, SLEEP, WAKE_UP = (
     ChangeWeights(change) for change in (WeightsChange.RELOAD, WeightsChange.SLEEP, WeightsChange.WAKE_UP)
 )
+DROP = ChangeWeights(WeightsChange.SLEEP, level=2)
+
+
+def waking(*parts: str) -> ChangeWeights:
+    return ChangeWeights(WeightsChange.WAKE_UP, parts=parts)
 
 
 class OtherModel:
@@ -37,9 +42,9 @@ class OtherModel:
         self.model = tiny_model(seed=1)
         return self
 
-    def place(self, loaded: OtherModel) -> None:
+    def place(self, loaded: OtherModel, *, with_state: bool) -> None:
         self._fail("place")
-        self.runner.place(self.model)
+        self.runner.place(self.model, with_state=with_state)
 
     def delete(self) -> None:
         self.is_deleted = True
@@ -144,10 +149,58 @@ def test_weights_that_do_not_go_back_are_kept(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(changed.runner, "_make_state", full)
-        with pytest.raises(ValueError, match="the weights cannot go back to the device: RESOURCE_EXHAUSTED"):
+        with pytest.raises(ValueError, match="kv_cache and weights cannot go back to the device: RESOURCE_EXHAUSTED"):
             weights.prepare()
     assert changed.are_away()
     weights.check(WAKE_UP)
     weights.prepare()
     weights.commit()
     assert changed.are_the_first()
+
+
+@pytest.mark.parametrize("fault", [None, "read", "place"])
+def test_weights_that_were_dropped_are_loaded_while_the_pages_stay_away(fault):
+    changed = Changed(fault)
+    weights, runner = changed.weights, changed.runner
+    change(weights, DROP)
+    with pytest.raises(ValueError, match=r"sleep\(level=2\) has dropped the weights: give others first"):
+        weights.check(WAKE_UP)
+    change(weights, waking(WEIGHTS))  # brings nothing
+    assert weights.missing == set(PARTS)
+    if fault is not None:
+        with pytest.raises(OSError, match="the disk has failed"):
+            change(weights, RELOAD)
+        assert weights.missing == set(PARTS) and changed.are_away()
+        return
+    change(weights, RELOAD)
+    assert weights.missing == {KV_CACHE} and runner.state.slots.is_deleted()
+    change(weights, waking(KV_CACHE))
+    assert not weights.missing and not runner.state.slots.is_deleted()
+    expected = runner.described.weights_of([tiny_model(seed=1)])
+    assert all(map(np.array_equal, changed.values(), map(np.asarray, expected)))
+
+
+def test_weights_that_the_host_keeps_are_woken_up_before_others_are_loaded():
+    changed = Changed()
+    change(changed.weights, SLEEP)
+    with pytest.raises(ValueError, match="the engine sleeps: wake it up before other weights are loaded"):
+        changed.weights.check(RELOAD)
+    change(changed.weights, waking(WEIGHTS))
+    assert changed.weights.missing == {KV_CACHE}
+    change(changed.weights, RELOAD)
+    assert changed.weights.missing == {KV_CACHE}
+    changed.weights.check(waking(KV_CACHE))
+    changed.weights.prepare()
+    changed.weights.abandon()
+    assert changed.weights.missing == {KV_CACHE} and not changed.runner.weights[0].is_deleted()
+
+
+def test_an_engine_serves_once_all_parts_are_back():
+    changed, drive = Changed(), Drive()
+    engine = ChangeableEngine(drive.engine, changed.weights, RunnerUpdates(changed.loader, changed.weights))
+    done: list[Exception | None] = []
+    for command, serves in ((SLEEP, False), (waking(WEIGHTS), False), (waking(KV_CACHE), True), (DROP, False)):
+        engine.change_weights(command, done.append)
+        drive.step()
+        assert drive.engine._serves() == serves
+    assert done == [None] * 4

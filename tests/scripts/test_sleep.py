@@ -7,7 +7,8 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.offline.training import KV_CACHE, TAGS, WEIGHTS, RunnerSleep
+from scripts.building.sleep import RunnerSleep
+from server.engine.wire import KV_CACHE, PARTS, WEIGHTS
 from tests.model.driver import paged_attention, tiny_model
 
 LIMITS = RunnerConfig(
@@ -35,40 +36,43 @@ def values(runner: ModelRunner) -> list[np.ndarray]:
 def test_an_update_brings_the_models_weights_and_sleep_those_that_draft(runner, levels):
     sleep, before = RunnerSleep(runner), values(runner)
     for level in levels:
-        sleep.sleep(level)
-        assert sleep.missing == set(TAGS)
+        sleep.sleep(sleep.copies(level))
+        assert sleep.missing == set(PARTS)
     assert all(array.is_deleted() for array in runner.weights)
-    keeps = 2 not in levels
-    assert sleep.missing_after(TAGS) == (set() if keeps else {WEIGHTS})
-    sleep.wake_up([KV_CACHE])
+    assert sleep.has_dropped == (2 in levels)
+    sleep.bring(PARTS if 2 in levels else [KV_CACHE])
     assert sleep.missing == {WEIGHTS} and not runner.state.slots.is_deleted()
 
     others = ModelRunner(tiny_model(2), paged_attention(), LIMITS).weights
     runner.replace({path: others[place] for path, place in runner.described.numbers.items()})
     sleep.took_others()
-    assert not sleep.missing
+    assert not sleep.missing and not sleep.has_dropped
     given = set(runner.described.numbers.values())
     for place, (now, old) in enumerate(zip(values(runner), before, strict=True)):
         np.testing.assert_array_equal(now, np.asarray(others[place]) if place in given else old)
-    sleep.wake_up(TAGS)
+    sleep.bring(PARTS)
     assert values(runner)
 
 
 def test_parts_that_do_not_go_back_stay_away(runner, monkeypatch):
     sleep, before = RunnerSleep(runner), values(runner)
-    sleep.sleep(1)
+    sleep.sleep(sleep.copies(1))
 
     def full() -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
     with monkeypatch.context() as patch:
         patch.setattr(runner, "_make_state", full)
-        for tags, words in ((TAGS, "kv_cache and weights cannot"), ([KV_CACHE], "kv_cache cannot")):
-            with pytest.raises(ValueError, match=f"{words} go back to the device: RESOURCE_EXHAUSTED"):
-                sleep.wake_up(tags)
-            assert sleep.missing == set(TAGS)
+        for parts in (PARTS, [KV_CACHE]):
+            with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+                sleep.bring(parts)
+            assert sleep.missing == set(PARTS)
     assert all(array.is_deleted() for array in runner.weights)
-    sleep.wake_up([WEIGHTS])
+    sleep.bring([WEIGHTS])
     assert sleep.missing == {KV_CACHE} and runner.state.slots.is_deleted()
+    sleep.take_away({WEIGHTS})
+    assert sleep.missing == set(PARTS) and not sleep.has_dropped
+    sleep.bring([WEIGHTS])
+    sleep.settle()
     for now, old in zip(values(runner), before, strict=True):
         np.testing.assert_array_equal(now, old)

@@ -10,8 +10,8 @@ from model.loading.source import DEMO_FOLDER
 from scripts.building.changeable import FolderUpdates, RunnerUpdates, RunnerWeights
 from scripts.building.chosen_weights import choose_weights
 from scripts.flags.settings import EngineSettings
-from server.engine.wire import ByTransfer, ChangeWeights, InFolder, InSharedMemory, WeightsChange
-from tests.scripts.test_changeable import SLEEP, WAKE_UP, Changed
+from server.engine.wire import KV_CACHE, ByTransfer, ChangeWeights, InFolder, InSharedMemory, WeightsChange
+from tests.scripts.test_changeable import DROP, SLEEP, WAKE_UP, Changed
 
 ARRAYS = InSharedMemory("block", ()), ByTransfer("127.0.0.1:1", 1, ())
 
@@ -62,13 +62,19 @@ def test_a_folder_that_is_not_there_does_not_pass_the_check(tmp_path):
     assert changed.are_the_first()
 
 
-def test_an_engine_that_sleeps_is_woken_up_before():
+def test_a_folder_takes_the_place_of_weights_that_were_dropped_and_not_of_those_that_the_host_keeps():
     changed = Changed()
+    updates = updates_of(changed)
+    updates.receive(InFolder(str(DEMO_FOLDER)))
     change(changed, SLEEP)
     with pytest.raises(ValueError, match="wake it up"):
-        updates_of(changed).begin()
+        updates.check()
+    change(changed, DROP)
+    updates.check()
+    updates.commit()
+    assert changed.weights.missing == {KV_CACHE}
     change(changed, WAKE_UP)
-    updates_of(changed).begin()
+    assert not changed.are_away() and not changed.are_the_first()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

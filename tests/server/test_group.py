@@ -151,6 +151,23 @@ def test_all_engines_change_their_weights_or_none(tmp_path):
         assert http.post("/wake_up").status_code == 200 and told(http) == {"one"}
 
 
+def test_parts_of_all_engines_sleep_or_of_none(tmp_path):
+    full = replace(CHANGING, no_room=("kv_cache",))
+    with (
+        running_server(tmp_path, ECHO, CHANGING, more_engines=(full,), admin_api_keys=("boss",)) as server,
+        server.http(headers=ADMIN) as http,
+    ):
+        assert http.post("/sleep?level=2").status_code == 200
+        assert http.post("/wake_up?tags=weights").status_code == 200
+        for _ in range(2):
+            refused = http.post("/wake_up")
+            assert refused.status_code == 400 and "engine 1: there is no room" in refused.json()["error"]["message"]
+            assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/admin/reload", json={"model": "one"}).status_code == 200, "their weights are awake"
+        assert http.post("/sleep").status_code == 200
+        assert http.post("/admin/reload", json={"model": "two"}).status_code == 400
+
+
 def test_engines_that_are_left_with_different_weights_end_the_server(tmp_path):
     first, second = replace(CHANGING, refused=(None,)), replace(CHANGING, refused=("bad",))
     with (

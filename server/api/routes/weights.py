@@ -25,6 +25,7 @@ from server.api.state import ServerState
 from server.engine.client import WeightsError
 from server.engine.group import Engines
 from server.engine.wire import (
+    PARTS,
     Array,
     ByTransfer,
     ChangeWeights,
@@ -39,7 +40,7 @@ from server.engine.wire import (
     WeightsCommand,
     WeightsSource,
 )
-from server.http.request_error import RequestError, invalid, unsupported
+from server.http.request_error import RequestError, invalid
 
 logger = logging.getLogger("pallas_serve")
 
@@ -134,34 +135,37 @@ class Weights:
     @route("POST /admin/reload", ReloadRequest)
     async def reload(self, request: Request, body: ReloadRequest) -> Response:
         """Loads other weights of the same shapes."""
-        return await self._move(WeightsChange.RELOAD, body.model)
+        return await self._move(ChangeWeights(WeightsChange.RELOAD, body.model))
 
     @route("POST /sleep")
     async def sleep(self, request: Request) -> Response:
-        """Moves the weights to the host's memory and frees the K/V; requests wait.
+        """Frees the memory of the weights and of the K/V; requests wait.
 
-        This is vLLM's level 1.
+        At level 1, the default, the weights are kept in the host's memory. At level 2 they are dropped, and others must
+        come.
         """
         level = request.query_params.get("level", "1")
-        if level != "1":
-            raise invalid("level", f"it can be 1 only, not {level[:20]!r}")
-        return await self._move(WeightsChange.SLEEP)
+        if level not in ("1", "2"):
+            raise invalid("level", f"it can be 1 or 2, not {level[:20]!r}")
+        return await self._move(ChangeWeights(WeightsChange.SLEEP, level=int(level)))
 
     @route("POST /wake_up")
     async def wake_up(self, request: Request) -> Response:
-        """Moves the weights back to the device."""
-        if "tags" in request.query_params:
-            raise unsupported("tags", "waking up in parts is")
-        return await self._move(WeightsChange.WAKE_UP)
+        """Brings the weights and the K/V back to the device, or those of the two that `tags` name."""
+        tags = tuple(request.query_params.getlist("tags"))
+        for tag in tags:
+            if tag not in PARTS:
+                raise invalid("tags", f"each must be one of {', '.join(PARTS)}, not {tag[:20]!r}")
+        return await self._move(ChangeWeights(WeightsChange.WAKE_UP, parts=tags or None))
 
     @route("GET /is_sleeping")
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine sleeps."""
         return json_response({"is_sleeping": (await self._standing()).is_sleeping})
 
-    async def _move(self, change: WeightsChange, model: str | None = None) -> Response:
-        await self._change(ChangeWeights(change, model), "The weights were not changed")
-        logger.info("weights: %s%s", change.value, "" if model is None else f" from {model}")
+    async def _move(self, command: ChangeWeights) -> Response:
+        await self._change(command, "The weights were not changed")
+        logger.info("weights: %s%s", command.change.value, "" if command.model is None else f" from {command.model}")
         return json_response({"status": "ok"})
 
     @route("POST /pause")

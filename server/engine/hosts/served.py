@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -45,8 +45,13 @@ class LeadingEngine(EngineWrapper):
         self.pause, self.resume = engine.pause, engine.resume
         self.updates = engine.updates
         self.adapters = engine.adapters
+        self._engine = engine
         self._leader = leader
         self._leave = leave
+
+    @property
+    def missing(self) -> Set[str]:
+        return self._engine.missing
 
     def shutdown(self) -> None:
         super().shutdown()

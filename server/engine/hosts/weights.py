@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER
@@ -24,6 +24,10 @@ class AllWeights:
     def __init__(self, own: Weights, leader: Leader) -> None:
         self._own = own
         self._leader = leader
+
+    @property
+    def missing(self) -> Set[str]:
+        return self._own.missing
 
     def check(self, command: ChangeWeights) -> Mapping[str, str]:
         found, faults = self._leader.ask(commands.Check(command), lambda: dict(self._own.check(command)))

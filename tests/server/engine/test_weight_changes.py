@@ -14,7 +14,7 @@ from batcher.request import Request, SamplingParams
 from server.engine import wire
 from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
 from server.engine.group import OwnEngines
-from server.engine.wire import InFolder, PauseMode, UpdateStep, WeightsChange
+from server.engine.wire import KV_CACHE, WEIGHTS, ChangeWeights, InFolder, PauseMode, UpdateStep, WeightsChange
 from tests.batcher.fake_runner import expected_tokens
 from tests.server.support.real_engine import CAPACITY, RealConfig
 from tests.server.support.tokenizers import EOT
@@ -152,9 +152,9 @@ def test_a_request_goes_on_with_the_new_weights_and_knows_which_token_is_whose()
             assert listener.versions == ["default"] * num_old + ["step-7"] * (300 - num_old)
             await update(client, 8)
             assert client.weight_version == "2" and await told(client, "b") == 8
-            await client.change_weights(WeightsChange.RELOAD, "9")
+            await client.change_weights(ChangeWeights(WeightsChange.RELOAD, "9"))
             assert client.weight_version == "9" and await told(client, "c") == 9
-            await client.change_weights(WeightsChange.RELOAD)
+            await client.change_weights(ChangeWeights(WeightsChange.RELOAD))
             assert client.weight_version == "default" and await told(client, "d") == 0
 
     run(work())
@@ -173,7 +173,9 @@ def test_steps_in_another_order_are_refused_and_the_old_weights_serve():
             assert "nothing has been received" in await refusal(step(CHECK))
             assert "source: it is missing" in await refusal(step(RECEIVE))
             for change in (WeightsChange.RELOAD, WeightsChange.SLEEP):
-                assert "an update of the weights is under way" in await refusal(client.change_weights(change))
+                assert "an update of the weights is under way" in await refusal(
+                    client.change_weights(ChangeWeights(change))
+                )
             await step(RECEIVE, InFolder("3"))
             assert await refusal(step(CHECK)) == "3 is not finite"
             assert "not checked" in await refusal(step(COMMIT))
@@ -242,10 +244,13 @@ def test_a_pause_that_waits_is_ended_by_a_resume():
             running = ask(client, "a")
             await running.until(3)
             await pause_there(client, PauseMode.KEEP)
-            await client.change_weights(WeightsChange.SLEEP)  # now it cannot end
+            await client.change_weights(ChangeWeights(WeightsChange.SLEEP))  # now it cannot end
             error, _ = await asyncio.gather(refusal(client.pause(PauseMode.WAIT)), client.resume())
             assert "resumed" in error and not client.is_paused
-            await client.change_weights(WeightsChange.WAKE_UP)
+            await client.change_weights(ChangeWeights(WeightsChange.WAKE_UP, parts=(WEIGHTS,)))
+            assert client.missing == {KV_CACHE} and client.is_sleeping
+            await client.change_weights(ChangeWeights(WeightsChange.WAKE_UP))
+            assert not client.is_sleeping
             await running.end()
             assert running.tokens == foretold(0, 300)
 
@@ -335,12 +340,14 @@ def test_an_update_that_one_of_several_engines_cannot_begin_is_begun_by_none():
 def test_engines_go_back_to_the_folder_that_they_had_and_not_to_weights_that_were_given():
     async def work() -> None:
         async with two_engines(unplaceable=(4,)) as pair:
-            await pair.change_weights(WeightsChange.RELOAD, "3")
-            assert "engine 1: there is no room for 4" in await refusal(pair.change_weights(WeightsChange.RELOAD, "4"))
+            await pair.change_weights(ChangeWeights(WeightsChange.RELOAD, "3"))
+            assert "engine 1: there is no room for 4" in await refusal(
+                pair.change_weights(ChangeWeights(WeightsChange.RELOAD, "4"))
+            )
             assert pair.split is None and pair.weight_version == "3"
             assert [await told(one, f"a{i}") for i, one in enumerate(pair.engines)] == [3, 3]
             await update(pair, 5)
-            await refusal(pair.change_weights(WeightsChange.RELOAD, "4"))
+            await refusal(pair.change_weights(ChangeWeights(WeightsChange.RELOAD, "4")))
             assert pair.split is not None and pair.died.is_set()
 
     run(work())

@@ -10,7 +10,7 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
 from server.engine.wire import (
+    WEIGHTS,
     ByTransfer,
     ChangeWeights,
     EngineInfo,
@@ -32,6 +33,7 @@ from server.engine.wire import (
 )
 from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
+from tests.server.support.weights import missing_after
 
 PROGRAM_OBJECTS = 100_000  # of a program that comes while it serves
 
@@ -51,6 +53,7 @@ class EchoConfig:
     says_heap: bool = False  # its reply is then the number of the objects that its process has frozen
     num_programs_to_come: int = 0  # at first; each look at the statistics finds one less, and more objects
     refused: tuple[str | None, ...] = ()  # models that cannot be loaded; None: that of the start
+    no_room: tuple[str, ...] = ()  # for these parts once they sleep
     adapters: FakeStore | None = None  # of LoRA adapters, whose requests' reply is their weights
     modules: tuple[tuple[str, str], ...] = ()  # names and folders of the adapters of the start
 
@@ -78,6 +81,7 @@ class EchoEngine:
         self._programs: list[list[list[int]]] = []
         self._finished: dict[str, int] = {}
         self.death: BaseException | None = None
+        self.missing: Set[str] = frozenset()
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._num_accepted = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -246,12 +250,20 @@ class ChangingEchoEngine(EchoEngine):
         on_done(None)
 
     def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
+        missing = missing_after(self.missing, command)
+        if command.change is WeightsChange.WAKE_UP and not missing >= self.missing & set(self._config.no_room):
+            on_done(ValueError("there is no room"))
+            return
         if command.change is WeightsChange.RELOAD:
+            if WEIGHTS in self.missing:
+                on_done(ValueError("the engine sleeps"))
+                return
             if command.model in self._config.refused:
                 on_done(ValueError(f"no model {command.model}"))
                 return
             reply = None if command.model is None else tuple(command.model.encode())
             self._config = replace(self._config, reply=reply)
+        self.missing = missing
         on_done(None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 from batcher.buckets import BucketConfig, BucketLadder
@@ -17,7 +17,7 @@ from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
 from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner
 from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
-from tests.server.support.weights import FakeWeights, Updates, WeightedRunner
+from tests.server.support.weights import FakeWeights, Updates, WeightedRunner, missing_after
 
 CAPACITY = Capacity(
     num_slots=8,
@@ -60,6 +60,7 @@ class _ChangeableEngine(EngineWrapper):
         self.updates = Updates(runner, faults)
         self.pause, self.resume = engine.pause, engine.resume
         self._engine, self._runner, self._faults = engine, runner, faults
+        self.missing: Set[str] = frozenset()
 
     def commit_update(self, on_done: OnDone) -> None:
         self._engine.change(Change(work=self.updates.commit, on_done=on_done))
@@ -72,8 +73,9 @@ class _ChangeableEngine(EngineWrapper):
             if command.change is WeightsChange.RELOAD:
                 self._runner.replace(number)
 
-        serves_after = command.change is not WeightsChange.SLEEP
-        self._engine.change(Change(work=work, on_done=on_done, serves_after=serves_after))
+            self.missing = missing_after(self.missing, command)
+
+        self._engine.change(Change(work=work, on_done=on_done, serves_after=lambda: not self.missing))
 
 
 def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngine, EngineInfo]:

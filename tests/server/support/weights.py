@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batcher.step import Capacity
-from server.engine.wire import InFolder, WeightsSource
+from server.engine.wire import PARTS, WEIGHTS, ChangeWeights, InFolder, WeightsChange, WeightsSource
 from tests.batcher.fake_runner import Draw, FakeRunner
 
 
@@ -18,6 +19,17 @@ class FakeWeights:
     wrong: tuple[int, ...] = ()  # a check finds them
     unplaceable: tuple[int, ...] = ()  # only the commit does
     deadly: tuple[int, ...] = ()  # the commit loses the device
+
+
+def missing_after(missing: Set[str], command: ChangeWeights) -> Set[str]:
+    """The parts that are not on the device after the command, of those that were missing before it."""
+    match command.change:
+        case WeightsChange.SLEEP:
+            return frozenset(PARTS)
+        case WeightsChange.WAKE_UP:
+            return missing - set(PARTS if command.parts is None else command.parts)
+        case WeightsChange.RELOAD:
+            return missing - {WEIGHTS}
 
 
 class WeightedRunner(FakeRunner):
