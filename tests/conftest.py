@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-import tests.examples  # noqa: F401, for the profile that scripts/test names
+import tests.examples  # noqa: F401, for its profiles of hypothesis
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; children inherit it
 # Programs compile in a quarter of the time, to slower code: most programs of tests run a few times only. A child with

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 UNSTATED = settings.default.max_examples  # of a property whose test states no number
-settings.register_profile("few", max_examples=UNSTATED // 3)
+# A busy machine is slow: no property fails because of it.
+settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("all"), max_examples=UNSTATED // 3)
+settings.load_profile("all")
 
 
 def examples(number: int) -> int:

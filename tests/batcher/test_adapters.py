@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
@@ -52,7 +52,7 @@ OPTIONS = {
 }
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150))
 @given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(OPTIONS)), st.sampled_from(Pooling))
 def test_every_row_has_its_own_weights_whatever_happens(seed: int, kind: str, pooling: Pooling) -> None:
     """Adapters come and go in few slots and pages, while steps fail, weights change, and requests are preempted,

@@ -211,7 +211,7 @@ def test_what_is_better_left_to_the_next_step(num_tokens: int, next_decodes: int
     assert rest == expected
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     max_num_seqs=st.integers(1, 40),
     room=st.integers(1, 200),

@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
@@ -55,7 +55,7 @@ class Arriving(Drive):
         return super().step()
 
 
-@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80))
 @given(scenarios(), st.integers(1, 50), st.booleans())
 def test_every_text_is_its_own_while_programs_arrive(scenario: Scenario, steps_apart: int, drafts: bool) -> None:
     buckets = {"num_drafts": 1, "max_draft_rows": 1} if drafts else {}

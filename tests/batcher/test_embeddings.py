@@ -49,7 +49,7 @@ def test_a_prompt_of_any_number_of_chunks_gives_the_same_vector(pooling: Pooling
 
 
 @BOTH
-@settings(max_examples=examples(80), deadline=None, derandomize=True)
+@settings(max_examples=examples(80), derandomize=True)
 @given(st.data())
 def test_in_any_company(pooling: Pooling, data: st.DataObject) -> None:
     """Embeddings, texts and scored prompts in few pages: preempted, aborted, found in the prefix cache."""

@@ -234,7 +234,7 @@ def test_an_engine_that_keeps_nothing_ignores_the_wish() -> None:
     assert drive.engine.kept_page(TOKEN, 0) is NoPage.NEVER
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 45), st.booleans(), st.booleans(), st.sampled_from([0, 5, 40])),

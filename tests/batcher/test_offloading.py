@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.change import Change
@@ -354,7 +354,7 @@ def offloads(draw: st.DrawFn) -> tuple[Scenario, int, int, bool, int]:
     return scenario, draw(st.integers(1, 4)), draw(st.integers(1, 30)), draw(st.booleans()), draw(st.integers(0, 99))
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150))
 @given(offloads())
 def test_everybody_gets_their_own_text_however_slowly_pages_move(given: tuple[Scenario, int, int, bool, int]) -> None:
     scenario, pages_of_copy, num_host_pages, has_store, seed = given

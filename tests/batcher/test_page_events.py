@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.page_events import Medium, PageCopied, PageEvent, PageEventRecorder, PageRemoved, PagesCleared, PageStored
@@ -49,7 +49,7 @@ class Follower:
         self.is_closed = True
 
 
-@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100))
 @given(scenarios(), st.booleans())
 def test_a_follower_knows_the_engines_own_index(scenario: Scenario, clears: bool) -> None:
     follower = Follower()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.config import Scheduling
@@ -138,7 +138,7 @@ def play(scenario: Scenario, drive: Drive | None = None) -> Drive:
     return drive
 
 
-quick = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=examples(150))
 
 
 @quick
@@ -152,7 +152,7 @@ def test_every_invariant_at_every_step_and_everybody_its_own_text(scenario: Scen
         assert request_id in aborted or heard.finish_reason is not FinishReason.ABORT
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25))
 @given(scenarios())
 def test_the_same_order_of_calls_gives_the_same_steps(scenario: Scenario) -> None:
     first, second = play(scenario).runner, play(scenario).runner

@@ -19,7 +19,6 @@ from tests.examples import examples
 CAPACITY = make_capacity(max_model_len=256, num_pages=256)
 
 
-@settings(deadline=None)
 @given(
     even=st.one_of(st.just(math.inf), st.floats(0.5, 1e6)),
     past=st.integers(0, 200_000),

@@ -98,7 +98,7 @@ def test_the_official_client_parses_into_its_own_types(server):
     assert isinstance(answer.choices[0].message.parsed, Answer)
 
 
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(schemas, st.integers(0, 2**31))
 def test_random_schemas(server, schema, seed):
     with server.client() as client:

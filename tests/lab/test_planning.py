@@ -44,7 +44,7 @@ REQUESTS = st.lists(
     max_size=40,
 )
 
-FIXED = settings(max_examples=examples(25), deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(25), derandomize=True)
 
 
 def backlog(requests: list[SimulatedRequest], line: Roofline, way: Scheduling = Scheduling.CONTINUOUS) -> Result:

@@ -82,7 +82,7 @@ def ragged_rows(draw, max_rows: int = ROWS, max_tokens: int = TOKENS) -> list[Ro
     return decodes + chunks
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(rows=ragged_rows(), seed=st.integers(0, 1000))
 def test_random_ragged_batches_equal_dense_attention(rows, seed):
     shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}
@@ -114,7 +114,7 @@ def test_bfloat16_pages():
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(rows=ragged_rows(), seed=st.integers(0, 1000))
 def test_random_ragged_batches_over_pages_of_8_bits(kv_dtype, rows, seed):
     shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}

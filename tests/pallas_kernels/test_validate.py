@@ -150,7 +150,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     return AttentionSpec(**fields)
 
 
-@settings(deadline=None, max_examples=40, database=None)
+@settings(max_examples=40, database=None)
 @given(
     spec=specs(), backend=st.sampled_from([Backend.REFERENCE, Backend.TPU_INTERPRET, Backend.GPU]), decode=st.booleans()
 )

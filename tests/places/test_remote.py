@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.inputs import remote
@@ -106,7 +106,7 @@ def test_a_new_file_replaces_none(kind, size, request, tmp_path):
     assert file.version() == before
 
 
-@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50))
 @given(
     content=st.binary(max_size=300),
     piece=st.integers(1, 400),

@@ -106,9 +106,7 @@ class Runs(RuleBasedStateMachine):
 
 
 def test_no_finished_record_is_lost_without_overwrite(model_folder):
-    run_state_machine_as_test(
-        lambda: Runs(model_folder), settings=settings(max_examples=10, stateful_step_count=8, deadline=None)
-    )
+    run_state_machine_as_test(lambda: Runs(model_folder), settings=settings(max_examples=10, stateful_step_count=8))
 
 
 @pytest.mark.parametrize("has_old", [False, True])

@@ -220,7 +220,7 @@ def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
 
 def fuzz(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples(number), deadline=None, suppress_health_check=health)
+    return settings(max_examples=examples(number), suppress_health_check=health)
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def replaced(folder):
 
 def fuzz(number: int) -> Callable[[Any], Any]:
     health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples(number), deadline=None, suppress_health_check=health)
+    return settings(max_examples=examples(number), suppress_health_check=health)
 
 
 def check_config(config: LlamaConfig) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from server.shared_counts import (
@@ -64,7 +64,6 @@ def test_the_process_with_the_fewest_connections_is_first():
     assert rows[0].connections == 3
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(DIGESTS, st.integers(0, MOST_ENGINES - 1), st.integers(1, 100)), max_size=WAYS),
     DIGESTS,
@@ -89,7 +88,6 @@ def test_a_digest_is_found_with_the_engines_that_have_it_and_their_last_use(puts
     assert all(prefixes.get(digest) == {} for digest in expected)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3 * WAYS), max_size=100))
 def test_a_full_row_keeps_what_was_written_last(numbers):
     prefixes = PrefixTable()

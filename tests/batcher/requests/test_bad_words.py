@@ -29,7 +29,7 @@ def test_the_last_token_is_barred_after_the_others_by_hand() -> None:
     assert bits(everything) == list(range(8))
 
 
-@settings(max_examples=examples(80), deadline=None, derandomize=True)
+@settings(max_examples=examples(80), derandomize=True)
 @given(st.data())
 def test_outputs_are_those_foretold_in_any_company(data: st.DataObject) -> None:
     """With grammars, allowed tokens, penalties and min_tokens; in few pages, so that some are preempted."""

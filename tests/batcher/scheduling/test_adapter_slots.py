@@ -91,7 +91,7 @@ def stream(drive: Drive, hot: int, num_tokens: int, **options: object) -> None:
                 add(drive, f"{adapter}: {len(drive.heard)}", adapter, num_tokens, **options)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     max_loras=st.integers(1, 3),
     more_rows=st.integers(0, 4),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher.scheduling.forecast import OutputForecast
@@ -39,7 +39,6 @@ def simulated_peak(rows: list[tuple[int, int]]) -> int:
     return max(sum(-(-(own + t) // PAGE_SIZE) for own, left in rows if left >= t) for t in range(longest + 1))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=6))
 def test_what_cannot_stop_early_is_forecast_to_its_limit(rows: list[tuple[int, int]]) -> None:
     """At least the peak of a simulation, and no more than an interval's growth above it."""

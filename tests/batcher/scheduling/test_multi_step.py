@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig
@@ -30,7 +30,6 @@ def drive_of(scenario: Scenario, num_steps: int) -> Drive:
     )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.integers(2, 7))
 def test_every_text_is_its_own_however_many_steps_a_program_has(scenario: Scenario, num_steps: int) -> None:
     drive = play(replace(scenario, scheduling=Scheduling.CONTINUOUS), drive_of(scenario, num_steps))
@@ -40,7 +39,7 @@ def test_every_text_is_its_own_however_many_steps_a_program_has(scenario: Scenar
         assert request_id in aborted or heard.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25))
 @given(scenarios(), st.integers(2, 7))
 def test_with_room_for_all_requests_none_is_preempted(scenario: Scenario, num_steps: int) -> None:
     c = scenario.capacity

@@ -36,7 +36,7 @@ def kaplan_meier(observed: list[tuple[int, bool]], length: int) -> float:
     return chance
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=1, max_size=40),
     st.lists(st.integers(0, 15), max_size=10),

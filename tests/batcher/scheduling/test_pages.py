@@ -147,7 +147,6 @@ def test_a_pool_without_pages_is_refused() -> None:
         PagePool(0, 4)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_books_balance_whatever_happens(data: st.DataObject) -> None:
     pool = PagePool(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3)))
@@ -187,7 +186,7 @@ def test_a_prefix_that_was_found_is_not_searched_again() -> None:
     assert looked_at == [0, 1, 2]
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_the_prefix_of_a_waiting_request_is_what_a_new_search_finds(data: st.DataObject) -> None:
     pool = PagePool(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 2)))

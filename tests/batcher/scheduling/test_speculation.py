@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
@@ -61,7 +61,7 @@ def num_speculative(drive: Drive) -> int:
     return sum(bucket.num_drafts > 0 for bucket in drive.runner.executed)
 
 
-@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120))
 @given(scenarios(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(PROPOSALS), st.sampled_from([0.0, 0.2]))
 def test_whatever_is_drafted_everybody_gets_its_own_text(
     scenario: Scenario, num_drafts: int, max_draft_rows: int, propose: Proposal, draft_cost: float
@@ -79,7 +79,7 @@ def test_whatever_is_drafted_everybody_gets_its_own_text(
     assert stats.generation_tokens == sum(len(heard.tokens) for heard in drive.heard.values())
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 @given(scenarios(), st.sampled_from(PROPOSALS))
 def test_with_room_for_all_requests_drafts_delay_none(scenario: Scenario, propose: Proposal) -> None:
     c = scenario.capacity

@@ -176,7 +176,7 @@ def test_what_is_not_named_stays(runner) -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, LIMITS["num_pages"]), min_size=1, max_size=12, unique=True), max_size=6))
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 def test_a_page_holds_what_was_written_last(runner, copies) -> None:
     every = list(range(1, LIMITS["num_pages"] + 1))
     expected = dict(zip(every, read(runner, every), strict=True))

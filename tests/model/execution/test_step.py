@@ -81,7 +81,7 @@ def greedy(**options):
 # Paged, chunked, batched, preempted: the same tokens
 
 
-@settings(max_examples=examples(24), deadline=None, derandomize=True)
+@settings(max_examples=examples(24), derandomize=True)
 @given(st.data())
 def test_any_schedule_gives_the_tokens_of_a_dense_pass(runner, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

@@ -279,7 +279,7 @@ def test_sizes_that_a_header_claims_take_no_memory(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["q_and_v", "torch_file"])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read(name, data, tmp_path):
     """As with every reader of these formats, damage to the values is not seen."""
@@ -348,7 +348,7 @@ def test_other_gguf_files_are_no_adapters(tmp_path):
     assert "is cut off within its head" in refusal(path)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_gguf_adapter_is_refused_or_read(data, tmp_path):
     path = tmp_path / "x.gguf"

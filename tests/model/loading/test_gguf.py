@@ -245,7 +245,7 @@ def a_file(tmp_path_factory):
     return path
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_head_is_read_or_refused(a_file, tmp_path, data):
     whole = bytearray(a_file.read_bytes())
@@ -274,7 +274,7 @@ def moved(whole: bytes, offsets: dict[str, int]) -> bytes:
     return bytes(changed)
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_tensors_at_other_places_than_the_format_says_are_refused(a_file, tmp_path, data):
     file = GgufFile.read(a_file)

@@ -58,7 +58,7 @@ def test_so_many_rows_are_streamed(dtype, streamed):
         assert (" reduce(" in text) == (rows == streamed)
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(rows=st.integers(1, 8), row=st.integers(0, 7), bad=st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_what_is_not_finite_stays_in_its_row(rows, row, bad):
     inputs = np.ones((rows, IN), np.float32)

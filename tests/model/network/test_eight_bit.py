@@ -19,7 +19,7 @@ NUMPY = {EightBit.INT8: np.int8, EightBit.FP8: ml_dtypes.float8_e4m3fn}
 
 
 @pytest.mark.parametrize("form", EightBit)
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 1 << 32), exponent=st.integers(-20, 20))
 def test_each_weight_is_the_nearest_multiple_of_its_rows_scale(form, seed, exponent):
     weights = np.random.default_rng(seed).standard_normal((6, 40)).astype(np.float32) * np.float32(2.0**exponent)

@@ -28,7 +28,7 @@ from tests.model.dequantized import dequantize_groups
 quantized = jax.jit(quantize_groups, static_argnums=1)
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 1 << 32), exponent=st.integers(-20, 20))
 def test_each_weight_is_the_nearest_multiple_of_its_groups_scale(seed, exponent):
     rng = np.random.default_rng(seed)

@@ -143,5 +143,5 @@ class Machine(RuleBasedStateMachine):
         assert all(store.num_failed == 0 for store in self.stores)
 
 
-Machine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40)
 test_machine = Machine.TestCase

@@ -176,7 +176,7 @@ def test_others_are_refused_in_words(raw, words):
 HOSTS = [compressed(strategy="block", block_structure=[8, 8]), BLOCKS, GPTQ, AWQ, packed(actorder="group")]
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(data=st.data(), raw=st.sampled_from(HOSTS))
 def test_whatever_stands_there_is_read_or_refused(data, raw):
     raw = copy.deepcopy(raw)

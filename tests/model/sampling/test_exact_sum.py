@@ -26,7 +26,7 @@ def whole_number(sums):
     return (high << 2 * BITS) + (middle << BITS) + low
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(weights_of_rows)
 def test_the_sum_is_of_whole_numbers(weights):
     sums = np.asarray(_sum(weights))
@@ -34,7 +34,7 @@ def test_the_sum_is_of_whole_numbers(weights):
         assert whole_number(sums[:, i]) == sum(int(float(w) * UNIT) for w in weights[i])
 
 
-@settings(max_examples=examples(40), deadline=None, derandomize=True)
+@settings(max_examples=examples(40), derandomize=True)
 @given(weights_of_rows, st.permutations(range(NUM)), st.sampled_from([2, 3, 4, 8]))
 def test_neither_order_nor_parts_change_it(weights, order, num_parts):
     sums = np.asarray(_sum(weights))
@@ -44,7 +44,7 @@ def test_neither_order_nor_parts_change_it(weights, order, num_parts):
     assert [whole_number(added[:, i]) for i in range(3)] == [whole_number(sums[:, i]) for i in range(3)]
 
 
-@settings(max_examples=examples(200), deadline=None, derandomize=True)
+@settings(max_examples=examples(200), derandomize=True)
 @given(st.integers(0, LARGEST), st.one_of(st.integers(0, 4), st.integers(0, LARGEST)))
 def test_a_greater_sum_is_no_smaller_float(one, more):
     def parts(number):

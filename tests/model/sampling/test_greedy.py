@@ -26,7 +26,7 @@ def expected(row: np.ndarray) -> tuple[int, bool]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_first_of_the_greatest_and_whether_all_are_finite(form):
-    @settings(deadline=None, max_examples=examples(60))
+    @settings(max_examples=examples(60))
     @given(
         seed=st.integers(0, 1 << 30),
         spoilt=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 299), st.sampled_from(SPOILING)), max_size=3),

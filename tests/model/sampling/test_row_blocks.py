@@ -23,7 +23,7 @@ from tests.examples import examples
 VOCAB, SLOTS = 200, 48
 
 
-@settings(max_examples=examples(12), deadline=None, derandomize=True)
+@settings(max_examples=examples(12), derandomize=True)
 @given(num_rows=st.integers(1, 4 * ROWS), data=st.data())
 def test_each_used_row_is_worked_on_once(num_rows, data):
     num_used = data.draw(st.integers(0, num_rows))

@@ -147,7 +147,7 @@ def columns_of(elements):
     return st.lists(elements, min_size=ROWS, max_size=ROWS)
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(
     logit_rows(),
     columns_of(st.sampled_from([0.1, 0.7, 1.0, 1.9])),

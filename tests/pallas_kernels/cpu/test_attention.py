@@ -79,7 +79,7 @@ def check(case: Case, kind: str, first_page: int = 0) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=ragged_rows(), seed=st.integers(0, 1000))
 def test_random_ragged_batches_equal_dense_attention(kind, rows, seed):
     shape = {"num_tokens": TOKENS, "num_rows": ROWS, "pages_per_seq": PAGES_PER_SEQ}

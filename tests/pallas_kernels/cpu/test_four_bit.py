@@ -63,7 +63,7 @@ def product(
 
 
 @BOTH
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     form=st.sampled_from(sorted(FORMS)),
     rows=st.integers(1, 150),

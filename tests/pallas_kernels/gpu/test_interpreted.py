@@ -250,7 +250,7 @@ def ragged_rows(draw) -> list[Row]:
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["as computed", "fp8"])
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["wgmma", "mma"])
 def test_random_ragged_batches_equal_dense_attention(gpu, kv_dtype):
-    @settings(deadline=None, max_examples=6, database=None)
+    @settings(max_examples=6, database=None)
     @given(rows=ragged_rows(), seed=st.integers(0, 1000))
     def check(rows, seed):
         case = make_case(spec((2, 1), 64, 16, kv_dtype=kv_dtype), rows, **SHAPE, num_pages=NUM_PAGES, seed=seed)

@@ -91,7 +91,7 @@ def steps(draw):
 def test_every_token_and_its_keys_are_in_exactly_one_tile(parts):
     num_tokens, tile_tokens = 312, 32
 
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(step=steps())
     def check(step):
         num_singles, query_lens, kv_lens = step
@@ -139,7 +139,7 @@ def test_every_token_and_its_keys_are_in_exactly_one_tile(parts):
 
 
 def test_how_a_row_is_cut_does_not_depend_on_the_step():
-    @settings(deadline=None, max_examples=30)
+    @settings(max_examples=30)
     @given(step=steps(), query_len=st.integers(2, 60), past=st.integers(0, 1500))
     def check(step, query_len, past):
         num_singles, query_lens, kv_lens = step

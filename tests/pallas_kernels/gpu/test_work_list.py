@@ -61,7 +61,7 @@ def test_a_program_of_short_rows_cuts_none():
     assert merges == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(kv_lens=st.lists(st.integers(0, 4000), min_size=16, max_size=16), num_decodes=st.integers(0, 16))
 def test_every_block_is_in_exactly_one_item(kv_lens, num_decodes):
     items, merges = decode_items(kv_lens, num_decodes)
@@ -82,7 +82,7 @@ def test_every_block_is_in_exactly_one_item(kv_lens, num_decodes):
     assert all(0 <= place < PARTS.num_slots for place in places)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(others=st.lists(st.integers(0, 2000), min_size=9, max_size=9), mine=st.integers(1, 4000))
 def test_how_a_row_is_cut_does_not_depend_on_the_step(others, mine):
     parts = Parts(max_parts=6, min_keys=128, max_slots=1 << 10)

@@ -254,7 +254,7 @@ def batches(draw: st.DrawFn) -> list[Row]:
 
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(lengths=batches(), heads=st.sampled_from([(12, 3), (8, 8)]), seed=st.integers(0, 2**31))  # a program for each
 def test_random_batches(lengths: list[Row], heads: tuple[int, int], seed: int, head_dim: int, dma_mode: str) -> None:
     heads_and_dim = spec(num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)

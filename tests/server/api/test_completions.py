@@ -192,7 +192,7 @@ MIXED_TEXT = st.lists(st.text(max_size=6) | st.sampled_from(SPECIAL_TOKENS), min
 PROMPTS = MIXED_TEXT | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(PROMPTS.filter(len), st.booleans(), st.sampled_from([None, 5]))
 def test_each_token_of_an_echoed_prompt_stands_at_its_offset(scripted, prompt, stream, kept):
     """Special tokens, too, except the one that the tokenizer has added to a text."""

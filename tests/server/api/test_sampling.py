@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher.request import MAX_LOGPROBS, SamplingParams
@@ -84,7 +84,6 @@ def test_no_seed(seed):
     assert params(CompletionRequest(seed=seed), choice=3).seed is None
 
 
-@settings(deadline=None)
 @given(st.integers(-(2**63), 2**63 - 1).filter(lambda seed: seed != -1), st.integers(0, 127))
 def test_seeds_are_63_bits_and_differ_between_choices(seed, choice):
     first, other = params(CompletionRequest(seed=seed)), params(CompletionRequest(seed=seed), choice=choice)

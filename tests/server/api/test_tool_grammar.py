@@ -181,7 +181,7 @@ def test_a_schema_that_cannot_be_held_to_is_refused():
         compile_grammar(tool_grammar(tools(strict, choice=ToolChoice.REQUIRED)), BYTES)
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(
     schemas, st.integers(0, 2**32), st.booleans(), st.sampled_from([JsonCallParser, HermesCallParser, XlamCallParser])
 )
@@ -276,7 +276,7 @@ def test_schemas_without_a_form_in_python_are_refused_in_words(words):
         compile_grammar(tool_grammar(tools(spec, choice=ToolChoice.AUTO), None, PythonicCallParser), BYTES)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(schemas, schemas, st.integers(0, 2**32))
 def test_what_is_drawn_after_the_start_of_a_pythonic_call_is_valid(schema, other, seed):
     parameters = {"type": "object", "properties": {"value": schema, "other": other}, "required": ["value"]}

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from batcher.page_events import Medium, PageCopied, PageEvent, PageRemoved, PagesCleared, PageStored
 from batcher.scheduling.digests import next_digest
@@ -50,7 +50,7 @@ def hashes(*tokens: int, **keys: Any) -> list[int]:
     return [shown_hash(block) for block in block_hashes(list(tokens), SIZE, seed=SEED, **keys)]
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 @given(scenarios())
 def test_the_routers_index_is_the_engines(scenario: Scenario) -> None:
     router = Router()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.config import Scheduling
@@ -91,7 +91,7 @@ def any_scenario(draw: st.DrawFn) -> Scenario:
     return replace(scenario, capacity=capacity, propose=draw(st.sampled_from(PROPOSALS)), **drafts)
 
 
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40))
 @given(any_scenario(), st.integers(1, 4), st.sets(st.sampled_from([str(i) for i in range(12)]), max_size=4))
 def test_every_sink_gets_what_a_listener_hears(scenario: Scenario, num_steps: int, unread: set[str]) -> None:
     direct = play(scenario)

@@ -189,7 +189,7 @@ def test_a_port_that_is_taken_is_refused_in_words(keeper, server) -> None:
         PageServer(keeper, "127.0.0.1", server.port)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.lists(st.lists(st.binary(max_size=40), max_size=4), max_size=10))
 def test_whatever_is_sent_the_server_goes_on(messages: list[list[bytes]]) -> None:
     keeper = Keeper()
@@ -204,7 +204,7 @@ def test_whatever_is_sent_the_server_goes_on(messages: list[list[bytes]]) -> Non
             assert loaded(pages, 0) is not None
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=6), max_size=10))
 def test_whatever_is_answered_the_reader_goes_on(answers: list[list[bytes]]) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:

@@ -94,7 +94,7 @@ def test_a_system_prompt_that_all_requests_have_is_no_hot_spot():
     assert MISSING_WEIGHT * 64 < REQUEST_TOKENS * (MOST_AHEAD + 1)  # it is the cost that spreads them
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_no_history_sends_a_request_to_an_engine_beyond_the_bound(data: st.DataObject):
     """Requests come, are answered with any number of cached tokens, and end, in any order."""

@@ -55,7 +55,7 @@ def walk(grammar: str, rng: np.random.Generator, most: int = 4000, start: str = 
     return b"".join(tokenizer.token_bytes[i] for i in drawn).decode(), len(drawn) < most
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(schemas, st.integers(0, 2**32))
 def test_every_text_of_a_schema_is_valid_by_it(schema, seed) -> None:
     text, is_whole = walk(json_schema_grammar(schema), np.random.default_rng(seed))

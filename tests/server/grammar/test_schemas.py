@@ -157,7 +157,7 @@ def in_order(value: Any, schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", HELD)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(value=values)
 def test_what_is_replaced_lets_through_what_is_valid_and_nothing_else(name: str, value: Any) -> None:
     schema = HELD[name]
@@ -171,7 +171,7 @@ def _newer(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", UNHELD)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(value=values)
 def test_what_is_left_out_is_named_and_keeps_out_nothing_that_is_valid(name: str, value: Any) -> None:
     schema, left_out = UNHELD[name]
@@ -207,7 +207,7 @@ def test_formats_of_pydantic_are_those_that_they_mean() -> None:
 junk = st.recursive(st.one_of(leaves, st.just({})), lambda inner: st.lists(inner, max_size=2), max_leaves=3)
 
 
-@settings(max_examples=examples(1500), deadline=None)
+@settings(max_examples=examples(1500))
 @given(st.sampled_from([*HELD.values(), *(schema for schema, _ in UNHELD.values())]), st.data())
 def test_a_schema_with_junk_in_it_is_read_or_refused_in_words(schema: Any, data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from([*schema, "required", "properties", "allOf"]), min_size=1, max_size=2))

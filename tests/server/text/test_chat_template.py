@@ -6,7 +6,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from server.text.chat_template import ChatTemplate, TemplateError
@@ -167,7 +167,6 @@ def test_control_tokens_in_text_are_text():
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@settings(deadline=None)
 @given(texts=st.lists(HOSTILE_TEXT, min_size=1, max_size=3), extra=HOSTILE_TEXT)
 def test_no_text_gives_a_control_token(transform, texts, extra):
     """The template's own control tokens come, and nothing but them, whatever the text and whatever is done to it."""
@@ -186,7 +185,6 @@ def test_no_text_gives_a_control_token(transform, texts, extra):
         assert python_tags == 0
 
 
-@settings(deadline=None)
 @given(texts=st.lists(HOSTILE_TEXT, min_size=1, max_size=3))
 def test_the_text_itself_is_never_changed(texts):
     parts = template("{% for m in messages %}{{ m.content }}\n{% endfor %}<|eot_id|>").render(conversation(*texts))

@@ -118,7 +118,7 @@ HOSTILE = st.lists(st.sampled_from((*FRAGMENTS, *HERMES_TOKENS)), max_size=4).ma
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(chat=conversations(ORDINARY))
 def test_texts_and_schemas_without_special_tokens_give_the_ids_of_transformers(name, chat):
     messages, tools = chat
@@ -134,7 +134,7 @@ def test_texts_and_schemas_without_special_tokens_give_the_ids_of_transformers(n
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "looking"])
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(chat=conversations(HOSTILE), data=st.data())
 def test_special_tokens_in_texts_and_schemas_are_text(name, chat, data):
     """With each text in place of another that is harmless, the control tokens are the same, and the text is there."""

@@ -4,7 +4,7 @@ import sys
 import tracemalloc
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server.text.stop_strings import StopFinder, StopStrings
@@ -46,19 +46,16 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_BYTES - 1), max_size=40))
 def test_any_bytes_read_as_the_tokenizer_reads_the_whole(ids):
     assert read(ids)[0] == byte_tokenizer().decode(ids)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_text_of_any_script_comes_back(text):
     assert read(list(text.encode()))[0] == text
 
 
-@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_no_replacement_character_is_shown_before_a_character_is_whole(text):
     stream = TextStream(TOKENIZER)
@@ -87,7 +84,6 @@ def test_the_tokens_of_a_character_begin_where_it_does():
     assert starts([ord("a"), EOT, ord("b")], skip_special_tokens=False) == [0, 1, 11]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 261), max_size=30))
 @example([0xED, 0xA0, 0])  # held until the third byte, and then two characters
 def test_the_text_from_a_tokens_start_begins_with_the_token(ids):
@@ -101,7 +97,6 @@ def test_the_text_from_a_tokens_start_begins_with_the_token(ids):
             assert text[start] == "\ufffd" or raw in text[start].encode()
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("aéèñ€語🙂"), max_size=12))
 def test_a_token_with_parts_of_two_characters_begins_with_the_first_of_them(text):
     """The merged token is the end of `é` and the beginning of the next character of two bytes."""
@@ -202,7 +197,6 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3) 
 PIECES = st.lists(st.text("abcé🙂", max_size=4) | st.text("ab", max_size=30), max_size=12)
 
 
-@settings(deadline=None)
 @given(PIECES, STOPS, st.booleans())
 def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
     text = "".join(pieces)
@@ -217,7 +211,6 @@ def test_stop_strings_do_not_depend_on_the_pieces(pieces, stops, include):
         assert "".join(shown) == text[: end if include else end - len(stop)]
 
 
-@settings(deadline=None)
 @given(PIECES, STOPS)
 def test_no_more_is_held_back_than_must_be(pieces, stops):
     finder = StopFinder(StopStrings(stops))

@@ -7,7 +7,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from server.text.tool_calls.formats import FORMATS
@@ -361,7 +361,6 @@ def cut(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-@settings(deadline=None)
 @given(CALLS, CUTS, st.booleans(), st.sampled_from([None, 1]))
 def test_any_json_calls_come_back(calls, cuts, ascii_only, indent):
     written = [json.dumps(arguments, ensure_ascii=ascii_only, indent=indent) for _, arguments in calls]
@@ -394,7 +393,6 @@ COMMA = st.sampled_from(["", ", "])
 KEYED = st.dictionaries(st.text(max_size=5) | st.none() | st.booleans() | st.integers(), VALUES, max_size=3)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), KEYED), min_size=1, max_size=3), CUTS, st.data())
 @pytest.mark.parametrize("kind", [JSON, HERMES])
 def test_calls_that_are_nearly_json_come_back_as_json(kind, calls, cuts, data):
@@ -416,7 +414,6 @@ def test_calls_that_are_nearly_json_come_back_as_json(kind, calls, cuts, data):
     assert found == read(kind, text)
 
 
-@settings(deadline=None)
 @given(CALLS, CUTS)
 def test_any_pythonic_calls_come_back_as_json(calls, cuts):
     calls = [(name, {k: v for k, v in arguments.items() if k.isidentifier()}) for name, arguments in calls]
@@ -438,7 +435,6 @@ MIXED = st.lists(
 ).map("".join)  # fmt: skip
 
 
-@settings(deadline=None)
 @given(MIXED, CUTS)
 @pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES, XLAM])
 def test_no_cut_changes_what_is_read(kind, text, cuts):
@@ -446,7 +442,6 @@ def test_no_cut_changes_what_is_read(kind, text, cuts):
     assert read(kind, cut(text, cuts), cut=True) == read(kind, text, cut=True)
 
 
-@settings(deadline=None)
 @given(MIXED, CUTS, st.booleans())
 @pytest.mark.parametrize("kind", [JSON, PYTHONIC, HERMES, XLAM])
 def test_whatever_is_sent_as_arguments_is_a_json_object(kind, text, cuts, takes):
@@ -457,7 +452,6 @@ def test_whatever_is_sent_as_arguments_is_a_json_object(kind, text, cuts, takes)
     assert all(isinstance(item, str) or is_object(item[1]) for item in streamed[:-1])  # the last may be half a call
 
 
-@settings(deadline=None)
 @given(CALLS, st.integers(0, 400), CUTS)
 def test_a_stream_that_is_cut_has_the_whole_answers_calls_and_at_most_a_part_of_one_more(calls, end, cuts):
     text = "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
@@ -472,7 +466,6 @@ def test_a_stream_that_is_cut_has_the_whole_answers_calls_and_at_most_a_part_of_
     assert len(streamed) <= len(whole) + 1
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from('{}[]",:\\ue0 1tnul-.ab\n'), max_size=30) | VALUES.map(json.dumps), CUTS)
 @pytest.mark.parametrize("kind", [JSON, PYTHONIC])
 def test_text_without_a_tools_name_is_content_whole(kind, text, cuts):
@@ -480,7 +473,6 @@ def test_text_without_a_tools_name_is_content_whole(kind, text, cuts):
     assert "".join(read(kind, cut(text, cuts))) == text
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.text(), VALUES).map(json.dumps)
     | st.text(st.sampled_from('{}[]",:\\ue0 1truenl-.a'), max_size=20)

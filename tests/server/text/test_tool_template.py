@@ -104,7 +104,7 @@ EXTRAS = [{}, {"tools_in_user_message": False}, {"builtin_tools": ["search"]}]
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=["in the user's turn", "in the system's turn", "builtin"])
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(text=HOSTILE_TEXT)
 def test_no_text_gives_a_control_token_in_any_place(extra, text):
     harmless, variables = hostile_conversation("", extra)
@@ -128,7 +128,6 @@ def test_no_text_gives_a_control_token_of_the_real_tokenizer(extra, llama3):
         assert [id for id in ids if id in llama3.special_ids] == [llama3.special_tokens[it] for it in own]
 
 
-@settings(deadline=None)
 @given(keys=st.lists(HOSTILE_TEXT, max_size=4, unique=True))
 def test_keys_that_a_mask_makes_equal_are_all_shown(keys):
     source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}<|eot_id|>{% endfor %}"
