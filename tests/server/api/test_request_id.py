@@ -43,7 +43,8 @@ def test_two_requests_with_one_id_do_not_run_at_once(tmp_path):
 
         thread = threading.Thread(target=read)
         with server.http() as first, first.stream("POST", CHAT, json=LONG | {"request_id": "two"}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: the connection ends with it
+            next(lines)
             refused = http.post(CHAT, json=HELLO | {"request_id": "two", "max_tokens": 1})
             assert refused.status_code == 400
             assert "is running already" in refused.json()["error"]["message"]
