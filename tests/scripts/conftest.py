@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,7 @@ from scripts.building.stand_in_tokenizer import write_stand_in_tokenizer
 from scripts.llm import LLM
 from server.engine.adapters import Adapters
 from server.engine.wire import EngineInfo
-from tests.scripts.generating import CAPACITY, build_fake
+from tests.scripts.generating import CAPACITY, build_fake, built_of
 from tests.server.support.adapters import FakeStore
 from tests.server.support.echo_engine import EchoConfig, EchoEngine
 
@@ -40,7 +39,7 @@ def make_llm(monkeypatch, model_folder):
             engine = EchoEngine(EchoConfig(reply=(1, 2), adapters=store))
             engine.ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
             info = EngineInfo(max_model_len=256, vocab_size=CAPACITY.vocab_size, max_loras=4)
-            return engine, SimpleNamespace(info=info, runner=None), Adapters(store, engine)
+            return engine, built_of(info, None), Adapters(store, engine)
 
         monkeypatch.setattr(llm_module, "build", build)
         return LLM(str(model_folder), load_format="dummy", served_model_name="m")

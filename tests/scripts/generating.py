@@ -46,7 +46,12 @@ def build_fake(
         vocab_size=CAPACITY.vocab_size,
         embedding_size=None if pooling is None else FAKE_HIDDEN,
     )
-    return engine, SimpleNamespace(info=info, runner=runner)
+    return engine, built_of(info, runner)
+
+
+def built_of(info: EngineInfo, runner: FakeRunner | None) -> SimpleNamespace:
+    """What an LLM needs of `scripts.building.build.Built`. All parts are on the device."""
+    return SimpleNamespace(info=info, runner=runner, changeable_weights=lambda: SimpleNamespace(missing=frozenset()))
 
 
 def foretold(prompt: Sequence[int], pooling: Pooling) -> list[float]:
