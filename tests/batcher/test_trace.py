@@ -102,6 +102,7 @@ def test_its_synthetic_twin_at_64_streams(pipeline_depth: int) -> None:
     assert stats.step_tokens / stats.step_tokens_padded > 0.8  # padding stays in bounds
 
 
+@pytest.mark.slow
 def test_continuous_batching_needs_fewer_padded_tokens_than_static() -> None:
     requests = make_requests(synthetic_lengths(200))
     continuous = replay(requests).engine.stats()

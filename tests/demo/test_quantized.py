@@ -18,6 +18,8 @@ from scripts.lab.demo.agreement import agreement, with_narrow_kv
 from scripts.lab.demo.tokenizer import SampleEncoder
 from tests.c_compiler import NATIVE, compiler
 
+pytestmark = pytest.mark.slow
+
 NUM_STORIES = 12  # 1,500 tokens: enough for a divergence, and for some other most likely tokens
 
 

@@ -40,7 +40,7 @@ from tests.model.dense_attention import dense_hidden, dense_logits
 from tests.server.support.api_processes import through_each
 from tests.server.support.canary import canary
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BASE = "demo"
 NAMES = [f"a{i:02}" for i in range(100)]
@@ -307,7 +307,6 @@ def test_a_server_that_was_killed_serves_the_same_texts_again(flags, told):
 
 
 @pytest.mark.hosts
-@pytest.mark.slow
 def test_two_engines_serve_the_same_texts(flags, told):
     models = [BASE, *NAMES[:24]] * 2
     with (

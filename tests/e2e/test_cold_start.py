@@ -11,7 +11,7 @@ from tests.conftest import AS_FOR_USERS
 from tests.demo.one_layer import one_layer
 from tests.e2e.conftest import DemoServer, serve
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LIMITS = ["--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "128", "--num-pages", "16"]
 KERNELS = ["--attention-backend", "reference"]  # those in C would be compiled anew, too

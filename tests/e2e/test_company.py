@@ -19,6 +19,8 @@ import pytest
 from tests.c_compiler import compiler
 from tests.conftest import AS_FOR_USERS, COMPILED
 
+pytestmark = pytest.mark.slow
+
 INT8 = {"quantization": "int8"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -32,7 +34,6 @@ def answers(settings: str) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "steps"),
     [

@@ -40,7 +40,7 @@ from tests.e2e.kv_crowd import (
     wait_for,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,6 @@ def test_a_crowd_gets_the_same_texts_from_files(flags, told, folder, own):
     assert after[FROM_FILES] > 0 == after[BROKEN]
 
 
-@pytest.mark.slow
 def test_pages_of_eight_bits_come_back_with_their_scales(engine_flags, folder):
     flags = [*engine_flags, *POOL, "--kv-cache-dtype=int8"]
     bodies = [body for body in BODIES if body["model"] == "demo"]
@@ -182,7 +181,6 @@ def test_an_adapter_that_changes_in_place_gets_no_pages_of_its_old_weights(flags
 
 
 @pytest.mark.hosts
-@pytest.mark.slow
 def test_two_engines_share_a_folder(flags, told, folder):
     with serve_exported(*flags, *in_files(folder), "--data-parallel-size=2") as pair:
         assert [crowd(pair) for _ in range(2)] == [told, told]

@@ -13,7 +13,7 @@ from scripts.llm import LLM
 from scripts.offline.arguments import SamplingParams
 from scripts.offline.results import CompletionOutput
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # The token is certain. Its own log-probability stays what the model gives it.
 ONE = SamplingParams(temperature=0.7, top_k=1, max_tokens=6, logprobs=2, sampled_logprobs=True, ignore_eos=True, seed=1)

@@ -14,7 +14,7 @@ import pytest
 from tests.soak import __main__ as soak
 from tests.soak.attacks import ATTACKS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, engine_flags, capsys):

@@ -12,6 +12,8 @@ from model.loading.source import DEMO_FOLDER
 from tests.e2e.conftest import serve_exported
 from tests.model.eagle_heads import random_for
 
+pytestmark = pytest.mark.slow
+
 # More drafts than these are right. The draft model has not learned JSON, and the head's weights are random.
 # EAGLE's other form has another network only: tests/model/execution/test_eagle_drafts.py.
 METHODS = {"ngram": 20, "draft_model": 0, "eagle3": None}

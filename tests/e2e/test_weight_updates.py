@@ -29,7 +29,7 @@ from tests.e2e.conftest import ADMIN_KEY, ROOT, DemoServer, serve
 from tests.e2e.test_weights import copied, story
 from tests.server.support.sse_events import parse_events
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 NORM = "model.norm.weight"
@@ -267,7 +267,6 @@ def test_an_answer_tells_whose_tokens_it_has(server, http, tensors, mode):
 
 
 @pytest.mark.hosts
-@pytest.mark.slow
 def test_all_engines_and_processes_have_the_new_weights(engine_flags, own, tensors):
     flags = ("--admin-api-key", ADMIN_KEY, "--data-parallel-size", "2", "--api-server-count", "2")
     with serve(*engine_flags, *flags) as both:

@@ -37,6 +37,8 @@ from tests.scripts.faulty_backends import (
 from tests.server.support.running import running_server, spawn
 from tests.server.support.tokenizers import write_folder
 
+pytestmark = pytest.mark.slow
+
 FAULTY = "tests.scripts.faulty_backends"
 REQUEST = Request(
     request_id="r", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -13,6 +13,8 @@ from scripts.building.tracers import GIB, num_tracers, start_tracers, trace_ahea
 from scripts.flags.settings import EngineSettings
 from tests.model import checkpoints
 
+pytestmark = pytest.mark.slow
+
 
 def say_nothing(line: str) -> None:
     pass

@@ -38,6 +38,8 @@ from tests.model.dense_attention import dense_logits
 from tests.model.given import loaded
 from tests.model.goldens import make as make_goldens
 
+pytestmark = pytest.mark.slow
+
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_pages": 16}
 PROMPTS = [list(range(5, 17)), list(range(60, 80)), [7] * 9]
 

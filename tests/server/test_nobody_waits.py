@@ -14,6 +14,8 @@ from tests.server.support.running import ECHO, RunningServer, running_server
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE
 from tests.server.support.tool_template import TOOL_TEMPLATE
 
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 LONG_PROMPT = 131_000

@@ -13,6 +13,8 @@ from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 from tests.server.text.test_template_runner import runs_templates
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 CONFIG = EchoConfig(reply=tuple(b"a"))

@@ -34,6 +34,7 @@ def steps_to_first_token(drive: Drive, heard: list[Heard], most: int) -> list[in
     return [found[i] for i in range(len(heard))]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(st.integers(2, 24), st.integers(0, 20), st.integers(1, 3), st.data())
 def test_requests_do_not_wait_for_others_samples(num_slots: int, more: int, depth: int, data: st.DataObject) -> None:

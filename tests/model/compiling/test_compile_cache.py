@@ -15,6 +15,8 @@ import pytest
 
 from model.compiling.compile_cache import COMPILED, CompileCounter, keep_compilations
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -36,6 +36,8 @@ from tests.model.dense_attention import dense_logits
 from tests.model.driver import Row, paged_attention, run
 from tests.model.driver import pack as packed_step
 
+pytestmark = pytest.mark.slow
+
 VARIANT = "gqa2"
 MAX_LORAS, RANK = 3, 8
 PROMPT = Bucket(24, 4, Variant.SAMPLE, has_adapters=True)

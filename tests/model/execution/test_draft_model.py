@@ -43,6 +43,8 @@ from tests.model.execution.drafting import (
 )
 from tests.model.execution.drafting import serve as serve_with_cost
 
+pytestmark = pytest.mark.slow
+
 ONE_LAYER = replace(TINY, num_layers=1)
 serve = partial(serve_with_cost, draft_cost=0.01)  # of a pass of the draft model
 

@@ -43,6 +43,8 @@ from tests.model.execution.drafting import (
 )
 from tests.model.execution.drafting import serve as serve_with_cost
 
+pytestmark = pytest.mark.slow
+
 serve = partial(serve_with_cost, draft_cost=1e-6)  # drafts are taken even if few of them are right
 TWO = FEW[:2]
 FORMS = {

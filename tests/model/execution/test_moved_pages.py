@@ -24,6 +24,8 @@ from tests.model.driver import TINY, Row, int8_scales, paged_attention, run, tin
 from tests.model.driver import pack as packed_step
 from tests.model.execution.test_eagle_drafts import head
 
+pytestmark = pytest.mark.slow
+
 NUM_DRAFTS = 3
 PROMPT, DECODE = Bucket(24, 4, Variant.SAMPLE), Bucket(4, 4, Variant.SAMPLE)
 DRAFTS = Bucket(16, 4, Variant.SAMPLE, num_drafts=NUM_DRAFTS)

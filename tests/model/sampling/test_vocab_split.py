@@ -16,6 +16,8 @@ from model.sampling.logprobs import find_ranked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from tests.model.sampling.test_sampling import make_rows, mixed_rows
 
+pytestmark = pytest.mark.slow
+
 ROWS, ROWS_OF_MANY = 24, 4  # where the vocabulary is Llama 3's, in which a row takes most of a tenth of a second
 # Drawn by the sort-free sampler of one device that summed in float32, before the vocabulary could be split.
 GOLDEN = {

@@ -331,6 +331,7 @@ def whole_lines(path: Path) -> list[str]:
     return [text for text in path.read_text().splitlines(keepends=True) if text.endswith("\n")]
 
 
+@pytest.mark.slow
 def test_two_processes_run_a_batch_once_and_one_takes_it_up_from_the_other(tmp_path):
     kept = tmp_path / "kept"
     with (
