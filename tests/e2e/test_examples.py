@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, DemoServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FOLDER = ROOT / "scripts/examples"
 AGAINST_A_SERVER = {

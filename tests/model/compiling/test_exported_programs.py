@@ -26,6 +26,8 @@ from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
 from tests.model.driver import TINY, Row, paged_attention, run, tiny_model
 
+pytestmark = pytest.mark.slow
+
 DEVICE = jax.devices("cpu")[0]
 HERE = jax.sharding.SingleDeviceSharding(DEVICE)
 LIMITS = RunnerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_pages=40)

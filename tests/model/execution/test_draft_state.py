@@ -18,6 +18,8 @@ from tests.model.driver import TINY, paged_attention, tiny_model
 from tests.model.execution.drafting import LIMITS
 from tests.model.execution.test_eagle_drafts import head
 
+pytestmark = pytest.mark.slow
+
 LOOKUP = {"lookup": PromptLookup(min_tokens=1, max_tokens=3)}
 DRAFTERS = {
     "lookup": lambda: None,

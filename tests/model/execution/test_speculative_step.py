@@ -32,6 +32,8 @@ from tests.model.execution.drafting import (
     warm_runner,
 )
 
+pytestmark = pytest.mark.slow
+
 LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
 
 

@@ -30,6 +30,8 @@ from tests.model.loading.test_gguf import HALVES, random_blocks
 from tests.model.loading.test_packed_checkpoints import FORMATS, write
 from tests.model.loading.test_weights import flat
 
+pytestmark = pytest.mark.slow
+
 F16, BF16, Q4_0 = Numbers.FLOAT16, Numbers.BFLOAT16, FourBit(group=32, numbers=Numbers.FLOAT16)
 Q4_1, Q4_K = FourBit(group=32, numbers=Numbers.Q4_1), FourBit(group=32, numbers=Numbers.Q4_K)
 Q6_K = SixBit()

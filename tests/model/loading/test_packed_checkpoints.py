@@ -29,6 +29,8 @@ from scripts.lab.demo.tokenizer import SampleEncoder
 from tests.model import checkpoints, packers
 from tests.model.loading.test_weights import flat
 
+pytestmark = pytest.mark.slow
+
 quantized = jax.jit(quantize, static_argnums=1)
 
 
@@ -205,7 +207,6 @@ def test_a_conversion_holds_what_loading_makes(tmp_path, capsys):
         np.testing.assert_array_equal(found[parameter], value)
 
 
-@pytest.mark.slow
 def test_a_row_scale_in_place_of_group_scales_changes_the_demo_very_little(tmp_path):
     write(tmp_path / "demo", FORMATS["gptq sym"], group=128, source=DEMO_FOLDER)
     config = LlamaConfig.from_file(tmp_path / "demo")

@@ -20,6 +20,8 @@ from model.sampling.row_blocks import ROWS, in_blocks
 from model.sampling.vocab_split import VocabSplit
 from tests.examples import examples
 
+pytestmark = pytest.mark.slow
+
 VOCAB, SLOTS = 200, 48
 
 

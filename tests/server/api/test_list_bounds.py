@@ -22,6 +22,8 @@ from server.api.request.schemas import MAX_ITEMS, MAX_TOKEN_IDS, CompletionReque
 from server.api.state import ServerState
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, post_all, state_of
 
+pytestmark = pytest.mark.slow
+
 MANY = 100_000  # more than any body may have of what its type does not allow
 HEADERS = {"Authorization": "Bearer boss"}
 Schema = dict[str, Any]

@@ -16,6 +16,8 @@ from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, ROOT, RunningServer, running_server, server_of
 
+pytestmark = pytest.mark.slow
+
 PLANNER = (sys.executable, "-m", "scripts.lab", "plan", "--answer-choices", "demo")
 CHOICE = {"model": "1b", "target": "1xl4", "workload": "chat", "ttft_ms": 500}
 # A search that takes minutes.

@@ -16,6 +16,8 @@ from tests.server.support.raw_http import answers, connect, only_answer, post, r
 from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, SLOW, load, running, send, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 SHORT = HELLO | {"max_tokens": 3}
 HALF_HEAD = b"GET /version HTTP/1.1\r\nHost"
 HALF_BODY = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{{".encode()

@@ -23,6 +23,8 @@ from tests.server.support.raw_http import TIMEOUT_S, Answer, answers, connect, o
 from tests.server.support.requests import BULKY, CHAT, HELLO, LONG, SLOW, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
 
+pytestmark = pytest.mark.slow
+
 VERSION = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
 CLIENT_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # and 501 bytes that do not come
 PASSWORD = "open sesame"

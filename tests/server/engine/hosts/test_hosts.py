@@ -29,6 +29,8 @@ from tests.server.engine.hosts.loopback import (
     step,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def following(follower: Follower, runner: RecordingRunner) -> Exits:
     exits = Exits()
