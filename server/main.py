@@ -23,7 +23,7 @@ from server.settings import Settings
 
 if TYPE_CHECKING:
     from server.api.tracing import Tracer
-    from server.http.tls_contexts import TlsContexts
+    from server.http.tls import TlsContext
 
 
 def run(
@@ -77,7 +77,7 @@ async def _serve(
     engines: Sequence[object],
     router: Router | None,
     listener: socket.socket,
-    tls: TlsContexts | None,
+    tls: TlsContext | None,
     tracer: Tracer | None,
     report: Callable[[str], None],
     on_ready: Callable[[str], None] | None,
@@ -117,12 +117,12 @@ async def _serve(
         await client.stop()
 
 
-def _tls(settings: Settings) -> TlsContexts | None:
+def _tls(settings: Settings) -> TlsContext | None:
     if settings.tls is None:
         return None
-    from server.http.tls_contexts import TlsContexts
+    from server.http.tls import TlsContext
 
-    return TlsContexts(settings.tls)
+    return TlsContext(settings.tls)
 
 
 def _tracer(settings: Settings) -> Tracer | None:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     Cells = ctypes.Array[ctypes.c_int64]
     Words = ctypes.Array[ctypes.c_uint64]
 
-ABSENT = -1  # connections of a process that does not accept any
-IN_FLIGHT, CONNECTIONS, FIRST_OTHER = 0, 1, 2  # columns; those of the engines and of the keys follow
+IN_FLIGHT, FIRST_OTHER = 0, 1  # columns; those of the engines and of the keys follow
 NUM_WORDS, WAYS = 1 << 17, 8  # remembered prefixes: a megabyte
 ENGINE_BITS, TIME_BITS = 11, 28  # of a word; the rest of it are bits of a digest
 MOST_ENGINES = (1 << ENGINE_BITS) - 1
@@ -48,16 +47,13 @@ class SharedCounts:
         """A new one, on which no process is present."""
         context = multiprocessing.get_context("spawn")
         width = FIRST_OTHER + 2 * num_engines + num_keys
-        counts = cls(
+        return cls(
             num_processes=num_processes,
             num_engines=num_engines,
             num_keys=num_keys,
             cells=context.RawArray(ctypes.c_int64, num_processes * width),
             words=context.RawArray(ctypes.c_uint64, NUM_WORDS + MOST_ENGINES if num_engines > 1 else 1),
         )
-        for number in range(num_processes):
-            counts.clear(number)
-        return counts
 
     @property
     def width(self) -> int:
@@ -66,8 +62,7 @@ class SharedCounts:
     def clear(self, process: int) -> None:
         """The process has ended."""
         start = process * self.width
-        for column in range(self.width):
-            self.cells[start + column] = ABSENT if column == CONNECTIONS else 0
+        self.cells[start : start + self.width] = [0] * self.width
 
     def column(self, column: int) -> Sequence[int]:
         cells: Sequence[int] = self.cells[column :: self.width]
@@ -100,19 +95,6 @@ class Row:
         """Of each engine, from all processes."""
         sums = [sum(self.counts.column(FIRST_OTHER + column)) for column in range(2 * self.counts.num_engines)]
         return [Load(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
-
-    def set_connections(self, number: int) -> None:
-        self._cells[self._start + CONNECTIONS] = number
-
-    @property
-    def connections(self) -> int:
-        return sum(number for number in self.counts.column(CONNECTIONS) if number != ABSENT)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no process that accepts connections has fewer than this one."""
-        own: int = self._cells[self._start + CONNECTIONS]
-        return all(number == ABSENT or number >= own for number in self.counts.column(CONNECTIONS))
 
     def change_key(self, key: int, change: int) -> int:
         """Counts a request of the key, or its end. Returns the requests of the key in all processes.

@@ -14,7 +14,6 @@ from server.api.route import Access, ApiRoute
 from server.api.state import Place, ServerState, current_place
 from server.api.tracing import RequestTrace, current_trace
 from server.http.auth import KeyRing, current_key
-from server.http.exchange import REFUSED
 from server.http.request_error import RequestError, internal, overloaded, unavailable
 from server.logs import ThrottledLog
 
@@ -88,7 +87,6 @@ class Gate:
             answer = self._refusals.response(scope, internal("The server has failed on this request."))
             await answer(scope, receive, send_with_id)
         finally:
-            status = scope.get(REFUSED, status)
             if counted:
                 place.release()
             if status:

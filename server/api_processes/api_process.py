@@ -1,4 +1,4 @@
-"""One of several HTTP processes: serves the inherited socket, with the engines that the parent has started."""
+"""One of several HTTP processes: serves the parent's address, with the engines that the parent has started."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ from server.engine.link import EngineFailedError
 from server.engine.routing import Router
 from server.http.auth import current_key
 from server.http.descriptors import connection_limit, raise_limit
+from server.http.listener import BACKLOG, listener_beside
 from server.http.private import PrivateCallError, call, private_listener
 from server.http.server import HttpServer
 from server.http.signals import Ending, first_of
-from server.http.tls_contexts import TlsContexts
+from server.http.tls import TlsContext
 from server.logs import FORMAT_OF_SEVERAL
 from server.serve_until_end import EXIT_OK, load_state, serve
 from server.settings import Settings
@@ -100,7 +101,7 @@ class _ApiProcess:
         raise_limit()
         tls = None
         if settings.tls is not None:  # while other processes serve, this one waits for files that can be used
-            tls = await TlsContexts.when_usable(settings.tls) if args.replaces else TlsContexts(settings.tls)
+            tls = await TlsContext.when_usable(settings.tls) if args.replaces else TlsContext(settings.tls)
         tracer = make_tracer(settings)
         engines = [
             FrontendClient(
@@ -126,13 +127,14 @@ class _ApiProcess:
             serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
             if not await self._engine_is_ready(client):
                 return EXIT_OK
-            server = HttpServer(app, settings, num_public, tls, self._row)
+            server = HttpServer(app, settings, num_public, tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
+                listener = listener_beside(args.listener)
+                listener.listen(BACKLOG)  # clients wait here until this process may accept
                 await self._tell("/started", args.frontend, timeout_s=None)  # answered when it may accept
-                self._row.set_connections(0)
                 counting = asyncio.create_task(self._count(state))
                 with contextlib.closing(state):
-                    code = await serve(state, client, server, self._ending, args.listener, lambda: None)
+                    code = await serve(state, client, server, self._ending, listener, lambda: None)
                 counting.cancel()
             inside.should_exit = True
             await serving_inside
@@ -171,9 +173,11 @@ class _ApiProcess:
 def _connections(settings: Settings) -> tuple[int, int]:
     """The most connections of clients, and of other processes. A request that is sent on takes one more descriptor in
     each of the two processes."""
-    public = connection_limit(settings.max_connections)
+    asked = settings.max_connections
+    share = None if asked is None else -(-asked // settings.api_server_count)
+    public = connection_limit(share)
     private = max(1, public // PRIVATE_SHARE)
-    return public if settings.max_connections is not None else max(1, public - 2 * private), private
+    return public if share is not None else max(1, public - 2 * private), private
 
 
 def _private_app(state: ServerState, public: Starlette, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:

@@ -20,7 +20,7 @@ from server.http.listener import BACKLOG, address_in_error, bind, removed, url_o
 from server.http.private import private_listener
 from server.http.server import HttpServer
 from server.http.signals import Signals
-from server.http.tls_contexts import TlsContexts
+from server.http.tls import TlsContext
 from server.serve_until_end import EXIT_ENGINE_FAILED, EXIT_OK
 from server.settings import Settings
 from server.shared_counts import PrefixTable, SharedCounts
@@ -42,7 +42,7 @@ def run_api_processes(
     start, the server ends: with ValueError if a setting is the reason, else with ApiServerFailedError.
     """
     if settings.tls is not None:
-        TlsContexts(settings.tls)  # faults are said before anything is loaded
+        TlsContext(settings.tls)  # faults are said before anything is loaded
     with bind(settings) as listener, removed(settings.uds), folder_for_sockets() as folder:
         return uvloop.run(_serve(settings, listener, folder.path, engine_target, engine_args, report, on_ready))
 
@@ -71,8 +71,9 @@ async def _serve(
             return EXIT_OK  # a signal came before the engine and the HTTP processes were ready
         watching = [asyncio.create_task(processes.watch(number)) for number in range(len(processes.engines))]
         watching.append(asyncio.create_task(processes.watch_all()))
-        with address_in_error(settings):
-            listener.listen(BACKLOG)
+        if settings.uds is not None:  # the processes share the socket; at an address each has its own
+            with address_in_error(settings):
+                listener.listen(BACKLOG)
         processes.let_accept()
         if on_ready is not None:
             on_ready(url_of(listener, settings))

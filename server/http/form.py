@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-from server.http.exchange import STREAMED
+from server.http.limits import STREAMED
 from server.http.request_error import INVALID_BODY, RequestError
 
 FORM = b"multipart/form-data"

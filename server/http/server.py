@@ -1,4 +1,4 @@
-"""uvicorn's server around the application, with this package's connections, limits and listener."""
+"""uvicorn's server around the application, with limits on connections and requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.connections import Connections
-from server.http.listener import Listener
-from server.http.protocol import HttpProtocol
-from server.http.tls_connection import TlsConnection
-from server.http.tls_contexts import TlsContexts
+from server.http.limits import RequestLimits
+from server.http.listener import BACKLOG
+from server.http.protocol import ConnectionLimits, LimitedProtocol
+from server.http.request_error import unavailable
+from server.http.tls import TlsContext
 from server.settings import Settings
-from server.shared_counts import Row
 
 logger = logging.getLogger("pallas_serve")
 
@@ -32,54 +31,64 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         settings: Settings,
         max_connections: int,
-        tls: TlsContexts | None = None,
-        neighbours: Row | None = None,
+        tls: TlsContext | None = None,
         *,
         is_private: bool = False,
     ) -> None:
+        self._requests = RequestLimits(app, settings)
+        self._connections = ConnectionLimits(settings, max_connections)
+        self._tls = tls
+        self._is_private = is_private  # for this server's own processes
         config = uvicorn.Config(
-            app,
-            http=HttpProtocol,
+            self._requests,
+            http=LimitedProtocol,
             ws="none",
             lifespan="off",
             server_header=False,
             access_log=False,
             log_config=None,
             log_level="warning",
+            backlog=BACKLOG,
+            timeout_keep_alive=round(settings.idle_timeout_s) + 1,  # `LimitedProtocol.check` is exact
             timeout_graceful_shutdown=int(FLUSH_S),
         )
         super().__init__(config)
-        self._connections = Connections(settings, max_connections, neighbours)
-        self._tls = tls
-        self._is_private = is_private  # for this server's own processes
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        listeners = [Listener(listener, self._connections, self._connection) for listener in sockets or ()]
-        self.servers = listeners  # type: ignore[assignment]  # uvicorn only closes them and waits
+        loop = asyncio.get_running_loop()
+        tls = None if self._tls is None else self._tls.context
+        handshake_s = None if tls is None else self._connections.settings.head_timeout_s
+        self.servers = [
+            await loop.create_server(
+                self._connection, sock=listener, ssl=tls, ssl_handshake_timeout=handshake_s, backlog=BACKLOG
+            )
+            for listener in sockets or ()
+        ]
         self.started = True
         if not self._is_private:
             logger.info("at most %d connections", self._connections.max_connections)
 
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls it ten times a second."""
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, LimitedProtocol)
+            connection.check(now)
+        return await super().on_tick(counter)
+
     def drain(self) -> None:
         """Refuses requests that are not read completely. Answers go on. A new request is its connection's last one."""
         self._connections.draining = True
-        for connection in list(self.server_state.connections):
-            assert isinstance(connection, HttpProtocol)
+        self._requests.unfinished.refuse_all(unavailable("The server is shutting down.", retry_after_s=5))
+        for connection in self.server_state.connections:
+            assert isinstance(connection, LimitedProtocol)
             connection.drain()
 
-    def _connection(self) -> asyncio.Protocol:
-        if self._tls is None:
-            return self._protocol()
-        return TlsConnection(self._tls.current, self._connections, self._protocol)
-
-    def _protocol(self) -> asyncio.Protocol:
-        return HttpProtocol(
-            connections=self._connections,
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
+    def _connection(self) -> LimitedProtocol:
+        return LimitedProtocol(
+            limits=self._connections, config=self.config, server_state=self.server_state, app_state={}
         )

@@ -51,19 +51,6 @@ def test_another_process_writes_what_this_one_reads():
     assert (row.in_flight, row.loads(), row.change_key(0, 0)) == (1, [Load(2, 0), Load(0, 0)], 1)
 
 
-def test_the_process_with_the_fewest_connections_is_first():
-    counts = SharedCounts.made(3, 1, 0)
-    rows = [Row(counts, number) for number in range(3)]
-    rows[0].set_connections(2)
-    rows[1].set_connections(1)
-    assert [row.is_first for row in rows[:2]] == [False, True]  # the third accepts none yet
-    rows[2].set_connections(1)
-    assert [row.is_first for row in rows] == [False, True, True]
-    assert rows[0].connections == 4
-    counts.clear(1)
-    assert rows[0].connections == 3
-
-
 @given(
     st.lists(st.tuples(DIGESTS, st.integers(0, MOST_ENGINES - 1), st.integers(1, 100)), max_size=WAYS),
     DIGESTS,

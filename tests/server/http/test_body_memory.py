@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.http.connections import UnfinishedRequests
+from server.http.limits import UnfinishedRequests
+from server.http.request_error import RequestError
 from tests.server.http.test_connection_limits import LONG_TIMES
 from tests.server.http.test_tls import shake_hands
 from tests.server.support.authority import Authority
@@ -146,23 +147,24 @@ def test_a_body_that_is_slow_now_is_given_up_however_fast_it_began(tmp_path, bur
             thread.join()
 
 
-class Connection:
+class Reader:
     """Ends as a real one does: it may not be refused twice."""
 
     def __init__(self) -> None:
         self.is_refused = False
 
-    def refuse_body(self) -> None:
+    def refuse(self, error: RequestError) -> None:
         assert not self.is_refused
+        assert (error.status, error.retry_after_s) == (503, 1)
         self.is_refused = True
 
 
 @given(st.lists(EVENTS, max_size=40))
 def test_the_longest_that_is_being_read_is_refused(events):
     unfinished = UnfinishedRequests(100)
-    current = [Connection() for _ in range(5)]
-    reading: dict[Connection, int] = {}
-    decoding: dict[Connection, int] = {}
+    current = [Reader() for _ in range(5)]
+    reading: dict[Reader, int] = {}
+    decoding: dict[Reader, int] = {}
     for number, event, size in events:
         connection = current[number]
         if event == "read" and connection not in decoding:
@@ -180,4 +182,4 @@ def test_the_longest_that_is_being_read_is_refused(events):
             decoding.pop(connection, None)
             unfinished.end(connection)
         assert not any(c.is_refused for c in (*reading, *decoding))
-        current = [Connection() if c.is_refused else c for c in current]
+        current = [Reader() if c.is_refused else c for c in current]

@@ -1,4 +1,4 @@
-"""Makes the TLS context of the listener from files, and again when they change.
+"""The TLS context of the listener, made from files, whose certificate is loaded again when they change.
 
 Faults are reported in words, with the flag of the file. Open connections keep the certificate that they were opened
 with.
@@ -82,13 +82,13 @@ def _load_key(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise ValueError(f"{where}: {error.strerror}") from error
 
 
-class TlsContexts:
-    """The context of new connections: `current`. Raises ValueError for files that cannot be used at the start."""
+class TlsContext:
+    """The context of new connections. Raises ValueError for files that cannot be used at the start."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._stamps = _stamps(files)
-        self.current: ssl.SSLContext = server_context(files)
+        self.context = server_context(files)
 
     @classmethod
     async def when_usable(cls, files: TlsFiles) -> Self:
@@ -105,7 +105,7 @@ class TlsContexts:
 
     @contextlib.asynccontextmanager
     async def refreshed(self) -> AsyncIterator[None]:
-        """Within the context, `current` follows the files, if the settings ask for it."""
+        """Within the context, certificates follow the files, if the settings ask for it."""
         if not self._files.refresh:
             yield
             return
@@ -123,13 +123,17 @@ class TlsContexts:
             await asyncio.to_thread(self.load_changes)  # the files may be on a network
 
     def load_changes(self) -> None:
-        """Makes a new context if a file has changed. With files that cannot be used, the context stays."""
+        """Loads the certificates if a file has changed. With files that cannot be used, the old ones stay. Authorities
+        of clients' certificates are added: those that the files do not have any more are trusted until a restart."""
         stamps = _stamps(self._files)
         if stamps == self._stamps:
             return
         self._stamps = stamps
         try:
-            self.current = server_context(self._files)
+            server_context(self._files)  # raises before anything is loaded into the context that is in use
+            _load_key(self.context, self._files)
+            if self._files.ca_certs is not None:
+                self.context.load_verify_locations(self._files.ca_certs)
         except (ValueError, OSError) as error:  # such as a certificate without its key yet: the next change counts
             logger.warning("the changed TLS files are not used: %s", error)
         else:
