@@ -9,10 +9,10 @@ before. An item that is its sequence's only one writes the output; the others wr
 
 Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
 
-Interpret mode does not check cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
-replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no races between CTAs, because it
-runs them one after another. Neither it nor the chip detects a page id out of range. It does find missing waits and
-slots that are refilled too early; a wait without an arrival hangs it.
+Interpret mode has no cp.async: in tests, copies by TMA stand in for it, with the waits of the cp.async form. It does
+not check mma (a plain product replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no
+races between CTAs, because it runs them one after another. Neither it nor the chip detects a page id out of range. It
+does find missing waits and slots that are refilled too early; a wait without an arrival hangs it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 The tiles, their order and the masks are those of `prefill_hopper`; the ring of K and V tiles is that of `decode`. On
 Blackwell, tcgen05 is not used.
 
-Interpret mode does not check cp.async (that form is only compiled; the tests run the TMA form), mma (a plain product
-replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no races between CTAs, because it
-runs them one after another. It does find missing waits, slots refilled too early and wrong masks.
+Interpret mode has no cp.async: in tests, copies by TMA stand in for it, with the waits of the cp.async form. It does
+not check mma (a plain product replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no
+races between CTAs, because it runs them one after another. It does find missing waits, slots refilled too early and
+wrong masks.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from pallas_kernels.gpu.parts import NO_PARTS, Parts, cdiv, cut, merge_counts
 
 TOKEN_ALIGNMENT = 8  # rows of a swizzled tile: the copy engine can start at its multiples only
 
-# Fields of a prefill tile: the sequence's row, the first token that is loaded (a multiple of 8), the tokens
-# [begin, end) whose output is written, the offset from a token's index to its position in the sequence, the sequence's
-# length, the blocks of keys [first, end) that are read, the number of the partial result (-1: the tile has all of its
-# keys and writes the output), and the offset from a token's index to its place in the partial results, a multiple of 8.
+# Fields of a prefill tile: the sequence's row (of padding, any row), the first token that is loaded (a multiple of 8),
+# the tokens [begin, end) whose output is written, the offset from a token's index to its position in the sequence, the
+# sequence's length, the blocks of keys [first, end) that are read, the number of the partial result (-1: the tile has
+# all of its keys and writes the output), and the offset from a token's index to its place in the partial results, a
+# multiple of 8.
 (
     TILE_ROW,
     TILE_TOKEN,
@@ -100,7 +101,9 @@ def prefill_tiles(
     number = jnp.where(is_cut, cuts.first_part[row] + tile * cuts.parts[row] + part, -1)
     shift = jnp.where(is_cut, cuts.first_slot[row] + part * cuts.span[row] - aligned[row], 0)
     loaded = jnp.minimum(token, num_tokens - tile_tokens)
-    fields = (row, loaded, begin, end, position, lens[row], first_block, end_block, number, shift)
+    # The page table has no row for padding. A kernel may fetch the first block of a tile without keys (see `ring`).
+    in_table = jnp.minimum(row, num_rows - 1)
+    fields = (in_table, loaded, begin, end, position, lens[row], first_block, end_block, number, shift)
     tiles = jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
     keys = jnp.maximum(jnp.minimum(visible, end_block * block_kv) - first_block * block_kv, 0)
     keys = jnp.where(unit < last[-1], keys, -1)  # unused entries last

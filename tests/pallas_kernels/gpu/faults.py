@@ -39,6 +39,7 @@ from pallas_kernels.spec import AttentionSpec
 from tests.pallas_kernels.dense import Row, make_case
 from tests.pallas_kernels.gpu import interpreted
 from tests.pallas_kernels.gpu.interpreted import (
+    AMPERE,
     BLACKWELL,
     HOPPER,
     ONE_BLACKWELL,
@@ -103,6 +104,13 @@ def wait_at_the_next_slots_barrier(self, i):
     plgpu.barrier_wait(self.arrived.at[self._slot(i + 1)])
     ahead = i + self.num_stages - 1
     self._prefetch(ahead, self._slot(ahead))
+    return self._slot(i)
+
+
+def wait_after_the_next_copies(self, i):
+    ahead = i + self.num_stages - 1
+    self._prefetch(ahead, self._slot(ahead))
+    ring.plgpu.wait_gmem_to_smem(0)
     return self._slot(i)
 
 
@@ -257,6 +265,7 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
 NO_FAULT = {
     "none, decode": Fault(DECODE, {}),
     "none, many items": Fault(MANY_ITEMS, {}, ONE_HOPPER, TWO_KV_HEADS),
+    "none, cp.async": Fault(DECODE, {}, AMPERE),
     "none, prefill": Fault(PREFILL, {}),
     "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
     "none, 8 bits": Fault(PREFILL, {}, spec=EIGHT_BIT),
@@ -265,6 +274,8 @@ NO_FAULT = {
 }
 FAULTS = {
     "no wait": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
+    "no wait, cp.async": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}, AMPERE),
+    "waits for the next copies, too": Fault(DECODE, {(ring.Ring, "advance"): wait_after_the_next_copies}, AMPERE),
     "wrong block": Fault(DECODE, {(ring.Source, "parts"): parts_of_the_next_block}),
     "wrong block of the next item": Fault(
         MANY_ITEMS, {(decode, "Following"): of_the_heads_before}, ONE_HOPPER, TWO_KV_HEADS

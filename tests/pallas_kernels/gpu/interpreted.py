@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,14 +18,16 @@ from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDet
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantised
-from pallas_kernels.gpu import attention, device, prefill_tile, tuning
+from pallas_kernels.gpu import attention, decode, device, prefill_mma, prefill_tile, ring, tuning
 from pallas_kernels.gpu.parts import Parts
 from pallas_kernels.gpu.work_list import ITEM_NUM_BLOCKS
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 from tests.pallas_kernels.dense import Case
 
 HOPPER = device.INTERPRETED
-BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=2)  # the mma kernels, with TMA; cp.async is not interpreted
+BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=2)  # the mma kernels, with TMA
+AMPERE = device.Gpu(arch=(8, 0), num_multiprocessors=2)  # the mma kernels, with cp.async
+ADA = device.Gpu(arch=(8, 9), num_multiprocessors=2)  # the same, with fp8 and smaller blocks
 # One multiprocessor: its CTA, or its two of the mma prefill, take all tiles, one after the other.
 ONE_HOPPER = device.Gpu(arch=(9, 0), num_multiprocessors=1)
 ONE_BLACKWELL = device.Gpu(arch=(10, 0), num_multiprocessors=1)
@@ -120,6 +123,51 @@ def on(gpu: device.Gpu, parts: Parts | None) -> Iterator[None]:
         patches.enter_context(mock.patch.object(tuning, "MIN_DECODE_KEYS", SHORTEST_PART))
         if parts is not None:
             patches.enter_context(mock.patch.object(tuning, "prefill_parts", return_value=parts))
+        if not gpu.has_tma:
+            patches.enter_context(cp_async())
+        yield
+
+
+@contextlib.contextmanager
+def cp_async() -> Iterator[None]:
+    """Stands in for copies by cp.async, which the interpreter does not have, while kernels are traced.
+
+    Such a copy becomes one by TMA, which arrives at a barrier that the kernel does not see: one for the ring's copies,
+    one for the queries'. A wait for all copies becomes a wait at it and a fence, since the chip's wait ends with a
+    barrier of the threads. So a missing wait is a race here as well, and so is a copy to what is still read.
+    """
+    arrived: dict[str, Any] = {}
+
+    def kernel(body: Any, *, scratch_types: dict[str, Any], **options: Any) -> Any:
+        counts = {"ring_arrived": 2 * body.blocks.copies}
+        if "q_smem" in scratch_types:
+            counts["queries_arrived"] = body.shape.heads
+
+        def with_barriers(*arrays: Any, **scratch: Any) -> None:
+            arrived.update((name, scratch.pop(name)) for name in counts)
+            body(*arrays, **scratch)
+
+        barriers = {name: plgpu.Barrier(num_arrivals=count) for name, count in counts.items()}
+        return plgpu.kernel(with_barriers, scratch_types=scratch_types | barriers, **options)
+
+    def of(name: str) -> SimpleNamespace:
+        def copy(source: Any, place: Any, *, oob_mode: Any) -> None:
+            plgpu.copy_gmem_to_smem(source, place, arrived[name], oob_mode=oob_mode)
+
+        def wait(allowed: int) -> None:
+            assert allowed == 0  # the barriers count whole runs of copies
+            plgpu.barrier_wait(arrived[name])
+            plgpu.commit_smem()
+
+        own = {"kernel": kernel, "copy_gmem_to_smem": copy, "wait_gmem_to_smem": wait}
+        return SimpleNamespace(**vars(plgpu) | own)
+
+    ring_copies, query_copies = of("ring_arrived"), of("queries_arrived")
+    with contextlib.ExitStack() as patches:
+        for module in (ring, decode):
+            patches.enter_context(mock.patch.object(module, "plgpu", ring_copies))
+        for module in (prefill_tile, prefill_mma):
+            patches.enter_context(mock.patch.object(module, "plgpu", query_copies))
         yield
 
 

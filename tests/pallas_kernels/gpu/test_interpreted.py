@@ -15,6 +15,8 @@ from pallas_kernels.gpu.parts import Parts
 from pallas_kernels.spec import AttentionSpec, Backend
 from tests.pallas_kernels.dense import Case, Row, make_case
 from tests.pallas_kernels.gpu.interpreted import (
+    ADA,
+    AMPERE,
     BLACKWELL,
     HOPPER,
     ONE_BLACKWELL,
@@ -140,6 +142,43 @@ def test_decodes_over_pages_of_8_bits(heads, head_dim, page_size, kv_dtype):
     assert run(case, decode_only=True) == Findings()
 
 
+BY_THREADS = {
+    "bfloat16": (AMPERE, (4, 1), 128, 64, None),
+    "int8, one page a copy": (AMPERE, (4, 1), 64, 16, jnp.int8),
+    "fp8, blocks in a page": (ADA, (8, 1), 128, 128, FP8),
+    "a group in two tiles": (ADA, (12, 1), 64, 32, None),
+}
+
+
+@pytest.mark.parametrize(("gpu", "heads", "head_dim", "page_size", "kv_dtype"), BY_THREADS.values(), ids=BY_THREADS)
+def test_a_mixed_step_whose_threads_copy(gpu, heads, head_dim, page_size, kv_dtype):
+    """With a tile of padding, and no row of padding whose table it could read instead."""
+    rows = [*decodes(70, 9), *chunks((19, 300), (3, 3))]
+    kind = spec(heads, head_dim, page_size, kv_dtype=kv_dtype)
+    case = make_case(kind, rows, num_tokens=48, num_rows=4, pages_per_seq=-(-300 // page_size))
+    assert run(case, gpu, first_page=3) == Findings()
+
+
+@pytest.mark.parametrize(("gpu", "kv_dtype"), [(AMPERE, None), (AMPERE, jnp.int8), (ADA, FP8)])
+def test_decodes_in_parts_whose_threads_copy(gpu, kv_dtype):
+    rows = decodes(1, 700, 65)
+    case = make_case(spec((8, 2), 128, 16, kv_dtype=kv_dtype), rows, num_tokens=4, num_rows=4, pages_per_seq=44)
+    assert metadata_of(case, gpu, decode_only=True).decode.num_merges.tolist()[0] == 1
+    assert run(case, gpu, decode_only=True) == Findings()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["as computed", "fp8"])
+def test_drafts_in_parts_whose_threads_copy(kv_dtype):
+    rows = [*decodes(70, 2100), *chunks((4, 2100), (3, 100))]
+    case = make_case(spec((2, 1), kv_dtype=kv_dtype), rows, num_tokens=48, num_rows=4, pages_per_seq=33)
+    assert rows_cut(case, ADA, spec_decode=True) == {1, 2}
+    assert run(case, ADA, spec_decode=True) == Findings()
+
+
+def test_a_step_of_padding_only_whose_threads_copy():
+    assert run(make_case(spec(), [], num_tokens=16, num_rows=2, pages_per_seq=1), AMPERE) == Findings()
+
+
 def test_a_scale_that_is_no_number_spoils_its_own_head_only():
     case = make_case(
         spec((8, 2), 128, 64, kv_dtype=FP8), decodes(1, 300, 65), num_tokens=4, num_rows=4, pages_per_seq=5
@@ -248,7 +287,7 @@ def ragged_rows(draw) -> list[Row]:
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["as computed", "fp8"])
-@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL], ids=["wgmma", "mma"])
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, ADA], ids=["wgmma", "mma", "mma, cp.async"])
 def test_random_ragged_batches_equal_dense_attention(gpu, kv_dtype):
     @settings(max_examples=6, database=None)
     @given(rows=ragged_rows(), seed=st.integers(0, 1000))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu import tile_list, tuning
+from pallas_kernels.gpu import tile_list, tuning, work_list
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import NO_PARTS, Parts
 from pallas_kernels.gpu.prefill_tile import TileShape
@@ -22,6 +22,7 @@ prefill_tiles = jax.jit(
     tile_list.prefill_tiles,
     static_argnames=["num_tokens", "tile_tokens", "block_kv", "parts"],
 )
+decode_items = jax.jit(work_list.decode_items, static_argnames=["block_kv", "parts"])
 
 
 def make_list(
@@ -53,7 +54,7 @@ def test_tiles_of_a_mixed_step_by_hand():
         [2, 0, 2, 12, 88, 100, 0, 2, -1, 0],
         [3, 16, 24, 30, -12, 18, 0, 1, -1, 0],  # loaded from 16 on: a tile may not reach beyond the step
         [3, 8, 12, 24, -12, 18, 0, 1, -1, 0],
-        [ROWS, 16, 30, 32, 0, 0, 0, 0, -1, 0],  # padding
+        [ROWS - 1, 16, 30, 32, 0, 0, 0, 0, -1, 0],  # padding, in the table's last row
     ]
 
 
@@ -65,7 +66,7 @@ def test_a_short_chunk_on_a_long_context_is_cut_by_hand():
         [1, 0, 9, 13, 487, 500, 3, 6, 1, 0],
         [1, 0, 9, 13, 487, 500, 6, 8, 2, 8],
         [0, 0, 0, 9, 0, 9, 0, 1, -1, 0],
-        [ROWS, 0, 13, 16, 0, 0, 0, 0, -1, 0],
+        [ROWS - 1, 0, 13, 16, 0, 0, 0, 0, -1, 0],
     ]
     # Token, its first place, the distance to the next, the first partial result, how many, the place in the tile.
     assert merges == [[9 + i, 1 + i, 8, 0, 3, 9 + i] for i in range(4)]
@@ -105,12 +106,12 @@ def test_every_token_and_its_keys_are_in_exactly_one_tile(parts):
             assert shift % 8 == 0
             if part < 1 or first_block == 0:
                 assert (owner[begin:end] == -1).all()
-            owner[begin:end] = row
+            owner[begin:end] = row if kv_len else ROWS
             for token in range(begin, end):
                 blocks.setdefault(token, []).extend(range(first_block, end_block))
                 if part >= 0:
                     places[token, part] = token + shift
-            if row < ROWS:
+            if kv_len:
                 assert kv_len == kv_lens[row]
                 assert position == kv_len - sum(query_lens[: row + 1])
                 visible = -(-(end + position) // 64)
@@ -138,6 +139,49 @@ def test_every_token_and_its_keys_are_in_exactly_one_tile(parts):
     check()
 
 
+@pytest.mark.parametrize("parts", [NO_PARTS, PARTS], ids=["whole", "cut"])
+@pytest.mark.parametrize(("num_tokens", "tile_tokens"), [(8, 8), (64, 16), (320, 64)])
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+def test_every_entry_names_a_row_of_the_page_table(num_rows, num_tokens, tile_tokens, parts):
+    """Used or not, in full steps and in steps of padding only: kernels may fetch before they know that there is nothing
+    to do."""
+    block_kv, pages_per_seq = 64, 24
+
+    @settings(max_examples=20)
+    @given(data=st.data())
+    def check(data):
+        query_lens, left = [], num_tokens
+        while left and len(query_lens) < num_rows and data.draw(st.booleans()):
+            query_lens.append(data.draw(st.integers(1, left)))
+            left -= query_lens[-1]
+        query_lens.sort(key=lambda query_len: query_len != 1)
+        singles = query_lens.count(1)
+        query_lens += [0] * (num_rows - len(query_lens))
+        longest = block_kv * pages_per_seq
+        kv_lens = [min(q + data.draw(st.integers(0, longest)), longest) if q else 0 for q in query_lens]
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        found = prefill_tiles(
+            np.asarray(kv_lens, np.int32), starts, np.int32(singles), num_tokens=num_tokens, tile_tokens=tile_tokens,
+            block_kv=block_kv, parts=parts,
+        )  # fmt: skip
+        tiles = np.asarray(found.tiles)
+        items = np.asarray(
+            decode_items(
+                np.asarray(kv_lens, np.int32), np.arange(num_rows) < singles, block_kv=block_kv, parts=parts
+            ).items
+        )
+        rows = np.concatenate([tiles[:, tile_list.TILE_ROW], items[:, work_list.ITEM_ROW]])
+        assert ((rows >= 0) & (rows < num_rows)).all()
+        used = tiles[: int(found.num_tiles[0])]
+        first = used[:, tile_list.TILE_TOKEN]
+        assert ((first >= 0) & (first <= num_tokens - tile_tokens)).all()
+        padding = used[used[:, tile_list.TILE_BEGIN] >= sum(query_lens)]
+        assert (padding[:, tile_list.TILE_KV_LEN] == 0).all()
+        assert (padding[:, tile_list.TILE_FIRST_BLOCK] == padding[:, tile_list.TILE_END_BLOCK]).all()
+
+    check()
+
+
 def test_how_a_row_is_cut_does_not_depend_on_the_step():
     @settings(max_examples=30)
     @given(step=steps(), query_len=st.integers(2, 60), past=st.integers(0, 1500))
@@ -148,7 +192,7 @@ def test_how_a_row_is_cut_does_not_depend_on_the_step():
             mine = [*query_lens[:before], query_len], [*kv_lens[:before], query_len + past]
             parts = replace(PARTS, max_slots=1 << 14)
             tiles, _ = make_list(*mine, min(before, num_singles), 512, 32, parts)
-            row = [tile for tile in tiles if tile[0] == before]
+            row = [tile for tile in tiles if tile[0] == before and tile[tile_list.TILE_KV_LEN]]
             cuts.append({(tile[6], tile[7]) for tile in row if tile[3] == max(tile[3] for tile in row)})
         assert cuts[0] == cuts[1] == cuts[2]
 
@@ -177,7 +221,7 @@ def test_parts_of_an_h200(model, rows, parts, kv_heads):
         tile_tokens=tuning.prefill_tile_tokens(gpu, spec), block_kv=128, parts=cut,
     )  # fmt: skip
     tiles = np.asarray(found.tiles)
-    own = tiles[tiles[:, tile_list.TILE_ROW] == 0]
+    own = tiles[tiles[:, tile_list.TILE_KV_LEN] > 0]
     assert len({tuple(tile) for tile in own[:, tile_list.TILE_FIRST_BLOCK :][:, :1].tolist()}) == parts
 
 
