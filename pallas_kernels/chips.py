@@ -85,7 +85,7 @@ EIGHT_BIT_SPEED = 2.0
 # rounded to int8. There is no product with "int4-g16", groups of 16 inputs.
 CPU_READS = frozenset({"int8", "int4", "int4-exact", "int6"})
 CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1, "int6": 1, "int4": 1}
-XLA_CPU_READS = frozenset({"int8"})  # of CPUs without it
+XLA_READS = frozenset({"int8"})  # of CPUs without it, and of TPUs that are not in the table
 
 
 @dataclass(frozen=True, kw_only=True)

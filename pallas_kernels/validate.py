@@ -22,6 +22,10 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
 
     A backend's own limits are in its `validate`. The GPU kernels take up to 16 query heads per KV head. The TPU kernels
     take as many as fit the smallest VMEM with the smallest blocks. The reference takes any number.
+
+    Raises:
+        UnavailableError: the backend does not take the spec, or the chip that it would run on. Another backend does.
+        ValueError: no backend takes the spec.
     """
     if spec.num_query_heads < 1 or spec.num_kv_heads < 1:
         raise ValueError(f"there must be query heads and KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}")

@@ -35,7 +35,7 @@ from pallas_kernels.gpu.prefill_body import PrefillOperands
 from pallas_kernels.gpu.prefill_tile import TileShape
 from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT, TileList, prefill_tiles
 from pallas_kernels.gpu.work_list import ItemList, decode_items
-from pallas_kernels.spec import AttentionSpec, RaggedBatch
+from pallas_kernels.spec import AttentionSpec, RaggedBatch, UnavailableError
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)  # tokens
@@ -62,19 +62,19 @@ class AttentionMetadata:
 
 
 def validate(spec: AttentionSpec) -> None:
-    """Raises ValueError, before tracing, if these kernels do not support `spec`."""
+    """Raises UnavailableError, before tracing, if these kernels do not support `spec`."""
     if spec.head_dim not in HEAD_DIMS:
-        raise ValueError(f"the GPU kernels take head_dim in {HEAD_DIMS}: {spec.head_dim=}")
+        raise UnavailableError(f"the GPU kernels take head_dim in {HEAD_DIMS}: {spec.head_dim=}")
     if spec.page_size not in PAGE_SIZES:
-        raise ValueError(f"the GPU kernels take page_size in {PAGE_SIZES}: {spec.page_size=}")
+        raise UnavailableError(f"the GPU kernels take page_size in {PAGE_SIZES}: {spec.page_size=}")
     if jnp.dtype(spec.dtype) not in [jnp.dtype(dtype) for dtype in DTYPES]:
-        raise ValueError(f"the GPU kernels take bfloat16 or float16: {spec.dtype=}")
+        raise UnavailableError(f"the GPU kernels take bfloat16 or float16: {spec.dtype=}")
     arch = device.current().arch
     if jnp.dtype(spec.kv_dtype) == jnp.float8_e4m3fn and not arch_converts_fp8(arch):
-        raise ValueError(f"this GPU has no instruction that converts fp8, use int8: {spec.kv_dtype=} {arch=}")
+        raise UnavailableError(f"this GPU has no instruction that converts fp8, use int8: {spec.kv_dtype=} {arch=}")
     group = spec.num_query_heads // spec.num_kv_heads
     if group > decode.TILE_M:
-        raise ValueError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
+        raise UnavailableError(f"the GPU kernels take up to {decode.TILE_M} query heads per KV head: {group=}")
 
 
 def make_metadata(

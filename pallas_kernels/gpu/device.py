@@ -9,6 +9,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.extend import backend as jax_backend
 
 from pallas_kernels.chips import SHARED_MEMORY
+from pallas_kernels.spec import UnavailableError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,10 @@ class Gpu:
 
     def __post_init__(self) -> None:
         if self.arch not in SHARED_MEMORY:
-            raise ValueError(f"no kernels for this GPU: {self.arch=}; there are for {sorted(SHARED_MEMORY)}")
+            have = ", ".join(f"{major}.{minor}" for major, minor in sorted(SHARED_MEMORY))
+            raise UnavailableError(
+                f"there are no kernels for GPUs of compute capability {self.arch[0]}.{self.arch[1]}, only of {have}"
+            )
 
     @property
     def multiprocessor_shared_memory(self) -> int:

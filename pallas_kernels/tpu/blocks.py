@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips, tuning
+from pallas_kernels.spec import UnavailableError
 from pallas_kernels.tpu import decode_memory, mixed_memory, paging
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
 from pallas_kernels.tpu.layout import LANES, Geometry
@@ -56,7 +57,7 @@ class BlockSizes:
 
 
 def validate_memory(g: Geometry) -> None:
-    """Raises ValueError if, with these heads, even the smallest blocks do not fit every chip's VMEM."""
+    """Raises UnavailableError if, with these heads, even the smallest blocks do not fit every chip's VMEM."""
     choose(g, LONGEST // g.page_size)
 
 
@@ -79,8 +80,8 @@ def choose(
     have any number.
 
     Raises:
-        ValueError: the chip's VMEM does not hold such blocks, or the rows of `max_decodes` decodes. A chip that is not
-            in the table is assumed to have the smallest VMEM.
+        UnavailableError: the chip's VMEM does not hold such blocks, or the rows of `max_decodes` decodes. A chip that
+            is not in the table is assumed to have the smallest VMEM.
     """
     tuned = {} if chip is None else tuning.lookup(chip, key(g)) or {}
     vmem = chips.TPUS[chip].vmem_bytes if chip in chips.TPUS else SMALLEST_VMEM
@@ -91,7 +92,7 @@ def choose(
         mixed = _shorten(MixedBlocks(**tuned["mixed"]), g, pages_per_seq)
     needed = decode_memory.vmem_bytes(g, decode, decode_memory.max_rows(g, max_decodes))
     if needed > vmem:
-        raise ValueError(
+        raise UnavailableError(
             f"the TPU decode kernel takes {needed >> 20} MiB of VMEM for {max_decodes} rows, {g.queries_per_plane} "
             f"query rows in each of {g.num_k_planes} planes of 128 lanes, and the chip has {vmem >> 20} MiB: take "
             f"fewer sequences in a step, or split the heads over more chips"
@@ -161,8 +162,8 @@ def _of_spec_decode(g: Geometry, pages_per_seq: int, vmem: int, queries: int) ->
     return sizes
 
 
-def _too_large(needed: int, g: Geometry, vmem: int) -> ValueError:
-    return ValueError(
+def _too_large(needed: int, g: Geometry, vmem: int) -> UnavailableError:
+    return UnavailableError(
         f"the TPU kernel's smallest blocks take {needed >> 20} MiB of VMEM for {g.queries_per_plane} query "
         f"rows in each of {g.num_k_planes} planes of 128 lanes, and the chip has {vmem >> 20} MiB: split the "
         f"heads over more chips"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, UnavailableError
 
 KV_HEAD_AXIS = 1
 LANES = 128
@@ -120,18 +120,18 @@ def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
 
 
 def validate(spec: AttentionSpec) -> None:
-    """Raises ValueError, before tracing, if these kernels do not support `spec`."""
+    """Raises UnavailableError, before tracing, if these kernels do not support `spec`."""
     if spec.head_dim not in (64, 128):
-        raise ValueError(f"the TPU kernel takes head_dim 64 or 128: {spec.head_dim=}")
+        raise UnavailableError(f"the TPU kernel takes head_dim 64 or 128: {spec.head_dim=}")
     if jnp.dtype(spec.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
-        raise ValueError(f"the TPU kernel computes in bfloat16 (or float32, slowly): {spec.dtype=}")
+        raise UnavailableError(f"the TPU kernel computes in bfloat16 (or float32, slowly): {spec.dtype=}")
     if jnp.dtype(spec.kv_dtype) not in (jnp.dtype(spec.dtype), jnp.dtype(jnp.int8)):
-        raise ValueError(
+        raise UnavailableError(
             f"the TPU kernel stores K and V in the queries' dtype or in int8: {spec.kv_dtype=} {spec.dtype=}"
         )
     size, smallest = spec.page_size, 2 * MIN_PAGE_SIZE if spec.has_kv_scales else MIN_PAGE_SIZE
     if not smallest <= size <= MAX_PAGE_SIZE or size & (size - 1):
-        raise ValueError(
+        raise UnavailableError(
             f"the TPU kernel takes pages of a power of two from {smallest} to {MAX_PAGE_SIZE} tokens of "
             f"{jnp.dtype(spec.kv_dtype)}: {spec.page_size=}"
         )

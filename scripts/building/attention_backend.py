@@ -2,7 +2,8 @@
 
 A kernel that a compiler refuses, or that computes wrong numbers on this device, never serves a token: with
 `--attention-backend auto` the next candidate is taken, with a warning; a backend asked for by name is an error. The
-same holds for a CPU's C code where there is no compiler for it.
+same holds for kernels that do not take this chip, dtype, head or page size, and for a CPU's C code where there is no
+compiler for it.
 
 Where a test runs depends on what its failure would spoil. Every test has a time limit.
 
@@ -25,7 +26,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -150,12 +151,19 @@ def choose_attention(
             warning = f"WARNING: serving with the attention backend {backend}. Not used: {_reasons(failures)}"
             return Chosen(attention=attention, info=info, remarks=(warning, remark))
         return Chosen(attention=attention, info=info, remarks=(remark,))
-    raise ValueError(f"--attention-backend {requested} cannot be used here: {_reasons(failures)}")
+    raise ValueError(none_can_be_used(requested, failures))
 
 
-def is_tested_by_a_child(candidates: Sequence[Backend]) -> bool:
-    """Whether the test of the first one leaves this process idle."""
-    return _can_a_child_test(candidates[0], may_fail=len(candidates) > 1)
+def none_can_be_used(requested: str, failures: Mapping[str, str]) -> str:
+    """The message of a start without an attention backend. `failures` are the reasons, by backend."""
+    instead = "" if requested == "auto" else "; --attention-backend auto chooses one that can"
+    return f"--attention-backend {requested} cannot be used here: {_reasons(failures)}{instead}"
+
+
+def is_tested_by_a_child(backend: Backend, candidates: Sequence[Backend]) -> bool:
+    """Whether the test of the backend, the first of the candidates that computes the model's attention, leaves this
+    process idle."""
+    return _can_a_child_test(backend, may_fail=backend is not candidates[-1])
 
 
 def _can_a_child_test(backend: Backend, *, may_fail: bool) -> bool:
@@ -339,7 +347,7 @@ def _warning_after(seconds: float, message: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _reasons(failures: dict[str, str]) -> str:
+def _reasons(failures: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in failures.items())
 
 

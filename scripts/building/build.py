@@ -326,12 +326,11 @@ def build_runner(
             again = partial(build_runner, report=_say_nothing, tokenizer=tokenizer, only_programs=True)
             trace_ahead(runner, own, ladder.buckets(), platform, again)
 
-    # While another process tests the first candidate, this one traces its programs.
-    early = None
-    if compile_meanwhile and others is None and is_tested_by_a_child(candidates):
-        attention = chips.attention(backends.make, candidates[0])
-        early = runner_over(attention)
-        start_compiling(early[0], attention, only_trace=True)
+    # While another process tests the first candidate that applies, this one traces its programs.
+    early, first = None, chips.first_attention(backends.make, candidates)
+    if compile_meanwhile and others is None and is_tested_by_a_child(first.backend, candidates):
+        early = runner_over(first)
+        start_compiling(early[0], first, only_trace=True)
     try:
         with phase("self-test", report) as say:
             chosen = choose_attention(
@@ -352,7 +351,7 @@ def build_runner(
             early[0].stop_compiling()
         raise
     attention = chosen.attention
-    if early is not None and attention.backend is not candidates[0]:
+    if early is not None and attention.backend is not first.backend:
         early[0].stop_compiling()
         early = None
     runner, shaped_by = early or runner_over(attention)

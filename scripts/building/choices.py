@@ -180,23 +180,24 @@ def chip_products(platform: str) -> dict[str, Any]:
     """
     import jax
 
-    from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_CPU_READS, arch_reads, arch_rounded_rows
+    from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
 
+    of_xla: dict[str, Any] = {"reads": XLA_READS, "rounded_rows": {}}
     if platform == "gpu":
         major, minor = map(int, jax.devices()[0].compute_capability.split("."))
         return {"reads": arch_reads((major, minor)), "rounded_rows": arch_rounded_rows((major, minor))}
     if platform == "tpu":
         from pallas_kernels.tpu.blocks import this_chip
 
-        chip = TPUS[this_chip()]
-        return {"reads": chip.reads, "rounded_rows": chip.rounded_rows}
+        chip = TPUS.get(this_chip())
+        return {"reads": chip.reads, "rounded_rows": chip.rounded_rows} if chip else of_xla
     from pallas_kernels.cpu.library import find_compiler
     from pallas_kernels.spec import UnavailableError
 
     try:
         find_compiler()
     except UnavailableError:  # XLA's loops read int8 fastest with inputs as they are; the start says what is missing
-        return {"reads": XLA_CPU_READS, "rounded_rows": {}}
+        return of_xla
     return {"reads": CPU_READS, "rounded_rows": CPU_ROUNDED_ROWS}
 
 

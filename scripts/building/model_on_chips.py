@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from scripts.building.attention_backend import none_can_be_used
 from scripts.building.choices import choose_kv_dtype
 from scripts.flags.settings import EngineSettings
 
@@ -63,7 +64,9 @@ class ModelOnChips:
         self._limits = limits
 
     def attention(self, make: MakeAttention, backend: Backend) -> PagedAttention:
-        """The attention over one backend, on which the dtype and the size of pages depend."""
+        """The attention over one backend, on which the dtype and the size of pages depend. Raises UnavailableError if
+        the backend does not compute the model's attention or the draft's."""
+        self.draft_over(make, backend)
         return self._attention(make, backend, self.config, self.mesh)
 
     def share_of_a_chip(self, make: MakeAttention, backend: Backend) -> PagedAttention:
@@ -86,29 +89,29 @@ class ModelOnChips:
             pack_for_tpu(model, self.mesh)
 
     def check_fits(self, make: MakeAttention, candidates: Sequence[Backend]) -> None:
-        """Raises ValueError if a chip of this process has too little memory. The backend is the first of the candidates
-        that computes the model's attention."""
+        """Raises ValueError if there is no `first_attention`, or a chip of this process has too little memory."""
         import jax
 
         from model.execution.device_memory import device_memory
         from model.execution.memory_plan import check_fits, memory_needs
 
-        attention = self._first_attention(make, candidates)
+        attention = self.first_attention(make, candidates)
         needs = memory_needs(self.planned, attention, self._limits, self.draft_over(make, attention.backend))
         memory = device_memory(jax.local_devices()[0])
         memory = replace(memory, free=memory.free - needs.weights)
         check_fits(memory, needs, self._limits, page_size=attention.spec.page_size)
 
-    def _first_attention(self, make: MakeAttention, candidates: Sequence[Backend]) -> PagedAttention:
+    def first_attention(self, make: MakeAttention, candidates: Sequence[Backend]) -> PagedAttention:
+        """The attention over the first candidate that computes it. Raises UnavailableError if there is none."""
         from pallas_kernels.spec import UnavailableError
 
-        *preferred, last = candidates
-        for backend in preferred:
+        failures = dict[str, str]()
+        for backend in candidates:
             try:
                 return self.attention(make, backend)
-            except UnavailableError:
-                continue
-        return self.attention(make, last)
+            except UnavailableError as error:
+                failures[backend] = str(error)
+        raise UnavailableError(none_can_be_used(self._settings.attention_backend, failures))
 
     def _attention(self, make: MakeAttention, backend: Backend, config: LlamaConfig, mesh: Any) -> PagedAttention:
         from pallas_kernels.layout import default_page_size

@@ -24,9 +24,11 @@ def choose_num_chips(
         check: raises ValueError if the model does not fit on so many chips, or cannot be divided over them.
 
     Raises:
-        ValueError: the model fits on no number of chips (the error is that of the largest number), or several hosts
-            are asked for another number than all their chips.
+        ValueError: the model fits on no number of chips (the error is that of the largest number, or the first about
+            the attention backend), or several hosts are asked for another number than all their chips.
     """
+    from pallas_kernels.spec import UnavailableError
+
     if num_hosts > 1:
         if asked not in (None, num_devices):
             raise ValueError(
@@ -42,7 +44,8 @@ def choose_num_chips(
         try:
             check(num_chips)
         except ValueError as error:
-            refusal = error
+            if not isinstance(refusal, UnavailableError):
+                refusal = error
         else:
             return num_chips
     raise refusal

@@ -146,14 +146,16 @@ def chip_times(config: LlamaConfig, chip: TpuChip | GpuChip, *, weight_bits: int
 
 
 def attached_chip(platform: str) -> TpuChip | GpuChip:
-    """The chip of the attached devices. In place of a GPU that is not in the table stands the one that computes the
+    """The chip of the attached devices. In place of one that is not in the table stands the one that computes the
     fewest tokens in the time of reading a weight: on it, drafts pay least often."""
     import jax
 
     if platform == "tpu":
         from pallas_kernels.tpu.blocks import this_chip
 
-        return TPUS[this_chip()]
+        return TPUS.get(this_chip()) or min(
+            TPUS.values(), key=lambda chip: chip.clock_hz * chip.flops_per_cycle / chip.memory_bytes_per_s
+        )
     kind = jax.devices()[0].device_kind
     known = {chip.device_kind: chip for chip in GPUS.values()}
     return known.get(kind) or min(known.values(), key=lambda chip: chip.bf16_flops_per_s / chip.memory_bytes_per_s)

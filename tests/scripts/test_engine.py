@@ -16,7 +16,7 @@ from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
 from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, Rounding, SixBit
-from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_CPU_READS
+from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_READS
 from pallas_kernels.spec import Backend
 from scripts.building.build import OtherHosts, build_runner
 from scripts.building.choices import (
@@ -166,7 +166,7 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
     awq = {"packing": "AWQ int4", "activations": Activations.EXACT, "four_bit": rounded, "exact_form": exact}
     said = "AWQ int4 checkpoint, kept: projections are int4, groups of 128 with float16 scales and zero points, and"
     assert choose(None, **awq) == choose("int4", **awq) == (exact, None, None, f"{said} the head is int8")
-    assert choose("int8", **awq)[:3] == choose(None, XLA_CPU_READS, {}, **awq)[:3] == (INT8, None, None)
+    assert choose("int8", **awq)[:3] == choose(None, XLA_READS, {}, **awq)[:3] == (INT8, None, None)
     assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **awq)[:3] == (rounded, None, None)
     gguf = {"packing": "GGUF Q4_1", "activations": Activations.BLOCKS}
     with_head, said = Rounding(with_head=True), "inputs of projections and of the head are rounded to int8, too, each "
@@ -175,7 +175,7 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
         kept = gguf | {"exact_form": form, "four_bit_fault": "its types differ"}
         assert choose(None, **kept)[:3] == choose(form.kind, **kept)[:3] == (form, with_head, in_blocks)
         assert choose("int8", **kept)[:3] == (INT8, with_head, of_tokens)
-        assert choose(None, XLA_CPU_READS, {}, **kept)[:3] == (INT8, None, None)
+        assert choose(None, XLA_READS, {}, **kept)[:3] == (INT8, None, None)
         assert choose(None, GPUS["h100"].reads, GPUS["h100"].rounded_rows, **kept)[:3] == (INT8, None, None)
         assert choose(None, TPUS["v5e"].reads, TPUS["v5e"].rounded_rows, **kept)[:3] == (INT8, None, None)
     form, _ = choose_quantization("int4", None, config, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS)

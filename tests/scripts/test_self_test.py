@@ -14,7 +14,8 @@ from batcher.buckets import BucketConfig
 from batcher.request import Request, SamplingParams
 from pallas_kernels.cpu import library, products
 from pallas_kernels.self_test import Program
-from scripts.building.attention_backend import NOT_TESTED, self_test_programs
+from pallas_kernels.spec import Backend
+from scripts.building.attention_backend import NOT_TESTED, Backends, paged_attention, self_test_programs
 from scripts.building.build import build_runner, warm_engine
 from scripts.building.limits import bucket_config
 from scripts.flags.settings import EngineSettings
@@ -175,6 +176,30 @@ def test_the_programs_of_a_form_are_traced_while_another_process_tests_it(kind, 
     own, others = (serve_all(warm_engine(b, report), [REQUEST]).tokens for b in (built, expected))
     assert len(own[0]) == 4
     assert own == others
+
+
+def test_a_start_whose_model_the_kernels_do_not_take_serves_with_the_reference(settings):
+    """With the kernels' own check of the model, whose heads have 16 dimensions, and programs compiled meanwhile."""
+    gpus = Backends(candidates=lambda *_: (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE), make=paged_attention)
+    said: list[str] = []
+    built = build_runner(settings, said.append, compile_meanwhile=True, backends=gpus)
+    failures = built.info.attention.failures
+    assert (built.info.attention.backend, list(failures)) == ("reference", ["gpu", "gpu-mma"])
+    assert all("the GPU kernels take head_dim in (64, 128): spec.head_dim=16" in reason for reason in failures.values())
+    (line,) = (line for line in said if line.startswith("  self-test"))
+    assert f"WARNING: serving with the attention backend reference. Not used: gpu: {failures['gpu']}" in line
+    expected = build_runner(replace(settings, attention_backend="reference"), said.append)
+    own, others = (serve_all(warm_engine(b, said.append), [REQUEST]).tokens for b in (built, expected))
+    assert len(own[0]) == 4
+    assert own == others
+    with pytest.raises(
+        ValueError, match=r"^--attention-backend gpu cannot be used here: gpu: the GPU kernels take head"
+    ):
+        build_runner(
+            replace(settings, attention_backend="gpu"),
+            said.append,
+            backends=replace(gpus, candidates=lambda *_: (Backend.GPU,)),
+        )
 
 
 def test_a_hang_that_no_other_form_can_replace_ends_the_start(settings, tmp_path):
