@@ -6,7 +6,6 @@ Llama 3's vocabulary, this one 0.2 s. The bytes of the tensors are decoded in `m
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ MAX_ENTRIES = 1 << 16  # of the metadata, and as many tensors
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
+FIRST_BYTES = 1 << 24  # of a file; those of Llama 3 have a head of 8 MB
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens in `tokenizer.ggml.token_type`
 _MAGIC = b"GGUF"
 # The types of metadata by their numbers.
@@ -60,14 +60,17 @@ class GgufFile:
             OSError: it cannot be opened.
         """
         check_is_file(path)
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
+        with path.open("rb") as file:  # not mapped: another program may write it anew at any time
+            data = file.read(FIRST_BYTES)
+            if not data.startswith(_MAGIC):
                 raise ValueError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            while True:
                 try:
                     return _read(path, data)
                 except struct.error as error:
-                    raise ValueError(f"{path} is cut off within its head") from error
+                    if not (more := file.read(min(len(data), MAX_TOKENIZER_BYTES - len(data)))):
+                        raise ValueError(f"{path} is cut off within its head") from error
+                    data += more
                 except ValueError as error:
                     raise ValueError(f"{path}: {error}") from error
 
@@ -78,12 +81,13 @@ class GgufFile:
             return None
         if tensor.type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_ENTRIES:
             raise ValueError(f"{self.path}: {name} is not a short list of float32 values")
-        num_bytes = 4 * tensor.shape[0]
-        if tensor.offset + num_bytes > self.path.stat().st_size:
-            raise ValueError(f"{self.path} is cut off before the end of {name}")
+        layout = struct.Struct(f"<{tensor.shape[0]}f")
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
-            return struct.unpack(f"<{tensor.shape[0]}f", file.read(num_bytes))
+            content = file.read(layout.size)
+        if len(content) < layout.size:
+            raise ValueError(f"{self.path} is cut off before the end of {name}")
+        return layout.unpack(content)
 
 
 def is_gguf(path: Place) -> bool:
@@ -91,7 +95,7 @@ def is_gguf(path: Place) -> bool:
     return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
-def _read(path: Path, data: mmap.mmap) -> GgufFile:
+def _read(path: Path, data: bytes) -> GgufFile:
     cursor = _Cursor(data, len(_MAGIC))
     version = cursor.number("I")
     if version not in VERSIONS:
@@ -112,10 +116,9 @@ def _read(path: Path, data: mmap.mmap) -> GgufFile:
 class _Cursor:
     """Reads value after value. struct.error if the file ends too early."""
 
-    def __init__(self, data: mmap.mmap, position: int):
+    def __init__(self, data: bytes, position: int):
         self._data = data
         self.position = position
-        self._end = min(len(data), MAX_TOKENIZER_BYTES)
 
     def number(self, code: str) -> Any:
         return self._numbers(code, 1)[0]
@@ -136,7 +139,7 @@ class _Cursor:
 
     def strings(self, count: int) -> list[str]:
         """The loop is short because a vocabulary has hundreds of thousands of strings."""
-        data, position, length_at, end = self._data, self.position, struct.Struct("<Q").unpack_from, self._end
+        data, position, length_at, end = self._data, self.position, struct.Struct("<Q").unpack_from, len(self._data)
         found = []
         for _ in range(count):
             start = position + 8

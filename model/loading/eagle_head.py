@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.inputs.words import shown
 from model.loading.hf_format import INDEX_FILE, LAYER, SINGLE_FILE, Source, layer_shapes
-from model.loading.remote_tensors import RemoteSlice, RemoteTensors
+from model.loading.remote_tensors import File, RemoteSlice, RemoteTensors, check_unchanged, readable
 from model.loading.tensor_files import DTYPES, files_in
 from model.loading.tensors import Reader, Tensors
-from model.loading.torch_file import TorchTensor, read_torch_file
+from model.loading.torch_file import read_torch_file
 from model.loading.weights import fill_each, join, random_values, read_source, seeds_of
 from model.network.eagle import EagleHead
 from model.network.sharding import abstract_head, num_shards_of
@@ -60,14 +60,20 @@ class HeadFiles:
     def __init__(self, folder: Path, config: EagleConfig):
         self._folder = folder
         self._config = config
-        self._slices: dict[str, RemoteSlice | TorchTensor] = {}
+        self._slices: dict[str, RemoteSlice] = {}
         self._names: dict[str, str] = {}  # as they are stored
+        self._versions: dict[File, str] = {}
 
     def __enter__(self) -> Self:
         self._check([problem for name, value in self._stored() for problem in self._add(name, value)])
         return self
 
     def __exit__(self, *exc: object) -> None: ...
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if another head has taken this one's place since it was opened."""
+        for file, version in self._versions.items():
+            check_unchanged(file, version)
 
     @property
     def has_embedding(self) -> bool:
@@ -82,11 +88,8 @@ class HeadFiles:
         return tuple(self._slices[key].get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        stored = self._slices[key]
-        if isinstance(stored, RemoteSlice):
-            start, stop, _ = rows.indices(self.shape(key)[0])
-            return stored.rows(start, stop).__getitem__
-        return stored.__getitem__
+        start, stop, _ = rows.indices(self.shape(key)[0])
+        return self._slices[key].rows(start, stop).__getitem__
 
     def tokens(self) -> np.ndarray:
         """i32[draft_vocab_size]: the model's token of each draft token. ValueError if the tables contradict."""
@@ -116,15 +119,16 @@ class HeadFiles:
                 return False
         return True
 
-    def _stored(self) -> Iterator[tuple[str, RemoteSlice | TorchTensor]]:
+    def _stored(self) -> Iterator[tuple[str, RemoteSlice]]:
         has_safetensors = any((self._folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-        if not has_safetensors and (self._folder / TORCH_FILE).exists():
-            yield from read_torch_file(self._folder / TORCH_FILE).items()
-            return
-        for name in files_in(self._folder):
-            yield from RemoteTensors(self._folder / name).slices().items()
+        is_torch = not has_safetensors and (self._folder / TORCH_FILE).exists()
+        for name in [TORCH_FILE] if is_torch else files_in(self._folder):
+            path = self._folder / name
+            file = readable(path)
+            self._versions[file] = file.version()
+            yield from (read_torch_file(path) if is_torch else RemoteTensors(path).slices()).items()
 
-    def _add(self, stored: str, value: RemoteSlice | TorchTensor) -> list[str]:
+    def _add(self, stored: str, value: RemoteSlice) -> list[str]:
         match = _PREFIXES.match(stored)
         assert match is not None, "the pattern matches every text"
         name = ("layer." if match[2] else "") + stored[match.end() :]
@@ -194,7 +198,9 @@ class StoredHead:
                 groups = num_shards if len(parts) > 1 else 1
                 return jax.block_until_ready(join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding))
 
-            return _filled(head, files.tokens(), make)
+            filled = _filled(head, files.tokens(), make)
+            files.check_unchanged()
+            return filled
 
 
 def random_head(config: EagleConfig, *, seed: int, **form: Any) -> EagleHead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from model.config import LlamaConfig, projections
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.inputs.words import shown
-from model.loading.gguf_tensors import check_places, faults_of, name_of, num_bytes_of, stored_rows, values_of
+from model.loading.gguf_tensors import check_places, faults_of, name_of, stored_rows, values_of
 from model.loading.remote_tensors import LocalFile
 
 _EXPECTED = {"general.type": "adapter", "general.architecture": "llama", "adapter.type": "lora"}
@@ -31,10 +31,9 @@ class _Slice:
         return list(self.tensor.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        start, (num_rows, num_columns) = self.tensor.offset, self.tensor.shape
-        content = np.frombuffer(self.file.read_range(start, start + num_bytes_of(self.tensor)), np.uint8)
+        num_rows, num_columns = self.tensor.shape
         rows = stored_rows(self.key, self.config, np.arange(num_rows))
-        return values_of(content, replace(self.tensor, offset=0), rows, 0, num_columns)[index]
+        return values_of(self.file, self.tensor, rows, 0, num_columns)[index]
 
 
 def open_gguf_adapter(path: Path, config: LlamaConfig) -> tuple[dict[str, Any], float, list[str]]:

@@ -24,6 +24,7 @@ from model.loading import gguf_config
 from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
 from model.loading.gguf_six_bit import six_bit_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, fused_projections, sources
+from model.loading.remote_tensors import LocalFile, check_unchanged
 from model.loading.tensors import Checkpoint, Reader
 from model.quantization.forms import (
     HEAD_PATH,
@@ -78,21 +79,18 @@ class GgufTensors(Checkpoint):
     """
 
     def __init__(self, path: Path, config: LlamaConfig):
-        self._path = path
+        self._file = LocalFile(path)
+        self._version = ""
         self._config = config
         self._tensors: Mapping[str, GgufTensor] = {}  # in the order of the file
-        self._bytes: np.ndarray = np.empty(0, np.uint8)
 
     def __enter__(self) -> Self:
-        file = GgufFile.read(self._path)
+        self._version = self._file.version()
+        file = GgufFile.read(self._file.path)
         self._tensors = file.tensors
-        self._bytes = np.memmap(self._path, np.uint8, "r")
         self._check()
-        check_places(file, len(self._bytes))
+        check_places(file, self._file.stat().st_size)
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bytes = np.empty(0, np.uint8)
 
     def with_own_head(self) -> LlamaConfig:
         """The config: the file's metadata and tensors have already decided whether the head is tied."""
@@ -171,14 +169,14 @@ class GgufTensors(Checkpoint):
         return partial(self._read, key)
 
     def check_unchanged(self) -> None:
-        """The file stays mapped as it was."""
+        check_unchanged(self._file, self._version)
 
     def _read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`. Quantised blocks are dequantised to float32."""
         tensor = self._tensor(key)
         *rows, columns = (np.arange(size)[part] for part, size in zip(index, tensor.shape, strict=True))
         chosen = stored_rows(key, self._config, rows[0]) if rows else np.zeros(1, np.int64)
-        values = values_of(self._bytes, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
+        values = values_of(self._file, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
     def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
@@ -197,10 +195,9 @@ class GgufTensors(Checkpoint):
             part = six_bit_part
         else:
             part = four_bit_part if form.numbers is Numbers.CHIP else exact_part
-        blocks = _blocks(self._bytes, tensor)
-        chosen = (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
         with np.errstate(invalid="ignore", over="ignore"):  # as in `values_of`
-            return np.concatenate([part(name, Type(tensor.type), blocks[rows], first, end) for rows in chosen])
+            blocks = _blocks(self._file, tensor, rows)
+            return np.concatenate([part(name, Type(tensor.type), some, first, end) for some in blocks])
 
     def _block_types(self) -> list[str]:
         """The quantised types of the projections, by name. The head may be of another type than the projections."""
@@ -224,7 +221,7 @@ class GgufTensors(Checkpoint):
         for name in sorted(expected.keys() & self._tensors.keys()):
             problems += [f"{name} {problem}" for problem in faults_of(self._tensors[name], expected[name])]
         if problems:
-            raise ValueError(f"{self._path} does not hold this model's weights: {'; '.join(problems)}")
+            raise ValueError(f"{self._file} does not hold this model's weights: {'; '.join(problems)}")
 
 
 def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
@@ -285,24 +282,27 @@ def num_bytes_of(tensor: GgufTensor) -> int:
     return math.prod(tensor.shape) // per_block * block_bytes
 
 
-def _blocks(file: np.ndarray, tensor: GgufTensor) -> np.ndarray:
-    """u8[rows, blocks of a row, bytes of a block]"""
+def _blocks(file: LocalFile, tensor: GgufTensor, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """u8[rows, blocks of a row, bytes of a block]: these rows, some at a time."""
     per_block, block_bytes = GGML_QUANT_SIZES[Type(tensor.type)]
-    stored = file[tensor.offset : tensor.offset + num_bytes_of(tensor)]
-    return stored.reshape(-1, tensor.shape[-1] // per_block, block_bytes)
+    num_blocks = tensor.shape[-1] // per_block
+    row_bytes = num_blocks * block_bytes
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        some = rows[start : start + _ROWS_AT_ONCE]
+        low, high = int(some.min()), int(some.max()) + 1  # neighbours but for the order within heads of q and k
+        stored = file.read_range(tensor.offset + low * row_bytes, tensor.offset + high * row_bytes)
+        yield stored.reshape(high - low, num_blocks, block_bytes)[some - low]
 
 
-def values_of(file: np.ndarray, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
+def values_of(file: LocalFile, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
     """[rows, end - first]: these columns of these rows."""
     type = Type(tensor.type)
     per_block, _ = GGML_QUANT_SIZES[type]
-    stored = _blocks(file, tensor)
     first_block, end_block = first // per_block, -(-end // per_block)
     within = slice(first - first_block * per_block, end - first_block * per_block)
     parts = []
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        part = np.array(stored[rows[start : start + _ROWS_AT_ONCE], first_block:end_block])
-        flat = part.reshape(len(part), -1)
+    for blocks in _blocks(file, tensor, rows):
+        flat = blocks[:, first_block:end_block].reshape(len(blocks), -1)
         with np.errstate(invalid="ignore", over="ignore"):  # of infinite scales, which make NaN as in other formats
             wide = flat.view(FLOATS[type]) if type in FLOATS else dequantize(flat, type)
         parts.append(np.asarray(wide)[:, within])

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import socket
-import sys
 import time
 from collections.abc import Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +19,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from model.inputs.words import one_line
+from model.loading.remote_tensors import readable
 
+SHARED_MEMORY = Path("/dev/shm")  # where Linux has the blocks of POSIX shared memory, as files
 ALIGNMENT = 64  # bytes, of each array in a block
 CONNECT_TIMEOUT_S = 10.0
 LOOK_S = 0.002  # between looks whether all has come
@@ -71,29 +71,21 @@ def places(arrays: Sequence[Named]) -> tuple[list[int], int]:
 
 def _copied(source: Any) -> dict[str, np.ndarray]:
     starts, size = places(source.arrays)
+    name = source.block.lstrip("/")
     try:
-        block = _attached(source.block)
+        if Path(name).name != name:
+            raise ValueError(f"{name[:80]!r} is a path")
+        block = readable(SHARED_MEMORY / name)
+        there = block.stat().st_size
     except (OSError, ValueError) as error:
         raise ValueError(f"there is no block {source.block[:80]!r} of shared memory on this machine") from error
-    try:
-        if block.size < size:
-            raise ValueError(f"the block {source.block!r} has {block.size} bytes, and the arrays take {size}")
-        copy = np.ndarray((size,), np.uint8, block.buf).copy()
-    finally:
-        block.close()
+    if there < size:
+        raise ValueError(f"the block {source.block!r} has {there} bytes, and the arrays take {size}")
+    copy = np.frombuffer(block.read_range(0, size), np.uint8)  # not mapped: its maker may make it shorter
     return {
         array.name: np.ndarray(array.shape, DTYPES[array.dtype], copy.data, start)
         for array, start in zip(source.arrays, starts, strict=True)
     }
-
-
-def _attached(name: str) -> SharedMemory:
-    """The block stays when this process ends: it is its maker's."""
-    if sys.version_info >= (3, 13):
-        return SharedMemory(name, track=False)
-    block = SharedMemory(name)
-    resource_tracker.unregister(f"/{name.lstrip('/')}", "shared_memory")
-    return block
 
 
 def _pulled(source: Any) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ from model.inputs.json_file import check_is_file
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 
-_DTYPES: Mapping[str, Any] = {
+DTYPES: Mapping[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
     "I8": np.int8,
@@ -80,6 +80,12 @@ def readable(file: Place) -> File:
     return LocalFile(file)
 
 
+def check_unchanged(file: File, version: str) -> None:
+    """Raises ValueError if the file no longer has the version: what was read of it may be of two checkpoints."""
+    if file.version() != version:
+        raise ValueError(f"{file} changed while it was read: start again")
+
+
 class RemoteTensors:
     """One file: its tensors by name.
 
@@ -113,9 +119,7 @@ class RemoteTensors:
         }
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if the file is not the one that was opened: its tensors would be of two checkpoints."""
-        if self._file.version() != self._version:
-            raise ValueError(f"{self._file} changed while it was read: start again")
+        check_unchanged(self._file, self._version)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class RemoteSlice:
         return Rows(self._rows(start, stop), start, self.shape[0])
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        dtype = np.dtype(_DTYPES[self.dtype])
+        dtype = np.dtype(DTYPES[self.dtype])
         row_bytes = dtype.itemsize * math.prod(self.shape[1:])
         begin = self.start + start * row_bytes
         content = self.file.read_range(begin, begin + max(0, stop - start) * row_bytes)
@@ -191,9 +195,9 @@ def _extents(entries: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
     for key, entry in entries.items():
         match entry:
             case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
-                dtype in _DTYPES and start >= 0 and all(isinstance(size, int) and size >= 0 for size in shape)
+                dtype in DTYPES and start >= 0 and all(isinstance(size, int) and size >= 0 for size in shape)
             ):
-                yield start, stop, np.dtype(_DTYPES[dtype]).itemsize * math.prod(shape)
+                yield start, stop, np.dtype(DTYPES[dtype]).itemsize * math.prod(shape)
             case _:
                 raise ValueError(f"its header describes {key!r} in a way that is not read")
 

@@ -1,7 +1,7 @@
 """Reads `pytorch_model.bin`: tensors that torch.save wrote as a ZIP archive of a pickle and raw buffers.
 
-A pickle can run any code. Here it can only build tensors: every other name in it is refused. The buffers are mapped and
-read by slices, as those of safetensors are. As with safetensors, no checksum of them is compared.
+A pickle can run any code. Here it can only build tensors: every other name in it is refused. The buffers are read by
+rows, as those of safetensors are. As with safetensors, no checksum of them is compared.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Never
 
-import ml_dtypes
 import numpy as np
 
 from model.inputs.json_file import check_is_file
 from model.inputs.words import shown
+from model.loading.remote_tensors import DTYPES, LocalFile, RemoteSlice
 
 _MAX_PICKLE_BYTES = 1 << 20  # of 10,000 tensors
 _LOCAL_HEADER_BYTES = 30  # of a ZIP entry, before its name; the last four bytes are the lengths of name and extra field
 _MEMO_WRITES = ("PUT", "BINPUT", "LONG_BINPUT")
 
 # torch's storages -> safetensors' names of their types
-_TYPES: dict[str, tuple[str, Any]] = {
-    "FloatStorage": ("F32", np.float32),
-    "HalfStorage": ("F16", np.float16),
-    "BFloat16Storage": ("BF16", ml_dtypes.bfloat16),
-    "LongStorage": ("I64", np.int64),
-    "IntStorage": ("I32", np.int32),
-    "BoolStorage": ("BOOL", np.bool_),
+_TYPES = {
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "BoolStorage": "BOOL",
 }
 
 
@@ -44,20 +44,20 @@ class _Built:
 
 
 @dataclass(frozen=True)
-class TorchTensor(_Built):
-    """One mapped tensor, with those methods of safetensors' slices that are used here."""
+class TorchTensor(_Built, RemoteSlice):
+    """One tensor, which need not be contiguous in the file."""
 
-    values: np.ndarray
-    type_name: str
+    strides: tuple[int, ...]  # in values
 
-    def get_shape(self) -> list[int]:
-        return list(self.values.shape)
-
-    def get_dtype(self) -> str:
-        return self.type_name
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return np.array(self.values[index])
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        dtype = np.dtype(DTYPES[self.dtype])
+        shape = (max(0, stop - start), *self.shape[1:]) if self.shape else ()
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        begin = self.start + (start * self.strides[0] * dtype.itemsize if self.shape else 0)
+        content = self.file.read_range(begin, begin + _extent(shape, self.strides) * dtype.itemsize)
+        steps = tuple(stride * dtype.itemsize for stride in self.strides)
+        return np.array(np.lib.stride_tricks.as_strided(np.frombuffer(content, dtype), shape, steps))
 
 
 def read_torch_file(path: Path) -> dict[str, TorchTensor]:
@@ -101,33 +101,30 @@ class _Storages:
     """The raw buffers of the archive. They are stored, not compressed."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile, prefix: str) -> None:
-        self._path, self._archive, self._prefix = path, archive, prefix
+        self._file, self._archive, self._prefix = LocalFile(path), archive, prefix
 
-    def map(self, key: str, dtype: Any, count: int) -> np.ndarray:
+    def find(self, key: str, dtype: str, count: int) -> _Storage:
         name = f"{self._prefix}data/{key}"
         try:
             entry = self._archive.getinfo(name)
         except KeyError as error:
             raise ValueError(f"it lacks the buffer {shown(name)}: download it again") from error
-        size = count * np.dtype(dtype).itemsize
+        size = count * np.dtype(DTYPES[dtype]).itemsize
         if entry.compress_type != zipfile.ZIP_STORED or not 0 <= size <= entry.file_size:
             raise ValueError(f"the buffer {shown(name)} has {entry.file_size} bytes and should have {shown(size)}")
         with self._archive.open(entry):  # checks that it is not encrypted and overlaps no other entry
             pass
-        with self._path.open("rb") as file:
-            file.seek(entry.header_offset + _LOCAL_HEADER_BYTES - 4)
-            lengths = file.read(4)
-        start = _LOCAL_HEADER_BYTES + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        if count == 0:
-            return np.empty(0, dtype)
-        raw = np.memmap(self._path, np.uint8, "r", offset=entry.header_offset + start, shape=(size,))
-        return raw.view(dtype)
+        head = entry.header_offset + _LOCAL_HEADER_BYTES
+        lengths = self._file.read_range(head - 4, head).view("<u2")
+        return _Storage(self._file, dtype, head + int(lengths.sum()), count)
 
 
 @dataclass(frozen=True)
 class _Storage(_Built):
-    values: np.ndarray
-    type_name: str
+    file: LocalFile
+    dtype: str
+    start: int  # in bytes, in the file
+    count: int  # of its values
 
 
 class _Unpickler(pickle.Unpickler):
@@ -151,17 +148,21 @@ class _Unpickler(pickle.Unpickler):
         kind, type_name, key, _, count = pid
         if kind != "storage" or type_name not in _TYPES:
             raise ValueError(f"it holds {shown(kind)} of type {shown(type_name)}, which is not read")
-        name, dtype = _TYPES[type_name]
-        return _Storage(self._storages.map(str(key), dtype, int(count)), name)
+        return self._storages.find(str(key), _TYPES[type_name], int(count))
 
 
 def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> TorchTensor:
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if min((offset, *shape, *strides), default=0) < 0 or (0 not in shape and last >= storage.values.size):
+    np.broadcast_to(0, shape)  # an error where NumPy has no arrays of this shape
+    end = offset + _extent(shape, strides)
+    if min((offset, *shape, *strides), default=0) < 0 or (0 not in shape and end > storage.count):
         raise ValueError(
             f"a tensor of shape {shown(shape)} and strides {shown(strides)} does not fit into its buffer of "
-            f"{storage.values.size} values"
+            f"{storage.count} values"
         )
-    steps = tuple(stride * storage.values.itemsize for stride in strides)
-    values = np.lib.stride_tricks.as_strided(storage.values[offset:], shape, steps, writeable=False)
-    return TorchTensor(values, storage.type_name)
+    start = storage.start + offset * np.dtype(DTYPES[storage.dtype]).itemsize
+    return TorchTensor(storage.file, storage.dtype, tuple(shape), start, tuple(strides))
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The number of values from the first one of a tensor to its last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
