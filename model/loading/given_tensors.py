@@ -224,22 +224,21 @@ class GivenWeights(Checkpoint):
 
 def flattened(tree: Any) -> dict[str, Any]:
     """The leaves of a tree as `GivenWeights` takes it, by their paths: "layers.0.mlp.down.kernel"."""
-    leaves: dict[str, Any] = {}
+    return dict(_leaves(nnx.state(tree) if isinstance(tree, nnx.Module) else tree, ()))
 
-    def walk(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, Mapping):
-            for key, child in node.items():
-                walk(child, (*path, *map(str, key if isinstance(key, tuple) else (key,))))
-        elif isinstance(node, list | tuple):
-            for key, child in enumerate(node):
-                walk(child, (*path, str(key)))
-        elif not isinstance(node, nnx.Variable):
-            leaves[".".join(path)] = node.value if isinstance(node, Partitioned) else node
-        elif isinstance(node, nnx.Param):
-            leaves[".".join(path)] = node.get_value()
 
-    walk(nnx.state(tree) if isinstance(tree, nnx.Module) else tree, ())
-    return leaves
+def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Not a recursive closure over a dict: that is a cycle, which keeps the arrays until the next full collection."""
+    if isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _leaves(child, (*path, *map(str, key if isinstance(key, tuple) else (key,))))
+    elif isinstance(node, list | tuple):
+        for key, child in enumerate(node):
+            yield from _leaves(child, (*path, str(key)))
+    elif not isinstance(node, nnx.Variable):
+        yield ".".join(path), node.value if isinstance(node, Partitioned) else node
+    elif isinstance(node, nnx.Param):
+        yield ".".join(path), node.get_value()
 
 
 def _inner(path: str) -> str:
@@ -294,21 +293,24 @@ def _cut_on_devices(array: jax.Array, layer: int, *, cut: Cut) -> jax.Array:
 
 
 @jax.jit
-def _is_finite(array: jax.Array | np.ndarray) -> jax.Array:
+def _is_finite(array: jax.Array) -> jax.Array:
     """Also in bfloat16."""
     return jnp.all(jnp.abs(array.astype(jnp.float32)) <= _LARGEST)
 
 
 @jax.jit
-def _are_equal(one: jax.Array | np.ndarray, other: jax.Array | np.ndarray) -> jax.Array:
+def _are_equal(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
 
 
-def _parts(array: Array) -> Iterator[Array]:
-    """An array of JAX whole, and one of NumPy in parts of bounded size."""
+def _parts(array: Array) -> Iterator[jax.Array]:
+    """An array of JAX whole, and one of NumPy in parts of bounded size.
+
+    A compiled function would keep an argument of NumPy until JAX is called again, and with it all that was received.
+    """
     if isinstance(array, jax.Array):
         yield array
         return
     rows = max(1, _BYTES_AT_ONCE // max(1, array[:1].nbytes))
     for start in range(0, len(array), rows):
-        yield array[start : start + rows]
+        yield jnp.asarray(array[start : start + rows])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import jax
@@ -22,6 +25,7 @@ from batcher.engine import Engine
 from batcher.request import RequestOutput
 from model.compiling.compile_cache import CompileCounter
 from model.config import LlamaConfig
+from model.loading import received_arrays
 from model.loading.given_tensors import GivenWeights
 from model.loading.source import DEMO, DEMO_FOLDER
 from model.loading.weights import load_hf
@@ -30,7 +34,10 @@ from model.network.packed import pack
 from model.quantization.forms import Mixed
 from scripts.building import build
 from scripts.building.build import Built, build_runner, warm_engine
+from scripts.building.changeable import RunnerUpdates, RunnerWeights
 from scripts.flags.settings import EngineSettings
+from server.engine.weight_changes import WeightChanges
+from server.engine.wire import Array, Changed, InFolder, InSharedMemory, UpdateStep, UpdateWeights, WeightsSource
 from tests.batcher.harness import make_request
 from tests.conftest import COMPILED
 from tests.model import checkpoints, gguf_files
@@ -231,6 +238,70 @@ def test_arrays_that_are_refused_leave_the_weights_as_they_were(tmp_path):
                 of.loader.update(given(of, arrays, donate=is_donated))
     assert are_equal(of, expected)
     assert not any(array.is_deleted() for array in spoilt.values())
+
+
+class RefusedUpdates:
+    """Updates of a served model, whose arrays come in shared memory."""
+
+    def __init__(self, of: Built) -> None:
+        weights = RunnerWeights(of.loader, EngineSettings(device="cpu"), of.weights, "cpu")
+        self._told: queue.Queue[Changed] = queue.Queue()
+        engine = SimpleNamespace(updates=RunnerUpdates(of.loader, weights), missing=set())
+        self._changes = WeightChanges(engine, self._told.put)
+
+    def ask(self, step: UpdateStep, source: WeightsSource | None = None) -> str | None:
+        """Why the step is refused."""
+        self._changes.ask(UpdateWeights(step, source))
+        return self._told.get(timeout=120).error
+
+    def refused(self, tensors: dict[str, np.ndarray]) -> str:
+        """What the check says of these arrays. The update is then abandoned, as by `/finish_weight_update`."""
+        arrays = tuple(Array(name, x.dtype.name, x.shape) for name, x in tensors.items())
+        starts, size = received_arrays.places(arrays)
+        block = SharedMemory(create=True, size=size)
+        try:
+            for start, x in zip(starts, tensors.values(), strict=True):
+                block.buf[start : start + x.nbytes] = x.tobytes()
+            assert self.ask(UpdateStep.BEGIN) is None
+            assert self.ask(UpdateStep.RECEIVE, InSharedMemory(block.name, arrays)) is None
+        finally:
+            block.close()
+            block.unlink()
+        said = self.ask(UpdateStep.CHECK)
+        assert said is not None
+        assert self.ask(UpdateStep.ABANDON) is None
+        return said
+
+
+def test_nothing_stays_of_a_refused_update(tmp_path):
+    """Without a run of the garbage collector: of what the engine has made, the arrays alone are large, and it runs by
+    the number of objects."""
+    old, _ = write_both(tmp_path, "gqa2")
+    updates, good = RefusedUpdates(built(old)), other_tensors("gqa2")
+    norm, (first, *_) = "model.norm.weight", good
+    spoilt = good | {norm: np.full_like(good[norm], np.nan)}
+    wrong = {
+        "not finite": spoilt, "missing: ": {name: good[name] for name in good if name != first},
+        "has shape": good | {norm: good[norm][:-1]}, "unexpected: extra": good | {"extra": good[norm]},
+    }  # fmt: skip
+    size = bytes_of(good)
+    for words, tensors in wrong.items():
+        assert words in updates.refused(tensors)  # compiles the check, and fills JAX's caches
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0], bytes_there()
+        for words, tensors in wrong.items():
+            assert words in updates.refused(tensors)
+            assert tracemalloc.get_traced_memory()[0] - before[0] < size / 4
+            assert bytes_there() == before[1]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert updates.ask(UpdateStep.BEGIN) is None
+    assert updates.ask(UpdateStep.RECEIVE, InFolder(str(tmp_path / "none"))) is None
+    assert "there is no such folder" in (updates.ask(UpdateStep.CHECK) or "")
 
 
 def test_an_array_that_ends_after_the_check_is_found_before_anything_changes(tmp_path):
