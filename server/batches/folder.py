@@ -14,6 +14,8 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ FILE, BATCH = "file-", "batch_"  # ids begin with it
 INPUT, OUTPUT = "batch", "batch_output"  # purposes of files
 JSON, JOURNAL, CANCEL = ".json", ".journal", ".cancel"
 OVER = ("completed", "failed", "cancelled", "expired")  # statuses of batches
+COPY_BYTES = 2**20  # of a file, at once
 COUNT_INTERVAL_S = 1.0  # between two looks at the sizes of all files
 ABANDONED_S = 3600.0  # a file that was written so long ago under another name will not get its own
 _NO_KEY = "no-key"
@@ -56,6 +59,8 @@ class BatchFolder:
         self._path = path
         self._max_bytes = max_bytes
         self._counted, self._counted_s = 0, -COUNT_INTERVAL_S  # bytes at this time, and those of this process since
+        self._reserved = 0  # bytes that this process is receiving; they are counted, too
+        self._lock = threading.Lock()
         path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         check_closed(path, "--batch-folder")
 
@@ -65,11 +70,27 @@ class BatchFolder:
 
     def check_room(self, num_bytes: int = 0) -> None:
         """Raises FullError if there is no room for so many bytes more."""
+        with self._lock:
+            self._check_room(num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Keeps room for a file that will come. Raises FullError."""
+        with self._lock:
+            self._check_room(num_bytes)
+            self._reserved += num_bytes
+
+    def release(self, num_bytes: int, num_kept: int) -> None:
+        """Ends `reserve`: so many bytes of them are in the folder now."""
+        with self._lock:
+            self._reserved -= num_bytes
+            self._counted -= num_bytes - num_kept
+
+    def _check_room(self, num_bytes: int) -> None:
         if time.monotonic() < self._counted_s + COUNT_INTERVAL_S:
             self._counted += num_bytes
             if self._counted <= self._max_bytes:
                 return
-        self._counted, self._counted_s = self._num_bytes() + num_bytes, time.monotonic()
+        self._counted, self._counted_s = self._num_bytes() + self._reserved + num_bytes, time.monotonic()
         if self._counted > self._max_bytes:
             raise FullError("The folder of files and batches is full (--batch-folder-size). Please delete some files.")
 
@@ -130,13 +151,28 @@ class KeyFolder:
         """Where a file is."""
         return self._files / id
 
-    def upload(self) -> Upload:
-        """A file that is being written. Raises FullError."""
-        self._whole.check_room()
+    def reserve(self, num_bytes: int) -> None:
+        """Keeps room for a file until `release`. Raises FullError."""
         if len(self.file_ids()) >= MAX_FILES:
             raise FullError(f"There are {MAX_FILES} files already. Please delete some.")
+        self._whole.reserve(num_bytes)
+
+    def release(self, num_bytes: int, num_kept: int) -> None:
+        """Ends `reserve`: so many bytes of them are in the folder now."""
+        self._whole.release(num_bytes, num_kept)
+
+    def keep(self, content: BinaryIO, filename: str, purpose: str) -> Fields:
+        """Makes a file of the content."""
         self._files.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        return Upload(self, self._files / f"upload-{secrets.token_hex(10)}")
+        path = self._files / f"upload-{secrets.token_hex(10)}"
+        try:
+            with path.open("wb") as file:
+                shutil.copyfileobj(content, file, COPY_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+            return self.put_file(path, filename, purpose, new_id(FILE))
+        finally:
+            path.unlink(missing_ok=True)
 
     def put_file(self, written: Path, filename: str, purpose: str, id: str) -> Fields:
         """Makes a file of what lies in the folder of files under another name."""
@@ -210,31 +246,6 @@ class KeyFolder:
         """Removes what only a batch that is not over has."""
         for end in (JOURNAL, CANCEL):
             (self._batches / f"{id}{end}").unlink(missing_ok=True)
-
-
-class Upload:
-    """A file that is being written. In the end call `discard`."""
-
-    def __init__(self, folder: KeyFolder, path: Path) -> None:
-        self._folder = folder
-        self._path = path
-        self._file = path.open("wb")
-
-    def write(self, content: bytes) -> None:
-        """Raises FullError."""
-        self._folder.check_room(len(content))
-        self._file.write(content)
-
-    def keep(self, filename: str, purpose: str) -> Fields:
-        """Makes a file of it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._folder.put_file(self._path, filename, purpose, new_id(FILE))
-
-    def discard(self) -> None:
-        """Removes what was not kept."""
-        self._file.close()
-        self._path.unlink(missing_ok=True)
 
 
 def new_id(prefix: str) -> str:

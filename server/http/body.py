@@ -1,14 +1,22 @@
-"""Reads a request's body: checks its content type and size, decodes its JSON."""
+"""Reads a request's body: checks its content type and size, decodes its JSON or its form."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import msgspec
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
+from server.http.limits import STREAMED
 from server.http.request_error import INVALID_BODY, RequestError
+
+FORM = b"multipart/form-data"
 
 _LENGTH = re.compile(r"^Expected `(?:array|object)` of length <= (\d+)$")
 _AT = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$", re.DOTALL)
@@ -49,6 +57,43 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     except ClientDisconnect as error:
         raise RequestError(400, "The body is incomplete.", type=INVALID_BODY) from error
     return bytes(body)
+
+
+async def read_form(request: Request, *, max_bytes: int, max_fields: int, max_field_bytes: int) -> FormData:
+    """A multipart form with at most one file. A file of more than 1 MiB is in the folder of temporary files until the
+    form is closed. What has been read of the body does not count as memory any more.
+
+    Args:
+        max_bytes: of the whole form.
+        max_fields: parts besides the file.
+
+    Raises RequestError: 415 for another content type, 413 for too many bytes, 400 for what is no form or has more or
+    longer parts.
+    """
+    kind, _ = parse_options_header(request.headers.get("content-type"))
+    if kind != FORM:
+        shown = kind[:100].decode("latin-1")
+        raise RequestError(415, f"The content type must be {FORM.decode()}, got {shown!r}.", type=INVALID_BODY)
+    if int(request.headers.get("content-length", "0")) > max_bytes:
+        raise _too_large(max_bytes)
+    request.scope[STREAMED] = True
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        num_bytes = 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
+            yield chunk
+            await asyncio.sleep(0)  # parsing a chunk holds the event loop
+
+    limits = {"max_files": 1, "max_fields": max_fields, "max_part_size": max_field_bytes}
+    try:
+        return await MultiPartParser(request.headers, chunks(), **limits).parse()
+    except ClientDisconnect as error:
+        raise RequestError(400, "The form is incomplete.", type=INVALID_BODY) from error
+    except MultiPartException as error:
+        raise RequestError(400, f"The form cannot be read: {error.message}", type=INVALID_BODY) from error
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from server.api.routes.batches.work import PRIORITY
+from server.batches.folder import BatchFolder, FullError
 from tests.server.support.api_processes import http_processes, through_each
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, wait_until
@@ -247,11 +249,14 @@ FILE, PURPOSE = ("file", '; filename="a"', b"x\n"), ("purpose", "", b"batch")
         (form(PURPOSE), 400, "file: is missing"),
         (form(FILE), 400, "purpose"),
         (form(FILE, ("purpose", "", b"fine-tune")), 400, "fine-tune"),
-        (form(FILE, FILE, PURPOSE), 400, "more than one"),
+        (form(("file", "", b"x\n"), PURPOSE), 400, "file: must have a filename"),
+        (form(FILE, FILE, PURPOSE), 400, "Too many files. Maximum number of files is 1."),
+        (form(FILE, PURPOSE, *[("other", "", b"1")] * 3), 400, "Too many fields. Maximum number of fields is 3."),
         (form(FILE, PURPOSE, ("expires_after[seconds]", "", b"3600")), 400, "expires_after"),
-        (form(FILE, PURPOSE, end=b""), 400, "before its last boundary"),
-        (form(FILE, ("purpose", "", b"batch" * 1000)), 400, "purpose"),
-        (form(("file", "\r\nX: " + "y" * 40_000, b"")), 400, "header"),
+        (form(PURPOSE, FILE, end=b""), 400, "file: is missing"),
+        (form(FILE, ("purpose", "", b"batch" * 1000)), 400, "Part exceeded maximum size of 1KB."),
+        (form(("file", "\r\nX: " + "y" * 40_000, b"")), 400, "The form cannot be read: Invalid multipart data."),
+        (form(("file", "\r\nX: y" * 40_000, b"")), 400, "The form cannot be read: Invalid multipart data."),
         ({"content": b"{}", "headers": AS_ONE | {"Content-Type": "application/json"}}, 415, "multipart"),
         ({"content": b"", "headers": AS_ONE | {"Content-Type": "multipart/form-data"}}, 400, "boundary"),
     ],
@@ -382,6 +387,21 @@ def test_a_full_folder(tmp_path):
         for file in (batch.output_file_id, batch.input_file_id):
             client.files.delete(file)
         assert wait(client, begin(client, [line("a")])).status == "completed"
+
+
+def test_room_is_kept_for_what_is_received(tmp_path):
+    """Whoever receives a file has its room until the file is kept or given up."""
+    folder = BatchFolder(tmp_path / "kept", 1000).of_key(b"")
+    folder.reserve(600)
+    with pytest.raises(FullError):
+        folder.reserve(600)
+    folder.release(600, 0)
+    folder.reserve(600)
+    kept = folder.keep(io.BytesIO(b"x" * 100), "a", "batch")
+    folder.release(600, kept["bytes"])
+    with pytest.raises(FullError):
+        folder.reserve(901)
+    folder.reserve(600)
 
 
 def test_an_upload_takes_no_memory_and_one_that_is_too_long_is_refused(tmp_path):

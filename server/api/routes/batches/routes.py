@@ -6,11 +6,14 @@ Every process of the server answers them: what they say lies in the folder.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Annotated
 
 import msgspec
+from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
@@ -33,18 +36,17 @@ from server.batches.folder import (
     Fields,
     FullError,
     KeyFolder,
-    Upload,
     new_id,
 )
 from server.http.auth import current_key
+from server.http.body import read_form
 from server.http.encoding import json_pieces
-from server.http.form import FormReader
 from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 WINDOWS = {"24h": 24 * 3600}  # seconds
-FORM_BYTES = 2**20  # of a form besides its file
-WRITE_BYTES = 2**20  # of a file, written at once
+MAX_FORM_BYTES = MAX_FILE_BYTES + 2**20
+MAX_FIELDS = 3  # purpose, and two of expires_after, which is refused by name
 MAX_FIELD_BYTES = 1024
 MAX_NAME_CHARS = 200
 MAX_BATCHES_OF_A_PAGE = 100
@@ -83,27 +85,21 @@ class Batches:
     async def upload(self, request: Request) -> Response:
         """Keeps a file (--batch-folder)."""
         folder = self._folder()
-        form = FormReader(request, MAX_FILE_BYTES + FORM_BYTES)
-        fields: dict[str, str] = {}
-        filename: str | None = None
-        upload = await _with_room(folder.upload)
-        try:
-            async for part in form.parts():
-                if part.name == "file":
-                    if filename is not None:
-                        raise invalid("file", "there is more than one")
-                    filename = part.filename or "file"
-                    await _receive(form, upload)
-                else:
-                    fields[part.name] = await _text(form, part.name)
-            filename = given("file", filename)
-            if any(name.startswith("expires_after") for name in fields):
-                raise unsupported("expires_after", "files that expire are")
-            if fields.get("purpose") != INPUT:
-                raise invalid("purpose", f"must be {INPUT!r}, got {fields.get('purpose', '')[:40]!r}")
-            kept = await asyncio.to_thread(upload.keep, filename[:MAX_NAME_CHARS], INPUT)
-        finally:
-            await asyncio.to_thread(upload.discard)
+        num_bytes = min(int(request.headers.get("content-length", MAX_FORM_BYTES)), MAX_FORM_BYTES)
+        with _room_in_words():
+            await asyncio.to_thread(folder.reserve, num_bytes)
+            kept: Fields = {"bytes": 0}
+            try:
+                limits = {"max_bytes": MAX_FORM_BYTES, "max_fields": MAX_FIELDS, "max_field_bytes": MAX_FIELD_BYTES}
+                form = await read_form(request, **limits)
+                try:
+                    file = _file_of(form)
+                    name = (file.filename or "file")[:MAX_NAME_CHARS]
+                    kept = await asyncio.to_thread(folder.keep, file.file, name, INPUT)
+                finally:
+                    await form.close()
+            finally:
+                folder.release(num_bytes, kept["bytes"])
         return json_response(kept)
 
     @route(f"GET {FILES}")
@@ -155,7 +151,8 @@ class Batches:
             raise invalid("input_file_id", f"there is no file of purpose {INPUT!r} with this id")
         window = body.completion_window
         batch = new_batch(new_id(BATCH), file["id"], body.endpoint, window, WINDOWS[window], body.metadata)
-        await _with_room(folder.new_batch, batch)
+        with _room_in_words():
+            await asyncio.to_thread(folder.new_batch, batch)
         return json_response(batch)
 
     @route(f"GET {BATCHES}")
@@ -222,31 +219,29 @@ class Batches:
         return LongJson(self._state.turns, json_pieces(page))
 
 
-async def _with_room[*P, R](function: Callable[[*P], R], *args: *P) -> R:
+@contextlib.contextmanager
+def _room_in_words() -> Iterator[None]:
     """Raises RequestError 507 where there is no room."""
     try:
-        return await asyncio.to_thread(function, *args)
+        yield
     except FullError as error:
         raise RequestError(507, str(error), type="InsufficientStorageError", code="storage_full") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = "The server's disk is full."
+        raise RequestError(507, message, type="InsufficientStorageError", code="storage_full") from error
 
 
-async def _receive(form: FormReader, upload: Upload) -> None:
-    held, num_bytes = bytearray(), 0
-    async for piece in form.pieces():
-        num_bytes += len(piece)
-        if num_bytes > MAX_FILE_BYTES:
-            raise RequestError(413, f"file: has more than {MAX_FILE_BYTES} bytes", param="file")
-        held += piece
-        if len(held) >= WRITE_BYTES:
-            await _with_room(upload.write, bytes(held))
-            held.clear()
-    await _with_room(upload.write, bytes(held))
-
-
-async def _text(form: FormReader, name: str) -> str:
-    value = bytearray()
-    async for piece in form.pieces():
-        value += piece
-        if len(value) > MAX_FIELD_BYTES:
-            raise invalid(name[:40], f"has more than {MAX_FIELD_BYTES} bytes")
-    return value.decode("utf-8", "replace")
+def _file_of(form: FormData) -> UploadFile:
+    """The file of a form that asks for what is served."""
+    file, purpose = given("file", form.get("file")), form.get("purpose", "")
+    if not isinstance(file, UploadFile):
+        raise invalid("file", "must have a filename")
+    if (file.size or 0) > MAX_FILE_BYTES:
+        raise RequestError(413, f"file: has more than {MAX_FILE_BYTES} bytes", param="file")
+    if any(name.startswith("expires_after") for name in form):
+        raise unsupported("expires_after", "files that expire are")
+    if purpose != INPUT:
+        raise invalid("purpose", f"must be {INPUT!r}, got {str(purpose)[:40]!r}")
+    return file
