@@ -25,10 +25,10 @@ options
   --api tpu|compute  default: compute where it has the chip, else tpu
   --provisioning on-demand|spot|flex-start|queued
                      queued: waits in the Cloud TPU API's queue. flex-start: waits, and runs for --run-for at most
-  --wait-for 2h      how long a queued or flex-start request stays in the queue
-  --run-for 24h      of flex-start
+  --wait-for 2h      how long a queued or flex-start request stays in the queue; at most 2h for flex-start of Compute Engine
+  --run-for 24h      of flex-start: the slice is deleted after that
   --boot-disk-size 200GB
-                     of a Compute Engine host: 70B from the hub takes 400GB, from a bucket 200GB
+                     of a Compute Engine host: 70B from the hub takes 400GB, from a bucket 200GB; --api tpu has no such setting
   --dry-run          prints every command and runs none
 END
 }
@@ -44,7 +44,7 @@ case "$verb" in
     -h | --help) usage; exit 0 ;;
     *) usage >&2; refuse "${verb:-no verb}: it can be create, setup, serve, status, logs, ssh or delete" ;;
 esac
-name='' zone='' target='' project='' api='' provisioning=on-demand wait_for=2h run_for=24h boot_disk_size=200GB dry_run='' more=()
+name='' zone='' target='' project='' api='' provisioning=on-demand wait_for=2h run_for=24h boot_disk_size='' dry_run='' more=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --dry-run) dry_run=1; shift ;;
@@ -77,6 +77,25 @@ case "$provisioning" in
     queued) [ "$api" = tpu ] || refuse "--provisioning queued: only the Cloud TPU API has it; take flex-start" ;;
     *) refuse "--provisioning $provisioning: it can be on-demand, spot, flex-start or queued" ;;
 esac
+# seconds FLAG DURATION: 90m, 2h or 1d12h.
+seconds() {
+    local rest=$2 total=0 unit
+    while [[ "$rest" =~ ^([0-9]+)([smhd])(.*)$ ]]; do
+        case "${BASH_REMATCH[2]}" in s) unit=1 ;; m) unit=60 ;; h) unit=3600 ;; d) unit=86400 ;; esac
+        total=$((total + 10#${BASH_REMATCH[1]} * unit))
+        rest=${BASH_REMATCH[3]}
+    done
+    if [ -n "$rest" ] || [ "$total" = 0 ]; then refuse "$1 '$2': it looks like 90m, 2h or 1d12h"; fi
+    echo "$total"
+}
+
+wait_for_s=$(seconds --wait-for "$wait_for")
+seconds --run-for "$run_for" >/dev/null
+if [ "$api/$provisioning" = compute/flex-start ] && [ "$wait_for_s" -gt 7200 ]; then
+    refuse "--wait-for $wait_for: a flex-start request of Compute Engine waits for 2h at most; take --api tpu (v5p, v6e) or create it again"
+fi
+[ "$api" = compute ] || [ -z "$boot_disk_size" ] ||
+    refuse "--boot-disk-size $boot_disk_size: the Cloud TPU API has no such setting; take --api compute (v5p, v6e), or weights from a bucket"
 
 # Chips of a host: all of a slice of up to 8 (v5e, v6e), else 4.
 per_host=4
@@ -101,7 +120,9 @@ cloud() {
     errors=$(mktemp)
     { gcloud "$@" 2>&1 >&3 | tee "$errors" >&2; } 3>&1 || status=$?
     if [ "$status" != 0 ]; then
-        if grep -qi 'already exists' "$errors"; then
+        if grep -qiE 'was not found|NOT_FOUND' "$errors"; then
+            say "there is no $name now: a flex-start slice is deleted --run-for after its start, a spot one when its chips are needed, and a request that had no chips within --wait-for is dropped; create it again"
+        elif grep -qi 'already exists' "$errors"; then
             say "$name exists already: see it with status, remove it with delete, or take another --name"
         elif grep -qiE 'quota' "$errors"; then
             say "the project's quota for $chip in $zone is too small: ask for more (IAM & Admin, Quotas) or change --zone"
@@ -158,7 +179,7 @@ machine() {
     local family=ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e disk=()
     [ "$chip" != tpu7x ] || { family=ubuntu-accel-2404-amd64-tpu-tpu7x; disk=(--boot-disk-type hyperdisk-balanced); }
     printf '%s\n' --machine-type "$(machine_type)" --image-project ubuntu-os-accelerator-images --image-family "$family" \
-        --maintenance-policy TERMINATE --boot-disk-size "$boot_disk_size" ${disk[@]+"${disk[@]}"} --scopes cloud-platform
+        --maintenance-policy TERMINATE --boot-disk-size "${boot_disk_size:-200GB}" ${disk[@]+"${disk[@]}"} --scopes cloud-platform
     case "$provisioning" in
         spot) printf '%s\n' --provisioning-model SPOT --instance-termination-action DELETE ;;
         flex-start)
@@ -306,7 +327,9 @@ status() {
 }
 
 case "$verb" in
-    create) "create_$api" ;;
+    create)
+        "create_$api"
+        [ "$provisioning" != flex-start ] || say "$name waits for chips for $wait_for, and is deleted $run_for after its start" ;;
     setup) setup ;;
     serve) serve ${more[@]+"${more[@]}"} ;;
     status) status ;;

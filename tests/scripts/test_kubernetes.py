@@ -94,6 +94,55 @@ def test_selectors_find_the_pods_that_serve(overlay):
         assert all("leaderworkerset.sigs.k8s.io/worker-index" in selector for selector in selectors)
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_service_has_the_name_of_one_that_a_group_makes(overlay):
+    """LeaderWorkerSet makes a headless Service of its own name, unless there is one. Its hosts are found in it."""
+    names = [resource["metadata"]["name"] for resource in built(overlay) if resource["kind"] == "LeaderWorkerSet"]
+    assert len(names) == overlay.endswith("hosts")
+    assert of_kind(overlay, "Service")["metadata"]["name"] not in names
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_have_no_more_rights_than_they_need(overlay):
+    spec = workload(overlay)["spec"]
+    is_tpu = "tpu" in overlay  # whose devices belong to root
+    assert spec["securityContext"]["runAsNonRoot"] is not is_tpu
+    assert (spec["securityContext"]["runAsUser"] == 0) is is_tpu
+    emptied = {volume["name"] for volume in spec["volumes"] if "emptyDir" in volume}
+    for container in spec["containers"]:
+        security = container["securityContext"]
+        assert (security["allowPrivilegeEscalation"], security["readOnlyRootFilesystem"]) == (False, True)
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert {mounts["/tmp"], mounts["/dev/shm"]} <= emptied
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_nodes_are_drained_pod_by_pod(overlay):
+    budget = of_kind(overlay, "PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"]["matchLabels"].items() <= workload(overlay)["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_claim_of_many_nodes_names_its_class(overlay):
+    """The default class of most clusters has disks of one node."""
+    claim = of_kind(overlay, "PersistentVolumeClaim")["spec"]
+    assert claim["accessModes"] == ["ReadWriteOnce"] or "storageClassName" in claim
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_with_gpus_are_put_on_nodes_with_a_driver_for_cuda_13(overlay):
+    spec = workload(overlay)["spec"]
+    selected = {"cloud.google.com/gke-gpu-driver-version": "latest"}.items() <= spec.get("nodeSelector", {}).items()
+    terms = spec.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    newer = {"key": "nvidia.com/cuda.runtime-version.major", "operator": "Gt", "values": ["12"]}
+    asked = any(newer in term["matchExpressions"] for term in terms.get("nodeSelectorTerms", ()))
+    assert (selected or asked) == ("gpu" in overlay)
+    if overlay == "nvidia-gpu":  # GKE adds it to pods that ask for GPUs
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
+
+
 def arguments(overlay: str) -> argparse.Namespace:
     """The flags of the server, as it reads them."""
     config = of_kind(overlay, "ConfigMap")["data"]

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ SCRIPT = DEPLOY / "tpu_vm.sh"
 # Archives of the checkout are compressed as they are for users, but less.
 QUICKLY = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "tar.tgz.command", "GIT_CONFIG_VALUE_0": "gzip -cn -1"}
 PLACE = ("--name", "slice", "--zone", "us-east5-b")
+FLEX = ("--provisioning", "flex-start", "--wait-for")
 
 # What gcloud says, and what the script adds.
 FAILURES = {
@@ -36,6 +38,8 @@ FAILURES = {
     "'projects/p/zones/us-east5-b/instances/slice' already exists": "slice exists already",
     "ERROR: (gcloud.compute.tpus.tpu-vm.create) PERMISSION_DENIED: Cloud TPU API has not been used in project 7 "
     "before or it is disabled.": "the API is not enabled",
+    "ERROR: (gcloud.compute.instances.describe) Could not fetch resource: - The resource "
+    "'projects/p/zones/us-east5-b/instances/slice' was not found": "there is no slice now: a flex-start slice is",
 }
 
 
@@ -118,6 +122,18 @@ def test_several_hosts_of_compute_engine_are_a_group_with_a_topology(cloud):
     assert [call[1:3] for call in calls] == [
         ["instance-groups", "managed"], ["instance-templates", "delete"], ["resource-policies", "delete"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("api", "waits", "flag"),
+    [("compute", "2h", "--request-valid-for-duration"), ("compute", "1h60m", "--request-valid-for-duration"),
+     ("tpu", "1d12h", "--valid-until-duration")],
+)  # fmt: skip
+def test_a_request_waits_for_as_long_as_its_api_allows_and_its_end_is_announced(cloud, api, waits, flag):
+    done, calls = cloud("create", "--target", "v6e:2x4", *PLACE, "--api", api, *FLEX, waits, "--run-for", "5h")
+    assert done.returncode == 0, done.stderr
+    assert [value(call, flag) for call in calls] == [waits]
+    assert f"slice waits for chips for {waits}, and is deleted 5h after its start" in done.stderr
 
 
 def test_the_hosts_of_a_slice_that_waits_come_all_at_once(cloud):
@@ -207,6 +223,15 @@ def test_nothing_is_made_after_a_failure(cloud):
         (("create", "--target", "tpu7x:2x2x1", *PLACE, "--provisioning", "queued"), "--provisioning queued"),
         (("create", "--target", "v6e:2x4", *PLACE, "--provisioning", "stolen"), "--provisioning stolen"),
         (("create", "--target", "v6e:2x4", *PLACE, "--zones", "x"), "--zones: an unknown option"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "2h1s"), "--wait-for 2h1s: a flex-start request of Compute"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "1d"), "waits for 2h at most; take --api tpu"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "soon"), "--wait-for 'soon': it looks like 90m"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "0h"), "--wait-for '0h'"),
+        (("create", "--target", "v6e:2x4", *PLACE, "--run-for", "1w"), "--run-for '1w'"),
+        (
+            ("create", "--target", "v5e:2x4", *PLACE, "--boot-disk-size", "400GB"),
+            "--boot-disk-size 400GB: the Cloud TPU",
+        ),
         (("create", "--target"), "--target needs a value"),
     ],
 )
@@ -334,7 +359,25 @@ def test_the_images_install_what_the_server_imports_and_start_it():
     assert [launch.parser().parse_args(entry[3:]).device for entry in entries] == ["tpu", "cuda"]
     pip, *installs = [line for line in text.splitlines() if line.startswith("RUN pip install")]
     assert "^pip==" in pip  # the image's own knows no --build-constraint
-    assert len(installs) == 2
-    extras = (ROOT / "pyproject.toml").read_text()
-    for extra in re.findall(r"--editable '\.\[(\w+)\]'", text):
-        assert f"\n{extra} = [" in extras
+    assert len(installs) == 4
+
+
+def test_the_images_install_packages_before_the_code_and_run_as_a_user(tmp_path):
+    """A change of the code then leaves the layers of the packages, which have gigabytes, as they are."""
+    _, base, tpu, cuda = (DEPLOY / "docker/Dockerfile").read_text().split("\nFROM ")
+    assert re.findall(r"^COPY (\S+)", base, re.MULTILINE) == ["pyproject.toml", "scripts/constraints.txt"]
+    (command,) = [line for line in base.splitlines() if line.startswith('RUN ["python"')]
+    program = json.loads(command.removeprefix("RUN "))[2].replace("/opt/", f"{tmp_path}/")
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for device, stage in (("tpu", tpu), ("cuda", cuda)):
+        wanted = [
+            *project["dependencies"],
+            *(x for extra in (device, "gcs") for x in project["optional-dependencies"][extra]),
+        ]
+        assert (tmp_path / f"{device}.txt").read_text().splitlines() == wanted
+        steps = [line for line in stage.splitlines() if re.match(r"RUN|COPY|USER|ENTRYPOINT", line)]
+        assert f"--requirement /opt/{device}.txt" in steps[0]
+        assert [step.split()[0] for step in steps] == ["RUN", "COPY", "RUN", "USER", "ENTRYPOINT"]
+        assert "--no-deps" in steps[2]
+        assert steps[3] == "USER 1000"

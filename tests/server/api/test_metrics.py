@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from batcher.scheduling.page_moves import OffloadingCounts
@@ -163,17 +164,24 @@ def test_a_running_server_exports_its_engines_numbers(scripted):
 DASHBOARD = Path(__file__).parents[3] / "scripts/deploy/grafana-dashboard.json"
 
 
-def test_every_query_of_the_dashboard_is_about_metrics_and_labels_that_are_exported():
+@pytest.mark.parametrize("prefix", ["pallas_serve:", "vllm:"])
+def test_every_query_of_the_dashboard_is_about_metrics_and_labels_that_are_exported(prefix):
+    """The overlays of Kubernetes have vLLM's prefix. The dashboard finds the one that there is."""
     stats = EngineStats(finished={"stop": 1}, offloading=OffloadingCounts(num_places=1))
-    metrics = metrics_of(stats, max_loras=1)
+    metrics = metrics_of(stats, prefix=prefix, max_loras=1)
     metrics.observe_response(handler="/v1/chat/completions", method="POST", status=200, seconds=0.1)
     exported = {name: {label for labels in found for label, _ in labels} for name, found in samples(metrics).items()}
     dashboard = json.loads(DASHBOARD.read_text())
+    variables = {entry["name"]: entry for entry in dashboard["templating"]["list"]}
+    by_name, found_in = variables["prefix"]["query"], variables["prefix"]["regex"].strip("/")
+    names = [name for name in exported if re.fullmatch(by_name.removeprefix("metrics(").removesuffix(")"), name)]
+    assert {re.fullmatch(found_in, name)[1] for name in names} == {prefix}
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    expressions += [entry["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    expressions.append(variables["model_name"]["query"])
+    expressions = [expression.replace("${prefix}", prefix) for expression in expressions]
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) > 20
     for expression in expressions:
-        names = re.findall(r"\b(?:pallas_serve:|http_|process_)\w+", expression)
+        names = re.findall(rf"\b(?:{prefix}|http_|process_)\w+", expression)
         assert names and all(name in exported for name in names), expression
         labels = {*re.findall(r"(\w+)=~", expression), *re.findall(r"by \((\w+)\)", expression)}
         assert labels <= set().union(*(exported[name] for name in names)), expression
