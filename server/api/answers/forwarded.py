@@ -52,10 +52,10 @@ async def _pass_on(request: Request, keeper: Path, fields: list[tuple[bytes, byt
     has_begun = False
     try:
         async with exchange(keeper, request.method, target, headers=fields, body=body) as answer:
-            headers = [field for field in answer.headers if field[0] not in DROPPED]
+            headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in DROPPED]
             has_begun = True
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-            async for piece in answer.body():
+            async for piece in answer.content.iter_any():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
     except PrivateCallError as error:
