@@ -4,6 +4,7 @@ holds or a trainer gives."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import traceback
 from collections.abc import Mapping, Set
 from functools import partial
@@ -141,7 +142,10 @@ class RunnerWeights:
                 try:
                     self._loaded = self._loader.read(self._found)
                 except BaseException as error:
-                    traceback.clear_frames(error.__traceback__)  # they may hold some of the new weights
+                    # Frames may hold some of the new weights, and so do reference cycles that Flax makes of a module's
+                    # state. The device has no room for them beside the old ones.
+                    traceback.clear_frames(error.__traceback__)
+                    gc.collect()
                     self.abandon()
                     raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import threading
 import tracemalloc
@@ -28,6 +29,7 @@ from model.config import LlamaConfig
 from model.loading import received_arrays
 from model.loading.given_tensors import GivenWeights
 from model.loading.source import DEMO, DEMO_FOLDER
+from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.packed import pack
@@ -37,7 +39,17 @@ from scripts.building.build import Built, build_runner, warm_engine
 from scripts.building.changeable import RunnerUpdates, RunnerWeights
 from scripts.flags.settings import EngineSettings
 from server.engine.weight_changes import WeightChanges
-from server.engine.wire import Array, Changed, InFolder, InSharedMemory, UpdateStep, UpdateWeights, WeightsSource
+from server.engine.wire import (
+    Array,
+    Changed,
+    ChangeWeights,
+    InFolder,
+    InSharedMemory,
+    UpdateStep,
+    UpdateWeights,
+    WeightsChange,
+    WeightsSource,
+)
 from tests.batcher.harness import make_request
 from tests.conftest import COMPILED
 from tests.model import checkpoints, gguf_files
@@ -302,6 +314,35 @@ def test_nothing_stays_of_a_refused_update(tmp_path):
     assert updates.ask(UpdateStep.BEGIN) is None
     assert updates.ask(UpdateStep.RECEIVE, InFolder(str(tmp_path / "none"))) is None
     assert "there is no such folder" in (updates.ask(UpdateStep.CHECK) or "")
+
+
+def test_nothing_stays_of_a_refused_reload(tmp_path, monkeypatch):
+    """The new weights are complete when it is seen that their file has changed meanwhile."""
+    old, new = write_both(tmp_path, "gqa2")
+    of = built(old)
+    settings = EngineSettings(model=str(old), device="cpu", **LIMITS)
+    weights = RunnerWeights(of.loader, settings, of.weights, "cpu")
+    check_unchanged, held = TensorFiles.check_unchanged, []
+
+    def changed(files: TensorFiles) -> None:
+        held.append(bytes_there())
+        os.utime(new / "model.safetensors", ns=(0, len(held)))
+        check_unchanged(files)
+
+    monkeypatch.setattr(TensorFiles, "check_unchanged", changed)
+    size = bytes_of(of.runner.weights)
+    gc.collect()
+    before = bytes_there()
+    for _ in range(3):
+        weights.check(ChangeWeights(WeightsChange.RELOAD, str(new)))
+        gc.disable()
+        try:
+            with pytest.raises(ValueError, match="changed while it was read"):
+                weights.prepare()
+            assert bytes_there() == before
+        finally:
+            gc.enable()
+    assert len(held) == 3 and min(held) >= size  # there were new weights each time
 
 
 def test_an_array_that_ends_after_the_check_is_found_before_anything_changes(tmp_path):
