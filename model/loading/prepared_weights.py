@@ -8,7 +8,7 @@ are those of the model that it is for, so nothing else is in it. As with safeten
 from __future__ import annotations
 
 import logging
-import mmap
+import mmap  # noqa: TID251, of files that this program alone writes, whole, under names of their own
 import os
 import shutil
 import time
