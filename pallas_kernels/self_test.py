@@ -188,7 +188,6 @@ class SelfTest:
         self._pages_each = -(-self._longest // attention.spec.page_size)
         self._first_page = first_page
         self._num_pages = 1 + num_sequences * self._pages_each + SPARE_PAGES
-        self._poison = 0x80 if jnp.issubdtype(attention.spec.kv_dtype, jnp.integer) else 0xFF  # of each byte
         self._compiler_options = dict(compiler_options or {})
         self._compiled: dict[Program, Any] = {}
 
@@ -297,17 +296,16 @@ class SelfTest:
         return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
 
     def _poisoned_pages(self) -> jax.Array:
-        """Made on the device: a pool of serving size does not fit the host."""
-        like = self._attention.kv_pages(self._first_page + self._num_pages)
-
-        def poisoned() -> jax.Array:
-            return lax.bitcast_convert_type(jnp.broadcast_to(self._poison_of(like.dtype), like.shape), like.dtype)
-
-        return jax.jit(poisoned, out_shardings=like.sharding)()
-
-    def _poison_of(self, dtype: Any) -> np.unsignedinteger[Any]:
-        size = jnp.dtype(dtype).itemsize
-        return np.full(size, self._poison, np.uint8).view(f"u{size}")[0]
+        """Made on the device: a pool of serving size does not fit the host. A compiler may change the bits of a NaN (on
+        CPUs without instructions for bfloat16 it does), so `_poison` is what the device has made."""
+        spec, like = self._attention.spec, self._attention.kv_pages(self._first_page + self._num_pages)
+        kv_dtype = jnp.dtype(spec.kv_dtype)
+        # The NaN of padding has the other sign.
+        worst = jnp.iinfo(kv_dtype).min if jnp.issubdtype(kv_dtype, jnp.integer) else -np.nan
+        value = np.full(like.dtype.itemsize // kv_dtype.itemsize, worst, kv_dtype).view(like.dtype)[0]
+        pages = jax.jit(lambda: jnp.full(like.shape, value), out_shardings=like.sharding)()
+        self._poison = _bits(np.asarray(pages[(0,) * pages.ndim]))
+        return pages
 
     def _own_pages(self, pages: jax.Array) -> jax.Array:
         if not self._first_page:
@@ -320,8 +318,8 @@ class SelfTest:
             return
 
         def is_poison(pages: jax.Array) -> jax.Array:
-            axis, content = layout.page_axis(self._attention.backend), self._poison_of(pages.dtype)
-            others = lax.slice_in_dim(pages, 0, self._first_page, axis=axis)
+            others = lax.slice_in_dim(pages, 0, self._first_page, axis=layout.page_axis(self._attention.backend))
+            content = self._poison.view(f"u{pages.dtype.itemsize}")[0]
             return (lax.bitcast_convert_type(others, content.dtype) == content).all()
 
         if not jax.jit(is_poison)(pages):
@@ -398,7 +396,8 @@ class SelfTest:
 
     def _check_free_pages(self, step: Step, pages: np.ndarray) -> None:
         axis = layout.page_axis(self._attention.backend)
-        if (_bits(np.take(pages, self._free, axis=axis)) != self._poison).any():
+        free = _bits(np.take(pages, self._free, axis=axis))
+        if (free.reshape(-1, self._poison.size) != self._poison).any():
             raise SelfTestError(f"{step.program}: a page that no sequence owns was written to")
 
 
