@@ -8,6 +8,10 @@ say() { printf '%s\n' "$*" >&2; }
 
 # cpu, tpu or cuda: which jax this machine wants. PALLAS_SERVE_DEVICE overrides what is found.
 find_device() {
+    case "$OSTYPE" in
+        linux*) ;;
+        *) say "pallas-serve needs Linux, and this is $OSTYPE: run it in a container or a virtual machine with Linux"; return 1 ;;
+    esac
     if [ -n "${PALLAS_SERVE_DEVICE:-}" ]; then
         case "$PALLAS_SERVE_DEVICE" in
             cpu | tpu | cuda) echo "$PALLAS_SERVE_DEVICE"; return ;;

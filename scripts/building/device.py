@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,12 +27,16 @@ def start_jax(
     num_hosts: int = 1,
     folders: KeptFolders | None = None,
 ) -> str:
-    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing.
+    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing, or if this
+    is not Linux.
 
     Args:
         join: joins the other hosts' processes. It is called before the devices are asked for.
         folders: those of `kept_folders`, if the caller has asked for them already.
     """
+    if sys.platform != "linux":
+        advice = "run it in a container or a virtual machine with Linux"  # also in scripts/setup.sh
+        raise ValueError(f"pallas-serve needs Linux, and this is {sys.platform}: {advice}")
     import jax
 
     device = find_device() if settings.device == "auto" else settings.device

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.building.device import start_jax
+from scripts.flags.settings import EngineSettings
 from tests.c_compiler import compiler
 
 START = """
@@ -28,6 +30,13 @@ def start(device: str, drivers: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_another_system_than_linux_is_refused_in_one_line(monkeypatch):
+    """A server that was started without scripts/serve, or an `LLM`."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match=r"^pallas-serve needs Linux, and this is darwin: run it in a container .*$"):
+        start_jax(EngineSettings(device="cpu"))
 
 
 def make_driver(folder: Path, *, version: int, init: int, count: int) -> None:

@@ -94,6 +94,13 @@ def test_the_package_for_buckets_comes_where_it_is_needed(machine, arguments, ex
     assert shell(machine, f"extras_for {arguments}").stdout.strip() == extras
 
 
+def test_another_system_than_linux_is_refused_in_one_line(machine):
+    refused = shell(machine, "find_device", OSTYPE="darwin23", PALLAS_SERVE_DEVICE="cpu")
+    assert refused.returncode == 1
+    said = "pallas-serve needs Linux, and this is darwin23: run it in a container or a virtual machine with Linux\n"
+    assert (refused.stdout, refused.stderr) == ("", said)
+
+
 def test_the_newest_usable_python_is_taken_wherever_it_is(machine):
     fake_command(machine / "bin/python3.12", "exit 0")
     assert shell(machine, "find_python").stdout == f"{machine}/bin/python3.12\n"
