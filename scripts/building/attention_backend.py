@@ -53,6 +53,8 @@ NUMPY_THREADS = 2  # of a test in a child: other processes trace programs at the
 LONG_S = 60.0
 LIMIT_S = 300.0  # of a test: ten times what a form's first compilation takes on one core
 HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
+FAILED = "failed its self-test: "
+TO_REPORT = "A failed self-test is a fault of this program or of the device: please report it, with this line"
 NOT_TESTED = "not needed: the reference is what kernels are compared with"
 NOT_HERE = "not run: the chip is not here"
 
@@ -142,14 +144,13 @@ def choose_attention(
             if is_here:
                 result, remark = test.of_kernels(limit_s, may_fail=backend is not candidates[-1])
         except (SelfTestError, UnavailableError) as error:
-            failed = "failed its self-test: " if isinstance(error, SelfTestError) else ""
+            failed = FAILED if isinstance(error, SelfTestError) else ""
             failures[str(backend)] = f"{failed}{error}"
             logger.warning("the attention backend %s cannot be used: %s", backend, failures[str(backend)])
             continue
         info = AttentionInfo(requested=requested, backend=str(backend), self_test=result, failures=failures)
         if failures:
-            warning = f"WARNING: serving with the attention backend {backend}. Not used: {_reasons(failures)}"
-            return Chosen(attention=attention, info=info, remarks=(warning, remark))
+            return Chosen(attention=attention, info=info, remarks=(_warning(info, candidates[0]), remark))
         return Chosen(attention=attention, info=info, remarks=(remark,))
     raise ValueError(none_can_be_used(requested, failures))
 
@@ -345,6 +346,16 @@ def _warning_after(seconds: float, message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _warning(info: AttentionInfo, first: Backend) -> str:
+    """Why the first candidate does not serve, what that costs, and what to do."""
+    from pallas_kernels.spec import Backend
+
+    slower = "several times slower" if info.backend == Backend.REFERENCE else "slower"
+    said = f"WARNING: serving with the attention backend {info.backend}, {slower} than the backend {first}. "
+    said += f"Not used: {_reasons(info.failures)}"
+    return f"{said}. {TO_REPORT}" if FAILED in said else said
 
 
 def _reasons(failures: Mapping[str, str]) -> str:

@@ -89,7 +89,9 @@ def test_a_machine_without_a_c_compiler_serves_with_the_reference(settings, monk
     info = build_runner(settings, said.append).info.attention
     assert (info.requested, info.backend, info.failures) == ("auto", "reference", {"cpu": reason})
     (line,) = (line for line in said if line.startswith("  self-test"))
-    assert f"WARNING: serving with the attention backend reference. Not used: cpu: {reason}" in line
+    slower = "several times slower than the backend cpu"
+    warning = f"WARNING: serving with the attention backend reference, {slower}. Not used: cpu: {reason}"
+    assert f"{warning}; attention backend" in line
     with pytest.raises(ValueError, match=f"--attention-backend cpu cannot be used here: cpu: {reason}"):
         build_runner(replace(settings, attention_backend="cpu"), said.append)
 
@@ -109,7 +111,8 @@ def test_a_server_falls_back_and_says_so_everywhere(settings, tmp_path):
         (warning,) = (line for line in server.lines if "WARNING" in line)
         assert f"Not used: {refused}; gpu-mma: failed its self-test: {MIXED}: " in warning
         assert "is wrong: not a number" in warning
-        assert "serving with the attention backend reference" in warning
+        assert "serving with the attention backend reference, several times slower than the backend gpu." in warning
+        assert "please report it, with this line" in warning
         assert server.log.count("failed its self-test") == 2
         assert http.get("/health").json() == {"status": "ok"}
         attention = http.get("/health?verbose").json()["attention"]
