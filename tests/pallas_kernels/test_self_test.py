@@ -63,7 +63,7 @@ def test_a_sequence_is_long_before_the_decodes(seed):
     assert len(steps) <= 3 + 4 + 2
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", "int8")])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
 def test_the_reference_passes(dtype, kv_dtype):
     attention = PagedAttention(spec(dtype, kv_dtype), Backend.REFERENCE)
     passed = SelfTest(attention, pages_per_seq=5).run([MIXED, DECODE, DRAFTS], repeat=True)

@@ -96,6 +96,12 @@ def test_a_machine_without_a_c_compiler_serves_with_the_reference(settings, monk
         build_runner(replace(settings, attention_backend="cpu"), said.append)
 
 
+def test_the_c_code_serves_bfloat16(settings):
+    compiler()
+    info = build_runner(replace(settings, dtype="bfloat16"), lambda line: None).info.attention
+    assert (info.backend, info.self_test, info.failures) == ("cpu", "passed", {})
+
+
 def test_wrong_products_serve_no_token(settings, monkeypatch):
     compiler()
     multiply = products.multiply
