@@ -1,4 +1,4 @@
-"""Other tests, once more as on a CPU without AVX-512. There XLA computes bfloat16 in float32, and C has shorter vectors."""
+"""Other tests, once more as on a CPU with AVX2 only: XLA computes bfloat16 in float32, and C has shorter vectors."""
 
 from __future__ import annotations
 

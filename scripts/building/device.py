@@ -27,8 +27,8 @@ def start_jax(
     num_hosts: int = 1,
     folders: KeptFolders | None = None,
 ) -> str:
-    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing, or if this
-    is not Linux.
+    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing, or on
+    another system than Linux.
 
     Args:
         join: joins the other hosts' processes. It is called before the devices are asked for.
