@@ -206,7 +206,7 @@ class Settings:
     )  # fmt: skip
     reasoning_parser: str | None = _of_requests(
         None, "How the model marks its reasoning, which answers have apart from their content; `none` leaves it in the "
-        "content", unset="qwen3 if the template has </think>, else none",
+        "content", unset="qwen3 if the template or a system message shows reasoning",
     )  # fmt: skip
     enable_auto_tool_choice: bool = _of_requests(
         True, "A request with tools must say by `tool_choice` whether one is called",

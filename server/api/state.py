@@ -48,7 +48,7 @@ class ServerState:
     tool_template: ServedTemplate | None  # for conversations with tools
     templates: TemplateRunner
     call_format: type[CallParser]  # of the model's tool calls
-    reasoning: ReasoningFormat | None  # None: the whole text is the answer
+    reasoning: ReasoningFormat | None  # None: the whole text is the answer, unless the system message asks for it
     metrics: ServerMetrics
     history: StatsHistory
     tracer: Tracer | None = None  # None: there are no traces

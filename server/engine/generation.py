@@ -18,7 +18,6 @@ from batcher.request import FinishReason
 from server.engine import wire
 from server.engine.client import EngineClient
 from server.http.request_error import NOT_FOUND, RequestError, internal, invalid, overloaded, unavailable
-from server.text.reasoning import ReasoningReader
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
@@ -67,7 +66,7 @@ class Gain:
 class Choice:
     """One sequence: collects outputs, from which the response takes text, tool calls and scored tokens.
 
-    `reader` finds reasoning and tool calls in the text; None: the whole text is content.
+    `calls` finds tool calls in the stream's text; None: all of it is content.
     """
 
     def __init__(
@@ -78,17 +77,17 @@ class Choice:
         num_prompt_tokens: int,
         *,
         include_stop: bool,
-        reader: CallParser | ReasoningReader | None = None,
+        calls: CallParser | None = None,
     ) -> None:
         # A generation and its choices die when the answer is complete, not when the garbage collector runs next: until
         # then hundreds of requests' log-probabilities would pile up.
         self._generation: Generation = weakref.proxy(generation)
         self._stream = stream
         self._include_stop = include_stop
-        self._reader = reader
+        self._calls = calls
         self._overdue = False
         self._texts: list[str] = []
-        self._num_taken = 0  # characters, if the whole text is content
+        self._num_taken = 0  # characters, if the whole answer is content
         self._scored: list[ScoredToken] = []
         self._token_ids: list[int] = []
         self._versions = [(wire.DEFAULT_VERSION, 0)]  # of the weights, with the number of tokens before them
@@ -108,19 +107,24 @@ class Choice:
 
     def take(self) -> Gain:
         """The new output since the last call."""
-        pieces: list[Piece]
-        if self._reader is not None:
-            pieces = [*self._reader.take()]
-        else:
-            text = "".join(self._texts)
-            pieces = [Content(text, self._num_taken)] if text else []
+        reasoning = self._stream.reasoning
+        start = 0 if reasoning is None else reasoning.answer_start
+        pieces: list[Piece] = [] if reasoning is None else [*reasoning.take()]
+        if self._calls is not None:
+            pieces += [
+                Content(piece.text, start + piece.start) if isinstance(piece, Content) else piece
+                for piece in self._calls.take()
+            ]
+        elif text := "".join(self._texts):
+            pieces.append(Content(text, start + self._num_taken))
             self._num_taken += len(text)
         gain = Gain(pieces, self._scored, self._token_ids, self._sampled_logprobs)
         self._texts, self._scored, self._token_ids, self._sampled_logprobs = [], [], [], []
         return gain
 
     def so_far(self) -> Gain:
-        """What the next `take` would give. It is left there. The choice has no `reader`."""
+        """What the next `take` would give. It is left there. The choice has neither reasoning nor
+        calls."""
         text = "".join(self._texts)
         pieces: list[Piece] = [Content(text, self._num_taken)] if text else []
         return Gain(pieces, [*self._scored], [*self._token_ids], [*self._sampled_logprobs])
@@ -128,7 +132,7 @@ class Choice:
     @property
     def num_calls(self) -> int:
         """Tool calls that have begun, without one that a limit or a stop string has cut."""
-        return 0 if self._reader is None else self._reader.num_calls
+        return 0 if self._calls is None else self._calls.num_calls
 
     def on_output(self, output: wire.Output) -> None:
         if output.expired:
@@ -226,22 +230,22 @@ class Choice:
             if is_hidden:
                 break
             self._add(text)
-            if self._reader is not None:
-                self.num_reasoning_tokens += self._reader.is_reasoning
-            if stream.matched_stop is not None or (self._reader is not None and self._reader.is_full):
+            if stream.reasoning is not None:
+                self.num_reasoning_tokens += stream.reasoning.is_reasoning
+            if stream.matched_stop is not None or (self._calls is not None and self._calls.is_full):
                 self._finish(FinishReason.STOP.value, stream.matched_stop)
                 return True
         return False
 
     def _add(self, text: str) -> None:
-        if self._reader is None:
+        if self._calls is None:
             self._texts.append(text)
         else:
-            self._reader.push(text)
+            self._calls.push(text)
 
     def _finish(self, finish_reason: str, stop_reason: str | int | None) -> None:
-        if self._reader is not None:
-            self._reader.finish(cut=finish_reason in CUT or isinstance(stop_reason, str))
+        if self._calls is not None:
+            self._calls.finish(cut=finish_reason in CUT or isinstance(stop_reason, str))
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 

@@ -1,10 +1,12 @@
-"""Turns token ids into text one by one: joins bytes into characters and searches for stop strings."""
+"""Turns token ids into text one by one: joins bytes into characters, takes out the reasoning, and searches the answer
+for stop strings."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
 
+from server.text.reasoning import ReasoningReader
 from server.text.stop_strings import StopFinder, StopStrings
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -48,10 +50,20 @@ class TextStream:
     `start` is the offset of the last token's text. Tokens that make one character together all have its offset, and so
     has a token that ends one character and begins another. A token that is not shown stands for no characters.
 
-    The first `min_tokens` tokens are not searched for stop strings.
+    `reasoning` takes the text first; None: all of it is the answer. Stop strings are searched for in the answer, except
+    in the first `min_tokens` tokens.
     """
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops", "num_chars", "start")
+    __slots__ = (
+        "_detokenizer",
+        "_min_tokens",
+        "_num_tokens",
+        "_searched_from",
+        "_stops",
+        "num_chars",
+        "reasoning",
+        "start",
+    )
 
     def __init__(
         self,
@@ -61,12 +73,15 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        reasoning: ReasoningReader | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = None if stops is None else StopFinder(stops, include_in_output=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._searched_from = 0  # the number of characters of the first `min_tokens` tokens
         self.num_chars = self.start = 0
+        self.reasoning = reasoning
 
     @property
     def matched_stop(self) -> str | None:
@@ -74,22 +89,33 @@ class TextStream:
         return self._stops.matched if self._stops else None
 
     def push(self, token_id: int) -> str:
-        """The text that may be shown after this token. Must not be called once `matched_stop` is set."""
+        """The part of the answer that may be shown after this token. Must not be called once `matched_stop` is set."""
         text = self._detokenizer.push(token_id)
         self._num_tokens += 1
         self.start = self.num_chars + self._detokenizer.num_before
         self.num_chars += len(text)
-        if self._stops is None or not text or self._num_tokens <= self._min_tokens:
-            return text
-        return self._stops.push(text)
+        if self._num_tokens <= self._min_tokens:
+            self._searched_from = self.num_chars
+        return self._searched(text if self.reasoning is None else self.reasoning.push(text))
 
     def finish(self) -> str:
-        """The rest of the text at the end of the sequence: an incomplete character, and text held back for a stop
-        string."""
+        """The rest of the answer at the end of the sequence: an incomplete character, and text held back for a tag or a
+        stop string."""
+        if self.matched_stop is not None:
+            return ""
         rest = self._detokenizer.flush()
-        if self._stops is None:
-            return rest
-        return self._stops.push(rest) + self._stops.flush() if self.matched_stop is None else ""
+        self.num_chars += len(rest)
+        if self.reasoning is not None:
+            rest = self.reasoning.push(rest) + self.reasoning.finish()
+        rest = self._searched(rest)
+        return rest + self._stops.flush() if self._stops is not None else rest
+
+    def _searched(self, text: str) -> str:
+        """The text without a stop string, and without what may become one. It is the last that has been decoded."""
+        if self._stops is None or not text:
+            return text
+        at = max(0, self._searched_from - (self.num_chars - len(text)))
+        return text[:at] + self._stops.push(text[at:])
 
 
 class NoText(TextStream):

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from scripts.llm import LLM, SamplingParams
 from tests.e2e.conftest import serve
 from tests.puppet import write_puppet
 from tests.server.support.sse_events import parse_named_events, stream_events
@@ -17,21 +18,42 @@ THOUGHTS = ["First ", "I look ", "at it", ".\n"]
 THOUGHT = "".join(THOUGHTS).rstrip()
 CALL = json.dumps({"name": "look", "parameters": {"at": "it"}})
 ANSWER = "It is four."
+TAGGED = f"<think>{''.join(THOUGHTS)}</think>{ANSWER}"
 USER = [{"role": "user", "content": "2 + 2?"}]
 SEEN = [*USER, {"role": "tool", "tool_call_id": "a", "content": "seen"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 NUM_THOUGHTS = len(THOUGHTS)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    answers = [[*THOUGHTS, "</think>", "\n\n ", CALL], [" Then ", "</think>\n", ANSWER]]
-    model = write_puppet(tmp_path_factory.mktemp("puppet") / "model", answers, ending="<think>\n")
+def thinker(folder, answers, *, ending="", shows=""):
+    """A puppet whose chat template has the comment `shows`."""
+    model = write_puppet(folder / "model", answers, ending=ending)
     template = json.loads((model / "tokenizer_config.json").read_text())
-    template["chat_template"] += "{# </think> #}"
+    template["chat_template"] += f"{{# {shows} #}}"
     (model / "tokenizer_config.json").write_text(json.dumps(template))
+    return model
+
+
+def served(model):
     flags = ("--model", str(model), "--served-model-name", "puppet", "--max-num-seqs", "4")
-    with serve(*flags, "--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"]) as running:
+    return serve(*flags, "--compile-cache", os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    answers = [[*THOUGHTS, "</think>", "\n\n ", CALL], [" Then ", "</think>\n", ANSWER]]
+    return thinker(tmp_path_factory.mktemp("puppet"), answers, ending="<think>\n", shows="</think>")
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with served(model) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory):
+    with served(thinker(tmp_path_factory.mktemp("switched"), [["<think>", *THOUGHTS, "</think>", ANSWER]])) as running:
         yield running
 
 
@@ -125,3 +147,66 @@ def test_a_budget_that_is_no_number_of_tokens_is_refused(server):
     with server.http() as http:
         answer = http.post("/v1/chat/completions", json={"messages": USER, "thinking_token_budget": -2})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
+STOPS = ["Then", "\n", " four"]  # in the reasoning, before the answer, and in the answer
+STOPPED = "It is"
+
+
+def test_stop_strings_act_on_the_answer(server):
+    choice = chat(server, SEEN, stop=STOPS)["choices"][0]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Then", STOPPED)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " four")
+    included = chat(server, SEEN, stop=STOPS, include_stop_str_in_output=True)["choices"][0]["message"]
+    assert included["content"] == STOPPED + " four"
+    hidden = chat(server, SEEN, stop=STOPS, include_reasoning=False)["choices"][0]["message"]
+    assert hidden["content"] == STOPPED
+    several = post(server, "/v1/chat/completions/batch", messages=[SEEN, SEEN], stop=STOPS).json()["choices"]
+    assert [choice["message"]["content"] for choice in several] == [STOPPED] * 2
+    with server.http() as http:
+        chunks = stream_events(http, "/v1/chat/completions", {"messages": SEEN, "stop": STOPS})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == STOPPED
+
+
+def test_stop_sequences_of_a_message_act_on_the_answer(server):
+    called = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    seen = {"type": "tool_result", "tool_use_id": "a", "content": "seen"}
+    messages = [*USER, {"role": "assistant", "content": [called]}, {"role": "user", "content": [seen]}]
+    answer = post(server, "/v1/messages", messages=messages, max_tokens=50, stop_sequences=STOPS).json()
+    assert [block.get("thinking", block.get("text")) for block in answer["content"]] == ["Then", STOPPED]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", " four")
+
+
+def test_a_stop_id_ends_the_reasoning(server):
+    (first, *_) = post(server, "/tokenize", prompt="Then", add_special_tokens=False).json()["tokens"]
+    with_ids = chat(server, SEEN, return_token_ids=True)["choices"][0]["token_ids"]
+    assert first != with_ids[0]
+    choice = chat(server, SEEN, stop_token_ids=with_ids[:1])["choices"][0]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("", with_ids[0])
+
+
+def test_stop_strings_act_on_the_answer_offline(model):
+    with LLM(model=str(model), max_num_seqs=4) as llm:
+        (result,) = llm.chat([SEEN], SamplingParams(stop=STOPS, max_tokens=50))
+    assert (result.outputs[0].text, result.outputs[0].stop_reason) == (STOPPED, " four")
+
+
+@pytest.mark.parametrize(
+    ("system", "reasons"),
+    [
+        ("Enclose your thoughts inside <think> </think> tags.", True),  # DeepHermes
+        ("detailed thinking on", True),  # Nemotron v1
+        ("detailed thinking off", False),
+        (None, False),
+    ],
+)
+def test_the_system_message_shows_that_the_model_reasons(switched, system, reasons):
+    asked = USER if system is None else [{"role": "system", "content": system}, *USER]
+    message = chat(switched, asked)["choices"][0]["message"]
+    expected = (ANSWER, THOUGHT) if reasons else (TAGGED, None)
+    assert (message["content"], message.get("reasoning")) == expected
+    response = post(switched, "/v1/responses", input="2 + 2?", instructions=system).json()
+    assert [item["type"] for item in response["output"]] == ["reasoning"] * reasons + ["message"]
+    constrained = chat(switched, asked, structured_outputs={"regex": "[0-9]{3}"}, max_tokens=30)
+    assert constrained["choices"][0]["message"]["content"].isdecimal()

@@ -22,9 +22,8 @@ from server.api.request.tools import ToolChoice, Tools, usable_tools
 from server.api.state import ServerState
 from server.engine.generation import Generation
 from server.http.request_error import invalid
-from server.text.reasoning import ReasoningReader, is_open_after
+from server.text.reasoning import ReasoningReader, is_open_after, reasoning_format_asked
 from server.text.stream import decode_text
-from server.text.tool_calls.parser import CallParser
 
 PROMPT_END = 16  # tokens that are read to see whether the prompt opens the reasoning
 MOST_THINKING = 2**31
@@ -141,23 +140,22 @@ async def render(state: ServerState, plan: ChatPlan) -> None:
 async def constrain(state: ServerState, plan: ChatPlan) -> None:
     """The form of the output becomes a grammar, and a parser of tool calls."""
     generation, tools, reasoning = plan.generation, plan.tools, state.reasoning
+    if state.settings.reasoning_parser is None and reasoning is None:
+        reasoning = reasoning_format_asked(plan.conversation.system_texts)
     answer = await make_grammar(state, plan.constraint)
     grammar = called = await with_calls(state, tools, answer)
     field = "thinking_token_budget" if tools is None else "tools"
     if plan.constraint is not None:
         field = plan.constraint.field
 
-    def new_parser() -> CallParser | None:
-        return None if tools is None else tools.new_parser(state.call_format, is_free=answer is None)
-
-    if reasoning is None:
-        generation.new_reader = new_parser
-    else:
+    if tools is not None:
+        generation.new_calls = lambda: tools.new_parser(state.call_format, is_free=answer is None)
+    if reasoning is not None:
         prompt_end = decode_text(state.tokenizer, generation.prompts[0][-PROMPT_END:], skip_special_tokens=False)
         is_open, budget = is_open_after(reasoning, prompt_end), plan.thinking_budget
         grammar = await after_reasoning(state, grammar, reasoning, is_open=is_open, budget=budget, field=field)
-        generation.new_reader = lambda: ReasoningReader(
-            reasoning, prompt_end=prompt_end, calls=new_parser(), is_shown=plan.shows_reasoning
+        generation.new_reasoning = lambda: ReasoningReader(
+            reasoning, prompt_end=prompt_end, is_shown=plan.shows_reasoning
         )
     if grammar is not None:
         parts = [(param, part.text) for param, part in ((field, answer), ("tools", called)) if part is not None]

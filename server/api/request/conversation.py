@@ -67,6 +67,12 @@ class Conversation:
         )
 
     @property
+    def system_texts(self) -> list[str]:
+        """Of messages that `template_message` accepts."""
+        roles = ("system", "developer")
+        return [content_text(message) for message in self.messages if message.role in roles]
+
+    @property
     def raw_size(self) -> int:
         """The bytes of the fields that are not decoded."""
         return sum(len(field) for field in (self.variables, self.documents) if field is not msgspec.UNSET)
@@ -155,7 +161,7 @@ def _template_errors(param: str, limits_param: str | None = None) -> Iterator[No
     except TooManyTemplatesError as error:
         raise overloaded("Too many conversations wait to be rendered.") from error
     except OSError as error:
-        raise unavailable(f"No process can be started to render the conversation: {error}") from error
+        raise unavailable(f"No process can be started to render the conversation: {error.strerror}") from error
 
 
 def _work_of(message: Message) -> int:

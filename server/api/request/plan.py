@@ -58,7 +58,8 @@ class GenerationPlan:
     # of the output's form
     grammar: Grammar | None = None  # one of `state.grammars`; it applies to every sequence
     grammar_field: str = "tools"  # the field that asks for it
-    new_reader: Callable[[], CallParser | ReasoningReader | None] = lambda: None  # None: the whole text is content
+    new_reasoning: Callable[[], ReasoningReader | None] = lambda: None  # None: the whole text is the answer
+    new_calls: Callable[[], CallParser | None] = lambda: None  # None: the whole answer is content
 
 
 async def check_generation(
@@ -94,7 +95,7 @@ async def check_generation(
 async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPlan) -> Generation:
     """Submits `head.n` sequences for each prompt, prompt by prompt. Raises RequestError.
 
-    The `others` are of the same request. They differ in their prompts, limits, grammars and readers only.
+    The `others` are of the same request. They differ in their prompts, limits, grammars, reasoning and calls only.
     """
     plans = (plan, *others)
     head, sampling = plan.head, plan.sampling
@@ -129,11 +130,12 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                 include_stop=sampling.include_stop,
                 skip_special_tokens=sampling.skip_special_tokens,
                 min_tokens=sampling.values.get("min_tokens", 0),
+                reasoning=own.new_reasoning(),
             )
-            reader = own.new_reader()
+            calls = own.new_calls()
             text = None if own.grammar is None else own.grammar.text
             index = len(generation.choices)
-            choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, reader=reader)
+            choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, calls=calls)
             generation.choices.append(choice)
             requests.append(
                 wire.WireRequest(

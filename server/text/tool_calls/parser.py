@@ -42,7 +42,6 @@ class CallParser:
         most_calls: after this number of calls the rest of the text is dropped.
     """
 
-    is_reasoning: ClassVar[bool] = False  # as of a `ReasoningReader`
     opening: ClassVar[str]  # the character with which a call, or a list of calls, begins
     # marks that may stand before a call -> the marks that may stand after it; "": none
     marks: ClassVar[dict[str, str]] = {PYTHON_TAG: "", FENCE: FENCE}

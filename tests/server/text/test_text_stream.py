@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from server.text.reasoning import REASONING_FORMATS, ReasoningReader
 from server.text.stop_strings import StopFinder, StopStrings
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
@@ -16,9 +20,9 @@ TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
 NUM_BYTES = 256
 
 
-def read(ids: list[int], **options) -> tuple[str, str | None]:
+def read(ids: list[int], tokenizer: Any = TOKENIZER, **options: Any) -> tuple[str, str | None]:
     """All that is shown, and the stop string that ended it."""
-    stream = TextStream(TOKENIZER, **options)
+    stream = TextStream(tokenizer, **options)
     text = ""
     for id in ids:
         text += stream.push(id)
@@ -238,3 +242,27 @@ def test_a_stop_string_of_whole_characters_that_come_in_bytes():
 
 def test_a_stop_string_in_the_last_broken_character():
     assert read([ord("a"), 0xE2], stops=StopStrings(["\ufffd"])) == ("a", "\ufffd")
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 5])
+@given(
+    before=st.sampled_from(["", "<think>", " \n<think>\nab", "<think>b a</thi</think>", "<think>ab</think> \n"]),
+    answer=st.text("ab \n<", max_size=12),
+    cuts=st.sets(st.integers(1, 40)),
+    stops=st.lists(st.text("ab \n<", min_size=1, max_size=3), min_size=1, max_size=3),
+)
+def test_stop_strings_act_on_the_answer(before, answer, cuts, stops, min_tokens):
+    text = before + answer
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    tokens = [text[start:end] for start, end in pairwise(bounds)]
+    end = text.find("</think>") + len("</think>")
+    content = text if not before else text[end:].lstrip() if end >= len("</think>") else ""
+    unsearched = max(0, len("".join(tokens[:min_tokens])) - (len(text) - len(content)))
+    found = first_stop(content[unsearched:], stops)
+    expected = content if found is None else content[: unsearched + found[0] - len(found[1])]
+    tokenizer = SimpleNamespace(token_bytes=[token.encode() for token in tokens], special_ids=frozenset())
+    reader = ReasoningReader(REASONING_FORMATS["qwen3"])
+    shown, matched = read(
+        [*range(len(tokens))], tokenizer, stops=StopStrings(stops), min_tokens=min_tokens, reasoning=reader
+    )
+    assert (shown, matched) == (expected, None if found is None else found[1])
