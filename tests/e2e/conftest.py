@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from scripts.flags.settings import EngineSettings
 from tests.conftest import EXPORTED
 from tests.e2e.replay import LIMITS
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
+from tests.server.support.requests import requests_end_with_their_test  # noqa: F401, a fixture
 from tests.server.support.running import RunningServer
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +73,8 @@ def serve(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[DemoSer
     `env` is its environment, by default this process's.
     """
     command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
-    server = DemoServer(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    server = DemoServer(process, admin_key=dict(pairwise(flags)).get("--admin-api-key"))
     with server.until_done(lambda line: line.split("curl ")[1].split("/v1")[0] if "curl http" in line else None):
         yield server
 

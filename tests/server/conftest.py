@@ -8,6 +8,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
 from tests.server.support.openai_schemas import SHARED
+from tests.server.support.requests import requests_end_with_their_test  # noqa: F401, a fixture
 from tests.server.support.running import server_of
 
 LLAMA3 = SHARED / "data/llama3_tokenizer"

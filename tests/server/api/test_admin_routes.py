@@ -13,6 +13,7 @@ from tests.server.support.raw_http import connect, only_answer
 from tests.server.support.real_engine import RealConfig
 from tests.server.support.requests import ADMIN_ROUTES, HELLO, LONG, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.stub_app import StubClient, call, state_of
 
 ADMIN = {"Authorization": "Bearer boss"}
 KEY = {"Authorization": "Bearer key"}
@@ -39,11 +40,10 @@ def test_an_administrators_route_needs_an_administrators_key(guarded, method, pa
 
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
-def test_without_such_a_key_nobody_is_an_administrator(echo, method, path):
-    with echo.http() as http:
-        response = http.request(method, path, headers=ADMIN)
-        assert response.status_code == 403
-        assert "--admin-api-key" in response.json()["error"]["message"]
+def test_without_such_a_key_nobody_is_an_administrator(method, path):
+    response = call(state_of(StubClient()), method, path, headers=ADMIN)
+    assert response.status_code == 403
+    assert "--admin-api-key" in response.json()["error"]["message"]
 
 
 def test_any_key_opens_the_other_routes_and_all_of_them_ask(guarded):

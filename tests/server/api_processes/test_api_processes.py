@@ -285,3 +285,12 @@ def test_a_process_that_is_killed_loses_its_requests_only_and_is_started_again(s
             assert client.get("/load").json() == {"server_load": 0}
             assert client.post(CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
     assert "HTTP process 1 has ended (exit code -9): its requests are aborted, and it is started again" in server.log
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_test_leaves_running_ends_with_it(both, again):
+    """Each of the two finds a server without requests, and leaves as many as the key may have."""
+    assert both[0].get("/load").json() == {"server_load": 0}
+    endless = {"input": "hello", "background": True, "ignore_eos": True}
+    for client, _ in zip(itertools.cycle(both), range(MOST_PER_KEY), strict=False):
+        assert client.post(RESPONSES, json=endless).status_code == 200

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import RunningServer
@@ -62,6 +65,26 @@ def running(server: RunningServer) -> int:
 def load(server: RunningServer) -> int:
     with server.http() as http:
         return http.get("/load").json()["server_load"]
+
+
+@pytest.fixture(autouse=True)
+def requests_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For the conftest.py of a package: what a test leaves running on a server, such as one that fails, is aborted."""
+    yield
+    for server in request.node.funcargs.values():
+        if isinstance(server, RunningServer) and server.admin_key is not None and server.process.poll() is None:
+            _end_requests(server, server.admin_key)
+
+
+def _end_requests(server: RunningServer, admin_key: str) -> None:
+    with server.http(headers={"Authorization": f"Bearer {admin_key}"}, verify=False) as http:
+
+        def is_idle() -> bool:
+            return http.get("/load").json()["server_load"] == 0
+
+        if not is_idle():
+            http.post("/abort_requests", json={}).raise_for_status()
+            wait_until(is_idle)
 
 
 def wait_until(condition, timeout_s: float = 30.0) -> None:

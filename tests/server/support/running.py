@@ -35,6 +35,7 @@ class RunningServer:
     lines: list[str] = field(default_factory=list)  # what it printed until it was ready
     log_file: Path | None = None
     clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the server ends
+    admin_key: str | None = None  # None: it has none
 
     @property
     def log(self) -> str:
@@ -132,16 +133,18 @@ def running_server(
         "version": "1.2.3",
         "grace_period_s": 5.0,
         "death_linger_s": 2.0,
+        "admin_api_keys": ("of-the-tests",),
     }
     path = folder / "stderr"
-    served = (Settings(**(fields | settings)), target, engine_args)
+    asked = Settings(**(fields | settings))
+    served = (asked, target, engine_args)
     process: subprocess.Popen[str] | ForkedServer
     with path.open("a") as log:
         if descriptors is None:
             process = ForkedServer(pickle.dumps((*served, more_engines)), stderr=log, env=env)
         else:
             process = spawn(*served, descriptors=descriptors, more_engines=more_engines, stderr=log, env=env)
-    server = RunningServer(process, log_file=path)
+    server = RunningServer(process, log_file=path, admin_key=asked.admin_api_keys[0])
     with server.until_done(lambda line: line.removeprefix("ready: ") if line.startswith("ready: ") else None):
         yield server
 
