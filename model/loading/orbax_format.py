@@ -272,7 +272,7 @@ def _open(folder: Place, name: str, context: ts.Context) -> ts.TensorStore:
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     try:
         return ts.open(spec, context=context, read=True, open=True).result()
-    except Exception as error:  # as in `_restore`
+    except Exception as error:  # TensorStore raises different Python types for its status codes
         raise ValueError(f"{folder}: {name} cannot be opened: {_remedy(error)}") from error
 
 

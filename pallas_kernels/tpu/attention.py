@@ -33,7 +33,7 @@ class AttentionMetadata:
     """The arrays that all layers of a step share. They are computed once per step and are data: nothing recompiles."""
 
     kv_lens: jax.Array  # i32[S]
-    page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], see `paging.pages_of_table`
+    page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], see `paging.windows_of_table`
     query_starts: jax.Array  # i32[S + 1]
     num_singles: jax.Array  # i32[]
     num_rows: jax.Array  # i32[]

@@ -1,4 +1,4 @@
-"""The READMEs' examples are run as they stand there, on the demo, and the files that they name are there."""
+"""The READMEs' examples are run as they stand there, on the demo."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ READMES = sorted(
 )  # fmt: skip
 _TEXT = "\n".join(path.read_text() for path in READMES)
 EXAMPLES = re.findall(r"^```(?:python|sh)\n(.*?)^```", _TEXT, re.DOTALL | re.MULTILINE)
-_NAMED = re.compile(r"`([a-z_.]+(?:/[\w.@-]+)+/?)`|\]\(([^)#:]+)\)")
-_ELSEWHERE = (".venv/", "yuhuili/")  # made by the set-up; on the hub
 
 
 def example(containing: str) -> str:
@@ -77,14 +75,6 @@ def test_weights_of_a_trainer_in_python(settings, built, monkeypatch):
 def test_a_benchmark_run(server, tmp_path):
     report = run_in(tmp_path, example("scripts.lab serving"), ("http://127.0.0.1:8000", server.url))
     assert "32 requests, closed loop, at most 8 in flight" in report
-
-
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_readme_names_is_there(readme):
-    """A path is from the checkout's root, or from the README's own folder."""
-    names = {name for pair in _NAMED.findall(readme.read_text()) for name in pair if name}
-    names = {name for name in names if not name.startswith(_ELSEWHERE)}
-    assert [name for name in sorted(names) if not any((base / name).exists() for base in (ROOT, readme.parent))] == []
 
 
 def test_every_example_is_run_here():
