@@ -40,7 +40,7 @@ from server.batches.batch_file import URLS
 from server.batches.folder import BatchFolder
 from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
-from server.http.request_error import NOT_FOUND, RequestError
+from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError
 from server.settings import Settings
 from server.text.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
 from server.text.template_runner import ServedTemplate, TemplateRunner
@@ -159,7 +159,7 @@ def _exception_handlers(refusals: Refusals) -> dict[Any, Callable[[Request, Any]
     async def on_http_exception(request: Request, error: HTTPException) -> Response:
         """Starlette's own errors: unknown route, wrong method."""
         message = f"{error.detail}: {request.method} {request.url.path}"
-        kind = NOT_FOUND if error.status_code == 404 else "BadRequestError"
+        kind = NOT_FOUND if error.status_code == 404 else BAD_REQUEST
         response = refusals.response(request.scope, RequestError(error.status_code, message, type=kind))
         if error.status_code == 405:  # the exception names the methods of one route, and the path may have several
             response.headers["Allow"] = ", ".join(_methods(request))

@@ -10,6 +10,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FORMAT_OF_SEVERAL = "%(asctime)s %(levelname)s %(name)s [http {number}]: %(message)s"
 INTERVAL_S = 10.0
 
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of every form that cannot be read
+
 
 class ThrottledLog:
     """Logs to `logger`. Lines are of one kind if they have the same message without its arguments."""

@@ -68,7 +68,8 @@ class AdapterFolder:
             if place is None:
                 return None
             return await self._changer().change_adapters(LoadAdapter(name, str(place), if_loaded=IfLoaded.KEEP))
-        except AdapterError as error:
+        except AdapterError as told:
+            error = AdapterError(str(told).replace(f"{self._folder}{os.sep}", ""), told.status)  # clients read it
             if error.status < 500:
                 if len(self._refused) >= MOST_REFUSED:
                     self._refused.clear()

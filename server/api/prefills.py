@@ -18,6 +18,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -35,15 +36,16 @@ PATH = "/kv/prefill"
 PAUSE_S = 5.0
 MOST_BLOCKS = 1 << 16  # that are remembered
 MOST_WORDS = 300  # characters of another server's error
+_Digest = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class PrefillRequest(msgspec.Struct, kw_only=True, frozen=True):
     """The body of a request to compute a prompt. The bytes are base64 in JSON."""
 
     tokens: bytes  # i32[n]
-    cache_salt: int
+    cache_salt: _Digest
     model: str | None  # the name of the LoRA adapter; None: the base model
-    adapter: int  # the identity of its weights
+    adapter: _Digest  # the identity of its weights
     priority: int
     identity: dict[str, str]  # `EngineInfo.page_identity` of who asks
 

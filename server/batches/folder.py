@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ import msgspec
 from model.inputs.paths import write_whole
 from model.inputs.private_folders import PRIVATE, check_closed
 from server.http.encoding import encode_json
+from server.logs import ThrottledLog
 
 Fields = dict[str, Any]  # of an object of the API
 
@@ -40,6 +42,8 @@ COPY_BYTES = 2**20  # of a file, at once
 COUNT_INTERVAL_S = 1.0  # between two looks at the sizes of all files
 ABANDONED_S = 3600.0  # a file that was written so long ago under another name will not get its own
 _NO_KEY = "no-key"
+_FIELDS = {FILE: ("id", "filename", "purpose"), BATCH: ("id", "status", "input_file_id")}  # some that are read
+_log = ThrottledLog(logging.getLogger("pallas_serve"))
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 
 
@@ -144,7 +148,7 @@ class KeyFolder:
         return _ids(self._batches)
 
     def file(self, id: str) -> Fields | None:
-        """The description of a file."""
+        """The description of a file. Raises ValueError if it is damaged."""
         return _read(self._files, id, FILE)
 
     def content(self, id: str) -> Path:
@@ -206,7 +210,8 @@ class KeyFolder:
         self._whole.check_room(num_bytes)
 
     def batch(self, id: str) -> Fields | None:
-        """A batch. One that is to be cancelled has the status `cancelling` until it is over."""
+        """A batch. One that is to be cancelled has the status `cancelling` until it is over. Raises ValueError if it is
+        damaged."""
         fields = _read(self._batches, id, BATCH)
         if fields is not None and fields["status"] not in OVER:
             with contextlib.suppress(FileNotFoundError):
@@ -224,7 +229,7 @@ class KeyFolder:
         self._batches.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         ids = self.batch_ids()
         if len(ids) >= MAX_BATCHES:
-            oldest = next((id for id in ids if (self.batch(id) or {}).get("status") in OVER), None)
+            oldest = next((id for id in ids if (whole(self.batch, id) or {}).get("status") in OVER), None)
             if oldest is None:
                 raise FullError(f"There are {MAX_BATCHES} batches already that are not over.")
             (self._batches / f"{oldest}{JSON}").unlink(missing_ok=True)
@@ -253,6 +258,15 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{time.time_ns() // 1000:014x}{secrets.token_hex(9)}"
 
 
+def whole(read: Callable[[str], Fields | None], id: str) -> Fields | None:
+    """What `read` finds; None if it is damaged, which the log says."""
+    try:
+        return read(id)
+    except ValueError as error:
+        _log.warning("--batch-folder: %s%s is damaged, and is passed over: %s", id, JSON, error)
+        return None
+
+
 def _ids(folder: Path) -> list[str]:
     try:
         names = os.listdir(folder)
@@ -262,11 +276,13 @@ def _ids(folder: Path) -> list[str]:
 
 
 def _read(folder: Path, id: str, prefix: str) -> Fields | None:
-    """None: there is no such object. The id is a client's."""
+    """None: there is no such object. The id is a client's. Raises ValueError if the object is damaged."""
     if not _ID.fullmatch(id) or not id.startswith(prefix):
         return None
     try:
-        fields: Fields = msgspec.json.decode((folder / f"{id}{JSON}").read_bytes())
+        fields = msgspec.json.decode((folder / f"{id}{JSON}").read_bytes(), type=Fields)
     except FileNotFoundError:
         return None
+    if missing := [name for name in _FIELDS[prefix] if name not in fields]:
+        raise ValueError(f"it has no {missing[0]}")
     return fields

@@ -20,8 +20,9 @@ from batcher.errors import EngineClosedError, EngineDeadError
 from model.inputs.words import described, is_worded
 from server.engine import wire
 
-NONE_BEGUN = "no update of the weights has begun: it begins, receives, is checked, and is then committed"
-UNCHECKED = "the update of the weights is not checked: it can be committed after a check that has passed"
+NONE_BEGUN = "no update of the weights has begun: POST /start_weight_update begins one"
+UNCHECKED = "the update of the weights is not checked: POST /finish_weight_update checks it and then serves the weights"
+TO_END = "POST /finish_weight_update ends it, and serves its arrays only if all have come"
 
 
 class Answer(Protocol):
@@ -136,7 +137,7 @@ class WeightChanges:
     def _change(self, command: wire.ChangeWeights, answer: Answer) -> None:
         with self._lock:
             if self._stage is not _Stage.NONE and command.change is not wire.WeightsChange.WAKE_UP:
-                raise ValueError("an update of the weights is under way: commit or abandon it first")
+                raise ValueError(f"an update of the weights is under way: {TO_END}")
             self._num_changing += 1
 
         def on_done(error: Exception | None) -> None:
@@ -169,7 +170,7 @@ class WeightChanges:
             case wire.UpdateStep.BEGIN:
                 with self._lock:
                     if self._stage is not _Stage.NONE:
-                        raise ValueError("an update of the weights has begun already: commit or abandon it first")
+                        raise ValueError(f"an update of the weights has begun already: {TO_END}")
                     if self._num_changing:
                         raise ValueError("the weights are being changed: begin the update after that")
                     self._stage = _Stage.OPEN

@@ -14,7 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from server.http.limits import STREAMED
-from server.http.request_error import INVALID_BODY, RequestError
+from server.http.request_error import RequestError
 
 FORM = b"multipart/form-data"
 
@@ -44,7 +44,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         message = f"The content type must be application/json, got {content_type[:100]!r}."
-        raise RequestError(415, message, type=INVALID_BODY)
+        raise RequestError(415, message)
     declared = request.headers.get("content-length", "0")
     if int(declared) > max_bytes:  # a number: the HTTP parser refuses other values
         raise _too_large(max_bytes)
@@ -55,7 +55,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
                 raise _too_large(max_bytes)
             body += chunk
     except ClientDisconnect as error:
-        raise RequestError(400, "The body is incomplete.", type=INVALID_BODY) from error
+        raise RequestError(400, "The body is incomplete.") from error
     return bytes(body)
 
 
@@ -73,7 +73,7 @@ async def read_form(request: Request, *, max_bytes: int, max_fields: int, max_fi
     kind, _ = parse_options_header(request.headers.get("content-type"))
     if kind != FORM:
         shown = kind[:100].decode("latin-1")
-        raise RequestError(415, f"The content type must be {FORM.decode()}, got {shown!r}.", type=INVALID_BODY)
+        raise RequestError(415, f"The content type must be {FORM.decode()}, got {shown!r}.")
     if int(request.headers.get("content-length", "0")) > max_bytes:
         raise _too_large(max_bytes)
     request.scope[STREAMED] = True
@@ -91,13 +91,13 @@ async def read_form(request: Request, *, max_bytes: int, max_fields: int, max_fi
     try:
         return await MultiPartParser(request.headers, chunks(), **limits).parse()
     except ClientDisconnect as error:
-        raise RequestError(400, "The form is incomplete.", type=INVALID_BODY) from error
+        raise RequestError(400, "The form is incomplete.") from error
     except MultiPartException as error:
-        raise RequestError(400, f"The form cannot be read: {error.message}", type=INVALID_BODY) from error
+        raise RequestError(400, f"The form cannot be read: {error.message}") from error
 
 
 def _too_large(max_bytes: int) -> RequestError:
-    return RequestError(413, f"The body is larger than {max_bytes} bytes.", type=INVALID_BODY)
+    return RequestError(413, f"The body is larger than {max_bytes} bytes.")
 
 
 def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, *, field: str = "") -> T:
@@ -113,11 +113,11 @@ def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, 
         kind = UnknownFieldError if text.startswith("Object contains unknown field `") else RequestError
         if text.startswith("Object missing required field `"):
             param = ".".join(filter(None, (param, text.split("`")[1])))
-        raise kind(400, f"{param}: {text}" if param else text, type=INVALID_BODY, param=param) from error
+        raise kind(400, f"{param}: {text}" if param else text, param=param) from error
     except RecursionError as error:
-        raise RequestError(400, "The JSON body is nested too deeply.", type=INVALID_BODY) from error
+        raise RequestError(400, "The JSON body is nested too deeply.") from error
     except ValueError as error:  # malformed JSON, or text that is not UTF-8
-        raise RequestError(400, f"The body is not valid JSON: {error}", type=INVALID_BODY) from error
+        raise RequestError(400, f"The body is not valid JSON: {error}") from error
 
 
 def _dotted(path: str) -> str | None:

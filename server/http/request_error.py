@@ -8,7 +8,6 @@ import msgspec
 
 from model.inputs.words import one_line
 
-INVALID_BODY = "Bad Request"  # the body does not have the shape that the route reads
 BAD_REQUEST = "BadRequestError"
 NOT_FOUND = "NotFoundError"
 

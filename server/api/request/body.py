@@ -23,7 +23,7 @@ from starlette.requests import Request
 from server.api.request.fields import FieldTable
 from server.api.worker_threads import WorkerThreads
 from server.http.body import BodyLimits, UnknownFieldError, decode_body, read_body
-from server.http.request_error import INVALID_BODY, RequestError, invalid
+from server.http.request_error import RequestError, invalid
 
 logger = logging.getLogger("pallas_serve")
 
@@ -199,7 +199,7 @@ class LongBodyReader[T: msgspec.Struct]:
         param = largest if 2 * counts.get(largest, 0) > max_marks else None
         where = "The body" if param is None else f"{param}: the body"
         message = f"{where} has more than {max_marks} brackets, colons and commas outside of texts. Please send fewer."
-        raise RequestError(400, message, type=INVALID_BODY, param=param)
+        raise RequestError(400, message, param=param)
 
     def decode(self, body: bytes) -> T:
         """The body, which `check` has accepted. Raises as `decode_body`."""
@@ -225,7 +225,7 @@ class LongBodyReader[T: msgspec.Struct]:
                 items = decoder.decode(b"[" * before + piece + b"]" * depth)
             except msgspec.ValidationError as error:  # its index counts from the beginning of the piece
                 text = str(error).partition(" - at ")[0]
-                raise RequestError(400, f"{name}: {text}", type=INVALID_BODY, param=name) from error
+                raise RequestError(400, f"{name}: {text}", param=name) from error
             if before > 1 and found:
                 found[-1] += items.pop(0)
             found += items
@@ -287,7 +287,7 @@ def read_raw[T](param: str, raw: RawField, decoder: msgspec.json.Decoder[T | Non
     except RecursionError as error:
         raise invalid(param, "is nested too deeply") from error
     except ValueError as error:
-        raise RequestError(400, f"{param}: {error}", type=INVALID_BODY, param=param) from error
+        raise RequestError(400, f"{param}: {error}", param=param) from error
 
 
 def is_deeper_than(most: int, value: Any) -> bool:

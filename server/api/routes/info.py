@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
 from server.engine.client import fault_of
 from server.engine.wire import Adapter
+from server.http.auth import KeyRing
 from server.http.encoding import LongText, json_pieces, list_of
 from server.http.request_error import RequestError, model_not_found, unavailable
 from server.text.special_tokens import SpecialTokens, encode_parts
@@ -42,6 +44,7 @@ class Info:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._administrators = KeyRing(state.settings.admin_api_keys)
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     @route("GET /v1/models")
@@ -49,7 +52,7 @@ class Info:
         """The models that are served."""
         served = self._served()
         if ANTHROPIC_VERSION not in request.headers:
-            models = [self._model(name, adapter) for name, adapter in served.items()]
+            models = [self._model(request, name, adapter) for name, adapter in served.items()]
             return json_response({"object": "list", "data": models})
         names = list(served)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -63,7 +66,7 @@ class Info:
             raise model_not_found(name)
         if ANTHROPIC_VERSION in request.headers:
             return json_response(self._anthropic_model(name))
-        return json_response(self._model(name, served[name]))
+        return json_response(self._model(request, name, served[name]))
 
     @route("GET /health", access=Access.OPEN)
     @route("GET /ping", access=Access.OPEN, summary="As /health.")
@@ -177,14 +180,18 @@ class Info:
         created = datetime.fromtimestamp(self._state.created, UTC).isoformat().replace("+00:00", "Z")
         return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
-    def _model(self, name: str, adapter: Adapter | None) -> dict[str, Any]:
+    def _model(self, request: Request, name: str, adapter: Adapter | None) -> dict[str, Any]:
+        """Only administrators see an absolute path as its `root`."""
         state = self._state
+        root = (state.settings.model_root or name) if adapter is None else adapter.path
+        if Path(root).is_absolute() and self._administrators.number(request.scope["headers"]) is None:
+            root = name
         return {
             "id": name,
             "object": "model",
             "created": state.created,
             "owned_by": "pallas-serve",
-            "root": (state.settings.model_root or name) if adapter is None else adapter.path,
+            "root": root,
             "parent": None if adapter is None else adapter.base_model or state.settings.model_names[0],
             "max_model_len": state.client.info.max_model_len,
             "permission": [_permission(name, state.created)],

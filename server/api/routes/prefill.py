@@ -6,6 +6,7 @@ Only a server with `--kv-role prefill` has the route.
 from __future__ import annotations
 
 import secrets
+from array import array
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from batcher.request import FinishReason, SamplingParams
 from server.api.answers.answer import Sent, while_connected
 from server.api.prefills import PATH, Prefilled, PrefillRequest, differing
-from server.api.request.sampling import check_priority
+from server.api.request.sampling import check_ids, check_priority
 from server.api.route import JSON, ApiRoute
 from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
@@ -54,6 +55,8 @@ class PrefillRoute:
         check_priority(asked.priority)
         if not asked.tokens or len(asked.tokens) % 4:
             raise invalid("tokens", f"must be 32-bit numbers, at least one, not {len(asked.tokens)} bytes")
+        ids = array("i", asked.tokens)
+        await state.threads.in_thread(len(ids), check_ids, "tokens", ids, info.vocab_size)
         if (await state.find_model(asked.model)).adapter != asked.adapter:
             raise RequestError(409, f"The LoRA adapter {asked.model!r} has other weights here.")
         token = secrets.token_bytes(TOKEN_BYTES)

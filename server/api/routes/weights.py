@@ -45,6 +45,7 @@ from server.http.request_error import RequestError, invalid
 logger = logging.getLogger("pallas_serve")
 
 MOST_DIMENSIONS = msgspec.Meta(max_length=8)
+MOST_NUMBERS = msgspec.Meta(ge=0, le=2**40)  # along one dimension
 MAX_VERSION_CHARS = 256  # answers may have it
 Backend = Literal["shared_memory", "transfer", "path"]
 BACKENDS: tuple[Backend, ...] = ("shared_memory", "transfer", "path")
@@ -80,7 +81,7 @@ class UpdateInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     names: Annotated[list[str], ITEMS] = []
     dtype_names: Annotated[list[str], ITEMS] = []
-    shapes: Annotated[list[Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], MOST_DIMENSIONS]], ITEMS] = []
+    shapes: Annotated[list[Annotated[list[Annotated[int, MOST_NUMBERS]], MOST_DIMENSIONS]], ITEMS] = []
     shared_memory: str | None = None  # a block of this machine, with the arrays in their order
     transfer: TransferInfo | None = None
     path: str | None = None  # a folder or a bucket with all weights, without names

@@ -88,6 +88,8 @@ def test_an_adapter_of_the_start_is_a_model_with_a_parent(http, folder):
     assert models["test-model"]["parent"] is None
     assert models["first"].keys() == models["test-model"].keys()
     assert http.get("/v1/models/first").json() == models["first"]
+    plain = {"Authorization": "Bearer nobody"}
+    assert http.get("/v1/models/first", headers=plain).json() == models["first"] | {"root": "first"}
     named = http.get("/v1/models", headers={"anthropic-version": "1"}).json()
     assert (named["last_id"], len(named["data"])) == ("first", 3)
 
@@ -378,7 +380,7 @@ def test_a_name_in_the_folder_is_loaded_once_for_all_who_ask(lazy, lora_folder):
 
 def test_a_broken_folder_is_read_once_and_told_to_all(lazy, lora_folder):
     (message,) = together(lazy, 40, lambda client: says(client, "broken", 400))
-    assert "holds no adapter_config.json" in message
+    assert message.startswith("The LoRA adapter cannot be used: broken holds no adapter_config.json")
     with lazy.http() as client:
         assert says(client, "broken", 400) == message
     assert num_reads(lora_folder / "broken") == 1

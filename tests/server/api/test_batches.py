@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import os
 import signal
 import stat
@@ -21,11 +22,12 @@ import pytest
 
 from server.api.routes.batches.work import PRIORITY
 from server.batches.folder import BatchFolder, FullError
+from server.logs import ThrottledLog
 from tests.server.support.api_processes import http_processes, through_each
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
-from tests.server.support.stub_app import DONE, StubClient, client_of, state_of
+from tests.server.support.stub_app import DONE, StubClient, call, client_of, state_of
 
 COMPLETIONS, RESPONSES, EMBEDDINGS = "/v1/completions", "/v1/responses", "/v1/embeddings"
 FIELDS = {COMPLETIONS: "prompt", RESPONSES: "input"}
@@ -510,3 +512,46 @@ def test_requests_of_batches_come_last_and_as_those_of_their_key(tmp_path):
     identity = attrgetter("client", "cache_salt")
     assert len({*map(identity, batched)}) == 2
     assert {*map(identity, batched)} == {*map(identity, interactive)}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+@pytest.mark.parametrize("num_bytes", [10, 3 * 2**20])  # found when the file is closed, and before
+def test_an_upload_to_a_full_disk(tmp_path, monkeypatch, num_bytes):
+    state = state_of(StubClient(), batch_folder=tmp_path / "kept")
+    files = tmp_path / "kept/no-key/files"
+    files.mkdir(parents=True, mode=0o700)
+    monkeypatch.setattr("server.batches.folder.secrets.token_hex", lambda num_bytes: "here")
+    (files / "upload-here").symlink_to("/dev/full")
+    answer = call(state, "POST", "/v1/files", **form(PURPOSE, ("file", '; filename="a"', b"x" * num_bytes)))
+    assert answer.status_code == 507, answer.text
+    assert answer.json()["error"]["code"] == "storage_full"
+    assert "disk" in answer.json()["error"]["message"]
+    assert [*files.iterdir()] == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b'{"id": "file-', b"\xff\xfe"])
+def test_what_is_damaged_is_passed_over(tmp_path, caplog, monkeypatch, damage):
+    monkeypatch.setattr("server.batches.folder._log", ThrottledLog(logging.getLogger("pallas_serve")), raising=False)
+    state = state_of(StubClient(), batch_folder=tmp_path / "kept")
+    sent = form(PURPOSE, FILE)
+    files = [call(state, "POST", "/v1/files", **sent).json()["id"] for _ in range(3)]
+    asked = {"input_file_id": files[2], "endpoint": COMPLETIONS, "completion_window": "24h"}
+    batches = [call(state, "POST", "/v1/batches", json=asked).json()["id"] for _ in range(3)]
+    for name, ids in (("files", files), ("batches", batches)):
+        (tmp_path / "kept/no-key" / name / f"{ids[1]}.json").write_bytes(damage)
+        page = call(state, "GET", f"/v1/{name}")
+        assert page.status_code == 200, page.text
+        assert [entry["id"] for entry in page.json()["data"]] == [ids[2], ids[0]]
+        assert call(state, "GET", f"/v1/{name}/{ids[1]}").status_code == 404
+    assert f"{files[1]}.json is damaged" in caplog.text
+    refused = call(state, "POST", "/v1/batches", json=asked | {"input_file_id": files[1]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input_file_id")
+    monkeypatch.setattr("server.batches.folder.MAX_BATCHES", 3)
+    full = call(state, "POST", "/v1/batches", json=asked)
+    assert full.status_code == 507, full.text
+
+
+def test_a_form_that_cannot_be_read_is_no_line_in_the_log(tmp_path, caplog):
+    state = state_of(StubClient(), batch_folder=tmp_path / "kept")
+    assert call(state, "POST", "/v1/files", **form(PURPOSE) | {"content": b"--XXx\r\n"}).status_code == 400
+    assert [record.message for record in caplog.records if record.name != "httpx"] == []

@@ -140,7 +140,7 @@ def test_prompts_that_are_none(echo, prompt):
 )
 def test_wrong_types_name_their_field(echo, fields, param):
     error = refusal(echo, **fields)
-    assert error["type"] == "Bad Request"
+    assert error["type"] == "BadRequestError"
     assert error["param"] == param
 
 
@@ -284,7 +284,11 @@ def test_a_body_that_is_too_large(echo):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)]
+    ("method", "path", "status"),
+    [
+        *(("GET", "/nowhere", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)),
+        *(("POST", "/v1/responses/compact", 404), ("GET", "/v1/responses/compact", 404)),
+    ],
 )
 def test_routes_that_are_not(echo, method, path, status):
     with echo.http() as http:

@@ -34,6 +34,7 @@ def state_with_all_routes() -> ServerState:
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     given = {"admin_api_keys": ("boss",), "trust_request_chat_template": True, "batch_folder": folder}
+    given["computes_for_others"] = True
     state = state_of(StubClient(DONE), **given)
     state.client.info = msgspec.structs.replace(state.client.info, embedding_size=4)
     return state
@@ -62,7 +63,14 @@ def least(schema: Schema) -> Any:
     schema = resolved(options(schema)[0])
     if "enum" in schema:
         return schema["enum"][0]
-    kinds = {"string": "a", "integer": 1, "number": 1, "boolean": True, "array": [], "null": None}
+    kinds = {
+        "string": "AAAA" if "contentEncoding" in schema else "a",
+        "integer": 1,
+        "number": 1,
+        "boolean": True,
+        "array": [],
+        "null": None,
+    }
     if schema.get("type") != "object":
         return kinds.get(schema.get("type", "null"))
     return {name: least(schema["properties"][name]) for name in schema.get("required", ())}

@@ -165,7 +165,8 @@ def test_steps_in_another_order_are_refused_and_the_old_weights_serve():
         async with engine(wrong=(3,), unplaceable=(4,)) as client:
             step = client.update_weights
             for early in (RECEIVE, CHECK, COMMIT):
-                assert "no update of the weights has begun" in await refusal(step(early, InFolder("5")))
+                refused = await refusal(step(early, InFolder("5")))
+                assert "no update of the weights has begun: POST /start_weight_update" in refused
             await step(ABANDON)
             await step(BEGIN)
             assert "has begun already" in await refusal(step(BEGIN))
@@ -173,9 +174,8 @@ def test_steps_in_another_order_are_refused_and_the_old_weights_serve():
             assert "nothing has been received" in await refusal(step(CHECK))
             assert "source: it is missing" in await refusal(step(RECEIVE))
             for change in (WeightsChange.RELOAD, WeightsChange.SLEEP):
-                assert "an update of the weights is under way" in await refusal(
-                    client.change_weights(ChangeWeights(change))
-                )
+                refused = await refusal(client.change_weights(ChangeWeights(change)))
+                assert "an update of the weights is under way: POST /finish_weight_update" in refused
             await step(RECEIVE, InFolder("3"))
             assert await refusal(step(CHECK)) == "3 is not finite"
             assert "not checked" in await refusal(step(COMMIT))

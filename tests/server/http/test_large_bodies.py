@@ -54,7 +54,7 @@ def test_template_variables_of_any_size():
 @pytest.mark.parametrize("value", [[1], "a", 5, True])
 def test_template_variables_are_an_object(value):
     error = refusal(CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": value})
-    assert (error["type"], error["param"]) == ("Bad Request", "chat_template_kwargs")
+    assert (error["type"], error["param"]) == ("BadRequestError", "chat_template_kwargs")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from server.batches.folder import (
     FullError,
     KeyFolder,
     new_id,
+    whole,
 )
 from server.http.auth import current_key
 from server.http.body import read_form
@@ -146,7 +147,7 @@ class Batches:
         if body.completion_window not in WINDOWS:
             raise invalid("completion_window", f"must be {', '.join(WINDOWS)}, got {body.completion_window[:40]!r}")
         check_metadata(body.metadata)
-        file = await asyncio.to_thread(folder.file, body.input_file_id)
+        file = await asyncio.to_thread(whole, folder.file, body.input_file_id)
         if file is None or file["purpose"] != INPUT:
             raise invalid("input_file_id", f"there is no file of purpose {INPUT!r} with this id")
         window = body.completion_window
@@ -174,7 +175,8 @@ class Batches:
         batch = await self._find(request, folder.batch, "batch")
         if batch["status"] in OVER:
             raise RequestError(409, f"The batch is over: {batch['status']}.", code="batch_not_cancellable")
-        await asyncio.to_thread(folder.cancel, batch["id"])
+        with _room_in_words():
+            await asyncio.to_thread(folder.cancel, batch["id"])
         return json_response(await self._find(request, folder.batch, "batch"))
 
     def check_served(self) -> None:
@@ -190,7 +192,7 @@ class Batches:
 
     async def _find(self, request: Request, read: Callable[[str], Fields | None], kind: str) -> Fields:
         id = request.path_params["id"]
-        found = await asyncio.to_thread(read, id)
+        found = await asyncio.to_thread(whole, read, id)
         if found is None:
             raise RequestError(404, f"There is no {kind} with the id {id[:100]!r}.", type=NOT_FOUND, param=f"{kind}_id")
         return found
@@ -210,7 +212,7 @@ class Batches:
             ids = list_ids() if ascending else list_ids()[::-1]
             if after is not None:  # it may have been deleted meanwhile
                 ids = [id for id in ids if id != after and (id > after) == ascending]
-            entries = filter(None, map(read, ids))
+            entries = filter(None, (whole(read, id) for id in ids))
             return list(islice((entry for entry in entries if purpose in (None, entry.get("purpose"))), limit + 1))
 
         entries = await asyncio.to_thread(found)

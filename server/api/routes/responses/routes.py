@@ -158,6 +158,12 @@ class Responses:
             count = await count_tokens(state, chat)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
+    @route(f"POST {PATH}/compact")
+    async def compact(self, request: Request) -> Response:
+        """Is not supported: it answers 404."""
+        message = "This server does not compact conversations: send the whole input, or less of it."
+        raise RequestError(404, message, type=NOT_FOUND)
+
     @route(f"GET {PATH}/{{id}}", is_kept=True, media_types=(JSON, EVENTS))
     async def retrieve(self, request: Request) -> Response:
         """A response that was kept, or its events."""
