@@ -1,4 +1,4 @@
-"""The trainer's side of an update of weights: gives arrays to a server that runs elsewhere.
+"""The trainer's side of an update of weights: gives arrays to a server of this machine, or names a folder to any.
 
     from scripts.weight_sender import WeightSender
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,14 +43,11 @@ class _Named:
 
 
 class WeightSender:
-    """Sends weights to a server, and pauses it.
+    """Sends weights to a server on this machine, and pauses it. A server elsewhere reads a folder (`send_folder`).
 
     Args:
         base_url: of the server, such as "http://127.0.0.1:8000".
         admin_api_key: one of its `--admin-api-key`.
-        by: "shared_memory", if the server is on this machine, or "transfer", over the network by
-            `jax.experimental.transfer`.
-        host: the address of this machine at which the server reaches it; for "transfer".
         piece_bytes: weights are sent in pieces of this many bytes, or of one array if it is larger. This is what they
             take in the memory of this host besides themselves.
         timeout_s: seconds to wait for an answer of the server.
@@ -62,18 +58,14 @@ class WeightSender:
         base_url: str,
         admin_api_key: str,
         *,
-        by: Literal["shared_memory", "transfer"] = "shared_memory",
-        host: str = "127.0.0.1",
         piece_bytes: int = 2**28,
         timeout_s: float = 600.0,
     ) -> None:
-        if by not in ("shared_memory", "transfer"):
-            raise ValueError(f'weights are sent by "shared_memory" or "transfer": {by=}')
         self._base_url = base_url.rstrip("/")
         self._key = admin_api_key
         self._piece_bytes = piece_bytes
         self._timeout_s = timeout_s
-        self._place: _Block | _Offers = _Block() if by == "shared_memory" else _Offers(host)
+        self._block = _Block()
 
     def send(self, arrays: Arrays, version: str | None = None) -> None:
         """Updates the server's weights. It serves them when this returns.
@@ -90,19 +82,18 @@ class WeightSender:
         if wrong:
             raise ValueError(f"arrays must be of one of {', '.join(DTYPES)}: {', '.join(wrong[:5])}")
         self._ask("/start_weight_update")
-        num_engines = self._num_engines()
         try:
             for piece in _pieces(arrays, self._piece_bytes):
                 named = [_Named(name, str(array.dtype), tuple(array.shape)) for name, array in piece.items()]
-                where = self._place.put(list(piece.values()), named, num_engines)
-                columns = {
+                info = {
                     "names": [one.name for one in named],
                     "dtype_names": [one.dtype for one in named],
                     "shapes": [one.shape for one in named],
+                    "shared_memory": self._block.put(list(piece.values()), named),
                 }
-                self._ask("/update_weights", {"update_info": columns | where})
+                self._ask("/update_weights", {"update_info": info})
         except SendError:
-            self._place.close()  # the server may still read what is there
+            self._block.close()  # the server may still read what is there
             raise
         self._ask("/finish_weight_update", {} if version is None else {"weight_version": version})
 
@@ -127,22 +118,14 @@ class WeightSender:
         return str(self._ask("/get_weight_version", method="GET")["weight_version"])
 
     def close(self) -> None:
-        """Gives the shared memory back, or ends the transfer server."""
-        self._place.close()
+        """Gives the shared memory back."""
+        self._block.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _num_engines(self) -> int:
-        """Each of them takes all of the weights."""
-        chips, chips_of_one = (
-            self._ask(f"/get_world_size?include_dp={of_all}", method="GET")["world_size"]
-            for of_all in ("true", "false")
-        )
-        return int(chips // chips_of_one)
 
     def _ask(self, target: str, body: Mapping[str, Any] | None = None, method: str = "POST") -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
@@ -164,49 +147,21 @@ class _Block:
     def __init__(self) -> None:
         self._block: SharedMemory | None = None
 
-    def put(
-        self, arrays: Sequence[np.ndarray | jax.Array], named: Sequence[_Named], num_engines: int
-    ) -> dict[str, Any]:
+    def put(self, arrays: Sequence[np.ndarray | jax.Array], named: Sequence[_Named]) -> str:
+        """The block's name."""
         starts, size = places(named)
         if self._block is None or self._block.size < size:
             self.close()
             self._block = SharedMemory(create=True, size=max(1, size))
         for array, one, start in zip(arrays, named, starts, strict=True):
             np.ndarray(one.shape, DTYPES[one.dtype], self._block.buf, start)[...] = np.asarray(array)
-        return {"shared_memory": self._block.name}
+        return self._block.name
 
     def close(self) -> None:
         if self._block is not None:
             self._block.close()
             self._block.unlink()
             self._block = None
-
-
-class _Offers:
-    """A transfer server over arrays in this host's memory. Each engine pulls a piece once, under an id of its own."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._server: Any = None
-        self._uuid = random.getrandbits(48) << 14
-
-    def put(
-        self, arrays: Sequence[np.ndarray | jax.Array], named: Sequence[_Named], num_engines: int
-    ) -> dict[str, Any]:
-        import jax
-        from jax.experimental import transfer
-
-        device = jax.devices("cpu")[0]  # where the server pulls to: the chips' layouts are their own
-        if self._server is None:
-            self._server = transfer.start_transfer_server(device.client, f"{self._host}:0", [f"{self._host}:0"])
-        first, self._uuid = self._uuid, self._uuid + num_engines
-        offered = [jax.device_put(array, device) for array in arrays]
-        for uuid in range(first, self._uuid):
-            self._server.await_pull(uuid, offered)
-        return {"transfer": {"address": self._server.address(), "uuid": first}}
-
-    def close(self) -> None:
-        self._server = None
 
 
 def _pieces(arrays: Arrays, most: int) -> Iterator[Arrays]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import msgspec
-
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
@@ -215,14 +213,14 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
         self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
     ) -> None:
         """As `ProcessEngineClient.update_weights`, of all engines: none commits before all have checked. Each engine
-        receives all of the weights, by transfer under an id of its own: the engine `i` under `source.uuid + i`."""
+        receives all of the weights."""
         async with self._updates:
             if step is wire.UpdateStep.COMMIT and not self._is_checked:
                 raise WeightsError(UNCHECKED)
             if step is not wire.UpdateStep.BEGIN:
                 self._is_checked = False
             done, errors = await self._ask(
-                {i: e.update_weights(step, _source_of(source, i), version) for i, e in enumerate(self.engines)}
+                {i: e.update_weights(step, source, version) for i, e in enumerate(self.engines)}
             )
             if not errors:
                 self._is_checked = step is wire.UpdateStep.CHECK
@@ -320,11 +318,6 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
         """What all engines say once, or else each engine's error."""
         told = {str(error) for error in errors.values()}
         return told.pop() if len(errors) == len(self.engines) and len(told) == 1 else _listed(errors)
-
-
-def _source_of(source: wire.WeightsSource | None, engine: int) -> wire.WeightsSource | None:
-    """Arrays by transfer are there for one pull."""
-    return msgspec.structs.replace(source, uuid=source.uuid + engine) if isinstance(source, wire.ByTransfer) else source
 
 
 def _listed(errors: Mapping[int, Exception]) -> str:

@@ -128,15 +128,7 @@ class InSharedMemory(msgspec.Struct, tag=True, frozen=True):
     arrays: tuple[Array, ...]
 
 
-class ByTransfer(msgspec.Struct, tag=True, frozen=True):
-    """Arrays that a `jax.experimental.transfer` server gives, in this order, for one pull."""
-
-    address: str
-    uuid: int
-    arrays: tuple[Array, ...]
-
-
-WeightsSource = InFolder | InSharedMemory | ByTransfer
+WeightsSource = InFolder | InSharedMemory
 
 
 class UpdateStep(enum.Enum):
@@ -284,6 +276,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapter_bytes: int = 0  # of one adapter slot on a device
     page_identity: dict[str, str] = {}  # what must be equal in engines that give pages to each other; {}: none does
     page_port: int = 0  # at which it gives pages; 0: at none
+    page_key: str = ""  # that the peers of this port must know
     page_size: int = 0  # tokens
 
 

@@ -35,7 +35,6 @@ ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 NORM = "model.norm.weight"
 PIECES = 2**20  # bytes; the demo takes several
 LONG = {"prompt": "Once upon a time", "max_tokens": 480, "temperature": 0, "ignore_eos": True, "stream": True}
-BOTH = pytest.mark.parametrize("by", ["shared_memory", "transfer"])
 # A trainer that gives the first arrays of a folder, says so, and does not go on.
 STUCK = """
 import sys
@@ -52,8 +51,8 @@ class Stuck(dict):
                 sys.stdin.read()
             yield item
 
-url, key, by, file = sys.argv[1:]
-WeightSender(url, key, by=by, piece_bytes=1).send(Stuck(load_file(file)), "killed")
+url, key, file = sys.argv[1:]
+WeightSender(url, key, piece_bytes=1).send(Stuck(load_file(file)), "killed")
 """
 
 
@@ -122,17 +121,16 @@ def compiles(server: DemoServer) -> float:
     return newer["num_compiles_after_warm_up_total"]
 
 
-def sender(server: DemoServer, by: str = "shared_memory") -> WeightSender:
-    return WeightSender(server.url, ADMIN_KEY, by=by, piece_bytes=PIECES)
+def sender(server: DemoServer) -> WeightSender:
+    return WeightSender(server.url, ADMIN_KEY, piece_bytes=PIECES)
 
 
 def version(http: httpx.Client) -> str:
     return http.get("/get_weight_version").json()["weight_version"]
 
 
-@BOTH
-def test_the_tokens_are_those_of_the_weights_that_came_last(server, http, told, other, own, tensors, by):
-    with sender(server, by) as trainer:
+def test_the_tokens_are_those_of_the_weights_that_came_last(server, http, told, other, own, tensors):
+    with sender(server) as trainer:
         for weights, text, name in ((tensors, other, "step-1"), (own, told, "step-2"), (tensors, other, "step-3")):
             trainer.send(weights, name)
             assert story(http) == text
@@ -168,10 +166,9 @@ def test_a_trainer_borrows_the_memory_and_gives_it_back_in_parts(server, http, o
             assert waiting.result(60) == other
 
 
-@BOTH
-def test_a_trainer_that_is_killed_changes_nothing_and_another_begins_anew(server, http, told, other, tensors, by):
+def test_a_trainer_that_is_killed_changes_nothing_and_another_begins_anew(server, http, told, other, tensors):
     before = version(http)
-    arguments = [server.url, ADMIN_KEY, by, str(DEMO_FOLDER / "model.safetensors")]
+    arguments = [server.url, ADMIN_KEY, str(DEMO_FOLDER / "model.safetensors")]
     killed = subprocess.Popen(
         [sys.executable, "-c", STUCK, *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -179,7 +176,7 @@ def test_a_trainer_that_is_killed_changes_nothing_and_another_begins_anew(server
         assert killed.stdout.readline() == "stuck\n"
         killed.kill()
     assert story(http) == told and version(http) == before
-    with sender(server, by) as trainer:
+    with sender(server) as trainer:
         trainer.send(tensors, "after")
     assert story(http) == other and version(http) == "after"
 
@@ -214,16 +211,6 @@ def test_steps_out_of_turn_are_refused_in_words(server, http, told, tensors):
     with sender(server) as trainer:  # it begins anew
         trainer.send(tensors, "new")
     assert story(http) != told and version(http) == "new"
-
-
-def test_an_offer_that_nobody_made_is_refused(server, http, told):
-    assert http.post("/start_weight_update").status_code == 200
-    info = {"names": [NORM], "dtype_names": ["float32"], "shapes": [[4]]}
-    for address in ("127.0.0.1:9", "nonsense"):
-        offer = {"update_info": info | {"transfer": {"address": address, "uuid": 7}}}
-        answer = http.post("/update_weights", json=offer)
-        assert answer.status_code == 400 and address in answer.json()["error"]["message"]
-    assert story(http) == told
 
 
 def test_a_step_of_grpo_over_http(server, http, tmp_path):
@@ -290,7 +277,6 @@ def test_all_engines_and_processes_have_the_new_weights(engine_flags, own, tenso
             assert stories() == {other}
             trainer.pause("keep")
             trainer.resume()
-        with sender(both, "transfer") as trainer:  # each engine pulls all of it
             trainer.send(own, "step-2")
         assert stories() == {told}
         with both.http(headers=ADMIN) as admin:

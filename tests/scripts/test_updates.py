@@ -10,10 +10,10 @@ from model.loading.source import DEMO_FOLDER
 from scripts.building.changeable import FolderUpdates, RunnerUpdates, RunnerWeights
 from scripts.building.chosen_weights import choose_weights
 from scripts.flags.settings import EngineSettings
-from server.engine.wire import KV_CACHE, ByTransfer, ChangeWeights, InFolder, InSharedMemory, WeightsChange
+from server.engine.wire import KV_CACHE, ChangeWeights, InFolder, InSharedMemory, WeightsChange
 from tests.scripts.test_changeable import DROP, SLEEP, WAKE_UP, Changed
 
-ARRAYS = InSharedMemory("block", ()), ByTransfer("127.0.0.1:1", 1, ())
+ARRAYS = InSharedMemory("block", ())
 
 
 def updates_of(changed: Changed) -> RunnerUpdates:
@@ -110,9 +110,8 @@ def test_several_hosts_take_a_folder_only_and_do_all_of_it_between_two_steps():
     hosts = Hosts()
     updates = FolderUpdates(hosts)
     updates.begin()
-    for source in ARRAYS:
-        with pytest.raises(ValueError, match="several hosts take weights from a folder only"):
-            updates.receive(source)
+    with pytest.raises(ValueError, match="several hosts take weights from a folder only"):
+        updates.receive(ARRAYS)
     with pytest.raises(ValueError, match="no folder has been received"):
         updates.check()
     updates.receive(InFolder("/weights"))

@@ -23,5 +23,3 @@ def test_other_types_are_refused_before_the_server_hears_of_them():
             sender.send({"a": np.zeros(1, np.int8), "b": np.zeros(1, np.float32)})
         with pytest.raises(SendError, match=r"/start_weight_update: the server at http://127.0.0.1:9 does not answer"):
             sender.send({"b": np.zeros(1, np.float32)})
-    with pytest.raises(ValueError, match="by='nccl'"):
-        WeightSender("http://127.0.0.1:9", "key", by="nccl")

@@ -27,7 +27,6 @@ from server.engine.group import Engines
 from server.engine.wire import (
     PARTS,
     Array,
-    ByTransfer,
     ChangeWeights,
     InFolder,
     InSharedMemory,
@@ -47,8 +46,8 @@ logger = logging.getLogger("pallas_serve")
 MOST_DIMENSIONS = msgspec.Meta(max_length=8)
 MOST_NUMBERS = msgspec.Meta(ge=0, le=2**40)  # along one dimension
 MAX_VERSION_CHARS = 256  # answers may have it
-Backend = Literal["shared_memory", "transfer", "path"]
-BACKENDS: tuple[Backend, ...] = ("shared_memory", "transfer", "path")
+Backend = Literal["shared_memory", "path"]
+BACKENDS: tuple[Backend, ...] = ("shared_memory", "path")
 
 
 class ReloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -69,13 +68,6 @@ class InitRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     init_info: InitInfo
 
 
-class TransferInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Arrays that wait for one pull from a `jax.experimental.transfer` server."""
-
-    address: str
-    uuid: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-
-
 class UpdateInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Arrays by their Hugging Face names, and where they are."""
 
@@ -83,7 +75,6 @@ class UpdateInfo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dtype_names: Annotated[list[str], ITEMS] = []
     shapes: Annotated[list[Annotated[list[Annotated[int, MOST_NUMBERS]], MOST_DIMENSIONS]], ITEMS] = []
     shared_memory: str | None = None  # a block of this machine, with the arrays in their order
-    transfer: TransferInfo | None = None
     path: str | None = None  # a folder or a bucket with all weights, without names
 
 
@@ -99,7 +90,7 @@ class FinishRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     weight_version: str | None = None  # their name; None: the number of updates since the start
 
 
-_NO_GROUP = Refused('collectives of NCCL are not supported: weights come by "shared_memory", "transfer" or "path"')
+_NO_GROUP = Refused('collectives of NCCL are not supported: weights come by "shared_memory" or "path"')
 _INIT = FieldTable(
     kind=InitRequest,
     inner={
@@ -109,14 +100,20 @@ _INIT = FieldTable(
         )
     },
 )
-_NO_HANDLES = Refused("handles of CUDA's memory are not supported: there are `shared_memory` and `transfer`")
+_NO_HANDLES = Refused("handles of CUDA's memory are not supported: there is `shared_memory`")
+_NO_NETWORK = Refused("arrays come in shared memory of this machine; from another one, weights come by `path`")
 _NOT_PACKED = Refused("the arrays lie one after the other, each aligned to 64 bytes: there is no other form")
 _UPDATE = FieldTable(
     kind=UpdateRequest,
     inner={
         "update_info": FieldTable(
             kind=UpdateInfo,
-            refused={"ipc_handles": _NO_HANDLES, "ipc_handles_pickled": _NO_HANDLES, "packed": _NOT_PACKED},
+            refused={
+                "ipc_handles": _NO_HANDLES,
+                "ipc_handles_pickled": _NO_HANDLES,
+                "packed": _NOT_PACKED,
+                "transfer": _NO_NETWORK,
+            },
             without_effect=frozenset({"is_checkpoint_format"}),
         )
     },
@@ -312,10 +309,8 @@ def source_of(info: UpdateInfo) -> WeightsSource:
         return InFolder(info.path)
     columns = zip(info.names, info.dtype_names, info.shapes, strict=True)
     arrays = tuple(Array(name, dtype, tuple(shape)) for name, dtype, shape in columns)
-    if info.shared_memory is not None:
-        return InSharedMemory(info.shared_memory, arrays)
-    assert info.transfer is not None
-    return ByTransfer(info.transfer.address, info.transfer.uuid, arrays)
+    assert info.shared_memory is not None
+    return InSharedMemory(info.shared_memory, arrays)
 
 
 def _truth(param: str, value: str) -> bool:

@@ -7,12 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental import transfer
 
-from model.loading import received_arrays
 from model.loading.received_arrays import DTYPES, places, received
 
 
@@ -26,13 +23,6 @@ class Named:
 @dataclass(frozen=True)
 class Block:
     block: str
-    arrays: Sequence[Named]
-
-
-@dataclass(frozen=True)
-class Offer:
-    address: str
-    uuid: int
     arrays: Sequence[Named]
 
 
@@ -96,22 +86,3 @@ def test_what_is_wrong_with_a_block_is_said():
         odd = (Named("odd", "object", (1,)), Named("int", "int64", (1,)), Named("empty", "float32", (0, 4)))
         with pytest.raises(ValueError, match="float16: odd has type object, int has type int64, empty has no numbers"):
             received(Block(block.name, odd))
-
-
-def test_arrays_are_pulled_from_a_transfer_server():
-    arrays = drawn()
-    device = jax.devices()[0]
-    server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"])
-    for uuid in (5, 6):
-        server.await_pull(uuid, [jax.device_put(array, device) for array in arrays])
-    for uuid in (6, 5):
-        check(received(Offer(server.address(), uuid, NAMED)), arrays)
-
-
-def test_what_nobody_offers_does_not_come(monkeypatch):
-    monkeypatch.setattr(received_arrays, "PULL_TIMEOUT_S", 0.5)
-    device = jax.devices()[0]
-    server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"])
-    for address in (server.address(), "127.0.0.1:9", "nonsense"):
-        with pytest.raises(OSError, match=f"no arrays came from '{address}', uuid 7"):
-            received(Offer(address, 7, NAMED))

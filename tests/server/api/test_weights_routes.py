@@ -9,7 +9,7 @@ import pytest
 
 from server.api.routes.weights import UpdateInfo, source_of
 from server.engine.link import Receiver
-from server.engine.wire import Array, ByTransfer, InFolder, InSharedMemory, Output, WireRequest
+from server.engine.wire import Array, InFolder, InSharedMemory, Output, WireRequest
 from server.http.request_error import RequestError
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import ECHO, RunningServer, running_server
@@ -39,10 +39,9 @@ def refused(server: RunningServer, path: str, body: dict | None = None) -> dict:
     [
         ({"path": "gs://bucket/step-40"}, InFolder("gs://bucket/step-40")),
         (ARRAYS | {"shared_memory": "psm_1"}, InSharedMemory("psm_1", NAMED)),
-        (ARRAYS | {"transfer": {"address": "10.0.0.1:5", "uuid": 2**62}}, ByTransfer("10.0.0.1:5", 2**62, NAMED)),
     ],
 )
-def test_weights_come_in_one_of_three_ways(fields, source):
+def test_weights_come_in_one_of_two_ways(fields, source):
     assert source_of(msgspec.convert(fields, UpdateInfo)) == source
 
 
@@ -69,8 +68,11 @@ def test_all_that_is_wrong_is_said_at_once():
         ("/pause?wait_for_inflight_requests=true", None, "wait_for_inflight_requests", "mode=wait"),
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "a"}}, "init_info.master_address", "NCCL"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, "init_info.backend", "nccl"),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "transfer"}}, "init_info.backend", "transfer"),
+        ("/update_weights", {"update_info": {"transfer": {"address": "a:1"}}}, "update_info.transfer", "`path`"),
         ("/update_weights", {"update_info": {"packed": True}}, "update_info.packed", "64 bytes"),
         ("/update_weights", {"update_info": {"shapes": [[-1]]}}, "update_info.shapes.0.0", ">= 0"),
+        ("/update_weights", {"update_info": {"shapes": [[10**30]]}}, "update_info.shapes.0.0", ""),
         ("/update_weights", {}, "update_info", "missing"),
         ("/finish_weight_update", {"weight_version": ""}, "weight_version", "256"),
         ("/finish_weight_update", {"weight_version": "a\nb"}, "weight_version", "printable"),

@@ -23,7 +23,6 @@ from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
 from server.engine.wire import (
     WEIGHTS,
-    ByTransfer,
     ChangeWeights,
     EngineInfo,
     InFolder,
@@ -278,7 +277,7 @@ class EchoUpdates:
 
     def receive(self, source: WeightsSource) -> None:
         match source:
-            case InFolder(path=name) | InSharedMemory(block=name) | ByTransfer(address=name):
+            case InFolder(path=name) | InSharedMemory(block=name):
                 self._name = name
 
     def check(self) -> None:
