@@ -74,6 +74,7 @@ class PageSource:
     """Where the first pages of a prompt can be taken from."""
 
     address: str  # of the engine that has them
+    key: str  # the public key of its socket
     token: bytes  # by which it gives them
     keep_s: float  # that it keeps them
 

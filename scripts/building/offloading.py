@@ -73,11 +73,12 @@ def identity_of_pages(settings: EngineSettings, runner: ModelRunner, digests: Di
 
 
 def give_pages(served: ServedSettings, engine: Engine, info: EngineInfo) -> EngineInfo:
-    """Gives pages to other engines from now on, if the role says so. Returns the info with the port. Raises ValueError
-    if it cannot be used."""
+    """Gives pages to other engines from now on, if the role says so. Returns the info with the port and
+    its key. Raises ValueError if it cannot be used."""
     if served.engine.kv_role != "prefill":
         return info
-    return replace(info, page_port=PageServer(engine, served.host, served.engine.kv_port).port)
+    pages = PageServer(engine, served.host, served.engine.kv_port)
+    return replace(info, page_port=pages.port, page_key=pages.key)
 
 
 def _digest(weights: ChosenWeights | ChosenHead) -> str:

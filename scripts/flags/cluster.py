@@ -30,7 +30,12 @@ class Place(NamedTuple):
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `cluster_of`."""
     hosts = parser.add_argument_group("hosts", "Several hosts that serve one model.")
-    hosts.add_argument("--coordinator", metavar="ADDR", help="HOST:PORT of host 0 (default: as their manager says).")
+    hosts.add_argument(
+        "--coordinator", metavar="ADDR",
+        help="HOST:PORT of host 0 (default: as their manager says). It listens there and on the next two ports, at "
+        "this address only. The first is JAX's own, which knows no secret: whoever reaches it can end the server on "
+        "all hosts by one call. Let only the hosts reach it.",
+    )  # fmt: skip
     hosts.add_argument(
         "--num-hosts",
         type=int,

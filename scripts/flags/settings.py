@@ -111,7 +111,9 @@ class EngineSettings:
     )  # fmt: skip
     enable_prefix_caching: bool = _of_batching(True, "Pages of earlier prompts are not used again")
     kv_events_config: str | Mapping[str, Any] | None = _of_batching(
-        None, f"Events of stored pages for routers, such as {_KV_EVENTS_EXAMPLE}", metavar="JSON",
+        None, f"Events of stored pages for routers, such as {_KV_EVENTS_EXAMPLE}. They hold the tokens of all prompts "
+        "and answers. To other machines they go with `key_file`, or without a key if `show_prompts_to_network` is true",
+        metavar="JSON",
     )  # fmt: skip
     prefix_caching_hash_algo: str = _of_batching(
         HashAlgorithm.SHA256_CBOR.value, "The hashes of pages in these events. PYTHONHASHSEED is their seed",
@@ -193,7 +195,8 @@ class EngineSettings:
     )  # fmt: skip
     kv_port: int = _of_offloading(
         0, "The port at which a `prefill` server gives pages to those that ask with the token of a prompt; 0: any free "
-        "one. The network should be your own: pages are not encrypted", type=int, least=0, most=65535,
+        "one. Connections are encrypted, with a key that /kv/prefill tells to who has an API key", type=int, least=0,
+        most=65535,
     )  # fmt: skip
     kv_transfer_timeout: float = _of_offloading(
         30, "Seconds. A `prefill` server keeps a prompt's pages so long if nobody takes them. A `decode` server waits "

@@ -27,8 +27,11 @@ import msgspec
 from batcher.page_store import PageSource
 from server.api.http_counts import Prefill
 from server.api.worker_threads import WorkerThreads
+from server.engine.curve import KEY_CHARS
+from server.engine.page_server import TOKEN_BYTES
 from server.engine.routing import BLOCK_TOKENS, beginnings_of
 from server.engine.wire import EngineInfo
+from server.flag import MOST_SECONDS
 from server.logs import ThrottledLog
 from server.settings import Settings
 
@@ -36,6 +39,7 @@ PATH = "/kv/prefill"
 PAUSE_S = 5.0
 MOST_BLOCKS = 1 << 16  # that are remembered
 MOST_WORDS = 300  # characters of another server's error
+MOST_ANSWER_BYTES = 1 << 16  # of another server
 _Digest = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -53,9 +57,10 @@ class PrefillRequest(msgspec.Struct, kw_only=True, frozen=True):
 class Prefilled(msgspec.Struct, kw_only=True, frozen=True):
     """The prompt has been computed."""
 
-    token: bytes
-    port: int
-    keep_s: float
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    key: Annotated[str, msgspec.Meta(min_length=KEY_CHARS, max_length=KEY_CHARS)]  # of the socket at the port
+    keep_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
 
 
 class PrefillError(Exception):
@@ -135,7 +140,8 @@ class RemotePrefills:
         finally:
             self._num_open[url] -= 1
         self._count(Prefill.DONE)
-        return PageSource(address=_address(url, done.port), token=done.token, keep_s=done.keep_s)
+        keep_s = min(done.keep_s, self._timeout_s)
+        return PageSource(address=_address(url, done.port), key=done.key, token=done.token, keep_s=keep_s)
 
     def _ready(self) -> Iterator[str]:
         now = self._clock()
@@ -150,7 +156,11 @@ class RemotePrefills:
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.post(url + PATH, data=body, headers=headers, allow_redirects=False) as response,
             ):
-                content = await response.read()
+                content = bytearray()
+                async for piece in response.content.iter_any():
+                    content += piece
+                    if len(content) > MOST_ANSWER_BYTES:
+                        raise PrefillError(f"the answer has more than {MOST_ANSWER_BYTES} bytes")
                 if response.status != 200:
                     raise PrefillError(f"{response.status} {_words(content)}")
                 return msgspec.json.decode(content, type=Prefilled)
@@ -198,7 +208,7 @@ def _address(url: str, port: int) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _words(content: bytes) -> str:
+def _words(content: bytes | bytearray) -> str:
     """The message of an error's body, or the body's beginning."""
     try:
         message = msgspec.json.decode(content)["error"]["message"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,10 +16,13 @@ import zmq
 from xxhash import xxh3_64_intdigest
 
 from batcher.page_store import PageSource
+from server.engine.curve import Keys, as_client, limit
 from server.engine.page_server import CHECKSUM, INDEX, WINDOW
 from server.logs import ThrottledLog
 
-SILENCE_S = 2.0  # without an answer of an engine; its pages are then given up
+PAGE_S = 3.0  # that a page may take; all that is expected from its engine is then given up
+MOST_ENGINES = 64  # to which connections are open
+OVERHEAD_BYTES = 1024  # of an encrypted frame at most, and of the handshake
 
 
 @dataclass(eq=False, slots=True)
@@ -24,8 +30,8 @@ class _Prompt:
     source: PageSource
     digests: Sequence[bytes]
     until_s: float
-    asked: set[int] = field(default_factory=set)  # indices of pages that have been asked for, and are not loaded
-    arrived: dict[int, list[zmq.Frame]] = field(default_factory=dict)  # of these, the answers
+    asked: set[int] = field(default_factory=set)  # indices of pages that have been asked for, and have not arrived
+    arrived: dict[int, list[zmq.Frame]] = field(default_factory=dict)  # answers, by the index of the page
 
 
 class FetchedPages:
@@ -36,16 +42,16 @@ class FetchedPages:
         num_failed: prompts of which a page did not come.
     """
 
-    def __init__(
-        self, page_bytes: int, *, silence_s: float = SILENCE_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, page_bytes: int, *, page_s: float = PAGE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_pages = self.num_failed = 0
         self._page_bytes = page_bytes
-        self._silence_s = silence_s
+        self._page_s = page_s
+        self._keys = Keys.drawn()
         self._clock = clock
         self._log = ThrottledLog(logging.getLogger("pallas_serve"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}  # by address, of the thread that loads
+        # By address and key, of the thread that loads. The least recently used are first.
+        self._sockets: OrderedDict[tuple[str, str], zmq.Socket[bytes]] = OrderedDict()
         self._lock = threading.Lock()  # of what follows
         self._expected: dict[bytes, tuple[_Prompt, int]] = {}  # digest -> its prompt, and its index there
         self._prompts: dict[bytes, _Prompt] = {}  # by token
@@ -71,8 +77,8 @@ class FetchedPages:
             return False
         try:
             fault = self._fetch(prompt, index, tokens, page)
-        except zmq.ZMQError as error:  # of an address that is none
-            fault = error.strerror
+        except (zmq.ZMQError, ValueError) as error:  # of an address or a key that is none
+            fault = str(error)
         if fault is None:
             self.num_pages += 1
         else:
@@ -92,25 +98,30 @@ class FetchedPages:
 
     def _fetch(self, prompt: _Prompt, index: int, tokens: bytes, page: np.ndarray) -> str | None:
         """Fills `page`. Returns why it could not."""
-        address = prompt.source.address
-        socket = self._sockets.get(address) or self._connect(address)
+        if prompt.until_s <= self._clock():
+            return "they are not kept there any more"
+        socket = self._socket_to(prompt.source)
         for ahead in range(index, min(index + WINDOW, len(prompt.digests))):
-            if ahead not in prompt.asked:
+            if ahead not in prompt.asked and ahead not in prompt.arrived:
                 prompt.asked.add(ahead)
-                socket.send_multipart([prompt.source.token, INDEX.pack(ahead)])
+                socket.send_multipart([prompt.source.token, INDEX.pack(ahead)], zmq.NOBLOCK)
+        until = min(self._clock() + self._page_s, prompt.until_s)
         while index not in prompt.arrived:
-            if not socket.poll(int(self._silence_s * 1000)):
-                self._give_up(address)
-                return f"no answer within {self._silence_s:g} s"
+            if (left_s := until - self._clock()) <= 0 or not socket.poll(math.ceil(left_s * 1000)):
+                self._give_up(prompt.source)
+                return f"a page did not come within {self._page_s:g} s"
             self._take(socket.recv_multipart(copy=False))
-        prompt.asked.discard(index)
         return self._fault_of(prompt.arrived.pop(index), tokens, page)
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        """An answer has come. That of a prompt that was left meanwhile is of no use, and neither is what is none."""
+        """An answer has come. What was not asked for, or is of a prompt that was left meanwhile, is dropped."""
         prompt = self._prompts.get(frames[0].bytes)
-        if prompt is not None and len(frames) > 1 and len(frames[1]) == INDEX.size:
-            prompt.arrived[INDEX.unpack(frames[1].bytes)[0]] = frames[2:]
+        if prompt is None or len(frames) < 2 or len(frames[1]) != INDEX.size:
+            return
+        (index,) = INDEX.unpack(frames[1].bytes)
+        if index in prompt.asked:
+            prompt.asked.remove(index)
+            prompt.arrived[index] = frames[2:]
 
     def _fault_of(self, content: list[zmq.Frame], tokens: bytes, page: np.ndarray) -> str | None:
         """Copies what has come into `page`. Returns why it cannot be used."""
@@ -125,32 +136,42 @@ class FetchedPages:
         is_whole = CHECKSUM.unpack(checksum.bytes)[0] == xxh3_64_intdigest(page)
         return None if is_whole else "a page was damaged on its way"
 
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
+    def _socket_to(self, source: PageSource) -> zmq.Socket[bytes]:
+        engine = (source.address, source.key)
+        if (known := self._sockets.get(engine)) is not None:
+            self._sockets.move_to_end(engine)
+            return known
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.setsockopt(zmq.LINGER, 0)
         try:
-            socket.connect(address)
-        except zmq.ZMQError:
+            socket.setsockopt(zmq.IPV6, "[" in source.address)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
+            limit(socket, self._page_bytes + OVERHEAD_BYTES)
+            as_client(socket, self._keys, source.key.encode())
+            socket.connect(source.address)
+        except (zmq.ZMQError, ValueError):
             socket.close()
             raise
-        self._sockets[address] = socket
+        self._sockets[engine] = socket
+        if len(self._sockets) > MOST_ENGINES:
+            self._sockets.popitem(last=False)[1].close()
         return socket
 
-    def _give_up(self, address: str) -> None:
+    def _give_up(self, source: PageSource) -> None:
         """No page is expected from there any more, and what comes late is dropped."""
-        self._sockets.pop(address).close()
+        self._sockets.pop((source.address, source.key)).close()
         with self._lock:
-            for prompt in [prompt for prompt in self._prompts.values() if prompt.source.address == address]:
+            for prompt in [prompt for prompt in self._prompts.values() if prompt.source.address == source.address]:
                 self._forget(prompt)
 
     def _leave(self, prompt: _Prompt) -> None:
         """No more pages of the prompt are wanted: the other engine need not keep them."""
         with self._lock:
             self._forget(prompt)
-        socket = self._sockets.get(prompt.source.address)
+        socket = self._sockets.get((prompt.source.address, prompt.source.key))
         if socket is not None:
-            socket.send_multipart([prompt.source.token])
+            with contextlib.suppress(zmq.Again):  # it is not connected, and drops them later by itself
+                socket.send_multipart([prompt.source.token], zmq.NOBLOCK)
 
     def _forget(self, prompt: _Prompt) -> None:
         self._prompts.pop(prompt.source.token, None)

@@ -5,6 +5,10 @@ reader that has missed some asks the replay endpoint, with an empty frame and th
 frame and the message, for each that is kept from there on, and then one with the number 2**64 - 1 and no events.
 
 Two threads own the sockets. One hashes, encodes and publishes; the other answers those who ask.
+
+The events hold the tokens of all prompts and answers. So the sockets are open to this machine only, unless they have a
+key (`curve.py`), or the settings say that there need not be one, as vLLM's sockets have none. The bytes that a reader
+without a key may send are bounded: ZeroMQ would keep the parts of a message that does not end, and all subscriptions.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from queue import Full, Queue
 from typing import Annotated, Literal
 
@@ -22,28 +27,37 @@ import zmq
 
 from batcher.page_events import PageEvent
 from server.engine.block_hashes import BlockHasher
+from server.engine.bounded_listener import BoundedListener
+from server.engine.curve import Keys, as_server, limit
 from server.engine.kv_event_stream import EventStream, KvEventBatch
 
 FLAG = "--kv-events-config"
 END = b"\xff" * 8
 REPLAY_SEND_S = 5.0  # that one who asks may take for a message before it is given up
 LINGER_MS = 1000  # at the end, for messages on their way
+MOST_ASKED_BYTES = 1024  # of a frame that a reader sends
+MOST_READER_BYTES = 1 << 14  # that a reader without a key sends, before it is disconnected and connects again
+OWN_ENDPOINT = "tcp://127.0.0.1:5557"  # bound; another endpoint of this machine is a reader's, which is bound itself
+OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+ALL_ADDRESSES = ("*", "0.0.0.0", "[::]")
 
 _log = logging.getLogger(__name__)
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings, in vLLM's names."""
+    """The settings. All but the last two are vLLM's."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] | None = None  # None: `zmq`
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = OWN_ENDPOINT
     replay_endpoint: str | None = None
     buffer_steps: _Count = 10_000  # messages that are kept for the replay endpoint
     hwm: _Count = 100_000  # messages that wait for a slow reader; it misses further ones
     max_queue_size: _Count = 100_000  # steps whose events wait for their publishing; further ones are lost
     topic: str = ""
+    key_file: str | None = None  # with the keys of the sockets, as `zmq.auth.create_certificates` writes them
+    show_prompts_to_network: bool = False  # whoever reaches the ports reads the events
 
     @property
     def is_on(self) -> bool:
@@ -55,9 +69,17 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         return _of_rank(self.endpoint, rank)
 
     def __post_init__(self) -> None:
-        _check_endpoint("endpoint", self.endpoint)
-        if self.replay_endpoint is not None:
-            _check_endpoint("replay_endpoint", self.replay_endpoint)
+        for field in ("endpoint", "replay_endpoint"):
+            if (endpoint := getattr(self, field)) is None:
+                continue
+            _check_endpoint(field, endpoint)
+            is_here = endpoint.startswith("ipc://") or _host_and_port(endpoint)[0] in OWN_HOSTS
+            if not (is_here or self.key_file or self.show_prompts_to_network):
+                raise ValueError(
+                    f"{field} {endpoint!r} shows the tokens of all prompts and answers to whoever reaches it. Give "
+                    "`key_file` (written by zmq.auth.create_certificates), or `show_prompts_to_network`: true where "
+                    f"only the router reaches it, or leave it on this machine (ipc://PATH, or {OWN_ENDPOINT})"
+                )
 
 
 class KvEventPublisher:
@@ -67,7 +89,7 @@ class KvEventPublisher:
         rank: of the engine among several, whose ports follow one another.
 
     Raises:
-        ValueError: an endpoint cannot be used.
+        ValueError: an endpoint or the file of keys cannot be used.
     """
 
     def __init__(self, config: KvEventsConfig, hasher: BlockHasher, rank: int = 0) -> None:
@@ -80,11 +102,20 @@ class KvEventPublisher:
         self._is_full = False
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # numbers and payloads
         self._kept_lock = threading.Lock()
+        self._keys: Keys | None = None
+        if config.key_file is not None:
+            try:
+                self._keys = Keys.read(Path(config.key_file).expanduser())
+            except ValueError as error:
+                raise ValueError(f"{FLAG}: key_file: {error}") from error
+        self._listeners: list[BoundedListener] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._threads = self._opened()
         except BaseException:
             self._context.destroy(linger=0)
+            for listener in self._listeners:
+                listener.close()
             raise
         for thread in self._threads:
             thread.start()
@@ -116,24 +147,45 @@ class KvEventPublisher:
         self._context.term()  # ends the other thread's wait
         for thread in replaying:
             thread.join()
+        for listener in self._listeners:
+            listener.close()
 
     def _opened(self) -> list[threading.Thread]:
         endpoint = self._config.endpoint_of(self._rank)
-        socket = self._context.socket(zmq.PUB)
+        socket = self._socket(zmq.PUB)
         socket.set_hwm(self._config.hwm)
-        if any(part in endpoint for part in ("*", "::", "//0.0.0.0:", "ipc://")):
-            _bind(socket, endpoint)
+        host = "" if endpoint.startswith("ipc://") else _host_and_port(endpoint)[0]
+        if not host or host in ALL_ADDRESSES or self._config.endpoint == OWN_ENDPOINT:
+            self._bind(socket, endpoint)
         else:  # to a reader that is bound, as with vLLM
             socket.connect(endpoint)
         threads = [threading.Thread(target=self._publish, args=(socket,), name="kv-events", daemon=True)]
         if self._config.replay_endpoint is not None:
-            socket = self._context.socket(zmq.ROUTER)
+            socket = self._socket(zmq.ROUTER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # one who is slow is waited for, and does not miss the end
             socket.setsockopt(zmq.SNDTIMEO, int(REPLAY_SEND_S * 1000))
-            _bind(socket, _of_rank(self._config.replay_endpoint, self._rank))
+            self._bind(socket, _of_rank(self._config.replay_endpoint, self._rank))
             threads.append(threading.Thread(target=self._replay, args=(socket,), name="kv-events-replay", daemon=True))
         return threads
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        limit(socket, MOST_ASKED_BYTES)
+        if self._keys is not None:
+            as_server(socket, self._keys)
+        return socket
+
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        try:
+            if endpoint.startswith("ipc://"):
+                socket.bind(endpoint)
+                return
+            most_bytes = MOST_READER_BYTES if self._keys is None else None
+            self._listeners.append(BoundedListener(socket, *_host_and_port(endpoint), most_bytes=most_bytes))
+        except (zmq.ZMQError, OSError, OverflowError) as error:
+            words = f"{getattr(error, 'strerror', error)} (addr={endpoint!r})"
+            raise ValueError(f"{FLAG}: {words}. Of several engines, engine N has the port plus N") from error
 
     def _publish(self, socket: zmq.Socket[bytes]) -> None:
         stream = EventStream(self._hasher, lambda identity: self.name_of(identity))
@@ -183,6 +235,11 @@ def _check_endpoint(field: str, endpoint: str) -> None:
         raise ValueError(f"{field} {endpoint!r}: write tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
 
 
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
 def _of_rank(endpoint: str, rank: int) -> str:
     """Engine N of several has the port plus N, or the path with `_dpN`."""
     if rank == 0:
@@ -191,10 +248,3 @@ def _of_rank(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}"
     host, _, port = endpoint.rpartition(":")
     return f"{host}:{int(port) + rank}"
-
-
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise ValueError(f"{FLAG}: {error}. Of several engines, engine N has the port plus N") from error

@@ -2,8 +2,10 @@
 
 The messages are ZeroMQ's over TCP, from a DEALER (`fetched_pages.py`) to a ROUTER. `token, index` asks for a page of a
 prompt, and `token` alone says that no more of it are wanted. The answer is `token, index, checksum, tokens, page`, or
-`token, index` if the page will never be there. Answers may come in another order. Whoever has no token gets nothing: it
-is drawn for each prompt, and told over HTTP.
+`token, index` if the page will never be there. Answers may come in another order.
+
+Connections are encrypted (`curve.py`). The socket's public key is drawn at the start, and told over HTTP with the token
+of a prompt: to those that have an API key. Whoever does not know it cannot connect.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from batcher.page_store import KeptPage, NoPage
+from server.engine.bounded_listener import BoundedListener
+from server.engine.curve import Keys, as_server, limit
 
 TOKEN_BYTES = 16
 INDEX = Struct("<I")
 CHECKSUM = Struct("<Q")
-MAX_ASKED_BYTES = 64  # of a frame of a question
+MAX_ASKED_BYTES = 1024  # of a frame of a question, or of the handshake
 WINDOW = 8  # pages that are asked for ahead, so that the network is busy while a page is checked
 WAIT_MS = 1  # between two looks for pages that are on their way to the host
 MAX_WAITING = 4096  # questions for such pages
@@ -48,6 +52,10 @@ class PageServer:
         host: the address to listen on.
         port: 0: any free one.
 
+    Attributes:
+        port: at which it listens.
+        key: which the peers must know.
+
     Raises:
         ValueError: nothing can listen there.
     """
@@ -56,18 +64,17 @@ class PageServer:
         self._engine = engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.IPV6, ":" in host)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED_BYTES)
         socket.setsockopt(zmq.SNDHWM, UNSENT)
+        limit(socket, MAX_ASKED_BYTES)
+        keys = Keys.drawn()
+        as_server(socket, keys)
         try:
-            socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-        except zmq.ZMQError as error:
+            self._listener = BoundedListener(socket, host, port)
+        except OSError as error:
             self._context.destroy()
             raise ValueError(f"--kv-port {port}: pages cannot be given at {host}: {error.strerror}") from error
-        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.port = int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+        self.port, self.key = self._listener.port, keys.public.decode()
         self._waiting: deque[_Question] = deque()
         self._thread = threading.Thread(target=self._serve, name="page-server", daemon=True)
         self._thread.start()
@@ -76,6 +83,7 @@ class PageServer:
         """Ends the thread. What was not sent is dropped."""
         self._context.term()
         self._thread.join()
+        self._listener.close()
 
     def _serve(self) -> None:
         try:
@@ -88,7 +96,7 @@ class PageServer:
             self._socket.close()
 
     def _read(self, frames: list[bytes]) -> None:
-        """What is no question is ignored: anybody can connect."""
+        """What is no question is ignored."""
         match frames:
             case [_, token] if len(token) == TOKEN_BYTES:
                 self._engine.drop_kept(token)

@@ -22,7 +22,7 @@ from tests.examples import examples
 PROMPT = tuple(range(3, 44))  # ten full pages and a token
 KEEP_S = 30.0
 TOKEN = b"token"
-SOURCE = PageSource(address="there", token=TOKEN, keep_s=KEEP_S)
+SOURCE = PageSource(address="there", key="", token=TOKEN, keep_s=KEEP_S)
 
 
 class Wire:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -67,21 +68,23 @@ class DemoServer(RunningServer):
 
 
 @contextlib.contextmanager
-def serve(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[DemoServer]:
+def serve(*flags: str, env: Mapping[str, str] | None = None, descriptors: int | None = None) -> Iterator[DemoServer]:
     """`python -m scripts.launch FLAGS`, until it is ready; what is left of it is killed.
 
-    `env` is its environment, by default this process's.
+    `env` is its environment, by default this process's. `descriptors`: as after `ulimit -n`.
     """
     command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
+    if descriptors is not None:
+        command = ["bash", "-c", f'ulimit -n {descriptors} && exec "$@"', "bash", *command]
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     server = DemoServer(process, admin_key=dict(pairwise(flags)).get("--admin-api-key"))
     with server.until_done(lambda line: line.split("curl ")[1].split("/v1")[0] if "curl http" in line else None):
         yield server
 
 
-def serve_exported(*flags: str) -> contextlib.AbstractContextManager[DemoServer]:
+def serve_exported(*flags: str, **options: Any) -> contextlib.AbstractContextManager[DemoServer]:
     """`serve`, for a test whose flags change every program: they are kept for the next run of the test."""
-    return serve("--export-cache", str(EXPORTED), *flags)
+    return serve("--export-cache", str(EXPORTED), *flags, **options)
 
 
 @pytest.fixture(scope="session")

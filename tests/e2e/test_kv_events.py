@@ -29,6 +29,7 @@ TOPIC = "kv@10.1.2.3:8000@demo"
 
 def flags(port: int, **fields: object) -> list[str]:
     config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "topic": TOPIC} | fields
+    config |= {"show_prompts_to_network": True}
     return ["--kv-events-config", json.dumps(config), "--prefix-caching-hash-algo", "sha256_cbor"]
 
 

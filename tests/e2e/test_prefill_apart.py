@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
-import zmq
 
-from server.engine.page_server import INDEX, TOKEN_BYTES
 from tests.e2e.conftest import DemoServer, serve_exported
 from tests.e2e.kv_crowd import (
     ADMIN,
@@ -31,6 +31,7 @@ from tests.e2e.kv_crowd import (
     wait_for,
 )
 from tests.server.support.sse_events import stream_events
+from tests.server.support.zmtp import MOST_FLOODED, flood
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -49,9 +50,9 @@ def told(engine_flags) -> list[str]:
 
 
 @contextlib.contextmanager
-def prefilling(flags: list[str], *own: str) -> Iterator[DemoServer]:
+def prefilling(flags: list[str], *own: str, **options: Any) -> Iterator[DemoServer]:
     host = f"--kv-offloading-size={pages_gib(1000)}"
-    with serve_exported(*flags, host, "--kv-role=prefill", *own) as server:
+    with serve_exported(*flags, host, "--kv-role=prefill", *own, **options) as server:
         yield server
 
 
@@ -169,7 +170,7 @@ def test_a_prompt_that_was_here_before_is_not_sent_again(prefill, decode, forgot
     assert outcomes(decode)["done"] == before + 1
 
 
-def test_the_route_needs_the_key_and_the_page_port_a_token(prefill) -> None:
+def test_the_route_needs_the_key(prefill) -> None:
     refused = prefill.post("/kv/prefill", {})
     assert refused.status_code == 401
     with prefill.http(headers=KEY) as http:
@@ -177,10 +178,25 @@ def test_the_route_needs_the_key_and_the_page_port_a_token(prefill) -> None:
         answer = http.post("/kv/prefill", json=wrong)
     assert answer.status_code == 409
     assert "weights" in answer.json()["error"]["message"]
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(f"tcp://127.0.0.1:{page_port(prefill)}")
-        socket.send_multipart([bytes(TOKEN_BYTES), INDEX.pack(0)])
-        assert socket.recv_multipart() == [bytes(TOKEN_BYTES), INDEX.pack(0)]
+
+
+def test_strangers_at_the_page_port_take_neither_its_descriptors_nor_its_memory(flags, told) -> None:
+    with prefilling(flags, descriptors=256) as prefill, contextlib.ExitStack() as stack:
+        port, engine = page_port(prefill), prefill.engine_process()
+        before, num_open = engine.memory_info().rss, engine.num_fds()
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        assert flood(port, b"DEALER") < MOST_FLOODED
+        assert engine.num_fds() < num_open + 64
+        with prefill.http(headers=KEY) as http:
+            for number, body in enumerate(BODIES[:6]):  # adapters are loaded, too
+                assert text_of(http, body) == told[number]
+        with decoding(flags, prefill.url) as decode:
+            assert texts_of(decode) == told
+            assert outcomes(decode)["done"] > 10
+            assert healthy(decode)[FETCHED] > NUM_PAGES
+        assert engine.memory_info().rss < before + 2**28
+    assert prefill.process.returncode == 0
 
 
 def test_pages_of_another_form_are_refused_in_words(flags, prefill, told, capfd) -> None:

@@ -17,13 +17,13 @@ ON = {"enable_kv_cache_events": True}
 def test_the_json_is_vllms():
     fields = {
         "publisher": "zmq", "endpoint": "tcp://*:5556", "replay_endpoint": "tcp://*:5559", "topic": "kv@a@b",
-        "buffer_steps": 7, "hwm": 8, "max_queue_size": 9,
+        "buffer_steps": 7, "hwm": 8, "max_queue_size": 9, "show_prompts_to_network": True,
     }  # fmt: skip
     for given in (ON | fields, json.dumps(ON | fields)):
         config = EngineSettings(kv_events_config=given).kv_events
         assert {name: getattr(config, name) for name in fields} == fields
     defaults = EngineSettings(kv_events_config=ON).kv_events
-    assert (defaults.endpoint, defaults.replay_endpoint, defaults.topic) == ("tcp://*:5557", None, "")
+    assert (defaults.endpoint, defaults.replay_endpoint, defaults.topic) == ("tcp://127.0.0.1:5557", None, "")
     assert (defaults.buffer_steps, defaults.hwm, defaults.max_queue_size) == (10_000, 100_000, 100_000)
 
 
@@ -50,6 +50,9 @@ def test_without_being_asked_nothing_is_published(fields):
         (ON | {"endpoint": "tcp://*:65536"}, "endpoint 'tcp://*:65536': write"),
         (ON | {"endpoint": "inproc://cache"}, "endpoint 'inproc://cache': write"),
         (ON | {"replay_endpoint": "ipc://"}, "replay_endpoint 'ipc://': write"),
+        (ON | {"endpoint": "tcp://*:5557"}, "endpoint 'tcp://*:5557' shows the tokens of all prompts"),
+        (ON | {"endpoint": "tcp://10.0.0.1:5557"}, "endpoint 'tcp://10.0.0.1:5557' shows"),
+        (ON | {"replay_endpoint": "tcp://0.0.0.0:5557"}, "replay_endpoint 'tcp://0.0.0.0:5557' shows"),
         (ON | {"max_queue_size": 0}, "max_queue_size"),
         (ON | {"hwm": -1}, "hwm"),
         (ON | {"buffer_steps": 2.5}, "buffer_steps"),

@@ -27,7 +27,7 @@ from scripts.lab.simulation.instant_runner import NO_PAGES, TOKEN, InstantRunner
 
 EOS = 1
 # Of an engine that fetches pages: it waits for them, however long they take.
-_SOURCE = PageSource(address="", token=b"", keep_s=math.inf)
+_SOURCE = PageSource(address="", key="", token=b"", keep_s=math.inf)
 VOCAB_SIZE = 1 << 20  # its last tokens are those of prefixes that requests share
 
 

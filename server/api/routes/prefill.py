@@ -77,7 +77,12 @@ class PrefillRoute:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async with while_connected(receive, prefill):
                 await prefill.wait()
-                done = Prefilled(token=token, port=info.page_port, keep_s=state.settings.transfer_timeout_s)
+                done = Prefilled(
+                    token=token,
+                    port=info.page_port,
+                    key=info.page_key,
+                    keep_s=state.settings.transfer_timeout_s,
+                )
                 await Response(msgspec.json.encode(done), media_type=JSON)(scope, receive, send)
 
         return Sent(answer)

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field
-
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from server.engine.curve import Keys, Socket, as_client, as_server, limit
 from server.engine.hosts.cluster import COMMANDS_OFFSET, REPORTS_OFFSET, Cluster, HostsError
-
-Socket = zmq.Socket[bytes]
 
 # ZeroMQ's own threads send and answer heartbeats, also while Python is busy. A stopped process does not answer.
 HEARTBEAT_S = 2.0
 SILENCE_S = 10.0
 LINGER_S = 2.0  # at the end, for what has not been sent
+MOST_REPORT_BYTES = 1 << 20  # of a follower
+MOST_COMMAND_BYTES = 1 << 30  # of the leader
 
 LOST = zmq.EVENT_DISCONNECTED  # also after a refusal
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """A pair of CURVE keys, in Z85."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-
 def keys_of(secret: str, role: str) -> Keys:
-    """The keys of the `leader` or of a `follower`. Who has the secret can compute both.
-
-    The public keys are as secret as the others: no message has them in clear. A host without the secret knows neither
-    the leader's, to which its first message must be encrypted, nor a key that the leader accepts. The derivation is
-    slow (scrypt), because a recorded handshake lets an eavesdropper test guesses of the secret.
-    """
-    seed = hashlib.scrypt(secret.encode(), salt=f"pallas-serve hosts: {role}".encode(), n=2**14, r=8, p=1, dklen=32)
-    encoded = z85.encode(seed)
-    return Keys(public=zmq.curve_public(encoded), secret=encoded)
+    """The keys of the `leader` or of a `follower`. Who has the secret can compute both."""
+    return Keys.derived(secret, f"pallas-serve hosts: {role}")
 
 
 class HostSockets:
@@ -86,8 +68,8 @@ class LeaderSockets(HostSockets):
         keys, where = keys_of(cluster.secret, "leader"), cluster.coordinator
         try:
             for socket, offset in ((self.commands, COMMANDS_OFFSET), (self.reports, REPORTS_OFFSET)):
-                socket.curve_server = True
-                socket.curve_secretkey, socket.curve_publickey = keys.secret, keys.public
+                limit(socket, MOST_REPORT_BYTES)
+                as_server(socket, keys)
                 where = cluster.own_endpoint(offset)
                 socket.bind(f"tcp://{where}")
         except HostsError:
@@ -113,7 +95,8 @@ class FollowerSockets(HostSockets):
         self.commands.setsockopt(zmq.ROUTING_ID, f"host {cluster.host_id}".encode())
         keys, leader = keys_of(cluster.secret, "follower"), keys_of(cluster.secret, "leader")
         for socket, offset in ((self.commands, COMMANDS_OFFSET), (self.reports, REPORTS_OFFSET)):
-            as_follower(socket, keys, leader)
+            limit(socket, MOST_COMMAND_BYTES)
+            as_client(socket, keys, leader.public)
             socket.connect(f"tcp://{cluster.endpoint(offset)}")
 
 
@@ -127,10 +110,3 @@ def make_socket(context: zmq.Context[Socket], kind: int) -> Socket:
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
     return socket
-
-
-def as_follower(socket: Socket, keys: Keys, leader: Keys) -> None:
-    """Gives the socket a follower's keys, and the leader's key to check the other end."""
-    socket.curve_secretkey = keys.secret
-    socket.curve_publickey = keys.public
-    socket.curve_serverkey = leader.public

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from batcher.page_store import PageSource
 from server.api.http_counts import Prefill
-from server.api.prefills import PATH, PAUSE_S, KnownBeginnings, RemotePrefills, differing
+from server.api.prefills import MOST_ANSWER_BYTES, PATH, PAUSE_S, KnownBeginnings, RemotePrefills, differing
 from server.api.worker_threads import WorkerThreads
 from server.engine.routing import BLOCK_TOKENS
 from server.engine.wire import EngineInfo
@@ -29,7 +30,8 @@ from tests.server.support.running import server_of
 THRESHOLD = 2 * BLOCK_TOKENS
 IDENTITY = {"weights": "of both"}
 INFO = EngineInfo(max_model_len=4096, vocab_size=100, page_identity=IDENTITY)
-DONE = {"token": base64.b64encode(b"t" * 16).decode(), "port": 77, "keep_s": 5.0}
+KEY = "k" * 40
+DONE = {"token": base64.b64encode(b"t" * 16).decode(), "port": 77, "key": KEY, "keep_s": 5.0}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -92,7 +94,7 @@ def test_a_long_prompt_is_sent_with_all_that_decides_its_pages() -> None:
             return await Asked(url + "/", keys=("first", "second")).source(new_prompt(0), adapter=9)
 
     source = asyncio.run(ask())
-    assert source == PageSource(address="tcp://127.0.0.1:77", token=b"t" * 16, keep_s=5.0)
+    assert source == PageSource(address="tcp://127.0.0.1:77", key=KEY, token=b"t" * 16, keep_s=5.0)
     ((body, key),) = bodies
     assert key == "Bearer first"
     assert array("i", base64.b64decode(body.pop("tokens"))).tolist() == new_prompt(0)
@@ -138,9 +140,29 @@ async def sleeps(request: web.Request) -> web.Response:
     return web.Response()
 
 
+def answers(**changes: object) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text=json.dumps(DONE | changes), content_type="application/json")
+
+    return handler
+
+
+async def floods(request: web.Request) -> web.Response:
+    return web.Response(body=b" " * (2 * MOST_ANSWER_BYTES))
+
+
 @pytest.mark.parametrize(
     ("handler", "words"),
     [
+        (answers(keep_s=1e308), "keep_s"),
+        (answers(keep_s=0), "keep_s"),
+        (answers(keep_s=-1.0), "keep_s"),
+        (answers(port=0), "port"),
+        (answers(port=65536), "port"),
+        (answers(port=2**70), "port"),
+        (answers(token="AAAA"), "token"),
+        (answers(key="k" * 39), "key"),
+        (floods, "more than 65536 bytes"),
         (refuses, "409 no, thanks"),
         (gibbers, "Error"),
         (redirects, "302"),
@@ -252,6 +274,10 @@ def test_each_prompt_has_a_token_of_its_own(server) -> None:
         ({"adapter": 5}, 409, "other weights"),
         ({"model": "nobody"}, 404, "nobody"),
         ({"cache_salt": "x"}, 400, "cache_salt"),
+        ({"cache_salt": 2**63}, 400, "cache_salt"),
+        ({"cache_salt": 2**64}, 400, "cache_salt"),
+        ({"cache_salt": -1}, 400, "cache_salt"),
+        ({"adapter": 2**64}, 400, "adapter"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_in_words(server, change, status, words) -> None:

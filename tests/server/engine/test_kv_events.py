@@ -7,17 +7,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+import zmq.auth
 
 from batcher.page_events import Medium, PageEvent, PageRemoved, PageStored
 from server.engine.block_hashes import BlockHasher, HashAlgorithm
+from server.engine.curve import Keys
 from server.engine.kv_events import KvEventPublisher, KvEventsConfig
 from tests.server.engine.hosts.loopback import free_port
 from tests.server.support.kv_reader import Message, Reader, replay
+from tests.server.support.zmtp import MOST_FLOODED, connected, flood, frame, is_refused, sent
 
 HASHER = BlockHasher(HashAlgorithm.SHA256_CBOR, "0")
 TOPIC = "kv@10.0.0.1:8000@demo"
@@ -36,6 +40,7 @@ def publishing(hasher: BlockHasher = HASHER, **changes: Any) -> Iterator[tuple[K
     for attempt in count():
         endpoints = Endpoints()
         fields = {"endpoint": endpoints.bound, "replay_endpoint": endpoints.replay_bound, "topic": TOPIC}
+        fields |= {"show_prompts_to_network": True}
         try:
             publisher = KvEventPublisher(KvEventsConfig(enable_kv_cache_events=True, **fields | changes), hasher)
             break
@@ -199,7 +204,7 @@ def test_what_waits_is_published_before_the_end(read):
 def test_a_port_in_use_is_refused_by_name(field, tmp_path):
     free = f"ipc://{tmp_path}/kv"
     with publishing(replay_endpoint=None) as (_, taken):
-        config = KvEventsConfig(**{"endpoint": free} | {field: taken.bound})
+        config = KvEventsConfig(**{"endpoint": free} | {field: taken.bound}, show_prompts_to_network=True)
         words = re.escape(f"--kv-events-config: Address already in use (addr='{taken.bound}')")
         with pytest.raises(ValueError, match=words):
             KvEventPublisher(config, HASHER)
@@ -207,10 +212,57 @@ def test_a_port_in_use_is_refused_by_name(field, tmp_path):
 
 
 def test_each_of_several_engines_has_ports_of_its_own(read, tmp_path):
-    config = KvEventsConfig(endpoint="tcp://*:5557")
+    config = KvEventsConfig(endpoint="tcp://*:5557", show_prompts_to_network=True)
     assert [config.endpoint_of(rank) for rank in range(3)] == ["tcp://*:5557", "tcp://*:5558", "tcp://*:5559"]
     assert KvEventsConfig(endpoint="ipc:///run/kv").endpoint_of(2) == "ipc:///run/kv_dp2"
     endpoint = f"ipc://{tmp_path}/kv"
     publisher = KvEventPublisher(KvEventsConfig(endpoint=endpoint), HASHER, rank=1)
     assert put_until_heard(publisher, read(f"{endpoint}_dp1"), count()).rank == 1
     publisher.close()
+
+
+def certificate(folder: Path) -> tuple[str, Keys]:
+    """A file of keys, and its keys."""
+    _, secret = zmq.auth.create_certificates(folder, "events")
+    return secret, Keys.read(Path(secret))
+
+
+def test_with_a_key_file_readers_must_know_the_key(read, tmp_path):
+    numbers = count()
+    secret, keys = certificate(tmp_path)
+    own = {"key_file": secret, "show_prompts_to_network": False}
+    with publishing(**own) as (publisher, endpoints):
+        stranger, reader = read(endpoints.live), read(endpoints.live, server=keys.public)
+        put_until_heard(publisher, reader, numbers)
+        last = next(numbers)
+        publisher.put(stored(last))
+        while told(replay(endpoints.replay, last, server=keys.public)) != [last]:
+            pass
+        assert not stranger.socket.poll(0)
+
+
+def test_a_file_without_keys_is_refused_by_name(tmp_path):
+    public, _ = zmq.auth.create_certificates(tmp_path, "events")
+    for file, words in ((public, "has no secret key"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(ValueError, match=f"--kv-events-config: key_file: .*{words}"):
+            KvEventPublisher(KvEventsConfig(key_file=str(file)), HASHER)
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+@pytest.mark.parametrize(("offset", "kind"), [(0, b"SUB"), (1, b"DEALER")], ids=["PUB", "replay"])
+def test_a_message_without_an_end_is_cut(read, tmp_path, has_key, offset, kind):
+    """Of 32 MiB in frames of one byte, little more than the system's own buffers is accepted. Readers go on."""
+    secret, keys = certificate(tmp_path)
+    own = {"key_file": secret} if has_key else {}
+    with publishing(**own) as (publisher, endpoints):
+        assert flood(endpoints.port + offset, kind) < MOST_FLOODED
+        assert is_refused(endpoints.port + offset, kind, 2**33)
+        put_until_heard(publisher, read(endpoints.live, server=keys.public if has_key else None), count())
+
+
+def test_a_reader_without_a_key_has_no_subscriptions_without_end(read):
+    """ZeroMQ keeps each of them."""
+    with publishing() as (publisher, endpoints), connected(endpoints.port, b"SUB") as stranger:
+        accepted = sent(stranger, (frame(b"\1" + b"%d" % number) for number in range(2**21)))
+        assert accepted < MOST_FLOODED
+        put_until_heard(publisher, read(endpoints.live), count())

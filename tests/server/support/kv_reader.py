@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from server.engine.curve import Keys, as_client
+
 # In llm-d's order. Those before `lora_id` must be there.
 STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
@@ -114,10 +116,12 @@ class Indexer:
 class Reader:
     """A SUB socket at an engine's endpoint."""
 
-    def __init__(self, endpoint: str, topic: str = "", *, binds: bool = False) -> None:
+    def __init__(self, endpoint: str, topic: str = "", *, binds: bool = False, server: bytes | None = None) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.SUB)
         self.socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        if server is not None:
+            as_client(self.socket, Keys.drawn(), server)
         if binds:
             self.socket.bind(endpoint)
         else:
@@ -131,10 +135,12 @@ class Reader:
         self.context.destroy(linger=0)
 
 
-def replay(endpoint: str, first: int, timeout_s: float = 30) -> list[Message]:
+def replay(endpoint: str, first: int, timeout_s: float = 30, server: bytes | None = None) -> list[Message]:
     """The messages from a number on that the engine has kept."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        if server is not None:
+            as_client(socket, Keys.drawn(), server)
         socket.connect(endpoint)
         socket.send_multipart((b"", first.to_bytes(8, "big")))
         messages = []

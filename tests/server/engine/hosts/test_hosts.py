@@ -10,12 +10,13 @@ import pytest
 import zmq
 
 from batcher.errors import StepTimeoutError
+from server.engine.curve import as_client
 from server.engine.hosts import commands
 from server.engine.hosts.cluster import Cluster, HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
-from server.engine.hosts.sockets import as_follower, keys_of, make_socket
+from server.engine.hosts.sockets import keys_of, make_socket
 from tests.server.engine.hosts.loopback import (
     BUCKETS,
     SECRET,
@@ -142,7 +143,7 @@ def test_a_stranger_who_knows_the_leaders_key_only_is_refused(hosts):
     stranger = make_socket(context, zmq.PUSH)
     monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     keys = type(keys_of(SECRET, "leader"))(public=public, secret=secret)
-    as_follower(stranger, keys, keys_of(SECRET, "leader"))
+    as_client(stranger, keys, keys_of(SECRET, "leader").public)
     stranger.connect(f"tcp://{hosts.cluster.endpoint(2)}")
     assert monitor.poll(20_000)
     event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
