@@ -42,10 +42,10 @@ class Keeper:
     def drop_kept(self, token):
         pass
 
-server = PageServer(Keeper(), "127.0.0.1", 0)
-print(server.port, getattr(server, "key", ""), flush=True)
+own = PageServer(Keeper(), "127.0.0.1", 0)
+print(own.port, getattr(own, "key", ""), flush=True)
 sys.stdin.read()
-server.close()
+own.close()
 """
 
 
