@@ -5,8 +5,8 @@
         "tags": [{"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": {...}}, "end": "</f>"}],
     }})
 
-The older form, with `structures` and `triggers`, is a `triggered_tags`. A format about tokens is refused, because no
-grammar contains special tokens, and so is a field of a format that is not known.
+The older form, with `structures` and `triggers`, is a `triggered_tags`. Other formats and fields are refused by name.
+Those about tokens are among them, because no grammar contains special tokens.
 
 A format without an end of its own, such as `any_text`, needs what ends it: the `end` of the tag around it, or the end
 of the whole text. So each format is written together with the texts that may follow it (`ends`): none of them at the
@@ -16,53 +16,35 @@ end of the whole, and `None` where another format follows.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from batcher.grammar import GrammarError
 from server.grammar.forms import Grammar, held_schema_grammar, lark_grammar, parts_of, regex_grammar
 
-MAX_TEXT_CHARS = 10_000  # of an `any_text` with `max_chars`
-ANY = "(.|\\n)"
+TEXT = "(.|\\n)*"
 Ends = tuple[str, ...] | None
 
 
 # What a field may be, by its name: it is the same in every format.
 _TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("value", "style", "grammar", "pattern", "begin", "separator"), (str,)),
-    **dict.fromkeys(("excludes", "elements", "triggers", "tags", "rules"), (list,)),
-    **dict.fromkeys(("any_order", "at_least_one", "stop_after_first", "loop"), (bool,)),
-    **dict.fromkeys(("max_chars", "max_tokens"), (int, type(None))),
-    **dict.fromkeys(("min", "max"), (int,)),
+    **dict.fromkeys(("value", "style", "grammar", "pattern", "begin", "end"), (str,)),
+    **dict.fromkeys(("elements", "triggers", "tags"), (list,)),
+    **dict.fromkeys(("at_least_one", "stop_after_first"), (bool,)),
     "json_schema": (dict, bool),
     "content": (dict,),
-    "end": (str, list),
 }
-_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("any_order", "at_least_one", "stop_after_first"), False),
-    "style": "json",
-    "excludes": [],
-    "max_chars": None,
-    "max_tokens": None,
-    "loop": True,
-}
-_ONLY_DEFAULT = ("style", "any_order", "max_tokens")  # no other value can be served
+_DEFAULTS: dict[str, Any] = {"at_least_one": False, "stop_after_first": False, "style": "json"}
 _FIELDS: dict[str, tuple[str, ...]] = {
     "const_string": ("value",),
-    "json_schema": ("json_schema", "style", "any_order"),
+    "json_schema": ("json_schema", "style"),
     "grammar": ("grammar",),
     "regex": ("pattern",),
-    "any_text": ("excludes", "max_chars", "max_tokens"),
+    "any_text": (),
     "sequence": ("elements",),
     "or": ("elements",),
-    "optional": ("content",),
-    "plus": ("content",),
-    "star": ("content",),
-    "repeat": ("content", "min", "max"),
     "tag": ("begin", "content", "end"),
-    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
-    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
-    "dispatch": ("rules", "loop", "excludes"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
 }
 
 
@@ -112,9 +94,9 @@ class _Writer:
         kind, fields = _read(format, place)
         match kind:
             case "any_text":
-                return self._any_text(fields, place, ends)
-            case "triggered_tags" | "dispatch":
-                return self._triggered(kind, fields, place, ends)
+                return self._text_until(self._text(), place, ends)
+            case "triggered_tags":
+                return self._triggered(fields, place, ends)
             case "sequence":
                 return self._sequence(fields["elements"], place, ends)
             case "or":
@@ -122,82 +104,51 @@ class _Writer:
                 if not branches:
                     raise GrammarError(f"{place}: `or` must have at least one of `elements`")
                 return self._rule(" | ".join(branches))
-            case "optional":
-                return self._rule(f"{self.write(fields['content'], f'{place}.content', ends)} | {_one_of(ends)}")
             case "tag":
-                return self._rule(self._tag(fields, place, ends))
+                return self._rule(f"{json.dumps(fields['begin'])} {self._after_begin(fields, place, ends)}")
         return self._rule(f"{self._closed(kind, fields, place)} {_one_of(ends)}")
 
     def _closed(self, kind: str, fields: dict[str, Any], place: str) -> str:
         """A format that ends by itself."""
         match kind:
-            case "const_string":
-                return json.dumps(fields["value"])
             case "json_schema":
                 return self._part(held_schema_grammar(fields["json_schema"]), place)
             case "regex":
                 return self._part(Grammar(regex_grammar(fields["pattern"])), place)
             case "grammar":
                 return self._part(Grammar(lark_grammar(fields["grammar"])), place)
-            case "tags_with_separator":
-                tags = [self._tag(*tag, None) for tag in _read_tags(fields["tags"], place)]
-                one = f"({' | '.join(tags)})"
-                if not fields["stop_after_first"]:
-                    one = f"({one} ({json.dumps(fields['separator'])} {one})*)"
-                return one if fields["at_least_one"] else f"{one}?"
-        inner = self.write(fields["content"], f"{place}.content", None)
-        if kind != "repeat":
-            return f"{inner}{'*' if kind == 'star' else '+'}"
-        least, most = fields["min"], fields["max"]
-        if least < 0 or most < -1 or -1 < most < least:
-            raise GrammarError(f"{place}: `min` must be 0 or more, and `max` must be `min` or more, or -1")
-        if most == 0:
-            return ""
-        return f"{inner}{{{least},{'' if most < 0 else most}}}"
+        return json.dumps(fields["value"])
 
     def _sequence(self, elements: list[Any], place: str, ends: Ends) -> str:
         last = len(elements) - 1
         rules = [self.write(e, f"{place}.elements.{i}", ends if i == last else None) for i, e in enumerate(elements)]
         return self._rule(" ".join(rules) or _one_of(ends))
 
-    def _any_text(self, fields: dict[str, Any], place: str, ends: Ends) -> str:
-        most = fields["max_chars"]
-        if most is not None and not 0 <= most <= MAX_TEXT_CHARS:
-            raise GrammarError(f"{place}: `max_chars` must be between 0 and {MAX_TEXT_CHARS}, got {most}")
-        return self._text_until(self._text(fields["excludes"], place, most=most), place, ends)
-
-    def _tag(self, fields: dict[str, Any], place: str, ends: Ends) -> str:
-        """A tag whose fields have been read."""
-        return f"{json.dumps(fields['begin'])} {self._after_begin(fields, place, ends)}"
-
     def _after_begin(self, fields: dict[str, Any], place: str, ends: Ends) -> str:
-        own = [fields["end"]] if isinstance(fields["end"], str) else _texts(fields["end"], f"{place}.end")
-        if not own or ("" in own and len(own) > 1):
-            raise GrammarError(f"{place}.end: must be one text, or a list of texts that are not empty")
-        if own == [""]:
+        if not fields["end"]:
             return self.write(fields["content"], f"{place}.content", ends)
-        return self._rule(f"{self.write(fields['content'], f'{place}.content', tuple(own))} {_one_of(ends)}")
+        return self._rule(f"{self.write(fields['content'], f'{place}.content', (fields['end'],))} {_one_of(ends)}")
 
-    def _triggered(self, kind: str, fields: dict[str, Any], place: str, ends: Ends) -> str:
+    def _triggered(self, fields: dict[str, Any], place: str, ends: Ends) -> str:
         """Tags in free text. Of several triggers that begin a tag, the shortest counts: it is complete first."""
-        if kind == "dispatch":
-            tags, at_least_one, stops = _read_rules(fields["rules"], place), False, not fields["loop"]
-            triggers = [tag["begin"] for tag, _ in tags]
-        else:
-            tags, at_least_one = _read_tags(fields["tags"], place), fields["at_least_one"]
-            stops = fields["stop_after_first"]
-            triggers = _texts(fields["triggers"], f"{place}.triggers")
-        text = self._text(fields["excludes"], place)
+        at_least_one, stops = fields["at_least_one"], fields["stop_after_first"]
+        triggers = fields["triggers"]
+        if not all(isinstance(trigger, str) for trigger in triggers):
+            raise GrammarError(f"{place}.triggers: must be a list of texts")
+        if not fields["tags"]:
+            raise GrammarError(f"{place}.tags: there must be at least one")
+        text = self._text()
         opened = {trigger: self._rule(f"{text} {json.dumps(trigger)}", is_lazy=True) for trigger in triggers if trigger}
-        after = ends if stops else None
         whole, triggered = [], []
-        for tag, tag_place in tags:
-            trigger = min((t for t in opened if tag["begin"].startswith(t)), key=len, default=None)
+        for i, tag in enumerate(fields["tags"]):
+            _, tag_fields = _read(tag, f"{place}.tags.{i}", "tag")
+            begin = tag_fields["begin"]
+            trigger = min((t for t in opened if begin.startswith(t)), key=len, default=None)
             if trigger is None:
-                raise GrammarError(f"{tag_place}: its `begin` must start with one of the triggers")
-            rest = self._after_begin(tag, tag_place, after)
-            whole.append(f"{json.dumps(tag['begin'])} {rest}")
-            triggered.append(f"{opened[trigger]} {json.dumps(tag['begin'].removeprefix(trigger))} {rest}")
+                raise GrammarError(f"{place}.tags.{i}: its `begin` must start with one of the triggers")
+            rest = self._after_begin(tag_fields, f"{place}.tags.{i}", ends if stops else None)
+            whole.append(f"{json.dumps(begin)} {rest}")
+            triggered.append(f"{opened[trigger]} {json.dumps(begin.removeprefix(trigger))} {rest}")
         if at_least_one and stops:
             return self._rule(" | ".join(whole))
         some, tail = self._rule(" | ".join(triggered)), self._text_until(text, place, ends)
@@ -205,12 +156,10 @@ class _Writer:
             return self._rule(f"{some} | {tail}")
         return self._rule(f"{f'({" | ".join(whole)})' if at_least_one else ''} {some}* {tail}")
 
-    def _text(self, excludes: Sequence[Any], place: str, *, most: int | None = None) -> str:
-        """The terminal of free text without the texts `excludes`."""
+    def _text(self) -> str:
+        """The terminal of free text."""
         name = self._name().upper()
-        text = f"{ANY}*" if most is None else f"{ANY}{{0,{most}}}"
-        left_out = tuple(each for each in _texts(excludes, f"{place}.excludes") if each)
-        self.lines.append(f"{name}: /{text}/" + (f" & ~(/{ANY}*/ {_one_of(left_out)} /{ANY}*/)" if left_out else ""))
+        self.lines.append(f"{name}: /{TEXT}/")
         return name
 
     def _text_until(self, text: str, place: str, ends: Ends) -> str:
@@ -254,36 +203,9 @@ def _read(format: Any, place: str, kind: str | None = None) -> tuple[str, dict[s
             raise GrammarError(f"{place}: `{named}` needs the field `{name}`")
         if type(value) not in _TYPES[name]:
             raise GrammarError(f"{place}.{name}: has a value of a wrong type: {json.dumps(value)[:40]}")
-        if name in _ONLY_DEFAULT and value != _DEFAULTS[name]:
-            raise GrammarError(f"{place}: `{name}` {json.dumps(value)[:40]} is not supported by this server")
+    if fields.get("style", "json") != "json":
+        raise GrammarError(f"{place}: `style` {json.dumps(fields['style'])[:40]} is not supported by this server")
     return named, fields
-
-
-def _read_tags(tags: list[Any], place: str) -> list[tuple[dict[str, Any], str]]:
-    """The fields of each tag, and its place."""
-    if not tags:
-        raise GrammarError(f"{place}.tags: there must be at least one")
-    return [(_read(tag, f"{place}.tags.{i}", "tag")[1], f"{place}.tags.{i}") for i, tag in enumerate(tags)]
-
-
-def _read_rules(rules: list[Any], place: str) -> list[tuple[dict[str, Any], str]]:
-    """The rules of a `dispatch` as tags without an end."""
-    tags = []
-    for i, rule in enumerate(rules):
-        match rule:
-            case [str(pattern), dict(content)] if pattern:
-                tags.append(({"begin": pattern, "content": content, "end": ""}, f"{place}.rules.{i}"))
-            case _:
-                raise GrammarError(f"{place}.rules.{i}: must be a text and a format")
-    if not tags:
-        raise GrammarError(f"{place}.rules: there must be at least one")
-    return tags
-
-
-def _texts(values: Sequence[Any], place: str) -> list[str]:
-    if not all(isinstance(value, str) for value in values):
-        raise GrammarError(f"{place}: must be a list of texts")
-    return list(values)
 
 
 def _one_of(ends: Ends) -> str:
