@@ -25,7 +25,6 @@ class GrammarChecker:
     def __init__(self, *, timeout_s: float = 10.0) -> None:
         self._timeout_s = timeout_s
         self._threads: ThreadPoolExecutor | None = None  # from the first grammar on
-        self._vocabulary: Vocabulary | None = None
         self.verdicts: OrderedDict[bytes, str] = OrderedDict()  # "" if it can be compiled; used by the event loop only
         self._num_waiting = 0
 
@@ -63,10 +62,8 @@ class GrammarChecker:
         return fault
 
     def _fault(self, grammar: str) -> str:
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary.of_bytes()
         try:
-            compile_grammar(grammar, self._vocabulary)
+            compile_grammar(grammar, Vocabulary.of_bytes())
         except GrammarError as error:
             return str(error)
         return ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from batcher.grammar import GrammarError
-from server.grammar.schemas import subschemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 STEP_LIMITS = {"max_items_in_row": 4_000, "step_max_items": 200_000, "step_lexer_fuel": 200_000}
 COMPILE_LIMITS = {"initial_lexer_fuel": 500_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000}
 MAX_MESSAGE_CHARS = 500
-MAX_TRIES = 200  # compilations, to find the place
-_SHARED = ("$defs", "definitions")
 
 
 class Vocabulary:
@@ -43,10 +40,13 @@ class Vocabulary:
         wrapper = TokenizerWrapper(_Wrapped(token_bytes, end_ids[0], encode))
         self.tokenizer: LLTokenizer = LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(end_ids))
 
-    @classmethod
-    def of_bytes(cls) -> Vocabulary:
+    @staticmethod
+    @cache
+    def of_bytes() -> Vocabulary:
         """The 256 bytes and an end token: enough to check whether a grammar can be compiled."""
-        return cls([*(bytes([i]) for i in range(256)), b""], end_ids=[256], encode=lambda text: list(text.encode()))
+        return Vocabulary(
+            [*(bytes([i]) for i in range(256)), b""], end_ids=[256], encode=lambda text: list(text.encode())
+        )
 
 
 class _Wrapped:
@@ -65,77 +65,21 @@ class _Wrapped:
 
 
 def compile_grammar(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
-    """A matcher at the grammar's start. Releases the GIL. Raises GrammarError, which names the place in a schema."""
-    matcher = _compile(grammar, vocabulary)
-    if matcher.is_error():
-        raise GrammarError(_fault_in_words(grammar, matcher, vocabulary))
-    return matcher
-
-
-def error_of(matcher: LLMatcher) -> str:
-    """The matcher's error in one line."""
-    return _one_line(matcher.get_error())
-
-
-def _compile(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
+    """A matcher at the grammar's start. Releases the GIL. Raises GrammarError."""
     from llguidance import LLMatcher, LLParserLimits
 
     options: dict[str, Any] = {**STEP_LIMITS, **COMPILE_LIMITS}
     limits = LLParserLimits(**options, verbose_errors=False)
-    return LLMatcher(vocabulary.tokenizer, grammar, limits=limits, log_level=0)
+    matcher = LLMatcher(vocabulary.tokenizer, grammar, limits=limits, log_level=0)
+    if matcher.is_error():
+        raise GrammarError(error_of(matcher))
+    return matcher
 
 
-def _fault_in_words(grammar: str, matcher: LLMatcher, vocabulary: Vocabulary) -> str:
-    fault = matcher.get_error()
-    schema = _schema_of(grammar)
-    if schema is None:
-        return _one_line(fault)
-
-    def fault_of(inner: Any) -> str:
-        from llguidance import LLMatcher
-
-        return str(_compile(LLMatcher.grammar_from_json_schema(json.dumps(inner)), vocabulary).get_error())
-
-    place = place_of_fault(schema, fault, fault_of)[:MAX_MESSAGE_CHARS]  # its names are the client's
-    return f"{_one_line(fault)} (at {place})"
-
-
-def _schema_of(grammar: str) -> Any:
-    """The JSON schema of the grammar; None if the grammar is of another form."""
-    try:
-        (only,) = json.loads(grammar)["grammars"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    schema = only.get("json_schema")
-    return schema if isinstance(schema, dict) else None
-
-
-def _one_line(message: str) -> str:
-    """The message without the grammar's text and the traces after it."""
+def error_of(matcher: LLMatcher) -> str:
+    """The matcher's error in one line, without the grammar's text and the traces after it."""
+    message = str(matcher.get_error())
     if message.startswith("panic"):
         return "the grammar's compiler failed on it"
     lines = (line.strip() for line in message.split("<state>")[0].splitlines())
     return " ".join(line for line in lines if line and not line.startswith("<"))[:MAX_MESSAGE_CHARS]
-
-
-def place_of_fault(schema: Mapping[str, Any], fault: str, compile: Callable[[Mapping[str, Any]], str]) -> str:
-    """A JSON pointer to the innermost schema that, compiled by itself, has the same fault.
-
-    Args:
-        fault: the result of `compile` for the whole schema.
-        compile: the fault of a schema, "" if it has none.
-    """
-    pointer, here = "#", schema
-    shared = {name: schema[name] for name in _SHARED if name in schema}
-    tries = 0
-    found: bool = True
-    while found:
-        found = False
-        for step, inner in subschemas(here):
-            tries += 1
-            if tries > MAX_TRIES:
-                return pointer
-            if compile({**shared, **inner}) == fault:
-                pointer, here, found = f"{pointer}/{step}", inner, True
-                break
-    return pointer

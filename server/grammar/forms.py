@@ -14,26 +14,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
-from server.grammar.schemas import held_schema
+from server.grammar.schemas import MAX_GRAMMAR_CHARS, held_schema
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
-MAX_GRAMMAR_CHARS = 2**16  # two seconds to compile, at worst: 6,000 optional properties
 MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON has the same limit
-# White space between JSON's marks is bounded, because a model might otherwise repeat it without end. `lenient` would
-# ignore keywords of a schema that the compiler does not know; a schema's own options cannot turn it on.
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": False, "coerce_one_of": True}
+# White space between JSON's marks is bounded, because a model might otherwise repeat it without end. `lenient` ignores
+# keywords of a schema that the compiler does not know, and warns of them.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{0,16}", "lenient": True}
 
 
 _BUDGET = "%thinking_budget "
 
 
 class Grammar(NamedTuple):
-    """A grammar's text, and the keywords of a JSON schema that it does not hold, with their places."""
+    """A grammar's text, and the keywords of a JSON schema that it does not hold."""
 
     text: str
     unenforced: tuple[str, ...] = ()
@@ -45,25 +41,12 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def held_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
-    """As `json_schema_grammar`, and what is not held (`server.grammar.schemas`).
+    """Texts that are JSON and valid by the part of `schema` that a grammar can hold, and the keywords of the rest.
 
-    Raises GrammarError if the schema is too large or cannot be read, and if `strict` asks for more than can be held.
+    Raises GrammarError as `held_schema` does.
     """
-    from llguidance import LLMatcher
-
-    if not isinstance(schema, Mapping | bool):
-        raise GrammarError("a schema must be an object or a boolean")
-    if schema is False:
-        raise GrammarError("nothing is valid by the schema `false`")
-    held = held_schema({} if schema is True else schema, strict=strict)
-    try:
-        text = _checked_size(json.dumps(held.schema))
-    except RecursionError as error:
-        raise GrammarError("the schema is nested too deeply") from error
-    try:
-        return Grammar(str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)), held.unenforced)
-    except ValueError as error:
-        raise GrammarError(f"the schema cannot be read: {error}") from error
+    held = held_schema(schema, JSON_OPTIONS, strict=strict)
+    return Grammar(lark_grammar("\n".join([f"start: {held.expression}", *held.lines]), foreign=False), held.unenforced)
 
 
 def json_object_grammar() -> str:
@@ -87,13 +70,13 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(text: str, *, foreign: bool = True) -> str:
     """A Lark grammar in llguidance's format. A `foreign` grammar comes from a client: it may be in GBNF or EBNF
-    (`root ::= ...`), and its nesting is checked."""
+    (`root ::= ...`), its nesting is checked, and its JSON schemas must be held whole."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     _checked_size(text)
     if foreign:
-        _checked_nesting(text)
+        _check_schemas(_checked_nesting(text))
     try:
         lark = any_to_lark(text) if foreign and "::=" in text else text
     except Exception as error:  # the converter raises plain `Exception`s
@@ -149,6 +132,19 @@ class ThinkingBudget(NamedTuple):
             return None, grammar
         head, _, rest = grammar.removeprefix(_BUDGET).partition("\n")
         return cls(*json.loads(head)), rest
+
+
+def _check_schemas(text: str) -> None:
+    """Raises GrammarError for a schema of a Lark grammar that is not held whole."""
+    if text.lstrip().startswith("{"):
+        raise GrammarError("must be in Lark, GBNF or EBNF")
+    for found in re.finditer(r"%json\s*", text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"after `%json` there must be a JSON schema: {error}") from error
+        if held_schema(schema, JSON_OPTIONS, strict=True).lines:
+            raise GrammarError("a schema after `%json` has a constant beyond 2**53; write it as a text of the grammar")
 
 
 def _checked_size(text: str) -> str:

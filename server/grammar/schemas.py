@@ -1,71 +1,78 @@
-"""JSON schemas as people write them, in the keywords that a grammar can hold.
+"""JSON schemas as people write them, as expressions of a Lark grammar.
 
-    held = held_schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
-    held.schema      # {"type": "array", "items": {"type": "integer"}}
-    held.unenforced  # ("uniqueItems (at #)",)
+    held = held_schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, JSON_OPTIONS)
+    held.expression  # '%json {"type": "array", ...}'
+    held.unenforced  # ("uniqueItems",)
 
-The compiler of grammars refuses a keyword that it does not know. Such a keyword has one of three fates:
-
-- Other keywords say the same. `propertyNames` becomes `patternProperties`, `dependentRequired` becomes `anyOf`, and so
-  on. The table `_REWRITTEN` has all of them.
-- It is an annotation, as most values of `format` are: JSON Schema lets a validator ignore them.
-- Nothing says the same, as with `uniqueItems`. It is left out, and `unenforced` has its name and place. The grammar
-  then allows more than the schema does.
-
-A schema keeps its places: a reference such as `#/properties/a` means the same as before.
+The compiler of grammars ignores a keyword that it does not know, and warns of it. It fails on patterns with
+look-around, and on most numbers beyond a double's precision. These are taken out before. `unenforced` has the names of
+all keywords that are ignored or taken out: the grammar then allows more than the schema does. Annotations do not count,
+as most values of `format` are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
-from server.grammar.disjoint import Comparison, required_of, values_of
-from server.grammar.references import resolved
+from server.grammar.compiler import MAX_MESSAGE_CHARS, Vocabulary, compile_grammar
+from server.grammar.literals import LiteralRules, NoLiteralFormError, all_inside, has_long_constant, is_exact
+from server.grammar.subschemas import LISTS, MAPS, SCHEMAS, subschemas
 
+MAX_GRAMMAR_CHARS = 2**16  # two seconds to compile, at worst: 6,000 optional properties
+MAX_TRIES = 200  # compilations, to find the place of a fault
+# Of `multipleOf`, as a whole number. The compiler makes as many states, and where several apply, their product has 32
+# bits.
+MAX_MULTIPLE, MAX_OF_SEVERAL = 1_000_000, 1_000
+MAX_BOUND = 10**18  # the compiler's ranges are of 64 bits, and have all numbers of as many digits
 # What the compiler enforces. Another `format` is an annotation.
-FORMATS = frozenset(
+_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 _SAME_FORMATS = {f"uuid{version}": "uuid" for version in range(1, 9)}  # pydantic's names
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
-           "unevaluatedProperties", "unevaluatedItems")  # fmt: skip
-_CHOOSING = ("anyOf", "oneOf", "if", "not", "dependentSchemas", "$dynamicRef", "$recursiveRef")
-_TYPES = ("null", "boolean", "number", "string", "array", "object")  # `integer` is a kind of `number`
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ALL_VALID = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True, "propertyNames": True}
+# Where none of these is, what is unevaluated is what the other keyword speaks of.
+_UNEVALUATED = (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items"))
+_EVALUATING = frozenset(("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "contains",
+                        "dependentSchemas"))  # fmt: skip
+# The compiler warns of these, too. `then` and `contains` and their like mean nothing without the keyword that is named.
+_NO_LOSS = frozenset(("then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor"))
 # Look-around and back-references. The backslashes before it are pairs.
 _UNKNOWN_TO_ENGINE = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\(?:[1-9]|k<))")
-MAX_PLACE_CHARS = 200
-MAX_CONDITIONS = 3  # of one schema: each doubles the alternatives that the compiler distinguishes
-MAX_ALTERNATIVES = 8  # that stand for one keyword
-MAX_BRANCHES = 100  # of a `oneOf` of which each two are compared
 
 Schema = dict[str, Any]
 
 
 class HeldSchema(NamedTuple):
-    """A schema that the compiler takes.
+    """What stands for a schema in a Lark grammar, the rules that it needs, and the keywords that are not held."""
 
-    `unenforced` has the keywords that were left out and are not annotations, each with a JSON pointer to its schema.
-    """
-
-    schema: Any
+    expression: str
+    lines: tuple[str, ...]
     unenforced: tuple[str, ...]
 
 
-def held_schema(schema: Any, *, strict: bool = False) -> HeldSchema:
-    """The part of `schema` that a grammar can hold.
+def held_schema(schema: Any, options: Mapping[str, Any], *, prefix: str = "json", strict: bool = False) -> HeldSchema:
+    """The part of `schema` that a grammar can hold. It has been compiled.
 
-    `strict` asks for the whole schema: GrammarError names the first keyword that would be left out.
+    Args:
+        options: the compiler's, for example for white space.
+        prefix: the names of the rules begin with it.
+        strict: asks for the whole schema.
+
+    Raises GrammarError if the schema is too large or wrong, with the place, and if `strict` asks for more than can be
+    held, with the keyword.
     """
-    reader = _Reader(schema)
+    if not isinstance(schema, Mapping | bool):
+        raise GrammarError("a schema must be an object or a boolean")
+    if schema is False:
+        raise GrammarError("nothing is valid by the schema `false`")
     try:
-        held = HeldSchema(reader.read(schema, "#"), tuple(reader.unenforced))
+        held = _held({} if schema is True else schema, options, prefix)
     except RecursionError as error:
         raise GrammarError("the schema is nested too deeply") from error
     if strict and held.unenforced:
@@ -75,357 +82,171 @@ def held_schema(schema: Any, *, strict: bool = False) -> HeldSchema:
     return held
 
 
-class _Reader:
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self.comparison = Comparison(self.target)
-        self.unenforced: list[str] = []
+def _held(schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> HeldSchema:
+    try:
+        size = len(json.dumps(schema, allow_nan=False))
+    except ValueError as error:
+        raise GrammarError(f"the schema cannot be read: {error}") from error
+    if size > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"has {size} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
+    reader = _Reader(schema, keeps_long_constants=False)
+    read = {**reader.read(schema), "x-guidance": options}
+    try:
+        warnings = _compiled(read)
+    except GrammarError as error:
+        place = place_of_fault(read, str(error), lambda inner: _fault_of({**inner, "x-guidance": options}))
+        raise GrammarError(f"{error} (at {place[:MAX_MESSAGE_CHARS]})") from error
+    expression, lines = f"%json {json.dumps(read)}", []
+    if has_long_constant(schema):
+        with contextlib.suppress(NoLiteralFormError):
+            whole = _Reader(schema, keeps_long_constants=True)
+            rules = LiteralRules(whole.read(schema), options, prefix)
+            reader, expression, lines = whole, rules.expression, rules.lines
+    return HeldSchema(expression, tuple(lines), tuple(dict.fromkeys([*reader.left_out, *_keywords(warnings)])))
 
-    def read(self, schema: Any, place: str) -> Any:
-        """The schema at `place`, with all schemas inside it, as the compiler takes it."""
-        if not isinstance(schema, Mapping) or _is_malformed(schema):
+
+def _compiled(schema: Schema) -> list[str]:
+    """The compiler's warnings. Raises GrammarError."""
+    grammar = json.dumps({"grammars": [{"json_schema": schema}]})
+    return list(compile_grammar(grammar, Vocabulary.of_bytes()).get_grammar_warnings())
+
+
+def _fault_of(schema: Schema) -> str:
+    try:
+        _compiled(schema)
+    except GrammarError as error:
+        return str(error)
+    return ""
+
+
+def _keywords(warnings: Iterable[str]) -> Iterator[str]:
+    """The keywords that the compiler warns of. An unknown format is an annotation."""
+    for warning in warnings:
+        if warning.startswith("Unimplemented keys"):
+            yield from (name for name in re.findall(r'"([^"]+)"', warning) if name not in _NO_LOSS)
+        elif warning.startswith("oneOf"):
+            yield "oneOf"
+        elif warning.startswith("min/maxProperties"):
+            yield from ("minProperties", "maxProperties")
+        elif not warning.startswith("Unknown format"):
+            yield warning[:MAX_MESSAGE_CHARS]
+
+
+class _Reader:
+    """Takes out of schemas what the compiler fails on."""
+
+    def __init__(self, root: Any, *, keeps_long_constants: bool) -> None:
+        self._keeps_long_constants = keeps_long_constants
+        multiples = {str(each["multipleOf"]) for each in all_inside(root) if "multipleOf" in each}
+        self._max_multiple = MAX_MULTIPLE if len(multiples) == 1 else MAX_OF_SEVERAL
+        self.left_out: list[str] = []
+
+    def read(self, schema: Any) -> Any:
+        """The schema, with all schemas inside it, as the compiler takes it."""
+        if not isinstance(schema, Mapping):
             return schema
         here: Schema = dict(schema)
-        for name, holds in _REWRITTEN.items():
-            if name in schema and not holds(self, here):
-                self.unenforced.append(f"{name} (at {place})"[:MAX_PLACE_CHARS])
-        here = {name: value for name, value in here.items() if name in _KEPT or name not in _REWRITTEN}
-        if "additionalProperties" in schema and "additionalProperties" not in here:
-            self.unenforced.append(f"additionalProperties (at {place})"[:MAX_PLACE_CHARS])
+        if "multipleOf" in here and not self._is_held_multiple(here["multipleOf"]):
+            self._leave_out(here, "multipleOf")
+        for name, is_held in _HELD.items():
+            if name in here and not is_held(here):
+                self._leave_out(here, name)
+        if not self._keeps_long_constants:
+            for name in ("const", "enum"):
+                if has_long_constant({name: here.get(name)}):
+                    self._leave_out(here, name)
+        for name, value in _ALL_VALID.items():
+            if here.get(name) is value or (name == "propertyNames" and here.get(name) == {"type": "string"}):
+                del here[name]
+        for name, other in _UNEVALUATED:
+            if name in here and here.keys().isdisjoint(_EVALUATING) and not isinstance(here.get(other), list):
+                here.setdefault(other, here.pop(name))
+        if "format" in here and isinstance(here["format"], str):
+            here["format"] = _SAME_FORMATS.get(here["format"], here["format"])
+            if here["format"] not in _FORMATS:
+                del here["format"]
         for name, value in here.items():
-            if name in _MAPS:
-                here[name] = {key: self.read(inner, f"{place}/{name}/{_escaped(key)}") for key, inner in value.items()}
-            elif (name in _LISTS or name == "items") and isinstance(value, list):
-                here[name] = [self.read(inner, f"{place}/{name}/{i}") for i, inner in enumerate(value)]
-            elif name in _SCHEMAS or name == "items":
-                here[name] = self.read(value, f"{place}/{name}")
+            if name in MAPS and isinstance(value, Mapping):
+                here[name] = {key: self.read(inner) for key, inner in value.items()}
+            elif name in (*LISTS, "items") and isinstance(value, list):
+                here[name] = [self.read(inner) for inner in value]
+            elif name in (*SCHEMAS, "items"):
+                here[name] = self.read(value)
         return here
 
-    def target(self, schema: Any) -> Any:
-        """The schema, or the one that it only refers to. None: one of its keywords has a value of the wrong kind."""
-        for _ in range(8):
-            if not (isinstance(schema, Mapping) and schema.keys() == {"$ref"} and str(schema["$ref"]).startswith("#")):
-                break
-            schema = resolved(self._root, schema["$ref"])
-        return None if isinstance(schema, Mapping) and _is_malformed(schema) else schema
+    def _is_held_multiple(self, multiple: Any) -> bool:
+        if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+            return True  # a value of a wrong type, which the compiler refuses
+        scaled = abs(multiple)
+        while 0 < scaled <= self._max_multiple and scaled % 1:
+            scaled *= 10  # as the compiler does, in doubles
+        return bool(scaled <= self._max_multiple)
 
-
-def _is_malformed(schema: Mapping[str, Any]) -> bool:
-    """Whether a keyword has a value of the wrong kind, which the compiler refuses by name."""
-    types = schema.get("type", "")
-    return (
-        any(name in schema and not isinstance(schema[name], Mapping) for name in _MAPS)
-        or any(name in schema and not isinstance(schema[name], list) for name in (*_LISTS, "enum"))
-        or not all(isinstance(name, str) for name in ([types] if not isinstance(types, list) else types))
-    )
-
-
-def _format(_: _Reader, here: Schema) -> bool:
-    name = here["format"]
-    if isinstance(name, str):
-        here["format"] = _SAME_FORMATS.get(name, name)
-        if here["format"] not in FORMATS:
-            del here["format"]
-    return True
-
-
-def _pattern(_: _Reader, here: Schema) -> bool:
-    if not isinstance(here["pattern"], str) or _is_regex(here["pattern"]):
-        return True
-    del here["pattern"]
-    return False
-
-
-def _pattern_properties(_: _Reader, here: Schema) -> bool:
-    """Names that fit a pattern which cannot be compiled may have any value."""
-    patterns = here["patternProperties"]
-    known = {pattern: inner for pattern, inner in patterns.items() if _is_regex(pattern)}
-    if len(known) == len(patterns):
-        return True
-    here["patternProperties"] = known
-    here.pop("additionalProperties", None)
-    return False
-
-
-def _unique_items(_: _Reader, here: Schema) -> bool:
-    most = here.get("maxItems")
-    return not here["uniqueItems"] or (isinstance(most, int) and most <= 1)
-
-
-def _not(reader: _Reader, here: Schema) -> bool:
-    """Held: `not` of types, of values of an `enum`, and of a property that is there."""
-    refused = reader.target(here["not"])
-    if refused is False:
-        return True
-    if not isinstance(refused, Mapping) or len(refused) != 1:
-        return False
-    ((name, value),) = refused.items()
-    if name == "type" and isinstance(value, str | list):
-        return _without_types(here, value)
-    if name in ("enum", "const") and isinstance(here.get("enum"), list):
-        values = {json.dumps(each, sort_keys=True) for each in (value if name == "enum" else [value])}
-        here["enum"] = [each for each in here["enum"] if json.dumps(each, sort_keys=True) not in values]
-        return True
-    if name == "required" and isinstance(value, list) and here.get("type") == "object":
-        free = [each for each in value if each not in required_of(here)]
-        if not free or len(free) > MAX_ALTERNATIVES:
-            return False
-        _add_any_of(here, [_absent(each) for each in free])
-        return True
-    return False
-
-
-def _absent(*names: str) -> Schema:
-    """Objects without these properties."""
-    return {"properties": dict.fromkeys(names, False)}
-
-
-def _add_any_of(here: Schema, branches: list[Any]) -> None:
-    here["allOf"] = [*here.get("allOf", ()), {"anyOf": branches}]
-
-
-def _without_types(here: Schema, value: str | list[Any]) -> bool:
-    refused = {value} if isinstance(value, str) else {name for name in value if isinstance(name, str)}
-    given = here.get("type", list(_TYPES))
-    given = [given] if isinstance(given, str) else given
-    if "integer" in refused and "number" in given and "number" not in refused:
-        return False  # numbers that are no integers: no type says so
-    if "number" in refused:
-        refused.add("integer")
-    here["type"] = [name for name in given if name not in refused]
-    return True
-
-
-def _if(reader: _Reader, here: Schema) -> bool:
-    """Held: a condition on one required property whose possible values are listed, or on the presence of one."""
-    condition, listed = reader.target(here["if"]), here.get("properties", {})
-    if not (isinstance(condition, Mapping) and condition.keys() <= {"type", "properties", "required"}):
-        return False
-    conditions, others = condition.get("properties", {}), required_of(condition)
-    if not (isinstance(conditions, Mapping) and isinstance(listed, Mapping)):
-        return False
-    then, otherwise = here.get("then", {}), here.get("else", {})
-    if not conditions and len(others) == 1 and here.get("type") == "object":
-        _add_any_of(here, [{"allOf": [{"required": others}, then]}, {"allOf": [_absent(*others), otherwise]}])
-        return True
-    if len(conditions) != 1:
-        return False
-    ((name, inner),) = conditions.items()
-    values, held = values_of(reader.target(listed.get(name))), values_of(reader.target(inner))
-    if values is None or held is None or name not in required_of(here) or not set(others) <= {name}:
-        return False
-    rest = [value for value in values if value not in held]
-    branches = [
-        {"allOf": [{"properties": {name: {"enum": chosen}}}, branch]}
-        for branch, chosen in ((then, held), (otherwise, rest))
-        if chosen
-    ]
-    _add_any_of(here, branches)
-    return True
-
-
-def _all_of(reader: _Reader, here: Schema) -> bool:
-    """Conditions in `allOf` are read with the properties of the schema around them."""
-    around = {name: here[name] for name in ("type", "properties", "required") if name in here}
-    members, num_held = [], 0
-    for member in here["allOf"]:
-        if isinstance(member, Mapping) and "if" in member and member.keys() <= {"if", "then", "else"}:
-            inner = {**around, **member}
-            if num_held < MAX_CONDITIONS and _if(reader, inner):
-                (member,) = inner["allOf"]
-                num_held += 1
-        members.append(member)
-    here["allOf"] = members
-    return True
-
-
-def _property_names(reader: _Reader, here: Schema) -> bool:
-    """Held: names by a pattern or from a list, where no other keyword names properties."""
-    names = reader.target(here["propertyNames"])
-    if names is True or (isinstance(names, Mapping) and not (names.keys() - {"type", "title", "description"})):
-        return True
-    if here.get("properties") or "patternProperties" in here or not isinstance(names, Mapping):
-        return False
-    value = here.get("additionalProperties", {})
-    listed = values_of(names)
-    if listed is not None:
-        here["properties"] = {name: value for name in listed if isinstance(name, str)}
-    elif (pattern := _pattern_of_names(names)) is not None:
-        here["patternProperties"] = {pattern: value}
-    else:
-        return False
-    here["additionalProperties"] = False
-    return True
-
-
-def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
-    """None: no pattern says the same."""
-    kept = names.keys() - {"type", "title", "description"}
-    if kept == {"pattern"}:
-        pattern = names["pattern"]
-        return pattern if isinstance(pattern, str) and _is_regex(pattern) else None
-    least, most = names.get("minLength", 0), names.get("maxLength", "")
-    if kept <= {"minLength", "maxLength"} and isinstance(least, int) and (most == "" or isinstance(most, int)):
-        return f"^(.|\\n){{{least},{most}}}$"
-    return None
-
-
-def _num_properties(name: str) -> Callable[[_Reader, Schema], bool]:
-    """The compiler counts properties only if all that are listed are required. Held apart from this: what follows from
-    the other keywords, and one more than those that are required."""
-
-    def holds(_: _Reader, here: Schema) -> bool:
-        listed, count, required = here.get("properties", {}), here[name], set(required_of(here))
-        optional = [each for each in listed if each not in required] if isinstance(listed, Mapping) else []
-        if not optional or not isinstance(count, int):
-            return True
+    def _leave_out(self, here: Schema, name: str) -> None:
         del here[name]
-        is_closed = here.get("additionalProperties") is False and not here.get("patternProperties")
-        if name == "minProperties":
-            if count == len(required) + 1 and is_closed and len(optional) <= MAX_ALTERNATIVES:
-                _add_any_of(here, [{"required": [each]} for each in optional])
-                return True
-            return count <= len(required)
-        if count == len(required) and required <= listed.keys():
-            here["properties"] = {**listed, **dict.fromkeys(optional, False)}
-            here["additionalProperties"] = False
-            here.pop("patternProperties", None)
+        self.left_out.append(name)
+        if name == "patternProperties" and "additionalProperties" in here:
+            self._leave_out(here, "additionalProperties")  # it does not speak of the names that fit a pattern
+
+
+def _is_held_bound(name: str) -> Callable[[Schema], bool]:
+    def holds(here: Schema) -> bool:
+        bound = here[name]
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            return True  # of draft 4, or a value of a wrong type, which the compiler refuses
+        return is_exact(bound) or (abs(bound) < MAX_BOUND and int(float(bound)) == bound)
+
+    return holds
+
+
+def _is_held_count(name: str) -> Callable[[Schema], bool]:
+    """Properties are counted if all that are listed are required. If not, one more than those may be asked for."""
+
+    def holds(here: Schema) -> bool:
+        listed, required, count = here.get("properties"), here.get("required", []), here[name]
+        if not (isinstance(listed, Mapping) and isinstance(required, list) and isinstance(count, int)):
             return True
-        return is_closed and count >= len(required | listed.keys())
+        if all(each in required for each in listed) or (name == "minProperties" and count <= len(required)):
+            return True
+        is_closed = here.get("additionalProperties") is False and not here.get("patternProperties")
+        return is_closed and count == len(required) + 1
 
     return holds
 
 
-def _dependent(name: str) -> Callable[[_Reader, Schema], bool]:
-    """Either the property is not there, or all that it needs is."""
-
-    def holds(_: _Reader, here: Schema) -> bool:
-        needs = here[name]
-        if not (isinstance(needs, Mapping) and all(isinstance(need, list | Mapping) for need in needs.values())):
-            return False
-        if len(needs) > MAX_CONDITIONS or here.get("type") != "object":
-            return False
-        for key, need in needs.items():
-            needed = {"required": need} if isinstance(need, list) else need
-            _add_any_of(here, [_absent(key), {"allOf": [{"required": [key]}, needed]}])
-        return True
-
-    return holds
-
-
-def _unevaluated_properties(reader: _Reader, here: Schema) -> bool:
-    """What is unevaluated is what `additionalProperties` speaks of, if the schemas that this one combines only list
-    properties."""
-    if here["unevaluatedProperties"] is True or "additionalProperties" in here:
-        return True
-    combined = [*here.get("allOf", ()), *([{"$ref": here["$ref"]}] if "$ref" in here else [])]
-    names = [_listed_names(reader.target(schema)) for schema in combined]
-    if any(each is None for each in names) or any(key in here for key in _CHOOSING):
-        return False
-    others = {name: True for each in names for name in each or ()}
-    if others or "properties" in here:
-        here["properties"] = {**others, **here.get("properties", {})}
-    here["additionalProperties"] = here["unevaluatedProperties"]
-    return True
-
-
-def _listed_names(schema: Any) -> list[str] | None:
-    """The properties of a schema that says nothing of others; None: it does."""
-    if not isinstance(schema, Mapping) or schema.keys() - {"type", "properties", "required", "title", "description"}:
-        return None
-    return list(schema.get("properties", {}))
-
-
-def _unevaluated_items(_: _Reader, here: Schema) -> bool:
-    """Where a schema combines no others, what is unevaluated is what `items` speaks of."""
-    if here["unevaluatedItems"] is True:
-        return True
-    if any(key in here for key in ("$ref", "allOf", *_CHOOSING)):
-        return False
-    here.setdefault("items", here["unevaluatedItems"])
-    return True
-
-
-def _one_of(reader: _Reader, here: Schema) -> bool:
-    """The compiler reads `oneOf` as `anyOf`, which is the same if no value fits two of the schemas."""
-    branches = [reader.target(branch) for branch in here["oneOf"]]
-    if all(isinstance(branch, Mapping) and branch.keys() == {"required"} for branch in branches):
-        return _one_of_required(here, branches)
-    return len(branches) <= MAX_BRANCHES and all(
-        reader.comparison.are_apart(a, b) for a, b in combinations(branches, 2)
-    )
-
-
-def _one_of_required(here: Schema, branches: list[Any]) -> bool:
-    """Exactly one of some properties is there."""
-    names = [name for branch in branches for name in required_of(branch)]
-    free = len(set(names) - set(required_of(here))) == len(branches) == len(names)
-    if not free or len(names) > MAX_ALTERNATIVES:
-        return False
-    del here["oneOf"]
-    _add_any_of(here, [{"required": [name], **_absent(*(set(names) - {name}))} for name in names])
-    return True
-
-
-def _annotation(_: _Reader, here: Schema) -> bool:
-    return True
-
-
-def _unheld(_: _Reader, here: Schema) -> bool:
-    return False
-
-
-def _is_regex(pattern: str) -> bool:
+def _is_regex(pattern: Any) -> bool:
     """Whether the compiler's engine of regular expressions has all that the pattern uses."""
-    return not _UNKNOWN_TO_ENGINE.search(pattern)
+    return not (isinstance(pattern, str) and _UNKNOWN_TO_ENGINE.search(pattern))
 
 
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schemas directly inside a schema, with the end of their JSON pointers."""
-    for name in _MAPS:
-        inner = schema.get(name)
-        if isinstance(inner, Mapping):
-            yield from ((f"{name}/{_escaped(key)}", s) for key, s in inner.items() if isinstance(s, Mapping))
-    for name in (*_LISTS, "items"):
-        inner = schema.get(name)
-        if isinstance(inner, list):
-            yield from ((f"{name}/{i}", s) for i, s in enumerate(inner) if isinstance(s, Mapping))
-    for name in (*_SCHEMAS, "items"):
-        inner = schema.get(name)
-        if isinstance(inner, Mapping):
-            yield name, inner
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-# Each changes the schema `here`, and returns whether the keyword's meaning is held. Only those of `_KEPT` stay.
-_REWRITTEN: dict[str, Callable[[_Reader, Schema], bool]] = {
-    "unevaluatedProperties": _unevaluated_properties,  # before others add to what is combined
-    "unevaluatedItems": _unevaluated_items,
-    "allOf": _all_of,
-    "format": _format,
-    "pattern": _pattern,
-    "patternProperties": _pattern_properties,
-    "oneOf": _one_of,
-    "uniqueItems": _unique_items,
-    "not": _not,
-    "if": _if,
-    "then": _annotation,  # without `if` it means nothing, and with it, it is read there
-    "else": _annotation,
-    "propertyNames": _property_names,
-    "dependentRequired": _dependent("dependentRequired"),
-    "dependencies": _dependent("dependencies"),  # the older name
-    "minProperties": _num_properties("minProperties"),
-    "maxProperties": _num_properties("maxProperties"),
-    "contains": _unheld,
-    "minContains": _annotation,
-    "maxContains": _annotation,
-    "dependentSchemas": _dependent("dependentSchemas"),
-    "$dynamicAnchor": _annotation,
-    "$dynamicRef": _unheld,
-    "$recursiveAnchor": _annotation,
-    "$recursiveRef": _unheld,
+_HELD: dict[str, Callable[[Schema], bool]] = {
+    **{name: _is_held_bound(name) for name in _BOUNDS},
+    **{name: _is_held_count(name) for name in ("minProperties", "maxProperties")},
+    "pattern": lambda here: _is_regex(here["pattern"]),
+    "patternProperties": lambda here: (
+        not isinstance(here["patternProperties"], Mapping) or all(map(_is_regex, here["patternProperties"]))
+    ),
 }
-_KEPT = frozenset(("format", "pattern", "patternProperties", "oneOf", "allOf", "minProperties", "maxProperties"))
+
+
+def place_of_fault(schema: Mapping[str, Any], fault: str, compile: Callable[[Mapping[str, Any]], str]) -> str:
+    """A JSON pointer to the innermost schema that, compiled by itself, has the same fault.
+
+    Args:
+        fault: the result of `compile` for the whole schema.
+        compile: the fault of a schema, "" if it has none.
+    """
+    pointer, here = "#", schema
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    tries = 0
+    found: bool = True
+    while found:
+        found = False
+        for step, inner in subschemas(here):
+            tries += 1
+            if tries > MAX_TRIES:
+                return pointer
+            if compile({**shared, **inner}) == fault:
+                pointer, here, found = f"{pointer}/{step}", inner, True
+                break
+    return pointer

@@ -59,14 +59,14 @@ def test_what_a_grammar_cannot_hold_is_said_in_a_header_and_in_the_log(server, s
     with server.http() as http:
         answer = http.post("/v1/chat/completions", json={**body, "response_format": format})
         assert answer.status_code == 200
-        assert answer.headers["x-unenforced-keywords"] == "uniqueItems (at #/properties/%C3%BC)"
+        assert answer.headers["x-unenforced-keywords"] == "uniqueItems"
         if not stream:
             value = json.loads(answer.json()["choices"][0]["message"]["content"])
             validate(value, {**asked, "properties": {"ü": SET | {"uniqueItems": False}}})
         format["json_schema"]["strict"] = True
         refused = http.post("/v1/chat/completions", json={**body, "response_format": format})
         assert refused.status_code == 400
-        assert "uniqueItems (at #/properties/ü)" in refused.json()["error"]["message"]
+        assert "the keyword uniqueItems" in refused.json()["error"]["message"]
         held = http.post("/v1/chat/completions", json={**body, "response_format": {"type": "json_object"}})
         assert "x-unenforced-keywords" not in held.headers
 
@@ -80,9 +80,23 @@ def test_the_schema_of_a_tool_is_a_hint_unless_it_is_strict(server, strict, choi
         answer = http.post("/v1/chat/completions", json={**body, "tools": tools})
         assert answer.status_code == status
         if status == 200:
-            assert answer.headers["x-unenforced-keywords"] == "f: uniqueItems (at #/properties/x)"
+            assert answer.headers["x-unenforced-keywords"] == "f: uniqueItems"
         else:
-            assert "uniqueItems (at #/properties/x)" in answer.json()["error"]["message"]
+            assert "f: a grammar cannot hold the keyword uniqueItems" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [1234567890123456789, -(2**63)])
+def test_constants_beyond_doubles_are_answered_exactly(server, number):
+    schema = {"type": "object", "properties": {"id": {"const": number}}, "required": ["id"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    body = {"model": "demo", "messages": QUESTION, "max_tokens": 100}
+    with server.http() as http:
+        answer = http.post("/v1/chat/completions", json={**body, "response_format": as_schema(schema)})
+        called = http.post("/v1/chat/completions", json={**body, "tools": [tool], "tool_choice": "required"})
+    (call, *_) = called.json()["choices"][0]["message"]["tool_calls"]
+    for text in (answer.json()["choices"][0]["message"]["content"], call["function"]["arguments"]):
+        assert json.loads(text) == {"id": number}
+    assert not {"x-unenforced-keywords"} & {*answer.headers, *called.headers}
 
 
 class Answer(BaseModel):

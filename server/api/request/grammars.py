@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from batcher.grammar import GrammarError
 from server.api.request.body import RawField, read_raw
 from server.api.request.schemas import FunctionSpec, SamplingFields
 from server.api.request.tools import ToolChoice, Tools
 from server.api.state import ServerState
 from server.grammar import forms
 from server.grammar.forms import JSON_OPTIONS, Grammar, ThinkingBudget, lark_grammar, parts_of, reasoned_grammar
-from server.grammar.python_literals import SHARED_RULES, PythonArguments
-from server.grammar.references import moved
-from server.grammar.schemas import held_schema
+from server.grammar.schemas import MAX_GRAMMAR_CHARS, HeldSchema, held_schema
 from server.grammar.structural_tags import structural_tag_grammar
 from server.http.request_error import RequestError, invalid, unsupported
 from server.text.reasoning import ReasoningFormat
 from server.text.tool_calls.json_calls import JsonCallParser, WrittenForm
 from server.text.tool_calls.parser import CallParser
-from server.text.tool_calls.pythonic_calls import PythonicCallParser
 
-MAX_BYTES = 4 * forms.MAX_GRAMMAR_CHARS  # of one field
+MAX_BYTES = 4 * MAX_GRAMMAR_CHARS  # of one field
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")  # of `structured_outputs`
 ONE_LINE = JSON_OPTIONS | {"whitespace_pattern": " ?"}
 ANY_TEXT = r"(.|\n)*"
@@ -85,9 +82,9 @@ async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | 
     form = tools.call_format(state.call_format, is_free=answer is None)
 
     def make() -> Grammar:
-        held, unenforced = held_tools(tools, only_strict=is_free)
         before = Grammar("") if answer is None else answer
-        return Grammar(tool_grammar(held, before.text or None, form), (*before.unenforced, *unenforced))
+        calls = tool_grammar(tools, before.text or None, form)
+        return calls._replace(unenforced=(*before.unenforced, *calls.unenforced))
 
     return await state.grammars.make(make, param="tools")
 
@@ -109,19 +106,6 @@ async def after_reasoning(
         return reasoned
     bounded = ThinkingBudget(budget, "" if is_open else form.start, form.end)
     return reasoned._replace(text=bounded.added_to(reasoned.text))
-
-
-def held_tools(tools: Tools, *, only_strict: bool) -> tuple[Tools, list[str]]:
-    """The tools with the part of their schemas that a grammar can hold, and what it cannot. `only_strict`: no other
-    tool's schema constrains the answer. Raises GrammarError for a strict tool that asks for more."""
-    specs, unenforced = [], []
-    for spec in tools.specs:
-        if spec.strict or not only_strict:
-            held = held_schema(spec.parameters, strict=bool(spec.strict))
-            unenforced += [f"{spec.name}: {keyword}" for keyword in held.unenforced]
-            spec = msgspec.structs.replace(spec, parameters=held.schema)
-        specs.append(spec)
-    return replace(tools, specs=tuple(specs)), unenforced
 
 
 def _constraints(body: SamplingFields) -> list[Constraint]:
@@ -212,85 +196,73 @@ def _from_text(param: str, content: Any) -> Any:
         raise invalid(param, f"is not JSON: {error}") from error
 
 
-def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser] = JsonCallParser) -> str:
+def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser] = JsonCallParser) -> Grammar:
     """If the model must call, the answer consists of calls only, and every tool's schema applies. If it may choose, the
     answer either matches the grammar `answer` or consists of calls. Without `answer`, text is free until a call in the
     format `form` begins, and the schemas of strict tools apply.
 
-    Raises GrammarError for an invalid schema.
+    Raises GrammarError for a schema that cannot be compiled, and for a strict tool whose arguments cannot be held to
+    all of it. The message has the tool's name.
     """
     written = form.written if issubclass(form, JsonCallParser) else JsonCallParser.written
-    if tools.choice is not ToolChoice.AUTO:
-        return lark_grammar(f"start: calls\n{_calls(tools, ONE_LINE, written)}", foreign=False)
-    if answer is not None:
-        start, *others = parts_of(answer)
-        rules = f"start: calls | @answer\n{_calls(tools, JSON_OPTIONS, written)}"
-        either = {"lark_grammar": lark_grammar(rules, foreign=False)}
-        return json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]})
-    begun = _pythonic_calls(tools) if form is PythonicCallParser else _json_calls(tools)
-    return lark_grammar(f"start: begun* TEXT\nTEXT: /{ANY_TEXT}/\n{begun}", foreign=False)
+    is_free = tools.choice is ToolChoice.AUTO and answer is None
+    specs = [spec for spec in tools.specs if spec.strict or not is_free]
+    if is_free and not issubclass(form, JsonCallParser):
+        message = (
+            "a grammar cannot hold `strict` in calls of this model's form; leave it out, or ask for `required` calls"
+        )
+        raise GrammarError(f"{specs[0].name}: {message}")
+    options = JSON_OPTIONS if answer is not None else ONE_LINE
+    held = [_held(spec, options, f"tool_{i}") for i, spec in enumerate(specs)]
+    unenforced = tuple(
+        f"{spec.name}: {name}" for spec, each in zip(specs, held, strict=True) for name in each.unenforced
+    )
+    lines = [line for each in held for line in each.lines]
+    lines += [f"arguments_{i}: {each.expression}" for i, each in enumerate(held)]
+    if is_free:
+        lines += ["start: begun* TEXT", f"TEXT: /{ANY_TEXT}/", *_begun_calls(specs)]
+        return Grammar(lark_grammar("\n".join(lines), foreign=False), unenforced)
+    lines += _calls(specs, options, written, parallel=tools.parallel)
+    if answer is None:
+        return Grammar(lark_grammar("\n".join(["start: calls", *lines]), foreign=False), unenforced)
+    start, *others = parts_of(answer)
+    either = {"lark_grammar": lark_grammar("\n".join(["start: calls | @answer", *lines]), foreign=False)}
+    return Grammar(json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]}), unenforced)
 
 
-def _json_calls(tools: Tools) -> str:
+def _held(spec: FunctionSpec, options: Mapping[str, Any], prefix: str) -> HeldSchema:
+    """What is held of the schema of the arguments object. A tool without a schema takes no arguments."""
+    schema = {"additionalProperties": False} if spec.parameters is None else spec.parameters
+    try:
+        return held_schema({**schema, "type": "object"}, options, prefix=prefix, strict=bool(spec.strict))
+    except GrammarError as error:
+        raise GrammarError(f"{spec.name}: {error}") from error
+
+
+def _begun_calls(specs: Sequence[FunctionSpec]) -> list[str]:
     """The rules of a text up to and with one call of a strict tool. The name comes before the arguments."""
     lines = []
-    strict = [spec for spec in tools.specs if spec.strict]
-    for i, spec in enumerate(strict):
+    for i, spec in enumerate(specs):
         name = re.escape(spec.name)
         others = rf'("(type|id)"{SPACE}*:{SPACE}*("[^"\\\n]*"|\d+){SPACE}*,{SPACE}*){{0,2}}'
         lines.append(rf'open_{i}[lazy]: /{ANY_TEXT}\{{{SPACE}*{others}"name"{SPACE}*:{SPACE}*"{name}"/')
-        lines.append(f"arguments_{i}: %json {json.dumps(_schema(spec) | {'x-guidance': ONE_LINE})}")
         lines.append(f"begun_{i}: open_{i} KEY arguments_{i} END")
     lines.append(rf'KEY: /{SPACE}{{0,4}},{SPACE}{{0,4}}"(parameters|arguments)"{SPACE}{{0,4}}:{SPACE}{{0,4}}/')
     lines.append(rf"END: /{SPACE}{{0,4}}\}}/")
-    lines.append("begun: " + " | ".join(f"begun_{i}" for i in range(len(strict))))
-    return "\n".join(lines)
+    return [*lines, "begun: " + " | ".join(f"begun_{i}" for i in range(len(specs)))]
 
 
-def _pythonic_calls(tools: Tools) -> str:
-    """The rules of a text up to and with one list of calls. Any tool's call may begin the list, so all are read; the
-    arguments of a tool that is not strict are any."""
-    lines = [SHARED_RULES]
-    for i, spec in enumerate(tools.specs):
-        arguments = "py_arguments"
-        if spec.strict:
-            python = PythonArguments(_schema(spec), prefix=f"tool_{i}")
-            lines += python.lines
-            arguments = python.rule
-        lines.append(rf"open_{i}[lazy]: /{ANY_TEXT}\[\s*{re.escape(spec.name)}\(/")
-        lines.append(f'rest_{i}: {arguments} ")"')
-        lines.append(f"call_{i}: {json.dumps(spec.name + '(')} rest_{i}")
-    numbers = range(len(tools.specs))
-    lines.append("first: " + " | ".join(f"open_{i} rest_{i}" for i in numbers))
-    lines.append("call: " + " | ".join(f"call_{i}" for i in numbers))
-    lines.append('begun: first (PY_SEP call)* "]"' if tools.parallel else 'begun: first "]"')
-    return "\n".join(lines)
-
-
-def _calls(tools: Tools, options: Mapping[str, Any], written: WrittenForm) -> str:
-    """The rules of calls. Each call is one JSON value. `options` of white space must be the same in a grammar of other
-    JSON next to it."""
+def _calls(
+    specs: Sequence[FunctionSpec], options: Mapping[str, Any], written: WrittenForm, *, parallel: bool
+) -> list[str]:
+    """The rules of calls. `options` of white space must be the same in a grammar of other JSON next to it."""
     start, before, between, after, end = (f" {json.dumps(text)} " if text else "" for text in written[1:])
-    calls = [f"%json {json.dumps(_call_schema(spec, written.key, options))}" for spec in tools.specs]
-    more = f"({between} call)*" if tools.parallel else ""
-    call = " | ".join(f"call_{i}" for i in range(len(calls)))
-    lines = [f"calls:{start} call {more} {end}", f"call:{before} ({call}) {after}"]
-    lines += [f"call_{i}: {call}" for i, call in enumerate(calls)]
-    return "\n".join(lines)
-
-
-def _call_schema(spec: FunctionSpec, key: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": spec.name}, key: moved(_schema(spec), f"#/properties/{key}")}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-        "x-guidance": options,
-    }
-
-
-def _schema(spec: FunctionSpec) -> dict[str, Any]:
-    """The schema of the arguments object. A tool without a schema takes no arguments."""
-    schema = {"additionalProperties": False} if spec.parameters is None else spec.parameters
-    return {**schema, "type": "object"}
+    lines = [
+        f"calls:{start} call {f'({between} call)*' if parallel else ''} {end}",
+        f"call:{before} ({' | '.join(f'call_{i}' for i in range(len(specs)))}) {after}",
+        f"WHITE: /{options['whitespace_pattern']}/",
+    ]
+    for i, spec in enumerate(specs):
+        marks = ("{", '"name"', ":", f'"{spec.name}"', ",", f'"{written.key}"', ":")
+        lines.append(f'call_{i}: {" WHITE ".join(map(json.dumps, marks))} WHITE arguments_{i} WHITE "}}"')
+    return lines

@@ -40,6 +40,10 @@ def tools(*specs: FunctionSpec, choice: ToolChoice, parallel: bool = True) -> To
     return Tools(specs=specs, choice=choice, parallel=parallel)
 
 
+def grammar_of(asked: Tools, *others: object) -> str:
+    return tool_grammar(asked, *others).text
+
+
 def accepts(grammar: str, text: str) -> bool:
     matcher = compile_grammar(grammar, BYTES)
     data = list(text.encode())
@@ -89,13 +93,13 @@ GRAMMARS = {
 
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_calls_that_are_let_through(kind):
-    grammar = tool_grammar(GRAMMARS[kind])
+    grammar = grammar_of(GRAMMARS[kind])
     assert [text for text in GOOD[kind] if not accepts(grammar, text)] == []
     assert [text for text in BAD[kind] if accepts(grammar, text)] == []
 
 
 def test_a_schema_without_a_type_is_an_objects():
-    grammar = tool_grammar(tools(ANY, choice=ToolChoice.REQUIRED, parallel=False))
+    grammar = grammar_of(tools(ANY, choice=ToolChoice.REQUIRED, parallel=False))
     assert accepts(grammar, call("any", {"a": 1, "b": None}))
     assert not accepts(grammar, call("any", {"a": "1"}))
     assert not accepts(grammar, call("any", 5))
@@ -107,17 +111,17 @@ def tagged(name: str, arguments: object) -> str:
 
 def test_calls_between_tags_that_are_let_through():
     paris, now = tagged("get_weather", {"city": "Paris </tool_call>"}), tagged("get_time", {})
-    required = tool_grammar(GRAMMARS["required"], None, HermesCallParser)
+    required = grammar_of(GRAMMARS["required"], None, HermesCallParser)
     assert all(accepts(required, text) for text in (paris, now, f"{paris}\n{now}\n{paris}"))
     bad = ["", PARIS, f"text {paris}", paris[:-1], f"{paris}{now}", tagged("get_weather", {}), tagged("other", {})]
     assert [text for text in bad if accepts(required, text)] == []
-    named = tool_grammar(GRAMMARS["named"], None, HermesCallParser)
+    named = grammar_of(GRAMMARS["named"], None, HermesCallParser)
     assert accepts(named, paris)
     assert not accepts(named, f"{paris}\n{paris}")
-    auto = tool_grammar(GRAMMARS["auto"], None, HermesCallParser)
+    auto = grammar_of(GRAMMARS["auto"], None, HermesCallParser)
     assert all(accepts(auto, text) for text in ("plain", f"Hm.\n{paris}\n{now}", tagged("get_time", {"free": 1})))
     assert not accepts(auto, f"Hm.\n{tagged('get_weather', {'city': 1})}")
-    either = tool_grammar(GRAMMARS["auto"], json_schema_grammar({"type": "array"}), HermesCallParser)
+    either = grammar_of(GRAMMARS["auto"], json_schema_grammar({"type": "array"}), HermesCallParser)
     assert all(accepts(either, text) for text in ("[1]", paris, f"{now}\n{paris}"))
     assert not any(accepts(either, text) for text in ("{}", PARIS, f"[1]{paris}"))
 
@@ -127,18 +131,18 @@ def listed(*calls: str) -> str:
 
 
 def test_calls_in_a_list_that_are_let_through():
-    required = tool_grammar(GRAMMARS["required"], None, XlamCallParser)
+    required = grammar_of(GRAMMARS["required"], None, XlamCallParser)
     assert all(accepts(required, text) for text in (listed(PARIS), listed(NOW, PARIS, NOW)))
     bad = ["", "[]", PARIS, f"[{PARIS}]", f"text {listed(PARIS)}", listed(PARIS)[:-1], listed(call("get_weather", {}))]
     assert [text for text in bad if accepts(required, text)] == []
-    named = tool_grammar(GRAMMARS["named"], None, XlamCallParser)
+    named = grammar_of(GRAMMARS["named"], None, XlamCallParser)
     assert accepts(named, listed(PARIS))
     assert not accepts(named, listed(PARIS, PARIS))
-    auto = tool_grammar(GRAMMARS["auto"], None, XlamCallParser)
+    auto = grammar_of(GRAMMARS["auto"], None, XlamCallParser)
     assert all(accepts(auto, text) for text in ("plain", "[]", f"Hm. {listed(NOW, PARIS)}", "[1]"))
     bad = [listed(call("get_weather", {"city": 1})), listed(NOW, call("get_weather", {})), listed(NOW, PARIS)[:-2]]
     assert [text for text in bad if accepts(auto, text)] == []
-    either = tool_grammar(GRAMMARS["auto"], json_schema_grammar({"type": "array", "maxItems": 0}), XlamCallParser)
+    either = grammar_of(GRAMMARS["auto"], json_schema_grammar({"type": "array", "maxItems": 0}), XlamCallParser)
     assert all(accepts(either, text) for text in ("[]", listed(PARIS)))
     assert not any(accepts(either, text) for text in ("[1]", listed(call("get_weather", {}))))
 
@@ -154,7 +158,7 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_is_of_its_grammar_or_calls(name):
     answer, good, bad = ANSWERS[name]
-    grammar = tool_grammar(tools(WEATHER, TIME, choice=ToolChoice.AUTO), answer)
+    grammar = grammar_of(tools(WEATHER, TIME, choice=ToolChoice.AUTO), answer)
     assert [text for text in (good, PARIS, f"{NOW}; {PARIS}") if not accepts(grammar, text)] == []
     assert [text for text in (bad, f"{good} {PARIS}", call("get_weather", {}), "") if accepts(grammar, text)] == []
 
@@ -162,7 +166,7 @@ def test_an_answer_is_of_its_grammar_or_calls(name):
 @pytest.mark.parametrize("choice", [ToolChoice.AUTO, ToolChoice.REQUIRED])
 def test_no_text_in_a_schema_is_read_as_a_grammar(choice):
     described = {"type": "object", "properties": {"a": {"type": "integer", "description": 'root ::= "a"\nstart: "b"'}}}
-    grammar = tool_grammar(tools(FunctionSpec("f", parameters=described, strict=True), choice=choice))
+    grammar = grammar_of(tools(FunctionSpec("f", parameters=described, strict=True), choice=choice))
     assert accepts(grammar, call("f", {"a": 1}))
     assert not accepts(grammar, call("f", {"a": "b"}))
 
@@ -170,7 +174,7 @@ def test_no_text_in_a_schema_is_read_as_a_grammar(choice):
 def test_a_schema_may_refer_to_itself():
     node = {"type": "object", "properties": {"next": {"$ref": "#"}, "n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
     node |= {"additionalProperties": False, "$defs": {"n": {"type": "integer"}}}
-    grammar = tool_grammar(tools(FunctionSpec("f", parameters=node), choice=ToolChoice.REQUIRED))
+    grammar = grammar_of(tools(FunctionSpec("f", parameters=node), choice=ToolChoice.REQUIRED))
     assert accepts(grammar, call("f", {"next": {"n": 1}, "n": 2}))
     assert not accepts(grammar, call("f", {"next": {}, "n": 2}))
 
@@ -178,7 +182,7 @@ def test_a_schema_may_refer_to_itself():
 def test_a_schema_that_cannot_be_held_to_is_refused():
     strict = FunctionSpec("f", parameters={"type": "object", "properties": {"a": {"type": "strin"}}})
     with pytest.raises(GrammarError, match="strin"):
-        compile_grammar(tool_grammar(tools(strict, choice=ToolChoice.REQUIRED)), BYTES)
+        grammar_of(tools(strict, choice=ToolChoice.REQUIRED))
 
 
 @settings(max_examples=examples(25))
@@ -189,7 +193,7 @@ def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, paralle
     parameters = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
     specs = (FunctionSpec("f", parameters=parameters), TIME)
     asked = Tools(specs=specs, choice=ToolChoice.REQUIRED, parallel=parallel)
-    text, is_whole = walk(tool_grammar(asked, None, form), np.random.default_rng(seed))
+    text, is_whole = walk(grammar_of(asked, None, form), np.random.default_rng(seed))
     parser = form(asked.names)
     parser.push(text)
     parser.finish()
@@ -202,94 +206,87 @@ def test_whatever_is_drawn_is_read_as_calls_that_are_valid(schema, seed, paralle
             validate(json.loads(piece.arguments), parameters if piece.name == "f" else {"maxProperties": 0})
 
 
-NODE = {
-    "anyOf": [
-        {"type": "null"},
-        {
-            "type": "object",
-            "properties": {"next": {"$ref": "#/$defs/node"}, "key": {"type": "string", "pattern": "^[ab]+$"}},
-            "required": ["next"],
-        },
-    ]
+def test_what_looks_like_a_reference_in_data_stays_as_it_is():
+    pointer, id = {"$ref": "#/components/schemas/Pet"}, {"$id": "https://example.com/pet", "$ref": "other.json#/Pet"}
+    edit = {"old": {"const": pointer}, "new": {"enum": [id, pointer]}, "$ref": {"type": "integer"}}
+    annotated = {"type": "string", "default": pointer, "examples": [id]}
+    schema = {"type": "object", "properties": {**edit, "note": annotated}, "required": ["old", "new"]}
+    grammar = grammar_of(tools(FunctionSpec("edit", parameters=schema), choice=ToolChoice.REQUIRED))
+    assert accepts(grammar, call("edit", {"old": pointer, "new": id, "$ref": 1, "note": "a"}))
+    assert accepts(grammar, call("edit", {"old": pointer, "new": pointer}))
+    assert not accepts(grammar, call("edit", {"old": {"$ref": "#/properties/parameters/components"}, "new": id}))
+
+
+NUMBER = {"n": {"$anchor": "number", "type": "integer"}}
+REFERRING = {
+    "an $id and a local reference": {"$id": "https://example.com/f", "properties": {"a": {"$ref": "#/$defs/n"}}},
+    "a relative $id": {"$id": "f.json", "properties": {"a": {"$ref": "#/$defs/n"}}},
+    "an absolute reference": {"$id": "urn:x:f", "properties": {"a": {"$ref": "urn:x:f#/$defs/n"}}},
+    "an $anchor": {"properties": {"a": {"$ref": "#number"}}},
+    "an $id and an $anchor": {"$id": "https://example.com/f", "properties": {"a": {"$ref": "#number"}}},
+    "a reference to a property": {"properties": {"b": {"type": "integer"}, "a": {"$ref": "#/properties/b"}}},
 }
-TRIP = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "description": "Where to."},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"type": ["string", "null"], "enum": ["it's", "km", None, 5]},
-        "dry": {"type": ["boolean", "null"]},
-        "stops": {"type": "array", "maxItems": 2, "items": {
-            "type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False,
-        }},
-        "node": {"$ref": "#/$defs/node"},
-    },
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"node": NODE},
-}  # fmt: skip
-PYTHONIC = tools(FunctionSpec("trip", parameters=TRIP, strict=True), TIME, choice=ToolChoice.AUTO)
-PYTHONIC_TEXTS = [
-    *("", "Hm [trip].", "Hm. [trip(city='Paris')] Done.", "[ trip(city='a')]\n[trip(city='b')]"),
-    """[trip(city="it's", days=3, unit="it's", dry=None)]""",
-    "[trip(city='a', unit='km',dry=True, stops=[{'x': -1.5}, {\"x\":2}])]",
-    "[trip(city='a', node={'next': {'next': None, 'key': \"ab\"}})]",
-    "[get_time(a=1, b={'c': [True, -2e3]}), trip(city='x'), get_time()]",
-]
-NOT_PYTHONIC_TEXTS = [
-    *("[trip()]", "[trip(days=1)]", "[trip('a')]", "[trip(city=1)]", "[trip(city='a', days=12)]", "[trip(city='a'"),
-    *("[trip(city='a', unit=5)]", "[trip(city='a', unit='x')]", "[trip(city='a', other=1)]", "Hm [ trip(city=a)]"),
-    *("[trip(city='a', stops=[{'x': 1}, {'x': 1}, {'x': 1}])]", "[trip(city='a', stops=[{}])]"),
-    *("[trip(city='a', node={'next': {}})]", "[trip(city='a', node={'next': None, 'key': 'c'})]"),
-    *("[get_time(), trip(city=1)]", "[get_time(5)]"),
-]
 
 
-def test_calls_in_pythons_form_that_are_let_through():
-    grammar = tool_grammar(PYTHONIC, None, PythonicCallParser)
-    assert [text for text in PYTHONIC_TEXTS if not accepts(grammar, text)] == []
-    assert [text for text in NOT_PYTHONIC_TEXTS if accepts(grammar, text)] == []
-    one = Tools(specs=PYTHONIC.specs, choice=ToolChoice.AUTO, parallel=False)
-    assert not accepts(tool_grammar(one, None, PythonicCallParser), "[get_time(), get_time()]")
+@pytest.mark.parametrize("name", REFERRING)
+@pytest.mark.parametrize("choice", [ToolChoice.AUTO, ToolChoice.REQUIRED])
+def test_each_tools_references_are_its_own(name, choice):
+    schema = {"type": "object", **REFERRING[name], "required": ["a"], "$defs": NUMBER}
+    other = {"type": "object", **REFERRING[name], "required": ["a"], "$defs": {"n": NUMBER["n"] | {"type": "boolean"}}}
+    if "b" in schema["properties"]:
+        other["properties"] = {**schema["properties"], "b": {"type": "boolean"}}
+    specs = [FunctionSpec(name, parameters=s, strict=True) for name, s in (("f", schema), ("g", other))]
+    grammar = grammar_of(tools(*specs, WEATHER, choice=choice))
+    for good in (call("f", {"a": 1}), call("g", {"a": True}), PARIS):
+        assert accepts(grammar, good)
+    for bad in (call("f", {"a": True}), call("g", {"a": 1}), call("f", {})):
+        assert not accepts(grammar, bad)
 
 
-UNFIT = {
-    "cannot be the name": {"properties": {"user-id": {}}},
-    "keyword `anyOf`": {"anyOf": [{"required": ["a"]}]},
-    "`required` a list": {"required": ["a"], "additionalProperties": False},
-    "leads to no schema$": {"properties": {"a": {"$ref": "#/$defs/none"}}},
-    "leads to no schema here": {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
-    "the schema `false`": {"properties": {"a": False}},
-    "too large": {"properties": {"a": {"type": ["array"] * 9, "items": {"type": ["array"] * 9, "items": {
-        "type": ["array"] * 9, "items": {"type": ["array"] * 9, "items": {"type": ["array"] * 9, "items": {
-        "type": ["array"] * 9}}}}}}}},
-    "nested too deeply": {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {
-        str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1000)}},
-    "strin": {"properties": {"a": {"type": "strin"}}},
-}  # fmt: skip
+BIG = 1234567890123456789
 
 
-@pytest.mark.parametrize("words", UNFIT)
-def test_schemas_without_a_form_in_python_are_refused_in_words(words):
-    spec = FunctionSpec("f", parameters={"type": "object", **UNFIT[words]}, strict=True)
-    with pytest.raises(GrammarError, match=words):
-        compile_grammar(tool_grammar(tools(spec, choice=ToolChoice.AUTO), None, PythonicCallParser), BYTES)
+@pytest.mark.parametrize("answer", [None, json_schema_grammar({"type": "array"})])
+@pytest.mark.parametrize("choice", [ToolChoice.AUTO, ToolChoice.REQUIRED])
+def test_numbers_beyond_doubles_in_a_tool(choice, answer):
+    ids = {"type": "object", "properties": {"id": {"enum": [BIG, BIG + 1]}, "n": {"type": "integer", "minimum": 0}}}
+    specs = [FunctionSpec(name, parameters=ids | {"required": ["id"]}, strict=True) for name in ("f", "g")]
+    grammar = grammar_of(tools(*specs, choice=choice), answer)
+    assert accepts(grammar, call("f", {"id": BIG, "n": 3}))
+    assert accepts(grammar, call("g", {"id": BIG + 1}))
+    assert not accepts(grammar, call("f", {"id": int(float(BIG))}))
+    assert not accepts(grammar, call("f", {"id": BIG, "n": -3}))
 
 
-@settings(max_examples=examples(40))
-@given(schemas, schemas, st.integers(0, 2**32))
-def test_what_is_drawn_after_the_start_of_a_pythonic_call_is_valid(schema, other, seed):
-    parameters = {"type": "object", "properties": {"value": schema, "other": other}, "required": ["value"]}
-    specs = (FunctionSpec("f", parameters=parameters, strict=True), FunctionSpec("g"))
-    asked = Tools(specs=specs, choice=ToolChoice.AUTO, parallel=False)
-    start = "Well: [f("
-    grammar = tool_grammar(asked, None, PythonicCallParser)
-    text, is_whole = walk(grammar, np.random.default_rng(seed), start=start)
-    parser = PythonicCallParser(asked.names)
-    parser.push(text)
-    parser.finish()
-    content, *calls = parser.take()
-    assert content.text == "Well: "
-    if is_whole:
-        (call,) = calls
-        validate(json.loads(call.arguments), {**parameters, "additionalProperties": False})
+def test_bounds_that_cannot_be_held_are_named_with_the_tool():
+    bounds = {"minimum": -(2**63), "maximum": 2**63 - 1}
+    schema = {"type": "object", "properties": {"a": {"type": "integer", **bounds}, "b": {"type": "integer"}}}
+    asked = tools(FunctionSpec("f", parameters=schema), TIME, choice=ToolChoice.REQUIRED)
+    made = tool_grammar(asked)
+    assert made.unenforced == ("f: minimum", "f: maximum")
+    assert accepts(made.text, call("f", {"a": 2**63 - 1, "b": 1}))
+    with pytest.raises(GrammarError, match="f: a grammar cannot hold the keyword minimum; leave it out"):
+        tool_grammar(tools(FunctionSpec("f", parameters=schema, strict=True), choice=ToolChoice.AUTO))
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        ({"items": {"type": "strin"}}, r"Invalid type: strin \(at #/properties/a/items\)"),
+        ({"$ref": "#/$defs/none"}, r"Pointer '/\$defs/none' does not exist \(at #/properties/a\)"),
+        ({"type": "integer", "minimum": "5"}, r"Expected f64 for 'minimum', got \"5\" \(at #/properties/a\)"),
+    ],
+)
+def test_an_error_names_the_tool_and_the_place(inner, words):
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    asked = tools(WEATHER, FunctionSpec("f", parameters=schema), choice=ToolChoice.REQUIRED)
+    with pytest.raises(GrammarError, match=f"^f: {words}$"):
+        tool_grammar(asked)
+
+
+def test_calls_in_pythons_form_cannot_be_strict():
+    asked = tools(TIME, WEATHER, choice=ToolChoice.AUTO)
+    with pytest.raises(GrammarError, match="get_weather: a grammar cannot hold `strict` in calls of this model's form"):
+        tool_grammar(asked, None, PythonicCallParser)
+    answer = json_schema_grammar({"type": "array"})
+    assert accepts(grammar_of(asked, answer, PythonicCallParser), PARIS)

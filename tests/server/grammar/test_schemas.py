@@ -4,143 +4,93 @@ from __future__ import annotations
 
 import contextlib
 import json
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from llguidance import LLMatcher
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import held_schema_grammar, json_schema_grammar
-from server.grammar.schemas import held_schema
 from tests.examples import examples
+from tests.server.grammar.test_matcher import walk
+from tests.server.grammar.test_schema_collection import keywords
 
 BYTES = Vocabulary.of_bytes()
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 COLOURS = {"$defs": {"Colour": {"enum": ["red", "green"], "type": "string"}}}
 
 
+@cache
+def start_of(schema: str, strict: bool) -> LLMatcher:
+    return compile_grammar(held_schema_grammar(json.loads(schema), strict=strict).text, BYTES)
+
+
+def accepts_text(schema: Any, text: str, *, strict: bool = True) -> bool:
+    matcher, data = start_of(json.dumps(schema), strict).deep_copy(), list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
 def accepts(schema: Any, value: Any) -> bool:
-    text = list(json.dumps(value, ensure_ascii=False).encode())
-    matcher = compile_grammar(json_schema_grammar(schema), BYTES)
-    return matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
+    return accepts_text(schema, json.dumps(value, ensure_ascii=False), strict=False)
 
 
-# Schemas whose keywords other keywords replace: nothing is lost.
+# Schemas that are held whole.
 HELD: dict[str, Any] = {
-    "not a type": {"not": {"type": ["string", "object"]}},
-    "not one of the types": {"type": ["integer", "string"], "not": {"type": "integer"}},
-    "not some values": {"enum": [1, True, "a", None], "not": {"enum": [True, "a"]}},
-    "not a property": OBJECT | {"not": {"required": ["a"]}},
-    "a condition on a value": OBJECT
-    | {
-        "properties": OBJECT["properties"] | {"k": {"enum": ["x", "y", "z"]}},
-        "required": ["k"],
-        "if": {"properties": {"k": {"const": "x"}}, "required": ["k"]},
-        "then": {"required": ["a"]},
-        "else": {"properties": {"b": False}},
-    },
-    "names from a list": {
-        "type": "object",
-        "propertyNames": {"$ref": "#/$defs/Colour"},
-        "additionalProperties": {"type": "integer"},
-    }
-    | COLOURS,
-    "names by a pattern": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[ab]"},
-        "additionalProperties": {"type": "null"},
-    },
-    "what needs another": OBJECT | {"dependentRequired": {"a": ["b"]}},
-    "the older name of that": OBJECT
-    | {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}},
     "nothing unevaluated": OBJECT | {"unevaluatedProperties": False},
     "no unevaluated items": {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
+    "anything unevaluated": OBJECT | {"anyOf": [{"required": ["a"]}], "unevaluatedProperties": True},
+    "items that may be equal": {"type": "array", "uniqueItems": False},
+    "names of any text": {"type": "object", "propertyNames": {"type": "string"}},
     "one of several types": {"oneOf": [{"type": "integer"}, {"type": "string"}, {"type": "array", "maxItems": 1}]},
     "one of several kinds": {
         "oneOf": [
             {"type": "object", "properties": {"k": {"const": "x"}, "a": {"type": "integer"}}, "required": ["k", "a"]},
-            {
-                "type": "object",
-                "properties": {"k": {"enum": ["y", "z"]}},
-                "required": ["k"],
-                "additionalProperties": False,
-            },
+            {"type": "object", "properties": {"k": {"enum": ["y", "z"]}}, "required": ["k"]},
         ]
-    },
-    "one of several open types": {"oneOf": [{"enum": ["a", None]}, {"type": ["integer", "array"]}]},
-    "one of several closed objects": {
-        "oneOf": [
-            {"type": "object", "properties": {name: {}}, "required": [name], "additionalProperties": False}
-            for name in ("a", "b", "k")
-        ]
-    },
-    "one of several in a property": {
-        "oneOf": [
-            {"type": "object", "properties": {"k": {"type": kind, "maxLength": 1}}, "required": ["k"]}
-            for kind in ("string", "boolean")
-        ]
-    },
-    "one of two properties": OBJECT | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-    "one of three properties": OBJECT | {"oneOf": [{"required": [name]} for name in ("a", "b", "k")]},
-    "not two properties": OBJECT | {"not": {"required": ["a", "b"]}},
-    "a condition on a boolean": OBJECT
-    | {
-        "properties": OBJECT["properties"] | {"k": {"type": "boolean"}},
-        "required": ["k"],
-        "if": {"properties": {"k": {"const": True}}},
-        "then": {"required": ["b"]},
-    },
-    "a condition on a presence": OBJECT
-    | {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {"properties": {"b": {"maximum": 0}}}},
-    "several conditions": OBJECT
-    | {
-        "properties": OBJECT["properties"] | {"k": {"enum": ["x", "y", "z"]}},
-        "required": ["k"],
-        "allOf": [
-            {"if": {"properties": {"k": {"const": "x"}}}, "then": {"required": ["a"]}},
-            {"if": {"properties": {"k": {"enum": ["y", "x"]}}}, "then": {"required": ["b"]}},
-            {"properties": {"b": {"minimum": 0}}},
-        ],
-    },
-    "what needs a schema": OBJECT
-    | {"dependentSchemas": {"a": {"properties": {"b": {"minimum": 0}}, "required": ["b"]}}},
-    "short names": {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 2}},
-    "nothing unevaluated after others": {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "allOf": [{"$ref": "#/$defs/b"}, {"properties": {"k": {}}, "required": ["k"]}],
-        "unevaluatedProperties": False,
-        "$defs": {"b": {"properties": {"b": {"type": "integer"}}}},
     },
     "one more than those required": OBJECT | {"minProperties": 1, "additionalProperties": False},
-    "as many as are required": OBJECT | {"required": ["a"], "minProperties": 1, "maxProperties": 1},
-    "as many as are listed": OBJECT | {"maxProperties": 2, "additionalProperties": False},
-    "a single item is unique": {"type": "array", "items": {"type": "integer"}, "maxItems": 1, "uniqueItems": True},
+    "as many as are required": OBJECT | {"required": ["a", "b"], "minProperties": 2, "maxProperties": 2},
+    "a condition without a consequence": OBJECT | {"then": {"required": ["a"]}},
 }
-# Schemas with a keyword that nothing replaces, and the keyword.
+# Schemas with keywords that are not held, and these.
 UNHELD: dict[str, tuple[Any, str]] = {
-    "a set": ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems (at #)"),
-    "one of two that overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf (at #)"),
+    "a set": ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
+    "one of two that overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     "a list that contains a value": (
         {"type": "object", "properties": {"a/b": {"type": "array", "contains": {"const": 1}, "minContains": 2}}},
-        "contains (at #/properties/a~1b)",
+        "contains",
     ),
-    "not a range": ({"type": "integer", "not": {"minimum": 3}}, "not (at #)"),
-    "a condition on a number": ({"type": "integer", "if": {"minimum": 3}, "then": {"maximum": 4}}, "if (at #)"),
-    "names of a format": ({"type": "object", "propertyNames": {"format": "date"}}, "propertyNames (at #)"),
-    "a number of properties": (OBJECT | {"maxProperties": 1}, "maxProperties (at #)"),
+    "not a range": ({"type": "integer", "not": {"minimum": 3}}, "not"),
+    "a condition on a number": ({"type": "integer", "if": {"minimum": 3}, "then": {"maximum": 4}}, "if"),
+    "names of a format": ({"type": "object", "propertyNames": {"format": "date"}}, "propertyNames"),
+    "a number of properties": (OBJECT | {"maxProperties": 1}, "maxProperties"),
     "one of two properties that are required": (
         OBJECT | {"required": ["a"], "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        "oneOf (at #)",
+        "oneOf",
     ),
-    "look-around": ({"type": "array", "items": {"pattern": "^(?!a)", "type": "string"}}, "pattern (at #/items)"),
-    "a reference back": ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern (at #)"),
+    "look-around": ({"type": "array", "items": {"pattern": "^(?!a)", "type": "string"}}, "pattern"),
+    "a reference back": ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern"),
+    "names by a pattern": ({"type": "object", "propertyNames": {"pattern": "^[ab]"}}, "propertyNames"),
+    "what needs another": (OBJECT | {"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    "not a type": ({"not": {"type": ["string", "object"]}}, "not"),
+    "a condition on a presence": (OBJECT | {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if"),
+    "more properties than are required": (
+        OBJECT | {"additionalProperties": False, "minProperties": 2},
+        "minProperties",
+    ),
+    "names that do not fit a pattern": (
+        {"type": "object", "patternProperties": {"^(?!a)": False, "^b": {"type": "integer"}}},
+        "patternProperties",
+    ),
     "unevaluated after a choice": (
         OBJECT | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "unevaluatedProperties": False},
-        "unevaluatedProperties (at #)",
+        "unevaluatedProperties",
     ),
 }
 names = st.sampled_from(["a", "b", "k", "red", "green", "zz"])
@@ -152,22 +102,17 @@ def in_order(value: Any, schema: Any) -> Any:
     """An object's properties in the order in which a grammar wants them: those of the schema first."""
     if not isinstance(value, dict):
         return value
-    known = [*held_schema(schema).schema.get("properties", {}), "k", "a", "b"]
+    known = [*schema.get("properties", {}), "k", "a", "b"]
     return dict(sorted(value.items(), key=lambda item: known.index(item[0]) if item[0] in known else len(known)))
 
 
 @pytest.mark.parametrize("name", HELD)
 @settings(max_examples=examples(60))
 @given(value=values)
-def test_what_is_replaced_lets_through_what_is_valid_and_nothing_else(name: str, value: Any) -> None:
+def test_what_is_held_lets_through_what_is_valid_and_nothing_else(name: str, value: Any) -> None:
     schema = HELD[name]
-    assert held_schema(schema, strict=True).unenforced == ()
-    assert accepts(schema, in_order(value, schema)) == Draft202012Validator(_newer(schema)).is_valid(value)
-
-
-def _newer(schema: Any) -> Any:
-    """The draft of 2020 has another name for it."""
-    return {{"dependencies": "dependentRequired"}.get(key, key): value for key, value in schema.items()}
+    assert held_schema_grammar(schema, strict=True).unenforced == ()
+    assert accepts(schema, in_order(value, schema)) == Draft202012Validator(schema).is_valid(value)
 
 
 @pytest.mark.parametrize("name", UNHELD)
@@ -175,7 +120,7 @@ def _newer(schema: Any) -> Any:
 @given(value=values)
 def test_what_is_left_out_is_named_and_keeps_out_nothing_that_is_valid(name: str, value: Any) -> None:
     schema, left_out = UNHELD[name]
-    assert held_schema(schema).unenforced == (left_out,)
+    assert held_schema_grammar(schema).unenforced == (left_out,)
     if Draft202012Validator(schema).is_valid(value):
         assert accepts(schema, in_order(value, schema))
 
@@ -193,7 +138,7 @@ def test_strict_asks_for_the_whole_schema(name: str) -> None:
 )
 def test_an_unknown_format_is_an_annotation(name: str) -> None:
     schema = {"type": "string", "format": name, "maxLength": 3}
-    assert held_schema(schema, strict=True).unenforced == ()
+    assert held_schema_grammar(schema, strict=True).unenforced == ()
     assert accepts(schema, "abc")
     assert not accepts(schema, "abcd")
 
@@ -202,6 +147,133 @@ def test_formats_of_pydantic_are_those_that_they_mean() -> None:
     schema = {"type": "string", "format": "uuid4"}
     assert accepts(schema, "123e4567-e89b-42d3-a456-426614174000")
     assert not accepts(schema, "abc")
+
+
+LONG = [2**53 + 1, 1234567890123456789, -(2**53) - 1, 2**63 - 1, -(2**63), 2**64 + 1, 10**30 + 1, 1e22, -1.7e308,
+        5e-324, -1.1892378059464719]  # fmt: skip
+AROUND: dict[str, tuple[Any, str]] = {  # a schema around that of the constant, and a text around the constant
+    "alone": ("?", "?"),
+    "a property": ({"type": "object", "properties": {"id": "?", "b": {}}, "required": ["id"]}, '{"id": ?, "b": [1]}'),
+    "an optional property": ({"type": "object", "properties": {"a": {}, "id": "?"}}, '{ "id" : ? }'),
+    "a list": ({"type": "array", "items": "?", "minItems": 2, "maxItems": 2}, "[?, ?]"),
+    "a choice": ({"anyOf": [{"type": "null"}, "?"]}, "?"),
+    "a definition": ({"$ref": "#/$defs/id", "$defs": {"id": "?"}}, "?"),
+    "a tree": (
+        {"$id": "https://example.com/tree", "$ref": "#/$defs/node", "$defs": {"node": {
+            "type": "object", "properties": {"id": "?", "name": {"$ref": "#/$defs/name"},
+                                             "nodes": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            "required": ["id", "name"],
+        }, "name": {"type": "string", "pattern": "^[a-c]$"}}},
+        '{"id": ?, "name": "a", "nodes": [{"id": ?, "name": "b"}]}',
+    ),
+}  # fmt: skip
+
+
+def replaced(around: Any, inner: Any) -> Any:
+    """`around` with `inner` for each question mark."""
+    if isinstance(around, dict):
+        return {key: replaced(value, inner) for key, value in around.items()}
+    if isinstance(around, list):
+        return [replaced(value, inner) for value in around]
+    return inner if around == "?" else around
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("number", LONG)
+def test_a_constant_that_is_no_double_is_written_as_it_is(number: float, around: str) -> None:
+    schema_around, text_around = AROUND[around]
+    constant = json.dumps(number)
+    others = [json.dumps(float(number)), str(int(number) + 1), str(int(number) - 1), "1", '"a"']
+    for inner in ({"const": number}, {"enum": ["ü", number]}, {"type": ["number", "string"], "enum": [number, None]}):
+        schema = replaced(schema_around, inner)
+        text = text_around.replace("?", constant)
+        assert accepts_text(schema, text)
+        Draft202012Validator(schema).validate(json.loads(text))
+        for other in others:
+            text = text_around.replace("?", other)
+            assert accepts_text(schema, text) == (other == constant)
+
+
+@pytest.mark.parametrize("number", LONG)
+def test_a_constant_inside_a_constant_is_written_as_it_is(number: float) -> None:
+    schema = {"enum": [{"ids": [number, True], "name": "🙂/"}]}
+    assert accepts_text(schema, json.dumps(schema["enum"][0], ensure_ascii=False))
+    assert not accepts_text(schema, json.dumps({"ids": [number * 2, True], "name": "🙂/"}, ensure_ascii=False))
+
+
+def test_a_constant_that_cannot_be_written_as_it_is_is_left_out_and_named() -> None:
+    schema = {"oneOf": [{"const": 2**53 + 1}, {"const": 5}]}
+    assert held_schema_grammar(schema).unenforced == ("const", "oneOf")
+    assert accepts(schema, 2**53 + 1)
+    with pytest.raises(GrammarError, match="cannot hold the keyword const"):
+        held_schema_grammar(schema, strict=True)
+
+
+numbers = st.one_of(
+    st.sampled_from([*LONG, 2**53, 10**17, 2**59, 0.1, 1e-7, -1e300, 2**63, 2.0**60]),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.integers(-9, 9),
+)
+bounds = st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+numeric = st.one_of(
+    numbers.map(lambda number: {"const": number}),
+    st.lists(numbers, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    st.builds(lambda kind, given: {"type": kind} | given, st.sampled_from(["integer", "number"]),
+              st.dictionaries(bounds, numbers, max_size=2)),
+    st.sampled_from([2, 1000, 2**31, 2**53 + 1]).map(lambda of: {"type": "integer", "multipleOf": of}),
+)  # fmt: skip
+
+
+@settings(max_examples=examples(150))
+@given(numeric, st.sampled_from([*AROUND]), st.integers(0, 2**32))
+def test_whatever_numbers_a_schema_has_an_answer_breaks_named_keywords_only(inner, around, seed) -> None:
+    schema = replaced(AROUND[around][0], inner)
+    try:
+        made = held_schema_grammar(schema)
+    except GrammarError as error:
+        assert "Unsatisfiable" in str(error)  # noqa: PT017 - a range may be empty
+        return
+    text, is_whole = walk(made.text, np.random.default_rng(seed), 300)
+    if is_whole:
+        wrong = list(Draft202012Validator(schema).iter_errors(json.loads(text)))
+        assert [error for error in wrong if set(made.unenforced).isdisjoint(keywords(error))] == []
+
+
+def test_multiples_whose_product_overflows_the_compilers_numbers_are_named() -> None:
+    schema = {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]}
+    assert held_schema_grammar(schema).unenforced == ("multipleOf",)
+    assert accepts(schema, 65537 * 65539)
+    schema = {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}
+    assert accepts_text(schema, str(997 * 991))
+    assert not accepts_text(schema, str(997 * 990))
+
+
+@pytest.mark.parametrize(
+    ("bound", "is_held"),
+    [
+        ({"maximum": 2**53}, True),
+        ({"minimum": -(2**59)}, True),
+        ({"exclusiveMaximum": 0.1}, True),
+        ({"minimum": -0.24607599198295455}, False),
+        ({"maximum": 2**53 + 1}, False),
+        ({"minimum": -(2**63)}, False),
+        ({"maximum": 2**63 - 1}, False),
+        ({"maximum": 2**64 - 1}, False),
+        ({"minimum": -1.7976931348623157e308}, False),
+        ({"exclusiveMinimum": 5e-324}, False),
+        ({"multipleOf": 0.01}, True),
+        ({"multipleOf": 0.07}, False),
+    ],
+)
+def test_a_bound_is_held_or_named(bound: dict[str, float], is_held: bool) -> None:
+    ((name, value),) = bound.items()
+    schema = {"type": "number", **bound}
+    assert held_schema_grammar(schema).unenforced == (() if is_held else (name,))
+    assert accepts(schema, int(value) if abs(value) > 1 else 7 if name == "exclusiveMinimum" else 0)
+    if not is_held:
+        with pytest.raises(GrammarError, match=f"cannot hold the keyword {name}"):
+            held_schema_grammar(schema, strict=True)
 
 
 junk = st.recursive(st.one_of(leaves, st.just({})), lambda inner: st.lists(inner, max_size=2), max_leaves=3)
