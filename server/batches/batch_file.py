@@ -22,7 +22,8 @@ CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/
 RESPONSES = "/v1/responses"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 URL_BY_FIELD = {"prompt": COMPLETIONS, "messages": CHAT, "input": EMBEDDINGS}  # of plain lines
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # one field by its names on the routes
+# one field by all its names
+_LIMITS = "max_tokens max_completion_tokens max_output_tokens max_new_tokens num_predict n_predict".split()
 
 
 INVALID_LINE = "invalid_line"  # the code of a line that is no request

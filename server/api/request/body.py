@@ -11,6 +11,7 @@ type's bound, and each call decodes PIECE_BYTES of it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,8 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import Request
 
-from server.api.request.fields import FieldTable
+from server.api.request.fields import HARMLESS, SYNONYMS, is_ignored, refusal, served_name
+from server.api.request.schemas import Generates
 from server.api.worker_threads import WorkerThreads
 from server.http.body import BodyLimits, UnknownFieldError, decode_body, read_body
 from server.http.request_error import RequestError, invalid
@@ -30,6 +32,7 @@ logger = logging.getLogger("pallas_serve")
 MAX_NAMES = 200  # unknown fields that one route warns of; clients choose their names
 MAX_NAME_CHARS = 80
 MAX_HARMLESS_BYTES = 64  # a longer value is never a harmless one
+MAX_DEPTH = 12  # names and places of a path: an object that is deeper may have declared fields only
 
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decode_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -44,18 +47,17 @@ RawField = msgspec.Raw | msgspec.UnsetType
 
 
 class BodyReader[T: msgspec.Struct]:
-    """Reads bodies of the struct `kind`, which must be that of the table.
+    """Reads bodies of the struct `kind`.
 
     A body with only declared fields is decoded once. Any other body is decoded again without its undeclared fields.
-    Fields that are kept as they came (`msgspec.Raw`) are looked through if the table has their types.
+    Fields that are kept as they came (`msgspec.Raw`) are looked through if `kind.raw_types` has their types.
     """
 
-    def __init__(self, kind: type[T], table: FieldTable, *, strict: bool) -> None:
-        if kind is not table.kind:
-            raise ValueError(f"the table is of another type: {kind=} {table.kind=}")
+    def __init__(self, kind: type[T], *, strict: bool) -> None:
         self._decoder = msgspec.json.Decoder(kind, strict=False)
         self._long = LongBodyReader(kind)
-        self._table = table
+        self._kind = kind
+        self._raw_types: Mapping[str, type[msgspec.Struct]] = getattr(kind, "raw_types", {})
         self._strict = strict
         self._warned: set[str] = set()
 
@@ -68,7 +70,7 @@ class BodyReader[T: msgspec.Struct]:
         try:
             read = decode_body(self._decoder, body)
         except UnknownFieldError:
-            known = await threads.in_thread(len(body), self._declared, body, self._table, "")
+            known = await threads.in_thread(len(body), self._declared, body, self._kind, "")
             return decode_body(self._decoder, known), body
         size = sum(len(raw) for raw in self._raw_objects(read).values())
         await threads.in_thread(size, self._clean, read)
@@ -79,21 +81,21 @@ class BodyReader[T: msgspec.Struct]:
         try:
             read = self._long.decode(body)
         except UnknownFieldError:
-            return self._long.decode(self._declared(body, self._table, ""))
+            return self._long.decode(self._declared(body, self._kind, ""))
         self._clean(read)
         return read
 
     def _raw_objects(self, read: T) -> dict[str, msgspec.Raw]:
-        """The fields kept as they came whose types the table has."""
-        given = {name: getattr(read, name) for name in self._table.inner}
+        """The fields kept as they came whose types are known."""
+        given = {name: getattr(read, name) for name in self._raw_types}
         return {name: raw for name, raw in given.items() if isinstance(raw, msgspec.Raw)}
 
     def _clean(self, read: T) -> None:
         """Removes undeclared fields from these."""
         for name, raw in self._raw_objects(read).items():
-            setattr(read, name, msgspec.Raw(self._declared(bytes(raw), self._table.inner[name], f"{name}.")))
+            setattr(read, name, msgspec.Raw(self._declared(bytes(raw), self._raw_types[name], f"{name}.")))
 
-    def _declared(self, value: bytes, table: FieldTable, path: str) -> bytes:
+    def _declared(self, value: bytes, kind: type[msgspec.Struct], path: str) -> bytes:
         """The JSON of an object, or of a list of objects or of such lists, without the fields that their type does not
         declare.
 
@@ -103,32 +105,32 @@ class BodyReader[T: msgspec.Struct]:
         try:
             if value.startswith(b"[") and value[1:2048].lstrip().startswith(b"["):
                 lists = _decode_raws.decode(value)
-                return _list(self._declared(bytes(raw), table, f"{path}{i}.") for i, raw in enumerate(lists))
+                return _list(self._declared(bytes(raw), kind, f"{path}{i}.") for i, raw in enumerate(lists))
             if value.startswith(b"["):
                 items = _decode_list.decode(value)
-                return _list(self._kept(item, table, f"{path}{i}.") for i, item in enumerate(items))
+                return _list(self._kept(item, kind, f"{path}{i}.") for i, item in enumerate(items))
             if value.startswith(b"{"):
-                return self._kept(_decode_object.decode(value), table, path)
+                return self._kept(_decode_object.decode(value), kind, path)
         except msgspec.DecodeError:
             return value
         return value
 
-    def _kept(self, fields: dict[str, msgspec.Raw], table: FieldTable, path: str) -> bytes:
-        names = table.kind.__struct_fields__
+    def _kept(self, fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct], path: str) -> bytes:
+        inner = inner_types(kind) if path.count(".") < MAX_DEPTH else {}
         kept: dict[str, msgspec.Raw] = {}
-        for name, raw in fields.items():
-            if name not in names:
-                self._judge(name, raw, table, path)
-            elif name in table.inner:
-                kept[name] = msgspec.Raw(self._declared(bytes(raw), table.inner[name], f"{path}{name}."))
-            else:
+        for name, raw in (_renamed(fields, kind, path) if issubclass(kind, Generates) else fields).items():
+            if name in inner:
+                kept[name] = msgspec.Raw(self._declared(bytes(raw), inner[name], f"{path}{name}."))
+            elif name in kind.__struct_fields__:
                 kept[name] = raw
+            else:
+                self._judge(name, raw, kind, path)
         return msgspec.json.encode(kept)
 
-    def _judge(self, name: str, raw: msgspec.Raw, table: FieldTable, path: str) -> None:
-        if name in table.without_effect:
+    def _judge(self, name: str, raw: msgspec.Raw, kind: type[msgspec.Struct], path: str) -> None:
+        if is_ignored(path, name):
             return
-        refused = table.refused.get(name)
+        refused = refusal(kind, path, name)
         param = f"{path}{name[:MAX_NAME_CHARS]}"
         if refused is None:
             self._unknown(param, name)
@@ -152,6 +154,39 @@ class BodyReader[T: msgspec.Struct]:
         self._warned.add(name)
         note = "" if len(self._warned) < MAX_NAMES else "; further fields are ignored without a warning"
         logger.warning(message + note, *args)
+
+
+def _renamed(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct], path: str) -> dict[str, msgspec.Raw]:
+    """The fields with declared names in place of other names of them. Raises RequestError 400 for one field with two
+    values."""
+    renamed = dict(fields)
+    for name in fields.keys() & SYNONYMS.keys() - set(kind.__struct_fields__):
+        served, raw = served_name(kind, name), bytes(fields[name])
+        if served is None or raw == b"null" or (raw == b"-1" and -1 in HARMLESS.get(name, ())):
+            continue
+        if bytes(renamed.get(served, b"null")) not in (b"null", raw):
+            raise invalid(f"{path}{name}", f"is another name of `{served}`, which has another value")
+        renamed[served] = renamed.pop(name)
+    return renamed
+
+
+@functools.cache
+def inner_types(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct]]:
+    """The types of the fields that hold objects, or lists of them."""
+    fields = inspect.type_info(kind).fields  # type: ignore[attr-defined]
+    found = {field.name: struct for field in fields if (struct := _struct_in(field.type)) is not None}
+    return found | dict(getattr(kind, "raw_types", {}))
+
+
+def _struct_in(type: inspect.Type) -> Any:
+    match type:
+        case inspect.StructType(cls=cls):
+            return cls
+        case inspect.UnionType(types=types):
+            return next((struct for each in types if (struct := _struct_in(each)) is not None), None)
+        case inspect.ListType(item_type=item) | inspect.Metadata(type=item):
+            return _struct_in(item)
+    return None
 
 
 def _list(items: Any) -> bytes:

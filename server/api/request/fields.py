@@ -1,282 +1,275 @@
-"""Fields that a request type does not declare: they are refused by name, accepted without effect, or unknown.
+"""The table of the fields that a request type does not declare: another name of a declared field, refused, or ignored.
 
-A field is refused if the answer would be wrong without it. A refused field is accepted with a value that changes
-nothing: null, false, 0, an empty text or list, or a value of `harmless`. A field that only tunes an answer, such as a
-level of effort, is accepted with any value, and has no effect. So is a field that is in no table here. The log names
-both the first time, and a server with `--strict-fields` refuses them.
+A field is refused if the answer would be wrong without it. It is accepted with a value that changes nothing: null,
+false, 0, an empty text or list, or a value of HARMLESS. A field that only tunes an answer, such as a level of effort,
+is accepted with any value, and has no effect. So is a field that is not in the table. The log names both the first
+time, and a server with `--strict-fields` refuses them.
+
+A field of an inner object has its path as its name in the table, without places in lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import msgspec
 
-from server.api.request.schemas import (
-    BatchChatRequest,
-    ChatRequest,
-    CompletionRequest,
-    ContentPart,
-    DetokenizeRequest,
-    Document,
-    EmbeddingRequest,
-    FunctionCall,
-    FunctionSpec,
-    JsonSchemaFormat,
-    Message,
-    RerankRequest,
-    ResponseFormat,
-    ScoreRequest,
-    StreamOptions,
-    TokenizeRequest,
-    ToolCall,
-    ToolSpec,
+from server.api.request.schemas import ChatRequest, CompletionRequest, Generates
+
+# Names of one field. A route that declares one of them serves it by the others, too.
+_SYNONYMS = """
+    max_tokens max_completion_tokens max_output_tokens max_new_tokens num_predict n_predict
+    cache_salt extra_key
+    guided_choice choice
+    guided_grammar grammar ebnf
+    guided_json json_schema schema
+    guided_regex regex
+    include_stop_str_in_output no_stop_trim
+    min_tokens min_new_tokens
+    n n_cmpl num_return_sequences
+    repetition_penalty repeat_penalty
+    request_id rid
+    return_token_ids return_tokens
+    seed random_seed sampling_seed
+    stop stop_sequences stop_strings stop_words
+    truncate_prompt_tokens truncate
+"""
+SYNONYMS = {name: tuple(names.split()) for names in _SYNONYMS.strip().splitlines() for name in names.split()}
+
+# Fields of another form that a route may have in place of one. The first that it declares is named.
+_COUNTERPARTS = {
+    "content": "prompt messages",
+    "context": "prompt messages input",
+    "input": "messages prompt",
+    "input_ids": "prompt token_ids",
+    "inputs": "messages prompt input",
+    "instructions": "messages prompt",
+    "logprob_token_ids": "logprobs",
+    "messages": "input prompt",
+    "n_probs": "logprobs",
+    "output_config": "response_format text",
+    "parallel_tool_calls": "tool_choice",
+    "previous_response_id": "messages prompt",
+    "prompt": "messages input",
+    "prompt_token_ids": "token_ids prompt",
+    "reasoning_budget_tokens": "thinking_token_budget",
+    "response_format": "text output_config",
+    "return_full_text": "echo",
+    "return_logprob": "logprobs",
+    "system": "messages instructions prompt",
+    "temperature": "sampling_params",
+    "text": "response_format output_config",
+    "thinking_budget": "thinking_token_budget",
+    "top_logprobs_num": "logprobs",
+    "top_n_tokens": "logprobs",
+}
+
+NO_BEST_OF = "drawing more sequences than are returned is not supported yet: ask for `n` with `logprobs`, and choose"
+_BEAMS = "beam search is not supported yet: ask for `n` samples with `logprobs`, and keep the one with the highest sum"
+_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p, min_p and penalties"
+_NO_GROUP = 'collectives of NCCL are not supported: weights come by "shared_memory" or "path"'
+_NO_HANDLES = "handles of CUDA's memory are not supported: there is `shared_memory`"
+_NO_NETWORK = "arrays come in shared memory of this machine; from another one, weights come by `path`"
+
+# Refused by the routes that generate: why, and the names.
+_GENERATING = {
+    NO_BEST_OF: "best_of",
+    _BEAMS: """beam_search_diversity_rate beam_width constraints diversity_penalty early_stopping force_words_ids
+        length_penalty num_beam_groups num_beams use_beam_search""",
+    _SAMPLER: """adaptive_target banned_strings begin_suppress_tokens dola_layers dry_multiplier dynatemp_range
+        encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+        exponential_decay_length_penalty guidance_scale min_keep mirostat mirostat_mode negative_prompt
+        negative_prompt_ids no_repeat_ngram_size penalty_alpha repetition_ngram_size samplers sequence_bias skew
+        smoothing_factor temperature_last tfs tfs_z top_a top_h top_n_sigma top_p_decay top_p_min top_p_reset_ids
+        typical typical_p xtc_probability""",
+    "a greedy answer has `temperature` 0": "do_sample",
+    "code that comes with a request is not supported yet; there is `logit_bias`": """custom_logit_processor
+        custom_params logit_processors logits_processor logits_processors""",
+    "there are `logit_bias`, `allowed_token_ids` and `bad_words`": """bad_words_ids custom_token_bans embedding_bias
+        forced_bos_token_id forced_decoder_ids forced_eos_token_id suppress_tokens""",
+    "there are `stop`, `stop_token_ids` and `max_tokens`": """bad_stop_words end_id eos_token_id max_length max_time
+        min_length n_indent repetition_detection stop_regex stopping_criteria t_max_predict_ms""",
+    "the context is the server's, and is not shifted": "context_shift n_keep num_ctx num_keep",
+    "there are `response_format`, `structured_outputs` and `guided_*`": """format grammar_lazy grammar_triggers
+        guided_decoding guided_whitespace_pattern guideline output_format structural_tag""",
+    "there are `logprobs`, `prompt_logprobs` and `return_token_ids`": """decoder_input_details details
+        logprob_start_len logprob_token_ids output_attentions output_hidden_states output_logits output_scores
+        post_sampling_probs prompt_ignore_length response_fields return_context_logits return_generation_logits
+        return_hidden_states return_logits return_ppl return_prompt_text return_routed_experts return_token_offsets
+        routed_experts_prompt_start token_ids_logprob""",
+    "there is `chat_template`, for a server with --trust-request-chat-template": "prompt_template raw template",
+    "the prompt is changed by nothing but `truncate_prompt_tokens`": """plugins prompt_mode safe_prompt token_healing
+        transforms""",
+    "inserting text before a suffix is not supported yet": "input_extra input_prefix input_suffix suffix",
+    "output other than text is not supported yet": "audio modalities",
+    "reasoning is told from the answer by --reasoning-parser": "reasoning_format separate_reasoning",
+    "calls are told from the answer by --tool-call-parser": "parse_tool_calls",
+    "this older form of `tools` and `tool_choice` is not supported yet": "function_call functions",
+    "moderation is not supported yet": "moderation",
+    "searching the web is not supported yet": "search_parameters web_search_options",
+    "only /v1/responses has it": "background conversation",
+    "messages in the template's form are not supported yet": "enable_response_messages previous_input_messages",
+    "texts are in /v1/completions, with token ids by `return_token_ids`": "output_mode",
+    "a grammar begins with the first token": "reasoning_ended",
+    "it is the server's": "sampling_params.structured_outputs_config",
+    "there is `cache_salt` for it": "sampling_params.skip_reading_prefix_cache skip_reading_prefix_cache",
+}
+# Refused by all routes.
+_ANYWHERE = {
+    "adapters are named by `model`": """adapter_id adapter_name adapter_source adapters lora lora_id lora_name lora_path
+        lora_request loras""",
+    "input other than text is not supported yet": """audio_data content_parts features image_data images input_embeds
+        media_io_kwargs messages.audio mm_processor_kwargs multi_modal_data prompt_embeds return_mm_kwargs
+        video_data""",
+    "K/V move between servers by --kv-role and --prefill-url, not by a request": """bootstrap_host bootstrap_room
+        disaggregated_params ec_transfer_params kv_transfer_params migration_request session_params""",
+    "arguments of vLLM's plug-ins are not supported yet": "extra_args sampling_params.extra_args vllm_xargs",
+    "what it holds are fields of the body itself": "generation_config options parameters sampling_params",
+    "watermarks are not supported yet": "watermark watermarking watermarking_config",
+    "running code is not supported yet": "container",
+    "servers of tools are not supported yet": "mcp_servers",
+    "this is not supported yet here": """chat_template instruction input_type prompt_name tool_choice
+        truncate_prompt_tokens""",
+    "vectors are float32, in this machine's order of bytes, without padding": "embed_dtype endianness padding",
+    "the pooling is chosen at the server's start: --pooling-type": "pooling_type",
+    "scores of classes are not supported: the model has none": "softmax task",
+    "documents are not cut into chunks": "max_chunks_per_doc",
+    "files do not expire here: delete them": "output_expires_after",
+    _NO_GROUP: "init_info.master_address init_info.master_port init_info.rank_offset init_info.world_size",
+    _NO_HANDLES: "update_info.ipc_handles update_info.ipc_handles_pickled",
+    _NO_NETWORK: "update_info.transfer",
+    "the arrays lie one after the other, each aligned to 64 bytes": "update_info.packed",
+}
+# An answer without them is not wrong: only a strict server refuses them.
+_TUNES = {
+    "a level of effort is not supported yet": "output_config.effort reasoning reasoning_effort think thinking",
+    "a level of verbosity is not supported yet: say it in a message": "text.verbosity verbosity",
+    "making a conversation shorter is not supported yet": "context_management",
+    "chats have `thinking_token_budget` for it": """reasoning_budget reasoning_budget_tokens thinking_budget
+        thinking_budget_tokens thinking_token_budget""",
+    "chats have `chat_template_kwargs` for it": "enable_thinking",
+    "only chats tell reasoning from the answer": "include_reasoning",
+}
+# About accounts, storage or speed, or of no meaning here: the answer is the same.
+_IGNORED = frozenset(
+    """betas cache_control cache_prompt client_metadata guided_decoding_backend id_slot inference_geo keep_alive
+    max_tool_calls metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier
+    service_tier session_id spaces_between_special_tokens sse_ping_interval store stream_interval stream_options
+    timings_per_token token_offsets use_cache user sampling_params.detokenize sampling_params.flat_logprobs
+    sampling_params.include_stop_str_in_output sampling_params.output_kind sampling_params.skip_clone
+    sampling_params.skip_special_tokens sampling_params.spaces_between_special_tokens""".split()
 )
+# The same, at any place inside a body. A part that is not text is refused because of its `type`.
+_IGNORED_INSIDE = frozenset(
+    """action annotations cache_control caller citations data detail display encrypted_content file file_id image_url
+    include_obfuscation index input_audio is_checkpoint_format logprobs media_type phase queries result results
+    signature summary thinking url""".split()
+)
+# Values that change nothing. If True is among them, false does.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True, False),
+    "best_of": (1,),
+    "do_sample": (True,),
+    "echo": (False,),
+    "embed_dtype": ("float32",),
+    "encoder_repetition_penalty": (1,),
+    "endianness": ("little", "native"),
+    "function_call": ("none", "auto"),
+    "guidance_scale": (1,),
+    "include_reasoning": (True, False),
+    "length_penalty": (1,),
+    "max_chunks_per_doc": (1,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "n_cmpl": (1,),
+    "n_predict": (-1,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "beam_width": (1,),
+    "num_predict": (-1,),
+    "num_return_sequences": (1,),
+    "output_config.effort": ("high",),
+    "output_mode": ("tokens",),
+    "padding": ("do_not_pad",),
+    "parallel_tool_calls": (True,),
+    "parse_tool_calls": (True,),
+    "reasoning_ended": (True, False),
+    "reasoning_format": ("auto", "deepseek"),
+    "repeat_penalty": (1,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_weight_versions": (False,),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "softmax": (True, False),
+    "task": ("embed", "encode"),
+    "temperature_last": (False,),
+    "text": ({"format": {"type": "text"}},),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "tool_choice": ("none", "auto"),
+    "top_n_sigma": (-1,),
+    "top_p_decay": (1,),
+    "truncation_side": ("left", "right"),
+    "typical": (1,),
+    "typical_p": (1,),
+    "verbosity": ("medium",),
+    "text.verbosity": ("medium",),
+}
+_NO_EFFORT = ("none", {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
+HARMLESS |= dict.fromkeys(("reasoning", "reasoning_effort", "thinking", "think"), _NO_EFFORT)
+HARMLESS |= dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "mm_processor_kwargs"), ({},))
+HARMLESS |= dict.fromkeys(("media_io_kwargs", "return_mm_kwargs", "options", "parameters"), ({},))
+
+_PLACE = re.compile(r"(?:^|(?<=\.))\d+\.")  # in a list
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A field that is not supported, and the values with which it is accepted."""
+class Refusal(NamedTuple):
+    """Why a field is not served."""
 
     why: str  # ends the sentence "FIELD: ..."
-    harmless: tuple[Any, ...] = ()  # values that change nothing, besides null, false, 0 and empty ones
+    harmless: tuple[Any, ...]
     tunes: bool = False  # an answer without it is not wrong: only a strict server refuses the field
 
     def concerns(self, value: Any) -> bool:
         """Whether the value changes the answer. An empty object may: it can be a schema."""
-        return (bool(value) or value == {}) and value not in self.harmless
+        if value is None or value in self.harmless:
+            return False
+        return bool(value) or value == {} or any(harmless is True for harmless in self.harmless)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FieldTable:
-    """The undeclared fields of one request type."""
-
-    kind: type[msgspec.Struct]
-    refused: Mapping[str, Refused] = field(default_factory=dict)
-    without_effect: frozenset[str] = frozenset()  # about accounts, storage or speed: the answer is the same
-    inner: Mapping[str, FieldTable] = field(default_factory=dict)  # declared fields that hold objects, or lists of them
+def _by_name(rows: dict[str, str]) -> dict[str, str]:
+    return {name: why for why, names in rows.items() for name in names.split()}
 
 
-NO_OTHER_INPUT = Refused("input other than text is not supported yet", ({},))
-_NO_TRANSFER = Refused("K/V move between servers by --kv-role and --prefill-url, not by a request", ({},))
-NO_PLUG_INS = Refused("arguments of vLLM's plug-ins are not supported yet", ({},))
-_NO_EMBEDDED_CHATS = Refused("embeddings of conversations are not supported yet: there is `input`")
-_NO_PROMPTS_OF_INPUTS = Refused("a prompt for each kind of input is not supported yet: put it into the input")
-_EFFORTS: tuple[Any, ...] = ("none", {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
-_NO_EFFORT = Refused("a level of effort is not supported yet", _EFFORTS, tunes=True)
-_NO_BUDGET = Refused("chats have `thinking_token_budget` for it", tunes=True)
-NO_VERBOSITY = Refused("a level of verbosity is not supported yet: say it in a message", ("medium",), tunes=True)
-NO_SHORTER = Refused("making a conversation shorter is not supported yet", tunes=True)
-_STRUCTURED = Refused("this way to ask for structured output is not supported yet: there is `structured_outputs`")
-NO_BEST_OF = "drawing more sequences than are returned is not supported yet: ask for `n` with `logprobs`, and choose"
-_BEAMS = (
-    "beam search is not supported yet, for its beams would be new requests at every token: ask for `n` samples with "
-    "`logprobs`, and keep the one with the highest sum"
-)
-_ANOTHER_SAMPLER = "this sampler is not supported yet: there are temperature, top_k, top_p and min_p"
-
-GENERATION = {
-    "best_of": Refused(NO_BEST_OF, (1,)),
-    "dry_multiplier": Refused(_ANOTHER_SAMPLER),
-    "dynatemp_range": Refused(_ANOTHER_SAMPLER),
-    "ec_transfer_params": _NO_TRANSFER,
-    "early_stopping": Refused(_BEAMS),
-    "enable_thinking": Refused("chats have `chat_template_kwargs` for it", tunes=True),
-    "grammar": _STRUCTURED,
-    "guided_whitespace_pattern": _STRUCTURED,
-    "include_reasoning": Refused("only chats tell reasoning from the answer", tunes=True),
-    "json_schema": _STRUCTURED,
-    "kv_transfer_params": _NO_TRANSFER,
-    "length_penalty": Refused(_BEAMS, (1,)),
-    "logits_processors": Refused("code that comes with a request is not supported yet; there is `logit_bias`"),
-    "logprob_token_ids": Refused("log-probabilities of chosen tokens are not supported yet; there is `logprobs`"),
-    "mirostat": Refused(_ANOTHER_SAMPLER),
-    "media_io_kwargs": NO_OTHER_INPUT,
-    "mm_processor_kwargs": NO_OTHER_INPUT,
-    "n_cmpl": Refused("this name of `n` is not supported yet", (1,)),
-    "n_predict": Refused("this name of `max_tokens` is not supported yet", (-1,)),
-    "n_probs": Refused("this name of `logprobs` is not supported yet"),
-    "prompt_token_ids": Refused("a chat as token ids is not supported yet: /v1/completions has `prompt` for them"),
-    "reasoning": _NO_EFFORT,
-    "reasoning_budget_tokens": _NO_BUDGET,
-    "reasoning_effort": _NO_EFFORT,
-    "repeat_penalty": Refused("this name of `repetition_penalty` is not supported yet", (1,)),
-    "repetition_detection": Refused("ending outputs that repeat themselves is not supported yet"),
-    "return_mm_kwargs": NO_OTHER_INPUT,
-    "return_prompt_text": Refused("the prompt's text is not shown yet: there are `return_token_ids` and /detokenize"),
-    "return_token_offsets": Refused("places of the prompt's tokens are not shown yet"),
-    "return_tokens": Refused("this name of `return_token_ids` is not supported yet"),
-    "routed_experts_prompt_start": Refused("the model has no experts"),
-    "structural_tag": _STRUCTURED,
-    "t_max_predict_ms": Refused("this name of `timeout_s` is not supported yet"),
-    "tfs_z": Refused(_ANOTHER_SAMPLER, (1,)),
-    "thinking": _NO_EFFORT,
-    "thinking_token_budget": _NO_BUDGET,
-    "top_a": Refused(_ANOTHER_SAMPLER),
-    "top_n_sigma": Refused(_ANOTHER_SAMPLER, (-1,)),
-    "typical_p": Refused(_ANOTHER_SAMPLER, (1,)),
-    "use_beam_search": Refused(_BEAMS),
-    "vllm_xargs": NO_PLUG_INS,
-    "watermarking": Refused("watermarks are not supported yet"),
-    "xtc_probability": Refused(_ANOTHER_SAMPLER),
-}
-
-_CHAT = {
-    "audio": Refused("audio output is not supported yet"),
-    "function_call": Refused("this older form of `tool_choice` is not supported yet", ("none", "auto")),
-    "functions": Refused("this older form of `tools` is not supported yet"),
-    "moderation": Refused("moderation is not supported yet"),
-    "modalities": Refused("output other than text is not supported yet", (["text"],)),
-    "verbosity": NO_VERBOSITY,
-    "web_search_options": Refused("searching the web is not supported yet"),
-}
-
-_COMPLETION = {
-    "prompt_embeds": Refused("a prompt of embeddings is not supported yet"),
-    "suffix": Refused("inserting text before a suffix is not supported yet"),
-}
-
-# Values of other routes' fields that change nothing here, besides those of `Refused`.
-_HARMLESS_ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "tool_choice": ("none", "auto"),
-    "truncation_side": ("left", "right"),
-}
-# Fields of some routes, and what others have in their place.
-_COUNTERPARTS = {
-    "input": ("messages", "prompt"),
-    "instructions": ("messages", "prompt"),
-    "max_completion_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
-    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
-    "max_tokens": ("max_output_tokens",),
-    "messages": ("messages", "input", "prompt"),
-    "prompt": ("messages", "input"),
-    "previous_response_id": ("messages", "prompt"),
-    "response_format": ("text", "output_config"),
-    "stop": ("stop_sequences",),
-    "stop_sequences": ("stop",),
-    "system": ("messages", "instructions", "prompt"),
-}
+_WHY_GENERATING, _WHY_ANYWHERE, _WHY_TUNES = map(_by_name, (_GENERATING, _ANYWHERE, _TUNES))
+_OF_OTHER_ROUTES = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *SYNONYMS}
 
 
-def of_other_routes(kind: type[msgspec.Struct], *, but: Collection[str] = ()) -> dict[str, Refused]:
-    """The fields that chats or completions serve or refuse and `kind` does not declare, except `but`. The answer
-    without them would be another than was asked for."""
-    declared = kind.__struct_fields__
-    others = [*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *_COUNTERPARTS]
-    refused = {name: _of_another_route(name, declared) for name in others} | GENERATION | _CHAT | _COMPLETION
-    return {name: why for name, why in refused.items() if name not in declared and name not in but}
+def served_name(kind: type[msgspec.Struct], name: str) -> str | None:
+    """The declared field that `name` is another name of."""
+    return next((other for other in SYNONYMS.get(name, ()) if other in kind.__struct_fields__), None)
 
 
-def _of_another_route(name: str, declared: Collection[str]) -> Refused:
-    own = next((own for own in _COUNTERPARTS.get(name, ()) if own in declared), None)
-    why = "this field of other routes is not supported yet here" if own is None else f"this route has `{own}` for it"
-    return Refused(why, _HARMLESS_ELSEWHERE.get(name, ()))
+def is_ignored(path: str, name: str) -> bool:
+    """Whether the field has no effect on any answer. `path` is that of the object: empty, or with a dot at its end."""
+    return _PLACE.sub("", path) + name in _IGNORED or (path != "" and name in _IGNORED_INSIDE)
 
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("client_metadata", "safety_identifier", "service_tier", "store", "user"),
-        "guided_decoding_backend",  # there is only one
-        *("cache_prompt", "id_slot", "session_id"),  # where K/V is kept
-        *("sse_ping_interval", "stream_interval", "timings_per_token"),  # how an answer is cut into events
-        "spaces_between_special_tokens",  # byte-level tokens include their spaces
-    }
-)
-
-_STREAM_OPTIONS = FieldTable(kind=StreamOptions, without_effect=frozenset({"include_obfuscation"}))
-# a part that is not text is refused because of its `type`
-_CONTENT_PART = FieldTable(
-    kind=ContentPart,
-    without_effect=frozenset({"annotations", "cache_control", "file", "image_url", "input_audio"}),
-)
-_FUNCTION_CALL = FieldTable(kind=FunctionCall)
-_TOOL_CALL = FieldTable(kind=ToolCall, without_effect=frozenset({"index"}), inner={"function": _FUNCTION_CALL})
-_MESSAGE = FieldTable(
-    kind=Message,
-    refused={
-        "audio": Refused("audio is not supported yet"),
-    },
-    without_effect=frozenset({"annotations"}),
-    inner={"content": _CONTENT_PART, "function_call": _FUNCTION_CALL, "tool_calls": _TOOL_CALL},
-)
-
-_JSON_SCHEMA = FieldTable(kind=JsonSchemaFormat)
-_RESPONSE_FORMAT = FieldTable(kind=ResponseFormat, inner={"json_schema": _JSON_SCHEMA})
-TOOL_WITHOUT_EFFECT = frozenset({"cache_control"})
-_TOOL = FieldTable(
-    kind=ToolSpec,
-    without_effect=TOOL_WITHOUT_EFFECT,
-    inner={"function": FieldTable(kind=FunctionSpec, without_effect=TOOL_WITHOUT_EFFECT)},
-)
-
-CHAT_FIELDS = FieldTable(
-    kind=ChatRequest,
-    refused=of_other_routes(ChatRequest, but=_WITHOUT_EFFECT),
-    without_effect=_WITHOUT_EFFECT,
-    inner={
-        "messages": _MESSAGE,
-        "response_format": _RESPONSE_FORMAT,
-        "stream_options": _STREAM_OPTIONS,
-        "tools": _TOOL,
-    },
-)
-BATCH_CHAT_FIELDS = replace(CHAT_FIELDS, kind=BatchChatRequest)
-COMPLETION_FIELDS = FieldTable(
-    kind=CompletionRequest,
-    refused=of_other_routes(CompletionRequest, but=_WITHOUT_EFFECT),
-    without_effect=_WITHOUT_EFFECT,
-    inner={"response_format": _RESPONSE_FORMAT, "stream_options": _STREAM_OPTIONS},
-)
-_EMBEDDING = {
-    "chat_template": _NO_EMBEDDED_CHATS,
-    "embed_dtype": Refused("numbers of another type are not supported yet", ("float32",)),
-    "endianness": Refused("another order of bytes is not supported yet", ("little", "native")),
-    "input_type": _NO_PROMPTS_OF_INPUTS,
-    "instruction": _NO_PROMPTS_OF_INPUTS,
-    "messages": _NO_EMBEDDED_CHATS,
-    "mm_processor_kwargs": NO_OTHER_INPUT,
-    "padding": Refused("padding of inputs is not supported yet", ("do_not_pad",)),
-    "pooling_type": Refused("the pooling is chosen at the server's start: --pooling-type"),
-    "prompt_name": _NO_PROMPTS_OF_INPUTS,
-    "softmax": Refused("scores of classes are not supported: the model has none", (True,)),
-}
-_WITHOUT_EFFECT_ON_VECTORS = frozenset({"user", "request_id"})
-EMBEDDING_FIELDS = FieldTable(
-    kind=EmbeddingRequest,
-    refused=_EMBEDDING
-    | {"prompt": Refused("this route has `input` for it"), "task": Refused("there is one task", ("embed", "encode"))},
-    without_effect=_WITHOUT_EFFECT_ON_VECTORS,
-)
-SCORE_FIELDS = FieldTable(kind=ScoreRequest, refused=_EMBEDDING, without_effect=_WITHOUT_EFFECT_ON_VECTORS)
-RERANK_FIELDS = FieldTable(
-    kind=RerankRequest,
-    refused=_EMBEDDING | {"max_chunks_per_doc": Refused("documents are not cut into chunks", (1,))},
-    without_effect=_WITHOUT_EFFECT_ON_VECTORS,
-    inner={"documents": FieldTable(kind=Document)},
-)
-TOKENIZE_FIELDS = FieldTable(
-    kind=TokenizeRequest,
-    refused={
-        "content": Refused("this route has `prompt` for it"),
-        "media_io_kwargs": NO_OTHER_INPUT,
-        "mm_processor_kwargs": NO_OTHER_INPUT,
-        "tool_choice": Refused(
-            "a choice among the tools is not supported yet here: leave out what is not to count", ("auto",)
-        ),
-        "truncate_prompt_tokens": Refused("cutting the prompt is not supported yet here"),
-    },
-    inner={"messages": _MESSAGE, "tools": _TOOL},
-)
-DETOKENIZE_FIELDS = FieldTable(
-    kind=DetokenizeRequest,
-    refused={"skip_special_tokens": Refused("special tokens are always shown here")},
-)
+def refusal(kind: type[msgspec.Struct], path: str, name: str) -> Refusal | None:
+    """Why an object of the type `kind` may not have the field, which it does not declare. None: it is unknown."""
+    full = _PLACE.sub("", path) + name
+    generates = issubclass(kind, Generates)
+    names = (full, name) if generates or not path else (full,)
+    harmless = next((HARMLESS[each] for each in names if each in HARMLESS), ())
+    why = next((_WHY_TUNES[each] for each in names if each in _WHY_TUNES), None)
+    if why is not None and (generates or path):
+        return Refusal(why, harmless, tunes=True)
+    counterparts = () if path else _COUNTERPARTS.get(name, "").split()
+    why = next((f"this route has `{own}` for it" for own in counterparts if own in kind.__struct_fields__), None)
+    tables = (_WHY_GENERATING, _WHY_ANYWHERE) if generates or path else (_WHY_ANYWHERE,)
+    why = why or next((table[each] for table in tables for each in names if each in table), None)
+    if why is None and generates and (name in _OF_OTHER_ROUTES or name in _COUNTERPARTS):
+        why = "this field of other routes is not supported yet here"
+    return None if why is None else Refusal(why, harmless)

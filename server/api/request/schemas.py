@@ -1,11 +1,13 @@
 """The request bodies as typed structs. Decoding errors name the field at fault.
 
-Only supported fields are declared. `server.api.request.fields` has the others.
+Only supported fields are declared. `server.api.request.fields` has the others. The class variable `raw_types` has the
+types of fields that are kept as they came, or declared as any value.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -25,6 +27,10 @@ Prompts = str | Annotated[list[str | int | Annotated[list[int], TOKENS]], TOKENS
 
 class Declared(msgspec.Struct, forbid_unknown_fields=True):
     """Decoding says where a field is that the type does not declare."""
+
+
+class Generates(Declared):
+    """The body of a route that generates, or the parameters in it: the table of fields is stricter with these."""
 
 
 class StreamOptions(Declared):
@@ -62,6 +68,8 @@ class JsonSchemaFormat(Declared):
 class ResponseFormat(Declared):
     """The fields of `response_format`, of all its types. `server.api.request.grammars` reads them."""
 
+    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"json_schema": JsonSchemaFormat}
+
     type: Any = None
     json_schema: Any = None
     schema: Any = None
@@ -70,7 +78,7 @@ class ResponseFormat(Declared):
     triggers: Any = None
 
 
-class SamplingParameters(Declared, kw_only=True):
+class SamplingParameters(Generates, kw_only=True):
     """What steers the draw of tokens. None: not given."""
 
     temperature: float | None = None
@@ -109,6 +117,8 @@ class CommonFields(SamplingParameters, kw_only=True):
 
 class SamplingFields(CommonFields, kw_only=True):
     """What chat and completions share."""
+
+    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"response_format": ResponseFormat}  # of Raw fields
 
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
     n: int | None = None
@@ -171,6 +181,8 @@ class Message(Declared):
 class ChatFields(SamplingFields, kw_only=True):
     """What chats share, besides their messages."""
 
+    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"response_format": ResponseFormat, "tools": ToolSpec}
+
     max_completion_tokens: int | None = None
     echo: bool | None = None
     logprobs: bool | None = False
@@ -224,6 +236,7 @@ class EmbedFields(Declared, kw_only=True):
     cache_salt: str | None = None
     normalize: bool | None = None
     use_activation: bool | None = None  # vLLM's newer name of `normalize`
+    request_id: str | None = None  # without effect
 
 
 class EmbeddingRequest(EmbedFields, kw_only=True):
@@ -261,6 +274,8 @@ class RerankRequest(EmbedFields, kw_only=True):
 class TokenizeRequest(Declared, kw_only=True):
     """The body of `/tokenize`: a text or a conversation."""
 
+    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"tools": ToolSpec}
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], ITEMS] | None = None
@@ -279,3 +294,4 @@ class DetokenizeRequest(Declared, kw_only=True):
 
     model: str | None = None
     tokens: Annotated[list[int], TOKENS]
+    skip_special_tokens: bool | None = None  # None: they are shown

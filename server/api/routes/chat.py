@@ -9,7 +9,6 @@ from starlette.responses import Response
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.chat_writer import BatchChatWriter, ChatWriter
 from server.api.request.chat import start_chat, start_chats
-from server.api.request.fields import BATCH_CHAT_FIELDS, CHAT_FIELDS
 from server.api.request.sampling import check_num_choices
 from server.api.request.schemas import BatchChatRequest, ChatRequest
 from server.api.route import EVENTS, JSON
@@ -24,7 +23,7 @@ class Chat:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    @route("POST /v1/chat/completions", CHAT_FIELDS, generates=True, media_types=(JSON, EVENTS))
+    @route("POST /v1/chat/completions", ChatRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: ChatRequest) -> Response:
         """Answers a conversation."""
         state = self._state
@@ -32,7 +31,7 @@ class Chat:
         writer = ChatWriter(generation, plan.generation.head, state.tokenizer, plan.options)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
-    @route("POST /v1/chat/completions/batch", BATCH_CHAT_FIELDS, generates=True)
+    @route("POST /v1/chat/completions/batch", BatchChatRequest, generates=True)
     async def batch(self, request: Request, body: BatchChatRequest) -> Response:
         """Answers several conversations, with a choice for each."""
         state = self._state

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.api.answers.writer import AnswerHead
-from server.api.request.fields import COMPLETION_FIELDS
 from server.api.request.grammars import asked_constraint, compiled
 from server.api.request.limits import (
     Truncation,
@@ -49,7 +48,7 @@ class Completions:
         self._state = state
         self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
-    @route("POST /v1/completions", COMPLETION_FIELDS, generates=True, media_types=(JSON, EVENTS))
+    @route("POST /v1/completions", CompletionRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: CompletionRequest) -> Response:
         """Continues a text."""
         state = self._state

@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
 from server.api.answers.answer import LongJson, Sent, while_connected
-from server.api.request.fields import EMBEDDING_FIELDS, RERANK_FIELDS, SCORE_FIELDS
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
 from server.api.request.plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.sampling import check_ids, check_priority
@@ -56,12 +55,12 @@ class EmbeddingRoutes:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    @route("POST /v1/embeddings", EMBEDDING_FIELDS, generates=True)
+    @route("POST /v1/embeddings", EmbeddingRequest, generates=True)
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
         """Turns texts into vectors (--enable-embeddings)."""
         return await self._vectors(request, body, kind="embedding", field="embedding")
 
-    @route("POST /pooling", EMBEDDING_FIELDS, generates=True)
+    @route("POST /pooling", EmbeddingRequest, generates=True)
     async def pooling(self, request: Request, body: EmbeddingRequest) -> Response:
         """As /v1/embeddings, in vLLM's form (--enable-embeddings)."""
         return await self._vectors(request, body, kind="pooling", field="data")
@@ -79,8 +78,8 @@ class EmbeddingRoutes:
 
         return self._answer(started, lambda vectors: {"object": "list", "data": data(vectors)})
 
-    @route("POST /score", SCORE_FIELDS, generates=True)
-    @route("POST /v1/score", SCORE_FIELDS, generates=True)
+    @route("POST /score", ScoreRequest, generates=True)
+    @route("POST /v1/score", ScoreRequest, generates=True)
     async def score(self, request: Request, body: ScoreRequest) -> Response:
         """How similar texts are (--enable-embeddings)."""
         first = body.text_1 if body.queries is None else body.queries
@@ -100,9 +99,9 @@ class EmbeddingRoutes:
 
         return self._answer(started, scores)
 
-    @route("POST /rerank", RERANK_FIELDS, generates=True)
-    @route("POST /v1/rerank", RERANK_FIELDS, generates=True)
-    @route("POST /v2/rerank", RERANK_FIELDS, generates=True)
+    @route("POST /rerank", RerankRequest, generates=True)
+    @route("POST /v1/rerank", RerankRequest, generates=True)
+    @route("POST /v2/rerank", RerankRequest, generates=True)
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Ranks documents by a query (--enable-embeddings)."""
         texts = [document.text if isinstance(document, Document) else document for document in body.documents]

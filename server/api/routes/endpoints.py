@@ -21,14 +21,13 @@ from starlette.responses import Response
 
 from server.api.answers.forwarded import forwarded
 from server.api.request.body import BodyReader
-from server.api.request.fields import FieldTable
 from server.api.route import ApiRoute, Endpoint
 from server.api.state import ServerState
 
 
 def route[F: Callable[..., Any]](
     target: str,
-    fields: FieldTable | type[msgspec.Struct] | None = None,
+    fields: type[msgspec.Struct] | None = None,
     *,
     with_bytes: bool = False,
     is_kept: bool = False,
@@ -38,13 +37,12 @@ def route[F: Callable[..., Any]](
 
     Args:
         target: the method and the path.
-        fields: of the body, which the endpoint gets. None: there is no body, or the endpoint reads it.
+        fields: the type of the body, which the endpoint gets. None: there is no body, or the endpoint reads it.
         with_bytes: the endpoint gets the body as it came, too.
         is_kept: the path has the `id` of what one HTTP process keeps. Another process sends the request on to that one.
         options: further fields of the `ApiRoute`.
     """
     method, path = target.split()
-    table = FieldTable(kind=fields) if isinstance(fields, type) else fields
 
     def declare(function: F) -> F:
         declared: Any = function
@@ -53,11 +51,11 @@ def route[F: Callable[..., Any]](
             own: dict[str, Any] = {"summary": (function.__doc__ or "").partition("\n")[0]}
             own |= getattr(owner, "route_options", {})
             endpoint: Endpoint = declared.__get__(owner)
-            if table is not None:
-                own["body"] = table.kind
-            if table is not None or is_kept:
+            if fields is not None:
+                own["body"] = fields
+            if fields is not None or is_kept:
                 check = getattr(owner, "check_served", lambda: None)
-                endpoint = _after_reading(endpoint, state, table, check, with_bytes=with_bytes, is_kept=is_kept)
+                endpoint = _after_reading(endpoint, state, fields, check, with_bytes=with_bytes, is_kept=is_kept)
             return ApiRoute(path=path, method=method, endpoint=endpoint, **own | options)
 
         declared.__dict__.setdefault("routes", []).insert(0, made)
@@ -75,13 +73,13 @@ def routes_of(owner: object, state: ServerState) -> list[ApiRoute]:
 def _after_reading(
     endpoint: Callable[..., Any],
     state: ServerState,
-    table: FieldTable | None,
+    fields: type[msgspec.Struct] | None,
     check: Callable[[], None],
     *,
     with_bytes: bool,
     is_kept: bool,
 ) -> Endpoint:
-    reader = None if table is None else BodyReader(table.kind, table, strict=state.settings.strict_fields)
+    reader = None if fields is None else BodyReader(fields, strict=state.settings.strict_fields)
 
     async def read_and_answer(request: Request) -> Response:
         read: tuple[Any, ...] = ()

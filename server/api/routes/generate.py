@@ -18,9 +18,8 @@ from server.api.answers.answer import GenerationAnswer
 from server.api.answers.choices_writer import ChoicesWriter, Fields
 from server.api.answers.logprobs import finite, prompt_logprobs
 from server.api.answers.writer import AnswerHead
-from server.api.request.fields import NO_OTHER_INPUT, NO_PLUG_INS, FieldTable, Refused, of_other_routes
 from server.api.request.sampling import check_ids
-from server.api.request.schemas import TOKENS, CompletionRequest, Declared, SamplingParameters, StreamOptions
+from server.api.request.schemas import TOKENS, CompletionRequest, Generates, SamplingParameters, StreamOptions
 from server.api.route import EVENTS, JSON
 from server.api.routes.completions import Completions
 from server.api.routes.endpoints import route
@@ -46,7 +45,7 @@ class GenerateParams(SamplingParameters, kw_only=True):
     sampled_logprobs: bool | None = None  # beyond vLLM's
 
 
-class GenerateRequest(Declared, kw_only=True):
+class GenerateRequest(Generates, kw_only=True):
     """The body of a request from token ids to token ids."""
 
     token_ids: Annotated[list[int], TOKENS]
@@ -59,39 +58,7 @@ class GenerateRequest(Declared, kw_only=True):
     priority: int | None = None
     timeout_s: float | None = None
     return_token_ids: bool | None = None  # those of the prompt
-
-
-_OF_TEXTS = frozenset(
-    {"detokenize", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
-)
-GENERATE_FIELDS = FieldTable(
-    kind=GenerateRequest,
-    refused=of_other_routes(GenerateRequest, but={"store", "user", "metadata", "return_weight_versions"})
-    | {
-        name: Refused(f"`sampling_params` has `{name}`")
-        for name in GenerateParams.__struct_fields__
-        if name not in GenerateRequest.__struct_fields__
-    }
-    | {
-        "content_parts": NO_OTHER_INPUT,
-        "features": NO_OTHER_INPUT,
-        "output_mode": Refused("texts are in /v1/completions, with token ids by `return_token_ids`", ("tokens",)),
-        "reasoning_ended": Refused("a grammar begins with the first token", (True,)),
-    },
-    without_effect=frozenset({"token_offsets", "store", "user", "metadata", "session_id", "return_weight_versions"}),
-    inner={
-        "sampling_params": FieldTable(
-            kind=GenerateParams,
-            refused=of_other_routes(GenerateParams, but=_OF_TEXTS)
-            | {
-                "extra_args": NO_PLUG_INS,
-                "structured_outputs_config": Refused("it is the server's"),
-                "skip_reading_prefix_cache": Refused("there is `cache_salt` for it"),
-            },
-            without_effect=_OF_TEXTS | {"output_kind", "flat_logprobs", "skip_clone"},
-        )
-    },
-)
+    return_weight_versions: bool | None = None  # without effect: each choice has them
 
 
 class Generate:
@@ -101,7 +68,7 @@ class Generate:
         self._state = state
         self._completions = Completions(state)
 
-    @route("POST /inference/v1/generate", GENERATE_FIELDS, generates=True, media_types=(JSON, EVENTS))
+    @route("POST /inference/v1/generate", GenerateRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: GenerateRequest) -> Response:
         """Continues token ids with token ids."""
         state, ids, params = self._state, body.token_ids, body.sampling_params

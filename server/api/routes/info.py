@@ -13,7 +13,6 @@ from starlette.responses import Response
 from server.api.answers.answer import LongJson, json_response
 from server.api.metrics import CONTENT_TYPE
 from server.api.request.conversation import Conversation, encode_conversation
-from server.api.request.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from server.api.request.limits import check_text_length
 from server.api.request.sampling import check_ids
 from server.api.request.schemas import DetokenizeRequest, TokenizeRequest
@@ -122,7 +121,7 @@ class Info:
         names: dict[str, Adapter | None] = dict.fromkeys(self._state.settings.model_names)
         return names | {name: own for name, own in self._state.client.adapters.items() if name not in names}
 
-    @route("POST /tokenize", TOKENIZE_FIELDS)
+    @route("POST /tokenize", TokenizeRequest)
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """The token ids of a text, or of a chat."""
         state = self._state
@@ -164,17 +163,17 @@ class Info:
         }
         return LongJson(self._state.turns, json_pieces(answer))
 
-    @route("POST /detokenize", DETOKENIZE_FIELDS)
+    @route("POST /detokenize", DetokenizeRequest)
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         state = self._state
         await state.find_model(body.model)
-        text = await state.threads.in_thread(len(body.tokens), self._decode, body.tokens)
+        text = await state.threads.in_thread(len(body.tokens), self._decode, body)
         return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
 
-    def _decode(self, ids: list[int]) -> str:
-        check_ids("tokens", ids, self._state.client.info.vocab_size)
-        return decode_text(self._state.tokenizer, ids, skip_special_tokens=False)
+    def _decode(self, body: DetokenizeRequest) -> str:
+        check_ids("tokens", body.tokens, self._state.client.info.vocab_size)
+        return decode_text(self._state.tokenizer, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
 
     def _anthropic_model(self, name: str) -> dict[str, Any]:
         created = datetime.fromtimestamp(self._state.created, UTC).isoformat().replace("+00:00", "Z")

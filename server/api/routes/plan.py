@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from model.inputs.schema import integer, number_above
 from server.api.answers.answer import STREAM_HEADERS, Sent, json_response, while_connected
 from server.api.request.body import BodyReader
-from server.api.request.fields import FieldTable
 from server.api.route import ApiRoute
 from server.api.state import ServerState
 from server.http.encoding import DONE, encode_json, event
@@ -124,7 +123,7 @@ class Plan:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = BodyReader(PlanRequest, FieldTable(kind=PlanRequest), strict=True)
+        self._reader = BodyReader(PlanRequest, strict=True)
         self._kept: PlannerProcess | None = None
         self._turn = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None

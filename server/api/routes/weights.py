@@ -17,7 +17,6 @@ from starlette.responses import Response
 from server.api.answers.answer import json_response
 from server.api.peers import Standing, change_weights, standing_of
 from server.api.request.body import BodyReader
-from server.api.request.fields import FieldTable, Refused
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
 from server.api.routes.endpoints import route
@@ -90,36 +89,6 @@ class FinishRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     weight_version: str | None = None  # their name; None: the number of updates since the start
 
 
-_NO_GROUP = Refused('collectives of NCCL are not supported: weights come by "shared_memory" or "path"')
-_INIT = FieldTable(
-    kind=InitRequest,
-    inner={
-        "init_info": FieldTable(
-            kind=InitInfo,
-            refused=dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), _NO_GROUP),
-        )
-    },
-)
-_NO_HANDLES = Refused("handles of CUDA's memory are not supported: there is `shared_memory`")
-_NO_NETWORK = Refused("arrays come in shared memory of this machine; from another one, weights come by `path`")
-_NOT_PACKED = Refused("the arrays lie one after the other, each aligned to 64 bytes: there is no other form")
-_UPDATE = FieldTable(
-    kind=UpdateRequest,
-    inner={
-        "update_info": FieldTable(
-            kind=UpdateInfo,
-            refused={
-                "ipc_handles": _NO_HANDLES,
-                "ipc_handles_pickled": _NO_HANDLES,
-                "packed": _NOT_PACKED,
-                "transfer": _NO_NETWORK,
-            },
-            without_effect=frozenset({"is_checkpoint_format"}),
-        )
-    },
-)
-
-
 class Weights:
     """Answers the routes that change weights, and those that tell about them."""
 
@@ -127,8 +96,7 @@ class Weights:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        table = FieldTable(kind=FinishRequest)
-        self._finish = BodyReader(FinishRequest, table, strict=state.settings.strict_fields)
+        self._finish = BodyReader(FinishRequest, strict=state.settings.strict_fields)
 
     @route("POST /admin/reload", ReloadRequest)
     async def reload(self, request: Request, body: ReloadRequest) -> Response:
@@ -192,7 +160,7 @@ class Weights:
         """Whether the engine is paused."""
         return json_response({"is_paused": (await self._standing()).is_paused})
 
-    @route("POST /init_weight_transfer_engine", _INIT)
+    @route("POST /init_weight_transfer_engine", InitRequest)
     async def init(self, request: Request, body: InitRequest) -> Response:
         """Checks that weights can come as the trainer will send them.
 
@@ -212,7 +180,7 @@ class Weights:
         await self._take(UpdateStep.BEGIN)
         return json_response({"message": "An update of the weights has begun."})
 
-    @route("POST /update_weights", _UPDATE)
+    @route("POST /update_weights", UpdateRequest)
     async def update(self, request: Request, body: UpdateRequest) -> Response:
         """Brings weights, all of them or some.
 

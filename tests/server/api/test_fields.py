@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.request import fields as tables
+from server.api.request import fields as table
 from server.api.request.body import MAX_NAMES, BodyReader
-from server.api.request.fields import CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, FieldTable
-from server.api.request.schemas import ChatRequest
-from server.api.routes.messages.schemas import MESSAGES_FIELDS
-from server.api.routes.responses.schemas import RESPONSES_FIELDS
+from server.api.request.fields import HARMLESS, SYNONYMS, is_ignored, refusal, served_name
+from server.api.request.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from server.api.routes.messages.schemas import MessagesRequest
+from server.api.routes.responses.schemas import ResponsesRequest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.openai_schemas import SCHEMAS
 from tests.server.support.running import ECHO, running_server, server_of
@@ -31,32 +31,44 @@ BASE = {
     "/v1/messages": {"messages": HELLO, "max_tokens": 1},
     "/tokenize": {"messages": HELLO},
 }
-ALL_TABLES = [table for table in vars(tables).values() if isinstance(table, FieldTable)]
-ALL_TABLES += [RESPONSES_FIELDS, MESSAGES_FIELDS]
-TABLES = {
-    CHAT: CHAT_FIELDS,
-    COMPLETIONS: COMPLETION_FIELDS,
-    "/v1/responses": RESPONSES_FIELDS,
-    "/v1/messages": MESSAGES_FIELDS,
-    "/tokenize": TOKENIZE_FIELDS,
+KINDS = {
+    CHAT: ChatRequest,
+    COMPLETIONS: CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/tokenize": TokenizeRequest,
 }
 NOT_HARMLESS = {"a": "value that is none of the harmless ones"}
-
-
-GENERATING = [path for path in TABLES if path != "/tokenize"]
+GENERATING = [path for path in KINDS if path != "/tokenize"]
+IN_TABLE = {
+    name
+    for name in (*table._WHY_GENERATING, *table._WHY_ANYWHERE, *table._WHY_TUNES, *table._COUNTERPARTS, *SYNONYMS)
+    if "." not in name
+}
 # Their names say what only their routes do, and no client sends them elsewhere.
-OF_ONE_ROUTE = {
-    *(
-        "background",
-        "context_management",
-        "conversation",
-        "enable_response_messages",
-        "include",
-        "metadata",
-        "moderation",
-    ),
-    *("output_config", "previous_input_messages", "store", "text", "truncation"),
-    *("container", "mcp_servers", "output_format"),
+OF_ONE_ROUTE = {"include", "truncation"}
+# Fields of other servers, by their documentation, that change an answer.
+FOREIGN = {
+    "vLLM": "best_of use_beam_search length_penalty logits_processors prompt_embeds suffix vllm_xargs",
+    "SGLang": """stop_regex lora_path lora_id custom_logit_processor custom_params return_hidden_states session_params
+        return_routed_experts bootstrap_host logprob_start_len top_logprobs_num token_ids_logprob return_logprob
+        input_ids input_embeds image_data""",
+    "TGI": """adapter_id inputs parameters details decoder_input_details top_n_tokens watermark guideline typical_p
+        return_full_text""",
+    "llama.cpp": """dynatemp_range xtc_probability dry_multiplier mirostat samplers n_keep n_indent t_max_predict_ms
+        lora min_keep n_probs response_fields post_sampling_probs input_prefix input_suffix input_extra top_n_sigma""",
+    "Ollama": "format options raw template images context system num_ctx mirostat tfs_z",
+    "LMDeploy": "adapter_name repetition_ngram_size return_logits return_ppl bad_stop_words migration_request",
+    "TensorRT-LLM": """beam_width beam_search_diversity_rate end_id top_p_min top_p_decay lora_request embedding_bias
+        disaggregated_params return_context_logits return_generation_logits prompt_ignore_length guided_decoding""",
+    "transformers": """max_length min_length max_time num_beams num_beam_groups diversity_penalty penalty_alpha top_h
+        epsilon_cutoff eta_cutoff encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+        bad_words_ids force_words_ids constraints forced_bos_token_id forced_eos_token_id suppress_tokens
+        exponential_decay_length_penalty begin_suppress_tokens sequence_bias token_healing guidance_scale
+        negative_prompt_ids output_scores output_logits output_hidden_states output_attentions eos_token_id
+        stopping_criteria watermarking_config early_stopping dola_layers generation_config""",
+    "OpenAI": "audio modalities functions function_call web_search_options moderation",
+    "Anthropic": "container mcp_servers",
 }
 
 
@@ -67,52 +79,134 @@ def post(server, path=CHAT, **fields):
     return server.post(path, BASE[path] | fields)
 
 
-@pytest.mark.parametrize("path", TABLES)
+def undeclared(path):
+    return sorted(IN_TABLE - set(KINDS[path].__struct_fields__))
+
+
+def refusals(path, *, tune):
+    found = {
+        name: refusal(KINDS[path], "", name) for name in undeclared(path) if served_name(KINDS[path], name) is None
+    }
+    return {name: refused for name, refused in found.items() if refused is not None and refused.tunes == tune}
+
+
+@pytest.mark.parametrize("path", KINDS)
 def test_a_field_that_would_change_the_answer_is_refused_by_name(path):
-    names = [name for name, refused in TABLES[path].refused.items() if not refused.tunes]
+    names = list(refusals(path, tune=False))
+    assert len(names) > 20
     responses = post_all(state_of(StubClient(DONE)), path, [BASE[path] | {name: NOT_HARMLESS} for name in names])
     for name, response in zip(names, responses, strict=True):
-        assert response.status_code == 400
+        assert response.status_code == 400, name
         error = response.json()["error"]
         if path != "/v1/messages":  # Anthropic's errors do not have them
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
         assert error["message"].startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("path", TABLES)
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("server", FOREIGN)
+def test_no_field_of_another_server_is_dropped(path, server):
+    names = [name for name in FOREIGN[server].split() if name not in KINDS[path].__struct_fields__]
+    responses = post_all(state_of(StubClient(DONE)), path, [BASE[path] | {name: 7} for name in names])
+    answered = {name for name, answer in zip(names, responses, strict=True) if answer.status_code == 200}
+    assert answered == set()
+
+
+@pytest.mark.parametrize("path", KINDS)
 def test_it_is_accepted_with_a_value_that_changes_nothing(path):
-    refused = TABLES[path].refused
-    fields = [{name: value} for name in refused for value in (None, False, *refused[name].harmless)]
+    refused = refusals(path, tune=False)
+    fields = [
+        {name: value}
+        for name, why in refused.items()
+        for value in (None, *([] if True in why.harmless else [False]), *why.harmless)
+    ]
     responses = post_all(state_of(StubClient(DONE)), path, [BASE[path] | field for field in fields])
     assert [field for field, answer in zip(fields, responses, strict=True) if answer.status_code != 200] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(CHAT, "do_sample"), (CHAT, "separate_reasoning"), ("/v1/messages", "skip_special_tokens")]
+    + [("/v1/messages", "parallel_tool_calls")],
+)
+def test_false_changes_the_answer_where_true_is_the_rule(path, name):
+    answers = post_all(state_of(StubClient(DONE)), path, [BASE[path] | {name: value} for value in (True, False)])
+    assert [answer.status_code for answer in answers] == [200, 400]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
 def test_what_one_route_serves_another_does_not_ignore(path):
     """Each field of a route that generates is served by the others, or refused, or has no effect anywhere."""
-    fields = {
-        name for other in GENERATING for name in TABLES[other].kind.__struct_fields__ + tuple(TABLES[other].refused)
-    }
-    table = TABLES[path]
-    known = {*table.kind.__struct_fields__, *table.refused, *table.without_effect, *OF_ONE_ROUTE}
-    assert len(fields) > 100
-    assert fields - known == set()
+    fields = {name for other in GENERATING for name in KINDS[other].__struct_fields__} | IN_TABLE
+    kind = KINDS[path]
+    known = {*kind.__struct_fields__, *OF_ONE_ROUTE}
+    unknown = {name for name in fields - known if not is_ignored("", name) and served_name(kind, name) is None}
+    assert len(fields) > 200
+    assert {name for name in unknown if refusal(kind, "", name) is None} == set()
 
 
-@pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: table.kind.__name__)
-def test_a_field_is_of_one_kind_only(table):
-    declared = set(table.kind.__struct_fields__)
-    assert not declared & (table.refused.keys() | table.without_effect)
-    assert not table.refused.keys() & table.without_effect
-    assert table.inner.keys() <= declared
+def test_a_field_is_in_one_part_of_the_table():
+    parts = [set(part) for part in (table._WHY_GENERATING, table._WHY_ANYWHERE, table._WHY_TUNES, table._IGNORED)]
+    assert sum(map(len, parts)) == len(set.union(*parts))
+    assert not SYNONYMS.keys() & table._IGNORED
+    assert {name for name in HARMLESS if "." not in name} <= IN_TABLE | table._OF_OTHER_ROUTES
+
+
+SAME = {  # as OpenAI's and vLLM's names of the fields say it
+    "max_new_tokens": ("max_tokens", 2),
+    "num_predict": ("max_tokens", 2),
+    "n_predict": ("max_tokens", 2),
+    "min_new_tokens": ("min_tokens", 3),
+    "random_seed": ("seed", 7),
+    "sampling_seed": ("seed", 7),
+    "n_cmpl": ("n", 2),
+    "num_return_sequences": ("n", 2),
+    "repeat_penalty": ("repetition_penalty", 1.5),
+    "regex": ("guided_regex", "[ab]{3}"),
+    "choice": ("guided_choice", ["yes", "no"]),
+    "ebnf": ("guided_grammar", 'root ::= "yes"'),
+    "grammar": ("guided_grammar", 'start: "yes"'),
+    "schema": ("guided_json", {"const": 5}),
+    "json_schema": ("guided_json", {"const": 5}),
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_another_name_of_a_field_is_served(path):
+    client = StubClient(DONE)
+    state = state_of(client)
+    base = {name: value for name, value in BASE[path].items() if name != "max_tokens"} | {"seed": 5}
+
+    def submitted(own, **fields):
+        before = len(client.submitted)
+        body = {name: value for name, value in base.items() if name != own} | fields
+        assert call(state, "POST", path, json=body).status_code == 200, fields
+        return [request.sampling for request in client.submitted[before:]]
+
+    plain = submitted(None)
+    for name, (own, value) in SAME.items():
+        assert submitted(own, **{name: value}) == submitted(own, **{own: value}) != plain, name
+
+
+def test_other_names_of_stop_strings_are_served(echo):
+    for name in ("stop", "stop_sequences", "stop_strings", "stop_words"):
+        choice = post(echo, max_tokens=9, **{name: ["er"]}).json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("us", "stop"), name
+
+
+def test_a_field_with_two_values_is_refused():
+    answer = call(state_of(StubClient(DONE)), "POST", CHAT, json=BASE[CHAT] | {"max_new_tokens": 2})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_new_tokens")
+    for fields in ({"max_new_tokens": 1}, {"max_new_tokens": None}, {"max_tokens": None, "max_new_tokens": 3}):
+        assert call(state_of(StubClient(DONE)), "POST", CHAT, json=BASE[CHAT] | fields).status_code == 200
 
 
 @pytest.mark.skipif(not SCHEMAS.is_file(), reason="OpenAI's schemas are not in ../shared/data: no field is compared")
 @pytest.mark.parametrize(
-    ("table", "name"),
-    [(CHAT_FIELDS, "CreateChatCompletionRequest"), (COMPLETION_FIELDS, "CreateCompletionRequest")],
+    ("kind", "name"),
+    [(ChatRequest, "CreateChatCompletionRequest"), (CompletionRequest, "CreateCompletionRequest")],
 )
-def test_every_field_of_the_published_schema_is_known(table, name):
+def test_every_field_of_the_published_schema_is_known(kind, name):
     schemas = json.loads(SCHEMAS.read_text())["components"]["schemas"]
 
     def properties(schema: dict) -> set[str]:
@@ -122,12 +216,13 @@ def test_every_field_of_the_published_schema_is_known(table, name):
 
     published = properties(schemas[name])
     assert len(published) > 15
-    assert published - set(table.kind.__struct_fields__) - table.refused.keys() - table.without_effect == set()
+    others = {name for name in published - set(kind.__struct_fields__) if not is_ignored("", name)}
+    assert {name for name in others if refusal(kind, "", name) is None} == set()
 
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_a_field_that_only_tunes_is_accepted_unless_the_server_is_strict(path):
-    names = [name for name, refused in TABLES[path].refused.items() if refused.tunes]
+    names = list(refusals(path, tune=True))
     assert "reasoning_effort" in names
     fields = [BASE[path] | {name: NOT_HARMLESS} for name in names]
     answers = post_all(state_of(StubClient(DONE)), path, fields)
@@ -265,7 +360,7 @@ def test_the_official_client_sees_the_refusal(echo):
 
 
 def test_names_of_unknown_fields_do_not_fill_the_log(caplog):
-    reader = BodyReader(ChatRequest, CHAT_FIELDS, strict=False)
+    reader = BodyReader(ChatRequest, strict=False)
     for i in range(3 * MAX_NAMES):
         reader._unknown("x" * 10, f"x{i}")
     assert len(caplog.records) == MAX_NAMES
@@ -283,11 +378,11 @@ unknown_fields = st.dictionaries(st.text().map("§{}".format), json_values)
 
 @given(unknown_fields, st.lists(unknown_fields, max_size=3))
 def test_what_is_declared_stays_as_it_was(others, message_others):
-    reader = BodyReader(ChatRequest, CHAT_FIELDS, strict=False)
+    reader = BodyReader(ChatRequest, strict=False)
     messages = [{"role": "user", "content": f"text {i}"} for i in range(len(message_others))]
     fields = {"messages": messages, "seed": 5, "chat_template_kwargs": {"a": [1, {"b": None}]}}
     body = others | fields | {"messages": [more | own for more, own in zip(message_others, messages, strict=True)]}
-    assert json.loads(reader._declared(json.dumps(body).encode(), CHAT_FIELDS, "")) == fields
+    assert json.loads(reader._declared(json.dumps(body).encode(), ChatRequest, "")) == fields
 
 
 @pytest.mark.parametrize(

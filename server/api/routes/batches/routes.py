@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from server.api.answers.answer import LongJson, json_response
-from server.api.request.fields import FieldTable, Refused
 from server.api.request.kept_objects import check_metadata, is_ascending, list_object, page_size
 from server.api.request.schemas import Declared
 from server.api.route import FORM
@@ -68,12 +67,6 @@ class BatchRequest(Declared, kw_only=True):
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
-
-
-BATCH_FIELDS = FieldTable(
-    kind=BatchRequest,
-    refused={"output_expires_after": Refused("files do not expire here: delete them")},
-)
 
 
 class Batches:
@@ -133,7 +126,7 @@ class Batches:
         path = folder.content(fields["id"])
         return FileResponse(path, media_type="application/octet-stream", filename=fields["filename"])
 
-    @route(f"POST {BATCHES}", BATCH_FIELDS)
+    @route(f"POST {BATCHES}", BatchRequest)
     async def create(self, request: Request, body: BatchRequest) -> Response:
         """Answers the requests of a file, after all others (--batch-folder).
 

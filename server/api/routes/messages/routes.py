@@ -12,7 +12,7 @@ from server.api.request.chat import count_tokens, start_chat
 from server.api.request.schemas import ChatRequest
 from server.api.route import EVENTS, JSON
 from server.api.routes.endpoints import route
-from server.api.routes.messages.schemas import COUNT_FIELDS, MESSAGES_FIELDS, CountRequest, MessagesRequest
+from server.api.routes.messages.schemas import CountRequest, MessagesRequest
 from server.api.routes.messages.translation import chat_request
 from server.api.routes.messages.writer import ANTHROPIC_ERRORS, MessagesWriter
 from server.api.state import ServerState
@@ -28,7 +28,7 @@ class Messages:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    @route(f"POST {PATH}", MESSAGES_FIELDS, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
+    @route(f"POST {PATH}", MessagesRequest, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: MessagesRequest, raw: bytes) -> Response:
         """Answers a conversation, in Anthropic's form."""
         state, strict = self._state, self._state.settings.strict_fields
@@ -37,7 +37,7 @@ class Messages:
         writer = MessagesWriter(generation, plan.generation.head)
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
 
-    @route(f"POST {PATH}/count_tokens", COUNT_FIELDS, with_bytes=True)
+    @route(f"POST {PATH}/count_tokens", CountRequest, with_bytes=True)
     async def count_tokens(self, request: Request, body: CountRequest, raw: bytes) -> Response:
         """How many tokens a conversation has."""
         await self._state.find_model(body.model)

@@ -1,13 +1,13 @@
-"""The requests of /v1/messages, and the tables of their undeclared fields."""
+"""The requests of /v1/messages."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from server.api.request.fields import GENERATION, NO_SHORTER, TOOL_WITHOUT_EFFECT, FieldTable, Refused, of_other_routes
-from server.api.request.schemas import ITEMS, STOPS, Declared
+from server.api.request.schemas import ITEMS, STOPS, Declared, Generates
 
 
 class Source(Declared):
@@ -83,6 +83,8 @@ class Thinking(Declared):
 class CountRequest(Declared, kw_only=True):
     """The body of a request to count tokens."""
 
+    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"tools": MessageTool}
+
     messages: Annotated[list[InputMessage], ITEMS]
     model: str | None = None
     system: str | Annotated[list[Block], ITEMS] | None = None
@@ -93,7 +95,7 @@ class CountRequest(Declared, kw_only=True):
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # beyond Anthropic's
 
 
-class MessagesRequest(CountRequest, kw_only=True):
+class MessagesRequest(CountRequest, Generates, kw_only=True):
     """The body of a request for an answer."""
 
     max_tokens: int
@@ -108,47 +110,3 @@ class MessagesRequest(CountRequest, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     timeout_s: float | None = None
-
-
-_OF_BLOCKS = frozenset({"cache_control", "citations", "caller", "signature", "thinking", "data"})
-_OF_SOURCES = frozenset({"media_type", "url", "file_id"})
-_IMAGE = FieldTable(kind=Source, without_effect=_OF_SOURCES)
-_TEXT_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS, inner={"source": _IMAGE})  # of a document
-_SOURCE = FieldTable(kind=Source, without_effect=_OF_SOURCES, inner={"content": _TEXT_BLOCK})
-_INNER_BLOCK = FieldTable(  # of what a tool gave
-    kind=Block, without_effect=_OF_BLOCKS, inner={"content": _TEXT_BLOCK, "source": _SOURCE}
-)
-_BLOCK = FieldTable(kind=Block, without_effect=_OF_BLOCKS, inner={"content": _INNER_BLOCK, "source": _SOURCE})
-_INNER = {
-    "messages": FieldTable(kind=InputMessage, inner={"content": _BLOCK}),
-    "system": _BLOCK,
-    "tool_choice": FieldTable(kind=MessageToolChoice),
-    "thinking": FieldTable(kind=Thinking, without_effect=frozenset({"display"})),
-    "output_config": FieldTable(
-        kind=OutputConfig,
-        refused={"effort": Refused("a level of effort is not supported yet", ("high",), tunes=True)},
-        inner={"format": FieldTable(kind=OutputFormat)},
-    ),
-    "tools": FieldTable(kind=MessageTool, without_effect=TOOL_WITHOUT_EFFECT),
-}
-_REFUSED = {
-    "container": Refused("running code is not supported yet"),
-    "context_management": NO_SHORTER,
-    "mcp_servers": Refused("servers of tools are not supported yet"),
-    "output_format": Refused("this older form of `output_config.format` is not supported yet"),
-}
-_ALSO_COUNTED = ("ec_transfer_params", "kv_transfer_params", "return_mm_kwargs", "vllm_xargs", "watermarking")
-_WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
-
-MESSAGES_FIELDS = FieldTable(
-    kind=MessagesRequest,
-    refused=of_other_routes(MessagesRequest) | _REFUSED,
-    without_effect=_WITHOUT_EFFECT,
-    inner=_INNER,
-)
-COUNT_FIELDS = FieldTable(
-    kind=CountRequest,
-    refused=_REFUSED | {name: GENERATION[name] for name in _ALSO_COUNTED},
-    without_effect=_WITHOUT_EFFECT,
-    inner=_INNER,
-)

@@ -14,9 +14,6 @@ from server.api.routes.endpoints import route
 from server.api.routes.responses.conversation import Conversation, new_items
 from server.api.routes.responses.items import KeptItem, items_list, items_page
 from server.api.routes.responses.schemas import (
-    CHANGE_FIELDS,
-    CONVERSATION_FIELDS,
-    NEW_ITEMS_FIELDS,
     ConversationChange,
     InputItem,
     NewConversation,
@@ -40,7 +37,7 @@ class Conversations:
         self._state = state
         self._store = store
 
-    @route(f"POST {CONVERSATIONS_PATH}", CONVERSATION_FIELDS, with_bytes=True)
+    @route(f"POST {CONVERSATIONS_PATH}", NewConversation, with_bytes=True)
     async def create(self, request: Request, body: NewConversation, raw: bytes) -> Response:
         """Begins a conversation."""
         if (elsewhere := await forwarded(self._state, request, first_reference(body.items), raw)) is not None:
@@ -56,7 +53,7 @@ class Conversations:
         """A conversation, without its items."""
         return json_response(self._find(request).body())
 
-    @route(f"POST {ONE}", CHANGE_FIELDS, is_kept=True)
+    @route(f"POST {ONE}", ConversationChange, is_kept=True)
     async def update(self, request: Request, body: ConversationChange) -> Response:
         """Changes the metadata of a conversation."""
         check_metadata(body.metadata)
@@ -82,7 +79,7 @@ class Conversations:
         items = [*self._find(request).items.values()]
         return LongJson(self._state.turns, json_pieces(items_page(items, request.query_params)))
 
-    @route(f"POST {ONE}/items", NEW_ITEMS_FIELDS, is_kept=True)
+    @route(f"POST {ONE}/items", NewItems, is_kept=True)
     async def create_items(self, request: Request, body: NewItems) -> Response:
         """Adds items to a conversation."""
         check_included(request.query_params)

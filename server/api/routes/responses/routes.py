@@ -31,7 +31,7 @@ from server.api.routes.responses.conversation_routes import Conversations, find_
 from server.api.routes.responses.event_log import EventLog, logged_events
 from server.api.routes.responses.items import KeptItem, items_page, joined
 from server.api.routes.responses.record import CANCELLED, COMPLETED, INCOMPLETE, ResponseRecord, ScoreWriter
-from server.api.routes.responses.schemas import RESPONSES_FIELDS, ConversationName, FunctionTool, ResponsesRequest
+from server.api.routes.responses.schemas import ConversationName, FunctionTool, ResponsesRequest
 from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import (
     chat_request,
@@ -73,7 +73,7 @@ class Responses:
         self._tasks: set[asyncio.Task[None]] = set()  # of responses in the background
         state.keeps = self.store.__contains__
 
-    @route(f"POST {PATH}", RESPONSES_FIELDS, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
+    @route(f"POST {PATH}", ResponsesRequest, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: ResponsesRequest, raw: bytes) -> Response:
         """Answers an input, and keeps the answer."""
         state = self._state
@@ -145,7 +145,7 @@ class Responses:
         )
         return tools, [*earlier, *messages], new, num_bytes + sum(item.num_bytes for item in new)
 
-    @route(f"POST {PATH}/input_tokens", RESPONSES_FIELDS, with_bytes=True)
+    @route(f"POST {PATH}/input_tokens", ResponsesRequest, with_bytes=True)
     async def input_tokens(self, request: Request, body: ResponsesRequest, raw: bytes) -> Response:
         """How many tokens an input has."""
         state = self._state

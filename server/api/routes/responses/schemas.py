@@ -1,20 +1,12 @@
-"""The requests of /v1/responses and /v1/conversations, and the tables of their undeclared fields."""
+"""The requests of /v1/responses and /v1/conversations."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from server.api.request.fields import (
-    NO_SHORTER,
-    NO_VERBOSITY,
-    TOOL_WITHOUT_EFFECT,
-    FieldTable,
-    Refused,
-    of_other_routes,
-)
 from server.api.request.schemas import ITEMS, STOPS, CommonFields, Declared
 
 
@@ -79,6 +71,8 @@ class ConversationName(Declared):
 class ResponsesRequest(CommonFields, kw_only=True):
     """The body of a request for a response."""
 
+    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"tools": FunctionTool}
+
     input: str | Annotated[list[InputItem], ITEMS]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -118,41 +112,3 @@ class NewItems(Declared):
     """The body that adds items to a conversation."""
 
     items: Annotated[list[InputItem], ITEMS]
-
-
-# The second half is of items that are left out.
-_OF_ITEMS = frozenset({"phase", "summary", "encrypted_content", "action", "queries", "results", "result"})
-_PART = FieldTable(
-    kind=InputPart, without_effect=frozenset({"annotations", "logprobs", "image_url", "file_id", "detail"})
-)
-_ITEM = FieldTable(kind=InputItem, without_effect=_OF_ITEMS, inner={"content": _PART, "output": _PART})
-_TOOL = FieldTable(kind=FunctionTool, without_effect=TOOL_WITHOUT_EFFECT)
-_WITHOUT_EFFECT = frozenset(
-    "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
-    "service_tier session_id spaces_between_special_tokens stream_options user".split()
-)
-RESPONSES_FIELDS = FieldTable(
-    kind=ResponsesRequest,
-    refused=of_other_routes(ResponsesRequest, but=_WITHOUT_EFFECT)
-    | {
-        "context_management": NO_SHORTER,
-        "enable_response_messages": Refused("messages in the template's form are not shown yet"),
-        "previous_input_messages": Refused("messages in the template's form are not read yet; there is `input`"),
-        "prompt": Refused("templates of prompts are not supported yet"),
-        "request_id": Refused("ids of responses are made by the server: they must be unique"),
-    },
-    without_effect=_WITHOUT_EFFECT,
-    inner={
-        "input": _ITEM,
-        "conversation": FieldTable(kind=ConversationName),
-        "text": FieldTable(
-            kind=TextOptions,
-            refused={"verbosity": NO_VERBOSITY},
-            inner={"format": FieldTable(kind=TextFormat)},
-        ),
-        "tools": replace(_TOOL, inner={"tools": _TOOL}),
-    },
-)
-CONVERSATION_FIELDS = FieldTable(kind=NewConversation, inner={"items": _ITEM})
-CHANGE_FIELDS = FieldTable(kind=ConversationChange)
-NEW_ITEMS_FIELDS = FieldTable(kind=NewItems, inner={"items": _ITEM})
