@@ -47,6 +47,7 @@ FOLLOWER = "scripts.building.several_hosts:build_follower"
 MOST_REPLICAS = 1024
 _PLAN = (sys.executable, "-m", "scripts.lab", "plan")  # `scripts/plan`, which plans for the page
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's: the default of --api-key
 # Those of `--help` without a group.
 COMMON_FLAGS = (
     "--model --max-model-len --quantization --kv-cache-dtype --tensor-parallel-size --data-parallel-size "
@@ -102,7 +103,8 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 def _add_access_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--api-key", nargs="+", action=EachCounts, default=[], metavar="KEY",
-        help="The keys that open the routes, all but probes, /metrics and /docs (default: open to all).",
+        help="The keys that open the routes, all but probes, /metrics and /docs (default: the key in the environment "
+        f"variable {VLLM_KEY_VARIABLE}; without it, open to all).",
     )  # fmt: skip
     group.add_argument(
         "--api-key-file", type=local_path, action="append", default=[], metavar="FILE",
@@ -222,11 +224,14 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
         if not in_file:
             raise ValueError(f"--api-key-file {file}: there is no key in it")
         keys += in_file
-    if KEY_VARIABLE in os.environ:
-        key = os.environ[KEY_VARIABLE].strip()
-        if not key:
-            raise ValueError(f"{KEY_VARIABLE} is set and holds no key: unset it to let everybody in")
-        keys.append(key)
+    for variable in (KEY_VARIABLE, *(() if args.api_key else (VLLM_KEY_VARIABLE,))):
+        if variable in os.environ:
+            key = os.environ[variable].strip()
+            if not key:
+                raise ValueError(f"{variable} is set and holds no key: unset it to let everybody in")
+            keys.append(key)
+            if variable == VLLM_KEY_VARIABLE:
+                logger.info("requests need the key of the environment variable %s", variable)
     return tuple(keys)
 
 

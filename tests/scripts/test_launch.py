@@ -258,6 +258,19 @@ def test_keys_come_from_flags_a_file_and_the_environment(monkeypatch, tmp_path):
         launch.api_keys(parse())
 
 
+def test_vllms_variable_is_the_default_of_the_key(monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_API_KEY", "sk-secret")
+    with caplog.at_level("INFO", logger="pallas_serve"):
+        assert launch.api_keys(parse()) == ("sk-secret",)
+        assert launch.api_keys(parse("--api-key", "sk-1")) == ("sk-1",)
+    assert [record.getMessage() for record in caplog.records] == [
+        "requests need the key of the environment variable VLLM_API_KEY"
+    ]
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    with pytest.raises(ValueError, match="VLLM_API_KEY is set and holds no key"):
+        launch.api_keys(parse())
+
+
 def test_connection_flags_are_settings(model_folder):
     flags = ["--max-connections", "9", "--head-timeout", "1", "--body-timeout", "2", "--idle-timeout", "3"]
     args = parse("--model", str(model_folder), *flags)

@@ -25,6 +25,9 @@ STOPS = msgspec.Meta(max_length=32)
 Prompts = str | Annotated[list[str | int | Annotated[list[int], TOKENS]], TOKENS]
 
 
+RawTypes = Mapping[str, type[msgspec.Struct]]
+
+
 class Declared(msgspec.Struct, forbid_unknown_fields=True):
     """Decoding says where a field is that the type does not declare."""
 
@@ -68,7 +71,7 @@ class JsonSchemaFormat(Declared):
 class ResponseFormat(Declared):
     """The fields of `response_format`, of all its types. `server.api.request.grammars` reads them."""
 
-    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"json_schema": JsonSchemaFormat}
+    raw_types: ClassVar[RawTypes] = {"json_schema": JsonSchemaFormat}
 
     type: Any = None
     json_schema: Any = None
@@ -118,7 +121,7 @@ class CommonFields(SamplingParameters, kw_only=True):
 class SamplingFields(CommonFields, kw_only=True):
     """What chat and completions share."""
 
-    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"response_format": ResponseFormat}  # of Raw fields
+    raw_types: ClassVar[RawTypes] = {"response_format": ResponseFormat}  # of Raw fields
 
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
     n: int | None = None
@@ -181,7 +184,7 @@ class Message(Declared):
 class ChatFields(SamplingFields, kw_only=True):
     """What chats share, besides their messages."""
 
-    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"response_format": ResponseFormat, "tools": ToolSpec}
+    raw_types: ClassVar[RawTypes] = {"response_format": ResponseFormat, "tools": ToolSpec}
 
     max_completion_tokens: int | None = None
     echo: bool | None = None
@@ -274,7 +277,7 @@ class RerankRequest(EmbedFields, kw_only=True):
 class TokenizeRequest(Declared, kw_only=True):
     """The body of `/tokenize`: a text or a conversation."""
 
-    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"tools": ToolSpec}
+    raw_types: ClassVar[RawTypes] = {"tools": ToolSpec}
 
     model: str | None = None
     prompt: str | None = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from server.api.request.schemas import ITEMS, STOPS, Declared, Generates
+from server.api.request.schemas import ITEMS, STOPS, Declared, Generates, RawTypes
 
 
 class Source(Declared):
@@ -83,7 +82,7 @@ class Thinking(Declared):
 class CountRequest(Declared, kw_only=True):
     """The body of a request to count tokens."""
 
-    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"tools": MessageTool}
+    raw_types: ClassVar[RawTypes] = {"tools": MessageTool}
 
     messages: Annotated[list[InputMessage], ITEMS]
     model: str | None = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from server.api.request.schemas import ITEMS, STOPS, CommonFields, Declared
+from server.api.request.schemas import ITEMS, STOPS, CommonFields, Declared, RawTypes
 
 
 class InputPart(Declared):
@@ -71,7 +70,7 @@ class ConversationName(Declared):
 class ResponsesRequest(CommonFields, kw_only=True):
     """The body of a request for a response."""
 
-    raw_types: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"tools": FunctionTool}
+    raw_types: ClassVar[RawTypes] = {"tools": FunctionTool}
 
     input: str | Annotated[list[InputItem], ITEMS]
     instructions: str | None = None
