@@ -58,3 +58,5 @@ class Resume:
 @dataclass(frozen=True)
 class ForgetPrefixes:
     """The prefix cache is to be emptied."""
+
+    reset_external: bool  # also of the pages in the host's memory and in files

@@ -180,9 +180,11 @@ class Engine:
         unknown or has ended is ignored."""
         self._inbox.abort(request_id, reason)
 
-    def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them."""
-        self._inbox.put(ForgetPrefixes())
+    def reset_prefix_cache(self, *, reset_external: bool = False) -> None:
+        """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them.
+
+        `reset_external`: also drops the pages in the host's memory and in files, as vLLM's parameter of that name."""
+        self._inbox.put(ForgetPrefixes(reset_external))
 
     def change(self, change: Change) -> None:
         """Makes the change soon, between two steps. Raises EngineClosedError or EngineDeadError."""
@@ -421,8 +423,8 @@ class Engine:
                     self._changes.append(news)
                 case Pause() | Resume():
                     self._deliver(self._pauses.take(news))
-                case ForgetPrefixes():
-                    self._forget_prefixes()
+                case ForgetPrefixes(reset_external=reset_external):
+                    self._forget_prefixes(reset_external=reset_external)
                 case Exception() if not self._inbox.is_stopping:
                     raise news
         core.give_up()
@@ -460,13 +462,14 @@ class Engine:
         """Answers those who wait for a pause, if no request runs any more."""
         made = self._pauses.take_made(is_idle=not self.core.in_flight)
         if any(pause.clear_cache for pause in made):
-            self._forget_prefixes()
+            self._forget_prefixes(reset_external=True)
         for pause in made:
             pause.on_done(None)
 
-    def _forget_prefixes(self) -> None:
+    def _forget_prefixes(self, *, reset_external: bool) -> None:
         self.core.scheduler.pool.clear_cache()
-        self._clear_store()
+        if reset_external:
+            self._clear_store()
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         ended = []

@@ -64,7 +64,7 @@ class InstantEngine:
             if running is not None:
                 running.tell(finish_reason=reason)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
         """It keeps no prefixes."""
 
     def stats(self) -> EngineStats:

@@ -91,8 +91,8 @@ class InProcessEngineClient:
             if self._receivers.pop(request_id, None) is not None:
                 self._engine.abort(request_id, reason)
 
-    def reset_prefix_cache(self) -> None:
-        self._engine.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
+        self._engine.reset_prefix_cache(reset_external=reset_external)
 
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
         if self._adapters is None:

@@ -69,8 +69,8 @@ class EngineClient(Protocol):
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """The requests' receivers get no more outputs. Unknown and finished ids are ignored."""
 
-    def reset_prefix_cache(self) -> None:
-        """No later prompt finds the pages of the earlier ones."""
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
+        """No later prompt finds the pages of the earlier ones. `reset_external`: nor those in other tiers."""
 
     @property
     def death(self) -> str | None:

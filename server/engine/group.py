@@ -147,10 +147,10 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         for engine in self.engines:  # each ignores the ids of the others
             engine.abort(request_ids, reason)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
         self._router.forget()
         for engine in self.engines:
-            engine.reset_prefix_cache()
+            engine.reset_prefix_cache(reset_external=reset_external)
 
     def abort_all(self) -> None:
         for engine in self.engines:

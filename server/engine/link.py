@@ -165,9 +165,9 @@ class EngineLink:
             self._send(wire.Abort(known, reason))
         self._on_load(self.num_open)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
         if self.death is None:
-            self._send(wire.ResetPrefixCache())
+            self._send(wire.ResetPrefixCache(reset_external))
 
     def abort_all(self) -> None:
         """Ends every open request with ABORT. Its receiver gets that output."""

@@ -48,7 +48,7 @@ class ServedEngine(Protocol):
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None: ...
 
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self, *, reset_external: bool) -> None: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -241,8 +241,8 @@ def _serve(
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
                         engine.abort(request_id, reason)
-                case wire.ResetPrefixCache():
-                    engine.reset_prefix_cache()
+                case wire.ResetPrefixCache(reset_external=reset_external):
+                    engine.reset_prefix_cache(reset_external=reset_external)
                 case wire.ChangeWeights() | wire.Pause() | wire.Resume() | wire.UpdateWeights() as command:
                     if weights is None:
                         error = "this engine cannot pause or change its weights while it serves"

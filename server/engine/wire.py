@@ -68,6 +68,8 @@ class Abort(msgspec.Struct, tag=True):
 class ResetPrefixCache(msgspec.Struct, tag=True):
     """No later prompt finds the pages of the earlier ones."""
 
+    reset_external: bool  # also those in the host's memory and in files
+
 
 class Asked(msgspec.Struct, kw_only=True):
     """A command that a Changed or an AdapterAnswer answers, which has its number."""

@@ -58,6 +58,13 @@ def invalid(param: str, message: str) -> RequestError:
     return RequestError(400, f"{param}: {message}", param=param)
 
 
+def truth(param: str, value: str) -> bool:
+    """A parameter of a query that is true or false. Raises RequestError 400."""
+    if value.lower() not in ("true", "false", "1", "0"):
+        raise invalid(param, f"it must be true or false, not {value[:20]!r}")
+    return value.lower() in ("true", "1")
+
+
 def given[T](param: str, value: T | None) -> T:
     """The value of a field that must be there. Raises RequestError 400 if it is None."""
     if value is None:

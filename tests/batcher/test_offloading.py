@@ -276,10 +276,20 @@ def test_other_weights_find_no_pages_of_the_former_ones() -> None:
     drive.step()
     assert store.num_clears == 1
     assert run(drive, "second", PROMPT) == 0
-    drive.engine.reset_prefix_cache()
+    drive.engine.reset_prefix_cache(reset_external=True)
     drive.step()
     assert store.num_clears == 2
     assert run(drive, "third", PROMPT) == 0
+
+
+def test_a_reset_of_the_prefix_cache_keeps_the_host_tier() -> None:
+    store = Memory()
+    drive = small(store=store)
+    run(drive, "first", PROMPT)
+    drive.engine.reset_prefix_cache()
+    drive.step()
+    assert store.num_clears == 0
+    assert run(drive, "second", PROMPT) > 0
 
 
 def waiting_for_pages() -> Drive:

@@ -105,7 +105,7 @@ def text_of(http: httpx.Client, body: dict[str, Any]) -> str:
 
 
 def text_alone(http: httpx.Client, body: dict[str, Any]) -> str:
-    assert http.post("/reset_prefix_cache").status_code == 200
+    assert http.post("/reset_prefix_cache?reset_external=true").status_code == 200
     return text_of(http, body)
 
 

@@ -136,7 +136,12 @@ def test_what_is_reset_does_not_come_back(flags, told, folder):
     with serve_exported(*flags, *in_files(folder)) as server, server.http(headers=ADMIN) as http:
         crowd(server)
         wait_for(server, lambda counts: counts[IN_FILES] > NUM_PAGES)
-        assert http.post("/reset_prefix_cache").status_code == 200
+        assert http.post("/reset_prefix_cache?reset_external=false").status_code == 200
+        before = healthy(server)
+        assert text_of(http, BODIES[0]) == told[0]
+        kept = healthy(server)
+        assert kept["external_prefix_cache_hits_total"] > before["external_prefix_cache_hits_total"]
+        assert http.post("/reset_prefix_cache?reset_external=true").status_code == 200
         before = healthy(server)
         assert text_of(http, BODIES[0]) == told[0]
         after = healthy(server)

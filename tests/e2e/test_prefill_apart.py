@@ -83,7 +83,7 @@ def forgotten(prefill, decode) -> None:
     """Neither server knows a prompt."""
     for server in (prefill, decode):
         with server.http(headers=ADMIN) as http:
-            assert http.post("/reset_prefix_cache").status_code == 200
+            assert http.post("/reset_prefix_cache?reset_external=true").status_code == 200
 
 
 def outcomes(server: DemoServer) -> dict[str, float]:

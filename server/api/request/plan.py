@@ -219,10 +219,10 @@ def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
         raise invalid("stream_options", "is only allowed when `stream` is true")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is not available when `stream` is true")
-    asked = bool(options and options.include_usage)
+    asked, forced = bool(options and options.include_usage), state.settings.enable_force_include_usage
     return UsageOptions(
-        in_stream=asked or state.settings.enable_force_include_usage,
-        in_every_chunk=asked and bool(options and options.continuous_usage_stats),
+        in_stream=asked or forced,
+        in_every_chunk=forced or (asked and bool(options and options.continuous_usage_stats)),
         show_cached=state.settings.show_cached_tokens,
         show_drafts=bool(body.return_draft_counts),
     )

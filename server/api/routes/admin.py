@@ -16,7 +16,7 @@ from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.engine.adapters import AdapterError
 from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter
-from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, invalid, unavailable
+from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, invalid, truth, unavailable
 
 logger = logging.getLogger("pallas_serve")
 
@@ -92,8 +92,14 @@ class Admin:
 
     @route("POST /reset_prefix_cache")
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forgets the K/V of earlier prompts."""
-        self._state.client.reset_prefix_cache()
+        """Forgets the K/V of earlier prompts; with reset_external=true also what the host's memory and files have."""
+        query = request.query_params
+        if truth("reset_running_requests", query.get("reset_running_requests", "false")):
+            raise invalid(
+                "reset_running_requests", "running requests keep their K/V: /abort_requests ends them"
+            )
+        reset_external = truth("reset_external", query.get("reset_external", "false"))
+        self._state.client.reset_prefix_cache(reset_external=reset_external)
         if self._state.prefills is not None:
             self._state.prefills.forget()
         return json_response({"status": "ok"})

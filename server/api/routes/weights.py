@@ -38,7 +38,7 @@ from server.engine.wire import (
     WeightsCommand,
     WeightsSource,
 )
-from server.http.request_error import RequestError, invalid
+from server.http.request_error import RequestError, invalid, truth
 
 logger = logging.getLogger("pallas_serve")
 
@@ -143,7 +143,7 @@ class Weights:
         mode, modes = query.get("mode", PauseMode.ABORT.value), [mode.value for mode in PauseMode]
         if mode not in modes:
             raise invalid("mode", f"it must be one of {', '.join(modes)}, not {mode[:20]!r}")
-        clears_cache = _truth("clear_cache", query.get("clear_cache", "true"))
+        clears_cache = truth("clear_cache", query.get("clear_cache", "true"))
         await self._change(Pause(PauseMode(mode), clears_cache), "The engine was not paused")
         logger.info("the engine is paused (mode %s)", mode)
         return json_response({"status": "paused"})
@@ -233,7 +233,7 @@ class Weights:
         With `include_dp=false` those of one engine.
         """
         state = self._state
-        includes_all = _truth("include_dp", request.query_params.get("include_dp", "true"))
+        includes_all = truth("include_dp", request.query_params.get("include_dp", "true"))
         chips = int(state.client.info.cache_config.get("tensor_parallel_size", "1"))
         return json_response({"world_size": chips * len(state.engines) if includes_all else chips})
 
@@ -279,10 +279,3 @@ def source_of(info: UpdateInfo) -> WeightsSource:
     arrays = tuple(Array(name, dtype, tuple(shape)) for name, dtype, shape in columns)
     assert info.shared_memory is not None
     return InSharedMemory(info.shared_memory, arrays)
-
-
-def _truth(param: str, value: str) -> bool:
-    """A parameter of a query that is true or false. Raises RequestError 400."""
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise invalid(param, f"it must be true or false, not {value[:20]!r}")
-    return value.lower() in ("true", "1")

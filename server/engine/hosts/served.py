@@ -111,7 +111,7 @@ class FollowingEngine:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """It has no requests."""
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
         """The leader's scheduler keeps the prefixes."""
 
     def stats(self) -> EngineStats:

@@ -117,6 +117,9 @@ def test_a_prefix_cache_is_forgotten(tmp_path):
         assert http.post("/reset_prefix_cache", headers=ADMIN).status_code == 200
         assert cached() == 0
         assert cached() > 0
+        for query in ("reset_external=maybe", "reset_running_requests=true"):
+            refused = http.post(f"/reset_prefix_cache?{query}", headers=ADMIN)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
 def test_the_tokenizer_describes_itself(guarded, echo):

@@ -124,7 +124,7 @@ class EchoEngine:
         if running is not None:
             self._end(running, RequestOutput(request_id=request_id, number=running.number, finish_reason=reason))
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
         """It keeps no prefixes."""
 
     def stats(self) -> EngineStats:

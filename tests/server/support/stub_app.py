@@ -53,7 +53,7 @@ class StubClient:
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         self.aborted += request_ids
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_external: bool) -> None:
         self.num_resets += 1
 
 
