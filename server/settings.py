@@ -211,7 +211,9 @@ class Settings:
     enable_auto_tool_choice: bool = _of_requests(
         True, "A request with tools must say by `tool_choice` whether one is called",
     )  # fmt: skip
-    enable_force_include_usage: bool = _of_requests(False, "Every chunk of a stream has the usage so far, asked for or not")
+    enable_force_include_usage: bool = _of_requests(
+        False, "Every chunk of a stream has the usage so far, asked for or not"
+    )
     strict_fields: bool = _of_requests(False, "A request with an unknown field is refused, not only logged")
     queue_timeout_s: float | None = _of_requests(
         None, "Seconds that a request may wait for its first step before it is answered 503", unset="any time",

@@ -35,11 +35,12 @@ def make_request_state(
     prompt = _token_ids("prompt", request.prompt, capacity.vocab_size)
     if not len(prompt):
         raise InvalidRequestError("prompt", "the prompt is empty")
-    if len(prompt) >= capacity.max_model_len:
+    least_output = 0 if request.embeds else 1
+    if len(prompt) + least_output > capacity.max_model_len:
         raise InvalidRequestError(
             "prompt",
-            f"this model's maximum context length is {capacity.max_model_len} tokens, of which one is left for "
-            f"output; the prompt has {len(prompt)}",
+            f"this model's maximum context length is {capacity.max_model_len} tokens, with {least_output} of output; "
+            f"the prompt has {len(prompt)}",
         )
     _check_ranges(s)
     if s.min_tokens > s.max_tokens:

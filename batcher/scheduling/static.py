@@ -90,8 +90,8 @@ class StaticScheduler(Scheduler):
 
     def _num_stored(self, seq: RequestState, longest: int) -> int:
         """Tokens in the row's pages at the end of a batch whose longest output has `longest` tokens. The last token
-        that a row draws is not stored."""
-        return min(seq.num_prompt + longest, self.max_model_len) - 1
+        that a row draws is not stored. An embedded prompt may fill the context."""
+        return max(seq.num_prompt, min(seq.num_prompt + longest, self.max_model_len) - 1)
 
     def _padded(self, plan: StepPlan) -> StepPlan:
         """The plan, with the whole batch's rows if all of them bring one token."""

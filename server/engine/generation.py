@@ -245,7 +245,8 @@ class Choice:
 
     def _finish(self, finish_reason: str, stop_reason: str | int | None) -> None:
         if self._calls is not None:
-            self._calls.finish(cut=finish_reason in CUT or isinstance(stop_reason, str))
+            by_limit = finish_reason in CUT
+            self._calls.finish(cut=by_limit or isinstance(stop_reason, str), by_limit=by_limit)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
 

@@ -38,7 +38,7 @@ def vector(heard: Heard) -> np.ndarray:
 
 
 @BOTH
-@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64])
 def test_a_prompt_of_any_number_of_chunks_gives_the_same_vector(pooling: Pooling, length: int) -> None:
     drive = make_drive(pooling)
     request = embedding_request("a", range(5, 5 + length))

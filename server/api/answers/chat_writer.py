@@ -26,6 +26,7 @@ class ChatOptions:
     top_logprobs: int | None  # None: no log-probabilities
     num_prompt_logprobs: int | None
     echo: str = ""  # text before the generated text
+    reads_reasoning: bool = False  # a message without reasoning says so
     is_named_call: bool = False  # the request named the function: the finish reason is not `tool_calls`
 
 
@@ -71,7 +72,7 @@ class ChatWriter(ChoicesWriter):
 
     def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
         calls = {"tool_calls": [_call_fields(call) for call in gain.calls]} if gain.calls else {}
-        reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning else {}
+        reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning or self._options.reads_reasoning else {}
         text = self._options.echo + gain.text
         content = LongText(text) if text or not calls else None
         return {
@@ -130,7 +131,8 @@ def _joined_fields(gain: Gain) -> dict[str, Any]:
 
 def _reasoning_fields(text: str) -> dict[str, Any]:
     """DeepSeek's name of the field, and vLLM's newer one."""
-    return {"reasoning_content": LongText(text), "reasoning": LongText(text)}
+    shown = LongText(text) if text else None
+    return {"reasoning_content": shown, "reasoning": shown}
 
 
 def _delta_fields(call: CallDelta) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class ChatPlan:
     max_tokens_field: str
     echo: str
     shows_reasoning: bool
+    reads_reasoning: bool  # and shows it
     thinking_budget: int | None  # the most tokens of the reasoning
     lowers_max_tokens: bool
 
@@ -59,6 +60,7 @@ class ChatPlan:
             top_logprobs=self.generation.logprobs,
             num_prompt_logprobs=self.generation.prompt_logprobs,
             echo=self.echo,
+            reads_reasoning=self.reads_reasoning,
             is_named_call=self.tools is not None and self.tools.choice is ToolChoice.NAMED,
         )
 
@@ -121,6 +123,7 @@ async def check_chat(
         lowers_max_tokens=lowers_max_tokens,
         echo=_echo(body),
         shows_reasoning=body.include_reasoning is not False,
+        reads_reasoning=state.reasoning is not None and body.include_reasoning is not False,
         thinking_budget=_thinking_budget(body),
     )
 

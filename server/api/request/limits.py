@@ -35,10 +35,12 @@ def check_kinds(param: str, value: Given) -> None:
         raise invalid(param, "must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
-def check_text_length(num_chars: int, tokenizer: ByteLevelTokenizer, max_model_len: int) -> None:
+def check_text_length(
+    num_chars: int, tokenizer: ByteLevelTokenizer, max_model_len: int, *, least_output: int = 1
+) -> None:
     """Refuses a text that cannot fit in any tokenization, before it is encoded."""
     least = -(-num_chars // tokenizer.max_token_chars)
-    if least >= max_model_len:
+    if least + least_output > max_model_len:
         raise too_long(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_chars} "
             f"characters, which are at least {least} tokens. Please shorten it.",
@@ -89,7 +91,8 @@ class Truncation:
 
 
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str, most: int | None = None) -> int:
-    """The most tokens of output; `asked` None fills the context. Raises RequestError 400 if none fits.
+    """The most tokens of output; `asked` None fills the context. Raises RequestError 400 if none fits: a prompt is
+    followed by one token at least, which is hidden if 0 are asked for.
 
     `param` is the name of the field with `asked`. The server gives no request more than `most`.
     """
@@ -101,15 +104,17 @@ def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, para
             "and output together.",
             param=param,
         )
-    wanted = 1 if asked is None else asked
+    wanted = asked or 1
     if num_prompt + wanted > max_model_len:
+        total = f"you requested {wanted} output tokens and your prompt contains {num_prompt} tokens, "
+        total += f"{num_prompt + wanted} in total. Please shorten the prompt or ask for fewer tokens."
+        if not asked:
+            total = f"your prompt contains {num_prompt} tokens, and at least one token, hidden or not, follows it. "
+            total += "Please shorten the prompt."
         raise too_long(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} output "
-            f"tokens and your prompt contains {num_prompt} tokens, {num_prompt + wanted} in total. Please shorten the "
-            "prompt or ask for fewer tokens.",
-            param="input_tokens",
+            f"This model's maximum context length is {max_model_len} tokens. However, {total}", param="input_tokens"
         )
-    limit = max_model_len - num_prompt if asked is None else asked
+    limit = max_model_len - num_prompt if asked is None else wanted
     return limit if most is None else min(limit, most)
 
 

@@ -63,7 +63,8 @@ class Tools:
     def new_parser(self, own: type[CallParser], *, is_free: bool) -> CallParser:
         """A parser of the calls of one answer."""
         most_calls = None if self.parallel else 1
-        return self.call_format(own, is_free=is_free)(self.names, most_calls=most_calls)
+        must_call = self.choice is not ToolChoice.AUTO
+        return self.call_format(own, is_free=is_free)(self.names, most_calls=most_calls, must_call=must_call)
 
     def for_template(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form, which templates print, without fields that were not given. `strict` is not shown

@@ -95,9 +95,7 @@ class Admin:
         """Forgets the K/V of earlier prompts; with reset_external=true also what the host's memory and files have."""
         query = request.query_params
         if truth("reset_running_requests", query.get("reset_running_requests", "false")):
-            raise invalid(
-                "reset_running_requests", "running requests keep their K/V: /abort_requests ends them"
-            )
+            raise invalid("reset_running_requests", "running requests keep their K/V: /abort_requests ends them")
         reset_external = truth("reset_external", query.get("reset_external", "false"))
         self._state.client.reset_prefix_cache(reset_external=reset_external)
         if self._state.prefills is not None:

@@ -120,7 +120,7 @@ class Completions:
         return await submit(state, plan), head, prompts
 
     def _limit(self, body: CompletionRequest, num_prompt: int, *, fills_context: bool = False) -> int:
-        asked = None if body.max_tokens is None else max(1, body.max_tokens)
+        asked = body.max_tokens
         most = self._state.settings.generation_defaults.max_new_tokens
         limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens", most=most)
         return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not fills_context else limit

@@ -171,9 +171,9 @@ class EmbeddingRoutes:
         max_model_len = state.client.info.max_model_len
         for prompt in given:
             if isinstance(prompt, str):
-                check_text_length(len(prompt), state.tokenizer, max_model_len)
+                check_text_length(len(prompt), state.tokenizer, max_model_len, least_output=0)
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
-        kept = Truncation.of(wanted, side, max_model_len, default="right").kept(least_output=1)
+        kept = Truncation.of(wanted, side, max_model_len, default="right").kept(least_output=0)
         return await state.threads.in_thread(sum(map(len, given)), self._encode, body, param, given, kept)
 
     def _encode(self, body: EmbedFields, param: str, given: Sequence[str | list[int]], kept: slice) -> list[list[int]]:
@@ -190,9 +190,9 @@ class EmbeddingRoutes:
             ids = ids[kept]
             if not ids:
                 raise invalid(param, f"input number {number} is empty")
-            if len(ids) >= info.max_model_len:
+            if len(ids) > info.max_model_len:
                 raise too_long(
-                    f"This model embeds at most {info.max_model_len - 1} tokens at once, and input number {number} has "
+                    f"This model embeds at most {info.max_model_len} tokens at once, and input number {number} has "
                     f"{len(ids)}. Please shorten it, or give `truncate_prompt_tokens`.",
                     param=param,
                 )

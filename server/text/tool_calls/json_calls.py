@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from server.text.tool_calls.literals import Expects, LiteralReader, as_json
 from server.text.tool_calls.parser import MAX_DEPTH, CallParser
@@ -40,8 +40,8 @@ class JsonCallParser(CallParser):
     opening = "{"
     marks = CallParser.marks | {"[": "]"}
 
-    def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
-        super().__init__(names, most_calls=most_calls)
+    def __init__(self, names: Collection[str], **options: Any) -> None:
+        super().__init__(names, **options)
         self._value = LiteralReader(max_depth=MAX_DEPTH)  # of the arguments
         self._early_parts: list[str] = []  # its JSON up to now, before the call is certain
         self._begin()

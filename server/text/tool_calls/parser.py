@@ -13,6 +13,7 @@ taken. They are JSON: what the model wrote in Python's form is converted. A call
 - A limit or a stop string cuts the text. Then the call is withdrawn and leaves no content, and neither does held-back
   text that may begin a call. What a stream has sent of the call stays as it is: the arguments do not parse, and the
   finish reason says why. They are not completed, because a client might then run a call that the model never wrote.
+  If a call must be made and a limit cuts it, the part that was written stays, so that the answer is not empty.
 
 So the result depends on the cuts of the text only if a call is incomplete and has been taken in part.
 """
@@ -40,20 +41,22 @@ class CallParser:
     Args:
         names: the tools that may be called.
         most_calls: after this number of calls the rest of the text is dropped.
+        must_call: the text is calls and nothing else.
     """
 
     opening: ClassVar[str]  # the character with which a call, or a list of calls, begins
     # marks that may stand before a call -> the marks that may stand after it; "": none
     marks: ClassVar[dict[str, str]] = {PYTHON_TAG: "", FENCE: FENCE}
 
-    def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
+    def __init__(self, names: Collection[str], *, most_calls: int | None = None, must_call: bool = False) -> None:
         self._names = names
+        self._must_call = must_call
         self._most_calls = most_calls
         self._pieces = Pieces()
         self._held: list[str] = []  # content, unless a call begins
         self._mark = ""  # the part of a mark that has been read; held back too
         self._raw: list[str] | None = None  # the text of a call whose arguments are incomplete
-        self._has_half_call = False  # it was taken in part and then cut
+        self._has_half_call = False  # a part of it is in the answer
         self._opened: set[str] = set()  # the closing marks of those that are held back
         self._closing: set[str] = set()  # the closing marks of those around calls
         self._in_text_fence = False  # a fence is open that is content
@@ -86,22 +89,33 @@ class CallParser:
         """The pieces that have become certain since the last `take`, and the beginning of a call."""
         return self._pieces.take()
 
-    def finish(self, *, cut: bool = False) -> None:
-        """Ends the text. `cut`: by a limit or a stop string, not by the model.
+    def finish(self, *, cut: bool = False, by_limit: bool = False) -> None:
+        """Ends the text. `cut`: by a limit or a stop string, not by the model. `by_limit`: by a limit.
 
         Held-back text is released if the model has ended the text. Spaces and marks after a last call are dropped.
         """
+        keeps_half = by_limit and self._must_call
         if self._raw is not None or self._read == self._read_rest:
-            self._finish_call(cut=cut)
+            self._finish_call(cut=cut, keeps_half=keeps_half)
+        elif keeps_half and not self.num_calls and (name := self._certain_name()) is not None:
+            self._pieces.begin_call(name)
+            self._has_half_call = True
+            self._held.clear()
         else:
             self._finish_text(cut=cut)
         self._release()
         self._pieces.place(self._num_chars)
 
-    def _finish_call(self, *, cut: bool) -> None:
+    def _certain_name(self) -> str | None:
+        """The name of the call that the held-back text begins. None: it may be several."""
+        held = "".join(self._held)
+        found = [name for name in self._names if len(self._names) == 1 or f'"{name}"' in held]
+        return found[0] if held and len(found) == 1 else None
+
+    def _finish_call(self, *, cut: bool, keeps_half: bool) -> None:
         """Ends the text within the arguments of a call."""
         if cut:
-            self._has_half_call = self._raw is None or not self._pieces.withdraw_call()
+            self._has_half_call = keeps_half or self._raw is None or not self._pieces.withdraw_call()
             self._held.clear()
             return
         if self._raw is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from typing import Any
 
 from server.text.tool_calls.literals import LiteralReader
 from server.text.tool_calls.parser import MAX_DEPTH, CallParser
@@ -22,8 +23,8 @@ class PythonicCallParser(CallParser):
 
     opening = "["
 
-    def __init__(self, names: Collection[str], *, most_calls: int | None = None) -> None:
-        super().__init__(names, most_calls=most_calls)
+    def __init__(self, names: Collection[str], **options: Any) -> None:
+        super().__init__(names, **options)
         self._word = ""  # a call's name, or a keyword, as far as it has been read
         self._name: str | None = None  # of a call that has not begun yet; None: the call has begun
         self._keywords: set[str] = set()

@@ -73,6 +73,14 @@ def test_chunks_give_what_a_dense_pass_gives(runner, counts):
     np.testing.assert_allclose(in_company, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_prompt_may_fill_the_context(runner):
+    prompt = [int(token) for token in np.random.default_rng(4).integers(0, 199, runner.capacity().max_model_len)]
+    expected = pooled(np.asarray(dense_hidden(tiny_model(), np.array(prompt))), runner.capacity().pooling)
+    pages = list(range(10, 10 + runner.capacity().pages_per_seq))
+    found = embed(runner, Row(2, prompt, pages), [40, 23, 1])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("variant", "pooling"), [("gqa2", Pooling.LAST), ("llama3_rope", Pooling.MEAN)])
 def test_hidden_states_are_those_of_transformers(variant, pooling, tmp_path):
     """The goldens have logits of a head with more outputs than inputs: its inputs follow from them."""

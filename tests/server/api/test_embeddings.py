@@ -115,6 +115,17 @@ def test_a_prefix_in_the_cache_changes_nothing(server):
     assert (num_cached > 0) is (server.pooling is Pooling.LAST)
 
 
+def test_an_input_may_fill_the_context(server):
+    ids = [32 + i % 90 for i in range(CAPACITY.max_model_len)]
+    with server.client() as client:
+        for given in (ids, bytes(ids[1:]).decode()):
+            answer = client.embeddings.create(model="test-model", input=[given, "next to it"])
+            assert answer.usage.prompt_tokens == len(ids) + 11
+            np.testing.assert_allclose(vectors(answer)[0], foretold(server, given), atol=1e-6)
+        cut = client.embeddings.create(model="test-model", input=[[*ids, 5]], extra_body={"truncate_prompt_tokens": -1})
+    np.testing.assert_allclose(vectors(cut), [foretold(server, ids)], atol=1e-6)
+
+
 def test_truncation_keeps_the_beginning_and_affixes_are_optional(server):
     with server.http() as http:
         cases = [
@@ -142,15 +153,15 @@ def test_truncation_keeps_the_beginning_and_affixes_are_optional(server):
         ({"input": ["a", [5]]}, "input: must be a text, a list of texts"),
         ({"input": [5, 10**6]}, "input: token id 1000000 is out of vocabulary"),
         ({"input": [[5], [-1]]}, "input: token id -1 is out of vocabulary"),
-        ({"input": [7] * 512}, "embeds at most 511 tokens at once, and input number 0 has 512"),
+        ({"input": [7] * 513}, "embeds at most 512 tokens at once, and input number 0 has 513"),
         ({"input": ["ok", "x" * 511]}, "input number 1 has 512"),
         ({"input": ["a"] * 301}, "input: at most 300 inputs per request are allowed, got 301"),
         ({"input": "a", "dimensions": 2}, f"dimensions: this model's vectors have {FAKE_HIDDEN} numbers"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format: must be one of float, base64, got 'int8'"),
         ({"input": "a", "normalize": False}, "normalize: vectors always have the length 1"),
         ({"input": "a", "use_activation": False}, "use_activation: vectors always have the length 1"),
-        ({"input": "a", "endianness": "big"}, "endianness: another order of bytes"),
-        ({"input": "a", "messages": [{}]}, "messages: embeddings of conversations are not supported yet"),
+        ({"input": "a", "endianness": "big"}, "endianness: vectors are float32"),
+        ({"input": "a", "messages": [{}]}, "messages: this route has `input` for it"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens: must be at least 1"),
         ({"input": "a", "priority": 2**40}, "priority: must fit in 32 bits"),
         ({"input": "a", "timeout_s": 0}, "timeout_s: must be above 0"),
