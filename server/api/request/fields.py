@@ -217,7 +217,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "text.verbosity": ("medium",),
 }
-_NO_EFFORT = ("none", {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
+_NO_EFFORT: tuple[Any, ...] = ("none", {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
 HARMLESS |= dict.fromkeys(("reasoning", "reasoning_effort", "thinking", "think"), _NO_EFFORT)
 HARMLESS |= dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "mm_processor_kwargs"), ({},))
 HARMLESS |= dict.fromkeys(("media_io_kwargs", "return_mm_kwargs", "options", "parameters"), ({},))

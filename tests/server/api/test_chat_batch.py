@@ -8,7 +8,7 @@ import pytest
 from server.api.request.schemas import BatchChatRequest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT
-from tests.server.support.running import server_of
+from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.stub_app import DONE, StubClient, call, post_all, state_of
 
 BATCH = f"{CHAT}/batch"
@@ -48,6 +48,18 @@ def test_reasoning_is_told_from_each_answer(thinking):
     answer = thinking.post(BATCH, {"messages": CONVERSATIONS}).json()
     messages = [choice["message"] for choice in answer["choices"]]
     assert [(message["reasoning_content"], message["content"]) for message in messages] == [("why", "so")] * 3
+
+
+def test_a_message_without_reasoning_says_so(tmp_path, echo):
+    config = EchoConfig(reply=tuple(b"so"))
+    with running_server(tmp_path, ECHO, config, reasoning_parser="qwen3") as server:
+        asked = {"messages": CONVERSATIONS[0]}
+        answers = [server.post(CHAT, asked | fields).json() for fields in ({}, {"include_reasoning": False})]
+    message, hidden = (answer["choices"][0]["message"] for answer in answers)
+    assert message["content"] == "so"
+    assert (message["reasoning"], message["reasoning_content"]) == (None, None)
+    assert "reasoning" not in hidden
+    assert "reasoning" not in echo.post(CHAT, {"messages": CONVERSATIONS[0]}).json()["choices"][0]["message"]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,13 @@ def test_a_seed_is_of_64_bits(echo, seed, relation):
     assert relation in error["message"]
 
 
+@pytest.mark.parametrize("fields", [{"max_tokens": 0, "echo": True}, {"max_tokens": None}], ids=str)
+def test_a_prompt_that_fills_the_context_is_not_said_to_have_asked_for_output(echo, fields):
+    error = refusal(echo, COMPLETIONS, prompt=[65] * 4096, **fields)
+    assert "output tokens" not in error["message"]
+    assert "your prompt contains 4096 tokens, and at least one token, hidden or not, follows it" in error["message"]
+
+
 @pytest.mark.parametrize("fields", [{"logprobs": 21}, {"logprobs": -1}, {"prompt": []}, {"max_tokens": 0}], ids=str)
 def test_completions_values_name_their_field(echo, fields):
     assert refusal(echo, COMPLETIONS, **fields)["param"] == next(iter(fields))

@@ -8,7 +8,8 @@ import pytest
 
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.openai_schemas import validate
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, RunningServer, running_server, server_of
+from tests.server.support.sse_events import stream_events
 from tests.server.support.tokenizers import BOS, EOT
 
 CHAT = "/v1/chat/completions"
@@ -31,6 +32,9 @@ def keyed(tmp_path_factory) -> Iterator[RunningServer]:
     options = {"api_keys": ("key-one", "key-twø"), "metrics_prefix": "vllm:", "enable_force_include_usage": True}
     with running_server(folder, ECHO, EchoConfig(), template=None, **options) as server:
         yield server
+
+
+forced = server_of(EchoConfig(), enable_force_include_usage=True)
 
 
 def get(server, path, **headers):
@@ -94,6 +98,19 @@ def test_routes_ask_for_the_key(keyed, method, path):
 @pytest.mark.parametrize("value", ["Bearer key-one", "bearer key-one", "BEARER key-twø"])
 def test_any_key_and_any_case_of_the_scheme(keyed, value):
     assert get(keyed, "/load", Authorization=value.encode()).status_code == 200
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": False}, {"continuous_usage_stats": False}], ids=str)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_forced_usage_is_in_every_chunk(forced, path, options):
+    """As vLLM's, whatever the request's `stream_options` say."""
+    body = {"stream": True, "max_tokens": 5, "stream_options": options}
+    body |= {"messages": HELLO["messages"]} if path == CHAT else {"prompt": "hello"}
+    with forced.http() as http:
+        chunks = stream_events(http, path, body)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-2:] == [5, 5]
+    assert chunks[-1]["choices"] == []
 
 
 def test_the_official_client_with_and_without_the_key(keyed):
