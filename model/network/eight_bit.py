@@ -73,12 +73,12 @@ class EightBitMethod(LinearMethod):
         if kernel.ndim == 3:
             return products.multiply(inputs, kernel, out_dtype, scale)
         if self.rounding is not None and inputs.shape[0] >= self.rounding.min_rows:
-            product = multiply_rounded(inputs, kernel, input_scale)
-        elif self.for_cpu and self.form is EightBit.INT8:
+            return multiply_rounded(inputs, kernel, scale, input_scale).astype(out_dtype)
+        if self.for_cpu and self.form is EightBit.INT8:
             product = multiply_int8(inputs, kernel)
         else:
             # XLA converts the kernel inside the product: no converted copy of it is written.
-            product = multiply(inputs, kernel.astype(inputs.dtype), for_cpu=False, out_dtype=jnp.float32)
+            product = multiply(inputs, kernel.astype(inputs.dtype), out_dtype=jnp.float32)
         return (product * scale).astype(out_dtype)
 
 
@@ -95,25 +95,28 @@ def quantize(weights: jax.Array, form: EightBit) -> tuple[jax.Array, jax.Array]:
     return (jnp.round(scaled) if form is EightBit.INT8 else scaled).astype(form.dtype), scale
 
 
-def multiply_rounded(inputs: jax.Array, kernel: jax.Array, input_scale: jax.Array | None = None) -> jax.Array:
-    """inputs [T, in] times the transpose of an 8-bit kernel [out, in]: f32[T, out] without the kernel's scale.
+def multiply_rounded(
+    inputs: jax.Array, kernel: jax.Array, scale: jax.Array, input_scale: jax.Array | None = None
+) -> jax.Array:
+    """inputs [T, in] times the transpose of an 8-bit kernel [out, in]: f32[T, out].
 
     Args:
+        scale: f32[out], of the kernel.
         input_scale: f32[], of all inputs; larger inputs are clipped. None: each token has its own scale.
     """
     rows, form = inputs.shape[0], EightBit.of(kernel.dtype)
     inputs = jnp.pad(inputs, ((0, max(0, MIN_ROWS - rows)), (0, 0)))
     if input_scale is None:
-        rounded, scale = round_rows(inputs, form)
+        rounded, input_scale = round_rows(inputs, form)
     else:
-        rounded, scale = _round(inputs * (1 / input_scale), form), input_scale
+        rounded = _round(inputs * (1 / input_scale), form)
     sums = lax.dot_general(
         rounded,
         kernel,
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.int32 if form is EightBit.INT8 else jnp.float32,
     )
-    return (sums.astype(jnp.float32) * scale)[:rows]
+    return (sums.astype(jnp.float32) * scale * input_scale)[:rows]  # the inputs' last: they may be of any size
 
 
 def round_rows(inputs: jax.Array, form: EightBit) -> tuple[jax.Array, jax.Array]:

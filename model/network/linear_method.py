@@ -67,7 +67,7 @@ class Unquantized(LinearMethod):
     """A kernel in the dtype of the computation.
 
     Args:
-        for_cpu: uses the forms of `cpu_products` where they are faster.
+        for_cpu: uses the forms of `cpu_products` where they are faster (`packed.use_cpu_products`).
     """
 
     for_cpu: bool = False
@@ -83,7 +83,7 @@ class Unquantized(LinearMethod):
         return multiply(inputs, weights["kernel"], for_cpu=self.for_cpu, out_dtype=out_dtype)
 
 
-def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool, out_dtype: Any = None) -> jax.Array:
+def multiply(inputs: jax.Array, kernel: jax.Array, *, for_cpu: bool = False, out_dtype: Any = None) -> jax.Array:
     """inputs [T, in] times the transpose of kernel [out, in], which may be packed: [T, out]. Float32 products have full
     precision on every chip, instead of a chip's fast mode."""
     out_dtype = out_dtype or inputs.dtype

@@ -94,7 +94,7 @@ INLINE void score(const int rows, const int at_once, const float* queries, int64
         read_ahead(pieces[first + p] + to_values + d * PIECE * size_of(kind));
       UNROLL for (int r = 0; r < rows; r++) {
         floats query = all(queries[r * dim + d]);
-        UNROLL for (int v = 0; v < vectors; v++) sums[r][v] += query * keys[v];
+        UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = add_product(sums[r][v], query, keys[v]);
       }
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++)
@@ -119,7 +119,7 @@ INLINE void weigh_dims(const int rows, const int vectors, const float* weights, 
       read_ahead(next[i / PIECE] + at * size_of(kind) + line);
     UNROLL for (int r = 0; r < rows; r++) {
       floats weight = all(weights[r * BLOCK + i]);
-      UNROLL for (int v = 0; v < vectors; v++) own[r][v] += weight * values[v];
+      UNROLL for (int v = 0; v < vectors; v++) own[r][v] = add_product(own[r][v], weight, values[v]);
     }
   }
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++)

@@ -115,11 +115,12 @@ INLINE void start_totals(const int rows, const FourBit* p, const Part* part, int
         exact[r][g] = add_pairs(exact[r][g], ((const words*)part->offsets)[s * GROUPS + g], of_inputs);
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++)
-      own[r][g] -= __builtin_convertvector((ints)exact[r][g], floats) * ((const floats*)part->offset_unit)[g];
+      own[r][g] = -__builtin_convertvector((ints)exact[r][g], floats) * ((const floats*)part->offset_unit)[g];
   } else if (p->offset.data) {
     for (int64_t s = 0; s < part->steps; s++) UNROLL for (int r = 0; r < rows; r++) {
-      floats of_inputs = all(p->input_sums[first + r * steps + s]);
-      UNROLL for (int g = 0; g < GROUPS; g++) own[r][g] -= of_inputs * ((const floats*)part->offsets)[s * GROUPS + g];
+      floats of_inputs = all(-p->input_sums[first + r * steps + s]);
+      UNROLL for (int g = 0; g < GROUPS; g++)
+        own[r][g] = add_product(own[r][g], of_inputs, ((const floats*)part->offsets)[s * GROUPS + g]);
     }
   }
   UNROLL for (int r = 0; r < rows; r++) UNROLL for (int g = 0; g < GROUPS; g++) totals[r][g] = own[r][g];
@@ -155,7 +156,7 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
           UNROLL for (int r = 0; r < rows; r++) {
             words input = ((const word*)(inputs + r * stride))[term] - (words){0};
             UNROLL for (int g = 0; g < GROUPS; g++)
-              if (!is_rounded) own[r][g] += (floats)input * of_row[g];
+              if (!is_rounded) own[r][g] = add_product(own[r][g], (floats)input, of_row[g]);
               else if (bits == 4) exact[r][g] = add_small_quads(exact[r][g], (words)of_row[g], input);
               else exact[r][g] = add_positive_quads(exact[r][g], (words)of_row[g], input);
           }
@@ -179,13 +180,14 @@ INLINE void multiply_tile(const int rows, const FourBit* p, const Part* part, in
         words whole = exact[r][g];
         if (are_pairs) whole = whole_sums(whole) + start;
         if (is_rounded) of_step = __builtin_convertvector((ints)whole, floats);
-        totals[r][g] += of_step * scale[g];
+        totals[r][g] = add_product(totals[r][g], of_step, scale[g]);
       }
     }
   }
   UNROLL for (int r = 0; r < rows; r++) {
     floats factor = all(is_rounded ? p->input_scales[from + r] : 1);
-    UNROLL for (int g = 0; g < GROUPS; g++) ((floats*)sums)[r * GROUPS + g] += totals[r][g] * factor;
+    floats* to = (floats*)sums + r * GROUPS;
+    UNROLL for (int g = 0; g < GROUPS; g++) to[g] = add_product(to[g], totals[r][g], factor);
   }
 }
 

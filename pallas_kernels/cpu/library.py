@@ -26,7 +26,7 @@ from pallas_kernels.spec import UnavailableError
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-Wall", "-Wextra")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wall", "-Wextra")
 # Names of functions in the sources, and of custom calls in programs.
 ATTEND, MULTIPLY = "pallas_serve_attend", "pallas_serve_multiply"
 MULTIPLY_ROUNDED, MULTIPLY_FOUR_BIT = "pallas_serve_multiply_rounded", "pallas_serve_multiply_four_bit"
@@ -117,8 +117,7 @@ def _built(compiler: str, folder: Path | None, temporary: Path) -> Path:
             logger.warning("%s cannot be written to: the C code is compiled for this process alone", folder)
             folder = None
     made = (folder or temporary) / f"{made_from}.{os.getpid()}.so"
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    compile_library(compiler, made, "-mcpu=native" if is_arm else "-march=native")
+    compile_library(compiler, made, _native())
     return made.replace(_named(made, made_from))
 
 
@@ -135,7 +134,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _digest(compiler: str) -> str:
-    """Of the sources, the compiler and this CPU's instructions."""
+    """Of the sources, the compiler, its options and this CPU's instructions."""
     digest = hashlib.sha256()
     for path in sorted((*SOURCES.glob("*.[ch]"), *(Path(jax.ffi.include_dir()) / "xla/ffi/api").glob("*.h"))):
         digest.update(path.name.encode() + path.read_bytes())
@@ -143,9 +142,14 @@ def _digest(compiler: str) -> str:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"{compiler} --version failed: {error}") from error
-    for fact in (version.stdout, FLAGS, platform.machine(), _cpu()):
+    for fact in (version.stdout, FLAGS, _native(), platform.machine(), _cpu()):
         digest.update(f"{fact!r}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def _native() -> str:
+    """The option for this CPU's instructions."""
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _cpu() -> str:

@@ -84,7 +84,7 @@ INLINE void norm_row(const Norm* n, int64_t row, const enum Kind kind) {
       EACH_VECTOR x.of[v] = rounded_to(x.of[v] + added.of[v], kind);
       store_block(n->sums, from + i, count, x, kind);
     }
-    EACH_VECTOR squares.of[v] += x.of[v] * x.of[v];
+    EACH_VECTOR squares.of[v] = add_product(squares.of[v], x.of[v], x.of[v]);
   }
   float factor = 1 / __builtin_sqrtf(sum_of_block(squares) / (float)width + n->epsilon);
   for (int64_t i = 0; i < width; i += BLOCK) {
@@ -159,7 +159,8 @@ INLINE void reduce(const Adapters* p, Group g, int64_t row, float reduced[][MAX_
       UNROLL for (int t = 0; t < tile; t++) x[t] = load_block(p->inputs, token_of(g, t) * p->depth + i, count, kind);
       UNROLL for (int n = 0; n < TOGETHER; n++) {
         Block a = load_block(p->a, (row + first + (n < left ? n : 0)) * p->depth + i, count, kind);
-        UNROLL for (int t = 0; t < tile; t++) EACH_VECTOR sums[t][n].of[v] += x[t].of[v] * a.of[v];
+        UNROLL for (int t = 0; t < tile; t++)
+          EACH_VECTOR sums[t][n].of[v] = add_product(sums[t][n].of[v], x[t].of[v], a.of[v]);
       }
     }
     UNROLL for (int t = 0; t < tile; t++)
@@ -174,7 +175,8 @@ INLINE void expand(const Adapters* p, Group g, const void* b, int64_t width, int
   for (int64_t n = 0; n < p->rank; n++)
     UNROLL for (int k = 0; k < blocks; k++) {
       Block row = load_block(b, (g.place + n) * width + from + k * BLOCK, k == blocks - 1 ? count : BLOCK, kind);
-      UNROLL for (int t = 0; t < tile; t++) EACH_VECTOR sums[t][k].of[v] += reduced[t][n] * row.of[v];
+      UNROLL for (int t = 0; t < tile; t++)
+        EACH_VECTOR sums[t][k].of[v] = add_product(sums[t][k].of[v], all(reduced[t][n]), row.of[v]);
     }
   UNROLL for (int t = 0; t < tile; t++) {
     int64_t to = token_of(g, t) * p->width + begin + from;
@@ -372,6 +374,10 @@ typedef struct {
   int64_t width, chunks;
 } Chunks;
 
+// What is subtracted from logits. Of tokens that are all banned the greatest is -infinity, and their differences from it
+// would not be numbers.
+INLINE float base_of(float greatest) { return greatest == -INFINITY ? 0 : greatest; }
+
 static void weigh_chunk(const void* all_chunks, int64_t part) {
   const Chunks* c = all_chunks;
   int64_t row = part / c->chunks, first = part % c->chunks * LOGITS_OF_CHUNK, left = c->width - first;
@@ -386,10 +392,11 @@ static void weigh_chunk(const void* all_chunks, int64_t part) {
   EACH_VECTOR greatest = greatest_of(most.of[v]) > greatest ? greatest_of(most.of[v]) : greatest;
   for (int64_t i = whole; i < count; i++) greatest = logits[i] > greatest ? logits[i] : greatest;
 
+  float base = base_of(greatest);
   for (int64_t i = 0; i < whole; i += BLOCK)
-    EACH_VECTOR masses.of[v] += exponential(load(logits, i + v * LANES, FLOAT32) - greatest);
+    EACH_VECTOR masses.of[v] += exponential(load(logits, i + v * LANES, FLOAT32) - base);
   float mass = sum_of_block(masses);
-  for (int64_t i = whole; i < count; i++) mass += exponential(all(logits[i] - greatest))[0];
+  for (int64_t i = whole; i < count; i++) mass += exponential(all(logits[i] - base))[0];
   c->maxima[part] = greatest;
   c->masses[part] = mass;
 }
@@ -410,7 +417,7 @@ XLA_FFI_Error* pallas_serve_log_sum_exp(XLA_FFI_CallFrame* frame) {
     const float *most = c.maxima + row * c.chunks, *masses = c.masses + row * c.chunks;
     float greatest = most[0], mass = 0;
     for (int64_t i = 1; i < c.chunks; i++) greatest = most[i] > greatest ? most[i] : greatest;
-    for (int64_t i = 0; i < c.chunks; i++) mass += masses[i] * exponential(all(most[i] - greatest))[0];
+    for (int64_t i = 0; i < c.chunks; i++) mass += masses[i] * exponential(all(most[i] - base_of(greatest)))[0];
     ((float*)result(frame, 0)->data)[row] = greatest + logf(mass);
   }
   return NULL;

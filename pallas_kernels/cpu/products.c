@@ -52,7 +52,7 @@ INLINE void multiply_tile(const int rows, const word* inputs, int64_t stride, co
         UNROLL for (int g = 0; g < GROUPS; g++)
           if (kind == QUADS) own[r][g] = (floats)add_quads((words)own[r][g], (words)weights[g], input);
           else if (kind == BFLOAT16) own[r][g] = add_terms(own[r][g], factor, weights[g]);
-          else own[r][g] += factor * weights[g];
+          else own[r][g] = add_product(own[r][g], factor, weights[g]);
       }
     }
   }
@@ -70,9 +70,10 @@ INLINE void multiply_rows(int64_t rows, const word* inputs, int64_t stride, cons
 INLINE floats finished(const Product* p, floats sums, int64_t row, int64_t output, const int kind) {
   if (kind == QUADS) {
     words exact = (words)sums - WEIGHT_OFFSET * (uint32_t)p->of_inputs->sums[row];
-    sums = __builtin_convertvector((ints)exact, floats) * p->of_inputs->scales[row];
+    sums = __builtin_convertvector((ints)exact, floats);
   }
   if (p->scales) sums *= *(const floats*)(p->scales + output);
+  if (kind == QUADS) sums *= p->of_inputs->scales[row];  // last, as inputs may be of any size
   return sums;
 }
 

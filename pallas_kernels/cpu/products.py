@@ -71,7 +71,7 @@ def multiply_rounded(
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
     """inputs [T, in], rounded to int8, times the transpose of a kernel in int8: [T, out]. The sums are exact; they are
-    multiplied with the inputs' scale, then with that of the output. The bits of a row do not depend on T.
+    multiplied with the scale of the output, then with that of the inputs. The bits of a row do not depend on T.
 
     Args:
         inputs: float32 or bfloat16.

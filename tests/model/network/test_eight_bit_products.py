@@ -18,7 +18,7 @@ from tests.model.network.test_llama import TINY
 NUMPY = {EightBit.INT8: np.int8, EightBit.FP8: ml_dtypes.float8_e4m3fn}
 WIDTH = 80
 
-multiply = jax.jit(multiply_rounded)
+multiply = jax.jit(lambda inputs, kernel: multiply_rounded(inputs, kernel, jnp.ones(len(kernel))))
 
 
 def make(form: EightBit, rounding: Rounding | None) -> Linear:

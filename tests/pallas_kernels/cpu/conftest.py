@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,8 +13,17 @@ import pytest
 from pallas_kernels.cpu import attention, four_bit, library, per_token, products
 from tests.c_compiler import NATIVE, compiler
 
-# The vectors of other CPUs, on one that has them, too.
-TARGETS = {"native": None, "avx2": "-march=haswell", "sse2": "-march=x86-64"}
+# The vectors of other CPUs, on one that has them, too, and how a compiler tunes code for them. For a Zen 3, GCC does
+# not fuse the products and sums of a chain by itself.
+TARGETS = {
+    "native": (),  # as `library.load` compiles
+    "avx2": ("-march=haswell", "-mtune=znver3"),
+    "sse2": ("-march=x86-64",),
+    "haswell": ("-march=haswell",),
+    "x86-64-v3": ("-march=x86-64-v3",),
+    "x86-64-v4": ("-march=x86-64-v4", "-mtune=znver3"),
+}
+BY_DEFAULT = ("native", "avx2", "sse2")
 CALLS = {
     attention: ["ATTEND"],
     products: ["MULTIPLY", "MULTIPLY_ROUNDED"],
@@ -28,20 +38,24 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("native")
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in TARGETS],
+)
 def target(request, folder) -> Iterator[str]:
     """The operations run on each kind of vectors."""
-    option = TARGETS[request.param]
     compiler()
     library.load(NATIVE)
-    if option is None:
+    if request.param == "native":
         yield request.param
         return
     if platform.machine() != "x86_64":
-        pytest.skip(f"{option} is for x86")
+        pytest.skip(f"{request.param} is for x86")
+    if "v4" in request.param and "avx512vl" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"{request.param}: this CPU has no AVX-512")
     path = folder / f"{request.param}.so"
     if not path.is_file():
-        library.compile_library(compiler(), path, option)
+        library.compile_library(compiler(), path, *TARGETS[request.param])
     functions = ctypes.CDLL(str(path))
     with pytest.MonkeyPatch.context() as patch:
         for module, constant in ((module, constant) for module, constants in CALLS.items() for constant in constants):

@@ -1,8 +1,8 @@
 """Runs the C code with the compiler's sanitizers: `python sanitized.py LIBRARY`, with their libraries preloaded.
 
-It prints every kind of pages that has passed, the products, what is computed of each token, and zeros. Then it runs a
-library whose check of page ids is gone, over a page that does not exist, in a process of its own: the sanitizer must
-end it, or this test sees nothing.
+It prints every kind of pages that has passed, the products, what is computed of each token, weights, and zeros. Then
+it runs a library whose check of page ids is gone, over a page that does not exist, in a process of its own: the
+sanitizer must end it, or this test sees nothing.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ if __name__ == "__main__":
         print(kind, flush=True)
     for name, fault in FAULTS.items():
         print(fault() or name, flush=True)
+    far = np.full((3, 17), -1000, np.float32)  # the numbers behind a row's end are far above its greatest
+    print("weights" if (per_token.temper(far, far[:, 0], np.full(3, 0.1, np.float32)) == 1).all() else "wrong weights")
     ends = zeros([jax.ShapeDtypeStruct((size,), jnp.int8) for size in (1, 4095, 4096, 100_001)])
     print("wrong zeros" if any(np.asarray(x).any() for x in ends) else "zeros", flush=True)
     code = os.spawnv(

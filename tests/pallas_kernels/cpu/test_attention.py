@@ -101,15 +101,17 @@ def test_pages_after_those_of_other_layers():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_of_a_query_depend_on_its_own_row_only(kind):
+@pytest.mark.parametrize("head_dim", [32, 48, 80])  # whole vectors of sums that are in registers at once, and a rest
+def test_the_bits_of_a_query_depend_on_its_own_row_only(kind, head_dim):
     """The queries of one chunk, in smaller chunks and among other rows."""
-    whole = make_case(spec(kind), [Row(query_len=70, kv_len=200)], num_tokens=96, num_rows=2, pages_per_seq=8, seed=3)
+    of, one = spec(kind, num_query_heads=6, head_dim=head_dim), [Row(query_len=70, kv_len=200)]
+    whole = make_case(of, one, num_tokens=96, num_rows=2, pages_per_seq=8, seed=3)
     expected, _ = run(whole)
     for count, company in ((1, 0), (1, 5), (7, 2), (30, 1)):
         for first in (0, 40 - count, 70 - count):
             own = Row(query_len=count, kv_len=130 + first + count)
             rows = [*(Row(query_len=1, kv_len=30 + i) for i in range(company)), own]
-            case = make_case(spec(kind), rows, num_tokens=40, num_rows=8, pages_per_seq=8, seed=9)
+            case = make_case(of, rows, num_tokens=40, num_rows=8, pages_per_seq=8, seed=9)
             past = [np.concatenate([old, new[:first]]) for old, new in zip(*history_and_step(whole), strict=True)]
             case.history[company] = tuple(past)
             if case.kv_scales is not None:

@@ -104,6 +104,14 @@ def test_sums_of_exponentials(rows, width, shift):
     assert (np.abs(found - expected) <= 2e-6 + 1e-7 * np.abs(expected)).all()
 
 
+def test_sums_of_exponentials_of_which_most_are_zero():
+    """Parts of a row, and a whole row, are negative infinity; what is not a number shows among them, too."""
+    logits = np.full((4, 128_256), -np.inf, np.float32)
+    logits[0, [70_000, 128_255]], logits[1, 3], logits[2, 9] = (2, 3), -40, np.nan
+    (found,) = call(per_token.log_sum_exp, logits)
+    np.testing.assert_allclose(found, [np.logaddexp(2, 3), -40, np.nan, -np.inf], rtol=1e-6)
+
+
 @settings(max_examples=10)
 @given(rows=st.integers(1, 40), width=st.integers(1, 5000), seed=st.integers(0, 99))
 def test_tempered_weights(rows, width, seed):

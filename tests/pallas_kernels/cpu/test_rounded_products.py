@@ -45,7 +45,7 @@ def model(
     factor = np.float32(127) / largest if stored is None else ONE / stored
     narrow = np.rint(np.clip(wide * factor, -127, 127)).astype(np.int64)
     of_row = largest * np.float32(1 / 127) if stored is None else stored
-    return ((narrow @ kernel.T.astype(np.int64)).astype(np.float32) * of_row * scale).astype(dtype)
+    return ((narrow @ kernel.T.astype(np.int64)).astype(np.float32) * scale * of_row).astype(dtype)
 
 
 def product(
@@ -96,10 +96,21 @@ def test_the_largest_sums(sign):
     np.testing.assert_array_equal(product(inputs, kernel, scale, ONE), model(inputs, kernel, scale, ONE))
 
 
+@pytest.mark.parametrize("multiplies", ["C", "XLA"])
+def test_inputs_may_be_large(multiplies):
+    """The products fit in float32, though the largest sum times the scale of the inputs does not."""
+    kernel, scale = kernel_of(PANEL, 64)
+    inputs = np.float32(1e36) * np.sign(kernel[:4]).astype(np.float32)  # as int8, 127 and -127
+    found = product(inputs, kernel, scale) if multiplies == "C" else multiply_rounded(inputs, kernel, scale)
+    sums = 127 * np.sign(kernel[:4]).astype(np.float64) @ kernel.T
+    assert sums.max() * 1e36 / 127 > np.finfo(np.float32).max
+    np.testing.assert_allclose(found, sums * 1e36 / 127 * scale, rtol=1e-6)
+
+
 def test_it_rounds_as_the_products_of_chips_do():
     kernel, scale = kernel_of(2 * PANEL, 200)
     inputs = inputs_of(40, 200)
-    found = np.asarray(jax.jit(multiply_rounded)(inputs, kernel)) * scale
+    found = np.asarray(jax.jit(multiply_rounded)(inputs, kernel, scale))
     np.testing.assert_array_equal(product(inputs, kernel, scale), found)
 
 

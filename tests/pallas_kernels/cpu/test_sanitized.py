@@ -31,5 +31,5 @@ def test_nothing_is_read_or_written_outside_of_the_buffers(tmp_path):
     command = [sys.executable, str(script), str(tmp_path / "library.so")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    printed = ["float32", "bfloat16", "int8", "products", "four-bit", "tokens", "zeros", "overrun"]
+    printed = ["float32", "bfloat16", "int8", "products", "four-bit", "tokens", "weights", "zeros", "overrun"]
     assert done.stdout.split() == printed
