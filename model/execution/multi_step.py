@@ -57,7 +57,7 @@ def make_multi_step(
         model = rebuild(weights)
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
-        vocabulary = vocabulary_of(state.history, attention)
+        vocabulary = vocabulary_of(state.history, model, attention)
         counts, num_rows = sent["q_lens"], sent["header"][1]
         layout = OutputLayout(bucket, 0)
 
@@ -70,7 +70,7 @@ def make_multi_step(
             metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=True)
             tokens = jnp.where(rows.emits, rows.state[:, SlotLayout.LAST_TOKEN], 0)
             positions = jnp.where(rows.emits, rows.past, 0)
-            adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
+            adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
             hidden, kv, _ = run_model(
                 model, tokens, positions, state.kv, kv_scales, attention, metadata, adapters=adapters
             )

@@ -35,7 +35,6 @@ from model.network.lora import AdapterSlots, LoraWeights
 from model.page_files.page_file import PageIdentity
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.cpu.zeros import zeros
-from pallas_kernels.spec import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +116,7 @@ class ModelRunner:
         self.expecting_compiles = programs.expecting
         self.state: DeviceState
         self.adapters: AdapterSlots
-        is_in_c = attention.backend is Backend.CPU and attention.mesh is None
-        self._make_state = _maker_of(self.described.state_like, when_used=is_in_c)
+        self._make_state = _maker_of(self.described.state_like, when_used=model.ops.are_in_c)
         self._make_adapters = _maker_of(self.described.adapters_like, when_used=False)
         self._staging = threading.Lock()
         self._staged: dict[int, AdapterSlots] = {}  # by the identity of the adapter

@@ -68,7 +68,7 @@ def make_speculative_step(
         sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         rows = read_once(step_rows(slots, sent))
-        vocabulary = vocabulary_of(state.history, attention)
+        vocabulary = vocabulary_of(state.history, model, attention)
         draw = partial(_draw_draft, state, vocabulary, rows, bucket)
         proposed, pages = _propose(drafter, weights, state, rows, sent["header"][1], draw, bucket.num_drafts)
         has_room = jnp.arange(bucket.num_drafts, dtype=jnp.int32) < (jnp.diff(rows.starts) - 1)[:, None]
@@ -79,7 +79,7 @@ def make_speculative_step(
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=False, spec_decode=True)
         network = drafter if isinstance(drafter, Drafter) else None
         taps = () if network is None else network.taps
-        adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
+        adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
         hidden, kv, tapped = run_model(
             model, tokens, positions, state.kv, kv_scales, attention, metadata, taps, adapters
         )  # [T, E]

@@ -180,7 +180,7 @@ def make_step(
         batch = ragged_batch(rows, sent["header"], attention.spec.page_size)
         metadata = attention.make_metadata(batch, num_tokens=bucket.num_tokens, decode_only=bucket.decode_only)
         taps = () if drafter is None else drafter.taps
-        adapters = step_adapters(slots_of_adapters, rows, bucket, model, attention, max_loras)
+        adapters = step_adapters(slots_of_adapters, rows, bucket, model, max_loras)
         needs_all = bucket.variant.scores or bucket.variant is Variant.EMBED or drafter is not None
         last = None if bucket.decode_only else _last_tokens(rows, bucket)
         hidden, kv, tapped = run_model(
@@ -200,7 +200,7 @@ def make_step(
         of_rows = hidden if last is None or not needs_all else tokens_at(hidden, last)
         logits = model.logits(of_rows)  # f32[S, V]
         history = state.history
-        vocabulary = vocabulary_of(history, attention)
+        vocabulary = vocabulary_of(history, model, attention)
         outputs: dict[str, jax.Array] = {}
         if bucket.variant is Variant.GREEDY:
             drawn, is_finite = greedy_and_finite(logits)
@@ -242,22 +242,22 @@ def run_model(
     """The hidden states [T, D], the pages with the K/V of the step's tokens, and the inputs [T, D] of the layers `taps`
     (`Llama.run`)."""
     attend = attend_in_pages(attention, metadata)
-    if attention.backend is Backend.CPU:
+    if model.ops.are_in_c:
         is_real = jnp.arange(len(tokens), dtype=jnp.int32) < metadata.query_starts[-1]
         tokens = jnp.where(is_real, tokens, -1)  # which the C code skips (`Llama.embed`)
     return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters, only)
 
 
 def step_adapters(
-    slots: AdapterSlots, rows: StepRows, bucket: Bucket, model: Llama, attention: PagedAttention, max_loras: int
+    slots: AdapterSlots, rows: StepRows, bucket: Bucket, model: Llama, max_loras: int
 ) -> StepAdapters | None:
     """The adapters of the step's tokens. None: the program has no adapters."""
     if not bucket.has_adapters:
         return None
-    of_tokens, in_c = rows.state[:, SlotLayout.ADAPTER], attention.backend is Backend.CPU
+    of_tokens = rows.state[:, SlotLayout.ADAPTER]
     if bucket.num_tokens != len(of_tokens):
         of_tokens = of_tokens[row_of_tokens(rows, bucket.num_tokens)[0]]
-    return StepAdapters(slots, of_tokens, num_slots=max_loras, num_shards=model.num_shards, in_c=in_c)
+    return StepAdapters(slots, of_tokens, num_slots=max_loras, num_shards=model.num_shards, ops=model.ops)
 
 
 def attend_in_pages(attention: PagedAttention, metadata: Any) -> Attend | AttendProjected:
@@ -296,11 +296,11 @@ def _last_tokens(rows: StepRows, bucket: Bucket) -> jax.Array:
     return jnp.where(jnp.diff(rows.starts) > 0, rows.starts[1:] - 1, bucket.num_tokens)
 
 
-def vocabulary_of(history: jax.Array, attention: PagedAttention) -> VocabSplit:
+def vocabulary_of(history: jax.Array, model: Llama, attention: PagedAttention) -> VocabSplit:
     """The vocabulary of a state's history, i32[num_slots, V]."""
     # Several chips exchange results for each row of the step, at once.
     in_blocks = attention.backend in (Backend.TPU, Backend.TPU_INTERPRET) and attention.num_shards == 1
-    return VocabSplit(history.shape[1], attention.mesh, in_c=attention.backend is Backend.CPU, in_blocks=in_blocks)
+    return VocabSplit(history.shape[1], attention.mesh, ops=model.ops, in_blocks=in_blocks)
 
 
 def draw(

@@ -186,9 +186,9 @@ class StoredHead:
     dtypes: tuple[str, ...]
     has_embedding: bool  # one of its own is loaded
 
-    def load(self, *, dtype: Any, mesh: Mesh | None = None, for_cpu: bool = False) -> EagleHead:
+    def load(self, *, dtype: Any, mesh: Mesh | None = None) -> EagleHead:
         """The head on `mesh`, cast to `dtype`. Raises ValueError if the files are damaged."""
-        head = abstract_head(self.config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, has_embedding=self.has_embedding)
+        head = abstract_head(self.config, dtype=dtype, mesh=mesh, has_embedding=self.has_embedding)
         with HeadFiles(self.folder, self.config) as files:
 
             def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:

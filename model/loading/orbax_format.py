@@ -144,7 +144,6 @@ def load_orbax(
     dtype: Any,
     mesh: Mesh | None = None,
     rounding: Rounding | None = None,
-    for_cpu: bool = False,
 ) -> Llama:
     """The model that `save_orbax` wrote. Each part is verified before it goes to its chip. A host reads only what its
     chips hold.
@@ -167,7 +166,7 @@ def load_orbax(
     kept: dict[str, Any] = {"quantization": form, "rounding": rounding}
     as_stored = nnx.to_flat_state(nnx.state(abstract_model(config, dtype=description.dtype, **kept)))
     likes = {".".join(map(str, path)): variable for path, variable in as_stored}
-    model = abstract_model(config, dtype=dtype, mesh=mesh, for_cpu=for_cpu, **kept)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, **kept)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
 
     def restored(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:

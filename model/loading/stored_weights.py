@@ -62,7 +62,6 @@ class StoredWeights:
         mesh: Mesh | None = None,
         quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
-        for_cpu: bool = False,
     ) -> Llama:
         """The model on `mesh`, cast to `dtype`. `quantization` is the form of its projections and head, `rounding` that
         of their inputs.
@@ -70,7 +69,7 @@ class StoredWeights:
         Raises:
             ValueError: the weights are damaged, or stored in another form than `quantization` asks for.
         """
-        form = {"dtype": dtype, "mesh": mesh, "rounding": rounding, "for_cpu": for_cpu}
+        form = {"dtype": dtype, "mesh": mesh, "rounding": rounding}
         if self.is_converted:
             from model.loading.orbax_format import load_orbax
 

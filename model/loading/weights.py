@@ -39,7 +39,7 @@ def load_hf(path: Place | str, config: LlamaConfig, *, mesh: Mesh | None = None,
     Args:
         config: the checkpoint's own, before any replication of KV heads. If it ties the head to the embedding and the
             files hold another head, the model gets that head.
-        form: `dtype`, `quantization`, `rounding` and `for_cpu`, as of `abstract_model`.
+        form: `dtype`, `quantization` and `rounding`, as of `abstract_model`.
 
     Raises:
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be

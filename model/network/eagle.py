@@ -77,7 +77,7 @@ class EagleHead(nnx.Module):
 
     Args:
         config: with the stored number of KV heads.
-        dtype, rngs, num_shards, for_cpu: as for `Llama`.
+        dtype, rngs, num_shards: as for `Llama`.
         has_embedding: the head has an embedding of its own.
     """
 
@@ -88,14 +88,13 @@ class EagleHead(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs | None,
         num_shards: int = 1,
-        for_cpu: bool = False,
         has_embedding: bool = False,
     ):
         self.eagle = config
         self.config = layer = config.layer
         self.dtype = jnp.dtype(dtype)
         width, vocab = layer.hidden_size, layer.vocab_size
-        linear = partial(Linear, dtype=dtype, rngs=rngs, for_cpu=for_cpu)
+        linear = partial(Linear, dtype=dtype, rngs=rngs)
         self.embedding = normal_param(rngs, (vocab, width), dtype, ("vocab", "embed")) if has_embedding else None
         is_third = config.form is EagleForm.EAGLE3
         inputs = NUM_TAPS * config.model_width if is_third else 2 * width

@@ -19,8 +19,7 @@ from flax import nnx
 from model.config import LlamaConfig
 from model.network.linear import Linear, SplitLinear
 from model.network.lora import LayerAdapters, with_adapters
-from model.network.rope import rotate
-from pallas_kernels.cpu import per_token
+from model.network.row_ops import BY_XLA, RowOps
 
 
 @dataclass(frozen=True)
@@ -38,31 +37,20 @@ MakeLinear = Callable[[str, tuple[int, int], tuple[str, str]], Linear | SplitLin
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467): statistics in float32, the scale in the model's dtype.
-
-    Attributes:
-        in_c: C computes it (`packed.pack`), in an order of its own that does not depend on the number of tokens.
-    """
+    """Root-mean-square norm (arXiv 1910.07467): statistics in float32, the scale in the model's dtype."""
 
     def __init__(self, config: LlamaConfig, *, dtype: Any):
-        self.in_c = False
+        self.ops: RowOps = BY_XLA
         self.eps = config.rms_norm_eps
         self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype), axes=("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, D] -> the same."""
-        if self.in_c:
-            return per_token.norm(x, self.scale[...], self.eps)
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * self.scale[...]
+        return self.ops.norm(x, self.scale[...], self.eps)
 
     def of_sum(self, x: jax.Array, added: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x + added, [T, D] each, and the norm of the sum."""
-        if self.in_c:
-            return per_token.norm_of_sum(x, added, self.scale[...], self.eps)
-        x = x + added
-        return x, self(x)
+        return self.ops.norm_of_sum(x, added, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -71,18 +59,13 @@ class Attention(nnx.Module):
     The rows of `qkv` are [queries | keys | values] of the first chip's heads, then of the second's, and so on
     (`num_shards` groups). Each chip computes one product and splits it in three without moving data. With rows grouped
     by head, the TPU compiler changed the layout of the activations. Three small products would leave a GPU half idle.
-
-    Attributes:
-        in_c: C rotates and splits the heads (`packed.pack`), of one group.
     """
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int, input_width: int | None = None):
-        self.in_c = False
-        self.head_dim = config.head_dim
+        self.ops: RowOps = BY_XLA
         self.num_shards = num_shards
-        self.query_width = config.num_heads * config.head_dim // num_shards  # rows of one group
-        self.kv_width = config.num_kv_heads * config.head_dim // num_shards
-        width = num_shards * (self.query_width + 2 * self.kv_width)
+        self.heads = config.num_heads // num_shards, config.num_kv_heads // num_shards  # of one group
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = linear("attention.qkv", (width, input_width or config.hidden_size), ("heads", "embed"))
         queries = config.num_heads * config.head_dim
         self.out = linear("attention.out", (config.hidden_size, queries), ("embed", "heads"))
@@ -105,57 +88,26 @@ class Attention(nnx.Module):
         if isinstance(attend, AttendProjected):
             attended, kv = attend.attend(columns, cos, sin, kv)
         else:
-            attended, kv = attend(*self._rotated(columns, cos, sin), kv)
+            attended, kv = attend(*self.ops.rotate(columns, cos, sin, self.heads, self.num_shards), kv)
             attended = attended.reshape(x.shape[0], -1)
         if only is not None:
             attended, adapters = tokens_at(attended, only), adapters and adapters.at(only)
         return with_adapters(adapters, "attention.out", attended, self.out(attended)), kv
 
-    def _rotated(self, columns: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The queries [T, N, H], keys and values [T, K, H]."""
-        if self.in_c:
-            return per_token.rotate(columns, cos, sin, self.query_width // self.head_dim)
-        groups = columns.reshape(columns.shape[0], self.num_shards, -1)
-        cuts = (self.query_width, self.query_width + self.kv_width)
-        queries, keys, values = (self._heads(part) for part in jnp.split(groups, cuts, axis=-1))
-        return rotate(queries, cos, sin), rotate(keys, cos, sin), values
-
-    def _heads(self, columns: jax.Array) -> jax.Array:
-        return columns.reshape(columns.shape[0], -1, self.head_dim)  # [T, N or K, H]
-
 
 class Mlp(nnx.Module):
-    """SwiGLU (arXiv 2002.05202). The rows of `gate_up` are [gate | up] of the first chip's part of F, and so on.
-
-    Attributes:
-        in_c: C computes what is between the products (`packed.pack`), of one group.
-    """
+    """SwiGLU (arXiv 2002.05202). The rows of `gate_up` are [gate | up] of the first chip's part of F, and so on."""
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int):
-        self.in_c = False
+        self.ops: RowOps = BY_XLA
         embed, mlp = config.hidden_size, config.intermediate_size
         self.num_shards = num_shards
         self.gate_up = linear("mlp.gate_up", (2 * mlp, embed), ("mlp", "embed"))
         self.down = linear("mlp.down", (embed, mlp), ("embed", "mlp"))
 
     def __call__(self, x: jax.Array, adapters: LayerAdapters | None = None) -> jax.Array:
-        gated = self._gated(x, adapters)
+        gated = self.ops.gate(x, self.gate_up(x), self.num_shards, adapters)
         return with_adapters(adapters, "mlp.down", gated, self.down(gated))
-
-    def _gated(self, x: jax.Array, adapters: LayerAdapters | None) -> jax.Array:
-        """The inputs [T, F] of the second product."""
-        columns, name = self.gate_up(x), "mlp.gate_up"
-        if self.in_c:
-            return per_token.gate(with_adapters(adapters, name, x, columns))
-        groups = columns.reshape(columns.shape[0], self.num_shards, -1)
-        if self.gate_up.for_cpu:  # in bfloat16 a CPU rounds after every operation, which takes most of its time
-            groups = groups.astype(jnp.float32)
-        gate, up = jnp.split(groups, 2, axis=-1)
-        if adapters is not None:  # added to each half: joined first, both would be written and read once more
-            gate, up = (
-                half + part.reshape(half.shape) for half, part in zip((gate, up), adapters.parts(name, x), strict=True)
-            )
-        return (jax.nn.silu(gate) * up).reshape(x.shape[0], -1).astype(x.dtype)
 
 
 class DecoderLayer(nnx.Module):

@@ -28,12 +28,12 @@ def normal_param(
     return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 
-def linear_method(form: OneForm | None, rounding: Rounding | None = None, *, for_cpu: bool = False) -> LinearMethod:
+def linear_method(form: OneForm | None, rounding: Rounding | None = None) -> LinearMethod:
     """The method of the form of one kernel; arguments as for `Linear`."""
     if form is None:
-        return Unquantized(for_cpu)
+        return Unquantized()
     if isinstance(form, EightBit):
-        return EightBitMethod(form, rounding, for_cpu)
+        return EightBitMethod(form, rounding)
     if isinstance(form, SixBit):
         return SixBitMethod(form, rounding)
     return FourBitMethod(form, rounding=rounding)
@@ -48,7 +48,6 @@ class Linear(nnx.Module):
         dtype: of the kernel if it is not quantised.
         quantization: the form of the kernel; None: it is not quantised.
         rounding: of the inputs of a quantised kernel; None: they keep their type.
-        for_cpu: uses the forms of `cpu_products` where they are faster, unless the kernel is packed (`packed`).
 
     Attributes:
         method: says which parameters there are (`kernel` is always one), and multiplies with them.
@@ -63,10 +62,8 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs | None,
         quantization: OneForm | None = None,
         rounding: Rounding | None = None,
-        for_cpu: bool = False,
     ):
-        self.for_cpu = for_cpu
-        self.method = linear_method(quantization, rounding, for_cpu=for_cpu)
+        self.method = linear_method(quantization, rounding)
         kernel = normal_param(rngs, shape, dtype, axes)
         self.kernel: nnx.Param[jax.Array]
         for name, (value, of_value) in self.method.create(kernel[...], axes).items():
@@ -92,7 +89,6 @@ class SplitLinear(nnx.Module):
     def __init__(self, parts: Mapping[str, Linear], num_shards: int):
         self.names = tuple(parts)
         self.num_shards = num_shards
-        self.for_cpu = all(part.for_cpu for part in parts.values())
         for name, part in parts.items():
             setattr(self, name, part)
 

@@ -18,9 +18,10 @@ from flax import nnx
 from model.config import LlamaConfig
 from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
 from model.network.linear import Linear, SplitLinear, normal_param, rows_of
-from model.network.linear_method import multiply
+from model.network.linear_method import LinearMethod, Unquantized
 from model.network.lora import TARGETS, StepAdapters
 from model.network.rope import inverse_frequencies, rotation
+from model.network.row_ops import BY_XLA, RowOps
 from model.quantization.forms import Mixed, Rounding, WeightForm
 
 
@@ -36,7 +37,10 @@ class Llama(nnx.Module):
         quantization: of the projections and the head. A tied head then becomes a separate kernel; the embedding stays
             unquantised. Some forms keep the head in another form (`in_head`).
         rounding: of the inputs of quantised products.
-        for_cpu: multiplies a few rows in forms that XLA's CPU backend runs well (`cpu_products`), on one device.
+
+    Attributes:
+        embedding_method: multiplies with the embedding, if it is also the head's kernel.
+        ops: of the rows of the model's steps. All of its modules have the same.
     """
 
     def __init__(
@@ -48,7 +52,6 @@ class Llama(nnx.Module):
         num_shards: int = 1,
         quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
-        for_cpu: bool = False,
     ):
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
             if getattr(config, name) % num_shards:
@@ -57,10 +60,11 @@ class Llama(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.num_shards = num_shards
         self.quantization = quantization
-        self.for_cpu = for_cpu
+        self.ops: RowOps = BY_XLA
+        self.embedding_method: LinearMethod = Unquantized()
         vocab, embed = config.vocab_size, config.hidden_size
         self.embedding = normal_param(rngs, (vocab, embed), dtype, ("vocab", "embed"))
-        linear = partial(Linear, dtype=dtype, rngs=rngs, for_cpu=for_cpu)
+        linear = partial(Linear, dtype=dtype, rngs=rngs)
 
         def projection(layer: int, name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear | SplitLinear:
             path = f"layers.{layer}.{name}"
@@ -129,16 +133,16 @@ class Llama(nnx.Module):
         return self.norm(x), new_kv, [tapped[number] for number in taps]
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The first layer's x [T, D], and cos and sin of the rotation. Padding tokens may have any id. On a CPU, those
-        below 0 have x = 0, and so in every layer: the C code skips them (`pallas_kernels/cpu/panels.h`)."""
+        """The first layer's x [T, D], and cos and sin of the rotation. Padding tokens may have any id. In C,
+        those below 0 have x = 0, and so in every layer: products skip them (`pallas_kernels/cpu/panels.h`)."""
         cos, sin = rotation_of(self.config, positions)
         x = rows_of(self.embedding[...], tokens)
-        return jnp.where(tokens[:, None] < 0, 0, x) if self.for_cpu else x, cos, sin
+        return jnp.where(tokens[:, None] < 0, 0, x) if self.ops.are_in_c else x, cos, sin
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[S, V] of hidden [S, D] as `__call__` returned it."""
         if self.head is None:
-            return multiply(hidden, self.embedding[...], for_cpu=self.for_cpu, out_dtype=jnp.float32)
+            return self.embedding_method.apply(hidden, {"kernel": self.embedding[...]}, jnp.float32)
         return self.head(hidden, out_dtype=jnp.float32)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from model.network.linear_method import multiply
+from model.network.row_ops import BY_XLA, RowOps
 from pallas_kernels.cpu import per_token
 
 # The projections that an adapter may change, in the names of checkpoints, of each fused `Linear` of a layer in the
@@ -61,14 +62,14 @@ class StepAdapters:
         of_tokens: i32[T], the slot of each token, from 1; 0: it has no adapter.
         num_slots: S.
         num_shards: groups into which the outputs of a fused `Linear` are divided (`layers.Attention`).
-        in_c: the C code of CPUs adds them, with sums that do not depend on the number of tokens.
+        ops: of the model.
     """
 
     slots: AdapterSlots
     of_tokens: jax.Array
     num_slots: int
     num_shards: int
-    in_c: bool = False
+    ops: RowOps = BY_XLA
 
     def of_layer(self, number: int) -> LayerAdapters:
         """Those of one layer."""
@@ -106,15 +107,16 @@ class LayerAdapters:
         """What the tokens' adapters add to the outputs of a `Linear` of these inputs [T, D]: [T, n] of each of its
         projections."""
         a, of_parts = self.slots[name]
-        reduced = multiply(inputs, a.reshape(-1, a.shape[-1]), for_cpu=False).reshape(-1, *a.shape[:2])
+        reduced = multiply(inputs, a.reshape(-1, a.shape[-1])).reshape(-1, *a.shape[:2])
         reduced = jnp.where(self.step.is_own[:, None], reduced, 0)
         return [_product(reduced[:, part], b) for part, b in enumerate(of_parts)]
 
     def add(self, name: str, inputs: jax.Array, outputs: jax.Array) -> jax.Array:
         """The outputs [T, out] of a `Linear` of these inputs, with what the adapters add to them."""
-        if self.step.in_c:
-            return per_token.add_adapters(inputs, outputs, self.step.of_tokens, *self.slots[name], self.step.rank)
-        groups = [part.reshape(part.shape[0], self.step.num_shards, -1) for part in self.parts(name, inputs)]
+        step = self.step
+        if step.ops.are_in_c:
+            return per_token.add_adapters(inputs, outputs, step.of_tokens, *self.slots[name], step.rank)
+        groups = [part.reshape(part.shape[0], step.num_shards, -1) for part in self.parts(name, inputs)]
         return outputs + jnp.concatenate(groups, axis=-1).reshape(outputs.shape)
 
 

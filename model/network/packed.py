@@ -7,6 +7,7 @@ A model is packed once, after it is loaded: checkpoints and the code that loads 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,39 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from model.network.eagle import EagleHead
+from model.network.eight_bit import EightBitMethod
 from model.network.layers import Attention, Mlp, RMSNorm
 from model.network.linear import Linear
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
+from model.network.row_ops import RowOps, RowOpsInC
 from model.network.sharding import RULES, sharding_of
 from pallas_kernels.cpu import huge_pages
 
-_EMBEDDED = Unquantized()  # of an embedding that is also the head
+_EMBEDDED = Unquantized(for_cpu=True)  # of an embedding that is also the head
+
+
+def use_cpu_products[M: nnx.Module](model: M, ops: RowOps | None = None) -> M:
+    """Lets the model, in place, multiply a few rows in forms that XLA's CPU backend runs well (`cpu_products`), and
+    use operations for a CPU. Returns the model.
+
+    Args:
+        ops: None: those of XLA.
+
+    Raises:
+        ValueError: the model is divided over several devices. Such products split a kernel's rows in another way.
+    """
+    ops = ops or RowOps(gates_in_float32=True)
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, Attention | Mlp) and module.num_shards > 1:
+            raise ValueError(f"products for a CPU are for one device: {module.num_shards=}")
+        if isinstance(module, Linear) and isinstance(module.method, Unquantized | EightBitMethod):
+            module.method = replace(module.method, for_cpu=True)
+        if isinstance(module, Attention | Mlp | RMSNorm | Llama):
+            module.ops = ops
+        if isinstance(module, Llama):
+            module.embedding_method = _EMBEDDED
+    return model
 
 
 def pack[M: Llama | EagleHead](model: M) -> M:
@@ -32,17 +58,16 @@ def pack[M: Llama | EagleHead](model: M) -> M:
     products is then also computed in C, so that the bits of a token do not depend on the others.
 
     Raises:
-        ValueError: inputs are rounded in some steps only. The packed kernels are for all steps or for none.
+        ValueError: the model is divided over several devices, or inputs are rounded in some steps only. The packed
+            kernels are for all steps or for none.
     """
+    use_cpu_products(model, RowOpsInC())
     for linear in [x for _, x in nnx.iter_graph(model) if isinstance(x, Linear)]:
         if linear.method.can_pack(linear.kernel.get_value()):
             for name, param in linear.parameters().items():
                 param.set_value(_packed(linear.method, name, param.get_value()))
     if isinstance(model, Llama) and model.head is None and _EMBEDDED.can_pack(model.embedding.get_value()):
         model.embedding.set_value(_packed(_EMBEDDED, "kernel", model.embedding.get_value()))
-    for _, module in nnx.iter_graph(model):
-        if isinstance(module, Attention | Mlp | RMSNorm):
-            module.in_c = True
     huge_pages.use(x for x in jax.tree.leaves(nnx.state(model)) if isinstance(x, jax.Array))
     return model
 

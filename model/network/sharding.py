@@ -106,7 +106,6 @@ def abstract_model(
     mesh: Mesh | AbstractMesh | None = None,
     quantization: WeightForm | None = None,
     rounding: Rounding | None = None,
-    for_cpu: bool = False,
 ) -> Llama:
     """The model in its stored form on `mesh`. Every parameter is a ShapeDtypeStruct with its sharding.
 
@@ -119,7 +118,7 @@ def abstract_model(
     stored = stored_config(config, num_shards)
     if quantization is not None:
         check_groups(config, quantization, num_shards)
-    form = {"quantization": quantization, "rounding": rounding, "for_cpu": for_cpu}
+    form = {"quantization": quantization, "rounding": rounding}
     return _abstract(Llama, stored, mesh, dtype=jnp.dtype(dtype), num_shards=num_shards, **form)
 
 
@@ -128,7 +127,6 @@ def abstract_head(
     *,
     dtype: Any,
     mesh: Mesh | AbstractMesh | None = None,
-    for_cpu: bool = False,
     has_embedding: bool = False,
 ) -> EagleHead:
     """An EAGLE head, as `abstract_model` describes a model. Raises ValueError if it does not divide over the chips."""
@@ -137,8 +135,8 @@ def abstract_head(
         sizes = f"width {config.model_width} and draft_vocab_size {config.draft_vocab_size}"
         raise ValueError(f"the {config.form} head does not divide over {num_shards=} chips: {sizes}")
     stored = replace(config, layer=stored_config(config.layer, num_shards))
-    form = {"for_cpu": for_cpu, "has_embedding": has_embedding}
-    return _abstract(EagleHead, stored, mesh, dtype=jnp.dtype(dtype), num_shards=num_shards, **form)
+    form = {"dtype": jnp.dtype(dtype), "num_shards": num_shards, "has_embedding": has_embedding}
+    return _abstract(EagleHead, stored, mesh, **form)
 
 
 def _abstract[M: nnx.Module](

@@ -18,7 +18,6 @@ from jax import lax
 
 from batcher.request import MAX_LOGPROBS, LogprobsMode
 from model.sampling.vocab_split import VocabShard
-from pallas_kernels.cpu import per_token
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -38,8 +37,7 @@ class Found:
 
     top: jax.Array  # f32[S, k], the greatest logits
     top_ids: jax.Array  # i32[S, k]
-    greatest: jax.Array  # f32[S, 1], of the logits; from C, the logarithm of the sum of exp(logit)
-    mass: jax.Array  # f32[S, 1], sum of exp(logit - greatest)
+    log_sum_exp: jax.Array  # f32[S, 1], of the logits; -inf if none of its tokens can be drawn
     chosen: jax.Array  # f32[S, 1], the logit of the row's own token; 0 if another chip has it
 
 
@@ -75,15 +73,12 @@ def if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
 def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
     """`logprobs` without the exchange, which `merge` makes."""
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, shard.size))
-    # The bits of XLA's sums depend on the number of rows, on a CPU.
-    greatest = per_token.log_sum_exp(logits)[:, None] if shard.in_c else jnp.max(logits, axis=-1, keepdims=True)
     own = shard.locate(jnp.clip(tokens, 0, shard.vocab_size - 1))[:, None]
     chosen = jnp.take_along_axis(logits, jnp.minimum(own, shard.size - 1), axis=1)
     return Found(
         top=top,
         top_ids=top_ids + shard.start,
-        greatest=greatest,
-        mass=jnp.ones_like(greatest) if shard.in_c else jnp.sum(jnp.exp(logits - greatest), axis=-1, keepdims=True),
+        log_sum_exp=shard.ops.log_sum_exp(logits)[:, None],
         chosen=jnp.where(own < shard.size, chosen, 0),
     )
 
@@ -104,10 +99,8 @@ def merge_ranked(shard: VocabShard, ranked: Ranked) -> tuple[Logprobs, jax.Array
 def merge(shard: VocabShard, found: Found, *, are_logits: bool = False) -> Logprobs:
     """The log-probabilities, or the logits, from every chip's results. Takes two exchanges: of floats and of ids."""
     (top_ids,) = shard.gather(found.top_ids)
-    top, greatest, mass, chosen = shard.gather(found.top, found.greatest, found.mass, found.chosen)
-    of_all = jnp.max(greatest, axis=-1, keepdims=True)
-    sums = jnp.sum(mass * jnp.exp(greatest - of_all), axis=-1, keepdims=True)
-    normaliser = jnp.zeros_like(of_all) if are_logits else of_all + jnp.log(sums)
+    top, of_shards, chosen = shard.gather(found.top, found.log_sum_exp, found.chosen)
+    normaliser = 0 if are_logits else jax.nn.logsumexp(of_shards, axis=-1, keepdims=True)
     num_top = min(MAX_LOGPROBS, shard.vocab_size)
     top, index = lax.top_k(top, num_top)  # equal logits are in the order of their ids
     top_ids = jnp.take_along_axis(top_ids, index, axis=1)

@@ -27,7 +27,6 @@ from model.sampling.exact_sum import as_float, exact_sum
 from model.sampling.logprobs import if_asked
 from model.sampling.threshold import kept_threshold
 from model.sampling.vocab_split import VocabShard, first_of_greatest
-from pallas_kernels.cpu import per_token
 
 IN_PROMPT = 1 << 30  # bit of a token's history entry: it occurs in the prompt. The lower bits count outputs
 
@@ -230,6 +229,4 @@ def tempered_weights(
 ) -> jax.Array:
     """f32[S, V], exp of (logit - greatest) / temperature: the tempered distribution, scaled to a greatest weight of
     1."""
-    if shard.in_c:  # the bits of XLA's exponentials depend on the number of rows, on a CPU
-        return per_token.temper(logits, greatest, temperature)
-    return jnp.exp((logits - greatest[:, None]) / temperature[:, None])
+    return shard.ops.temper(logits, greatest, temperature)

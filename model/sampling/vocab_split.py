@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from model.network.row_ops import BY_XLA, RowOps
 from model.network.sharding import TENSOR_AXIS, num_shards_of, partition
 
 REPLICATED = P()
@@ -28,7 +29,7 @@ class VocabShard:
 
     vocab_size: int
     num_shards: int = 1
-    in_c: bool = False  # as in `VocabSplit`
+    ops: RowOps = BY_XLA  # of the model
 
     @property
     def size(self) -> int:
@@ -73,13 +74,13 @@ class VocabSplit:
     """The split of the vocabulary over `mesh`; None is one device.
 
     Attributes:
-        in_c: the C code of CPUs is there, and computes the exponentials of logits.
+        ops: of the model, for exponentials of logits.
         in_blocks: one device draws for a block of rows at a time (`row_blocks`).
     """
 
     vocab_size: int
     mesh: Mesh | None = None
-    in_c: bool = False
+    ops: RowOps = BY_XLA
     in_blocks: bool = False
 
     def run(self, function: Callable[..., Any], *args: Any, in_specs: Sequence[P], out_specs: Any) -> Any:
@@ -87,7 +88,7 @@ class VocabSplit:
 
         `out_specs`: results are either concatenated (`BY_VOCAB`), or must be the same on all chips (`REPLICATED`).
         """
-        shard = VocabShard(vocab_size=self.vocab_size, num_shards=num_shards_of(self.mesh), in_c=self.in_c)
+        shard = VocabShard(vocab_size=self.vocab_size, num_shards=num_shards_of(self.mesh), ops=self.ops)
         if shard.num_shards == 1:
             return function(shard, *args)
         return jax.shard_map(

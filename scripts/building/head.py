@@ -115,4 +115,4 @@ def _find(folder: Path, config: EagleConfig, model: ChosenWeights) -> StoredHead
 
 def _placement(form: Mapping[str, Any]) -> dict[str, Any]:
     """What a head takes of a `ModelOnChips.form`: it is not quantised."""
-    return {name: form[name] for name in ("dtype", "mesh", "for_cpu")}
+    return {name: form[name] for name in ("dtype", "mesh")}

@@ -189,7 +189,7 @@ def _prepared_file(folder: Path | None, weights: ChosenWeights | ChosenHead, chi
     Args:
         folder: of the files of all weights; None: none are kept.
     """
-    if folder is None or not chips.form["for_cpu"] or not isinstance(weights, ChosenWeights) or weights.stored is None:
+    if folder is None or not chips.is_one_cpu or not isinstance(weights, ChosenWeights) or weights.stored is None:
         return None
     import jax
     from flax import nnx

@@ -52,11 +52,10 @@ class ModelOnChips:
         self._platform = platform
         self.draft = draft
         self.mesh = make_mesh(num_chips) if num_chips > 1 else None
-        # The CPU forms split a kernel's rows in another way than a mesh does.
-        for_cpu = platform == "cpu" and self.mesh is None
+        # The forms of weights for a CPU split a kernel's rows in another way than a mesh does.
+        self.is_one_cpu = platform == "cpu" and self.mesh is None
         self.form: dict[str, Any] = {
-            "dtype": dtype, "mesh": self.mesh, "quantization": quantization, "rounding": rounding,
-            "for_cpu": for_cpu,
+            "dtype": dtype, "mesh": self.mesh, "quantization": quantization, "rounding": rounding
         }  # fmt: skip
         self.planned: Any = abstract_model(config, **self.form) if plan is None else plan(self.form)
         self.config = self.planned.config  # with KV heads repeated if there are more chips than heads
@@ -80,11 +79,14 @@ class ModelOnChips:
         return None if self.draft is None else (self.draft.planned, self.draft.attention(make, backend))
 
     def pack_for(self, backend: Backend, model: Llama | EagleHead) -> None:
-        """Packs the model's weights in place, if the backend's C code or a TPU's own product multiplies them."""
-        from model.network.packed import pack, pack_for_tpu
+        """Brings the model's weights and operations into the form of the platform, in place. This is where C is chosen
+        for all that a step computes besides attention: on one CPU, with the C code's attention."""
+        from model.network.packed import pack, pack_for_tpu, use_cpu_products
 
-        if self.form["for_cpu"] and backend == "cpu":
+        if self.is_one_cpu and backend == "cpu":
             pack(model)
+        elif self.is_one_cpu:
+            use_cpu_products(model)
         elif self._platform == "tpu":
             pack_for_tpu(model, self.mesh)
 

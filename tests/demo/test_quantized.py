@@ -32,7 +32,7 @@ def packed() -> Llama:
     """Products as a CPU's C code computes them, with inputs rounded to int8."""
     compiler()
     library.load(NATIVE)
-    model = pack(demo(EightBit.INT8, rounding=Rounding(), for_cpu=True))
+    model = pack(demo(EightBit.INT8, rounding=Rounding()))
     assert model.layers[0].mlp.down.kernel.ndim == 3
     return model
 

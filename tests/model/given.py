@@ -9,7 +9,7 @@ from model.loading.weights import fill
 from model.network.llama import Llama
 from model.network.sharding import abstract_model
 
-FORM: dict[str, Any] = {"dtype": "float32", "mesh": None, "quantization": None, "rounding": None, "for_cpu": False}
+FORM: dict[str, Any] = {"dtype": "float32", "mesh": None, "quantization": None, "rounding": None}
 
 
 def loaded(given: GivenWeights, **form: Any) -> Llama:

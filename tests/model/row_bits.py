@@ -65,7 +65,7 @@ def stages_of(graph: Any) -> Callable[..., dict[str, jax.Array]]:
             found |= {f"{name} of layer {number}": value for name, value in each.items()}
         hidden = model.norm(x)
         logits = model.logits(hidden)
-        shard = VocabShard(vocab_size=logits.shape[1], in_c=True)
+        shard = VocabShard(vocab_size=logits.shape[1], ops=model.ops)
         scores = logprobs(shard, lambda: logits, tokens, tokens >= 0)
         greatest, _ = most_likely(shard, logits)
         weights = tempered_weights(shard, logits, greatest, 1 + positions.astype(jnp.float32) / 100)
@@ -81,7 +81,7 @@ def main() -> None:
     tokens = rng.integers(0, CONFIG.vocab_size, ROWS[-1]).astype(np.int32)
     positions = rng.integers(0, CONFIG.max_position_embeddings, ROWS[-1]).astype(np.int32)
     for form, options in FORMS.items():
-        graph, weights = nnx.split(pack(random_weights(CONFIG, for_cpu=True, **options)))
+        graph, weights = nnx.split(pack(random_weights(CONFIG, **options)))
         alone: dict[str, bytes] = {}
         differing: dict[str, list[int]] = {}
         for rows in ROWS:

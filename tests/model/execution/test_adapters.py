@@ -79,11 +79,12 @@ def make(folder: Path, config: LlamaConfig, adapters: dict[int, LoraWeights]) ->
     def made(*, num_shards: int = 1, quantization: str | None = None, in_c: bool = False, **limits) -> ModelRunner:
         mesh = make_mesh(num_shards) if num_shards > 1 else None
         form = form_named(quantization, config.projection_inputs) if quantization else None
-        model = load_hf(folder, config, dtype=jnp.float32, mesh=mesh, quantization=form, for_cpu=in_c)
+        model = load_hf(folder, config, dtype=jnp.float32, mesh=mesh, quantization=form)
         attention = paged_attention(model.config, page_size=16, mesh=mesh)
         if in_c:
+            attention = PagedAttention(attention.spec, Backend.CPU, mesh)
+        if in_c and mesh is None:
             pack(model)
-            attention = PagedAttention(attention.spec, Backend.CPU)
         settings = RunnerConfig(**LIMITS | {"max_loras": MAX_LORAS, "max_lora_rank": RANK} | limits)
         return ModelRunner(model, attention, settings, adapter_weights=adapters.__getitem__)
 
@@ -147,8 +148,15 @@ def in_c(make: Make) -> ModelRunner:
     return made
 
 
+@pytest.fixture(scope="module")
+def in_c_on_two_devices(make: Make) -> ModelRunner:
+    made = make(in_c=True, num_shards=2)
+    made.warm_up([PROMPT, DECODE], print)
+    return made
+
+
 @pytest.mark.parametrize("quartet", [(1, 2, 3), (4, 5, 1)])
-@pytest.mark.parametrize("fixture", ["runner", "in_c"])
+@pytest.mark.parametrize("fixture", ["runner", "in_c", "in_c_on_two_devices"])
 def test_each_row_draws_as_the_merged_model_does(request, oracle, fixture, quartet) -> None:
     runner = request.getfixturevalue(fixture)
     asked = rows(1, 0, 2, 3)
@@ -170,13 +178,18 @@ def test_adapters_change_what_the_model_says(oracle) -> None:
     assert all(np.abs(other - base).max() > 0.1 for other in others)
 
 
-def test_the_numbers_are_those_of_peft(tmp_path) -> None:
+@pytest.mark.parametrize(("backend", "num_shards"), [(Backend.REFERENCE, 1), (Backend.CPU, 1), (Backend.CPU, 2)])
+def test_the_numbers_are_those_of_peft(tmp_path, backend, num_shards) -> None:
     """All golden adapters, three at once, beside a row without one."""
     config, names = goldens.base_config(), sorted(goldens.ADAPTERS)
-    model = load_hf(checkpoints.write(tmp_path, goldens.BASE), config, dtype=jnp.float32)
+    mesh = make_mesh(num_shards) if num_shards > 1 else None
+    model = load_hf(checkpoints.write(tmp_path, goldens.BASE), config, dtype=jnp.float32, mesh=mesh)
     store = AdapterStore(config, max_rank=RANK, max_cpu=2)
     of_name = {name: store.load(goldens.folder(name)) for name in names}
-    attention, settings = paged_attention(config), RunnerConfig(**LIMITS, max_loras=3, max_lora_rank=RANK)
+    attention = PagedAttention(paged_attention(model.config, page_size=16).spec, backend, mesh)
+    settings = RunnerConfig(**LIMITS, max_loras=3, max_lora_rank=RANK)
+    if backend is Backend.CPU and mesh is None:
+        pack(model)
     runner = ModelRunner(model, attention, settings, adapter_weights=store.weights)
     prompt = replace(PROMPT, num_tokens=LIMITS["max_num_batched_tokens"], variant=Variant.SCORE)
     runner.warm_up([prompt, DECODE], print)

@@ -15,6 +15,7 @@ from model.execution import dequantized_copies
 from model.network import cpu_products
 from model.network.linear import Linear
 from model.network.llama import Llama
+from model.network.packed import use_cpu_products
 from model.network.sharding import abstract_model
 from model.quantization.forms import EightBit, FourBit
 from tests.model.driver import TINY, tiny_runner
@@ -73,10 +74,10 @@ def test_a_4_bit_kernel_has_copies_in_8_bits_and_in_groups(array, bytes_found):
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_cpu_writes_a_wide_copy_unless_the_product_has_a_form_for_it(rows):
     for for_cpu, num_found in ((False, 1), (True, 0)):
-        linear = Linear(
-            (2048, 512), ("mlp", "embed"), dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=EightBit.INT8,
-            for_cpu=for_cpu,
-        )  # fmt: skip
+        axes, form = ("mlp", "embed"), EightBit.INT8
+        linear = Linear((2048, 512), axes, dtype=jnp.float32, rngs=nnx.Rngs(0), quantization=form)
+        if for_cpu:
+            use_cpu_products(linear)
         graph, state = nnx.split(linear)
         lowered = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, jnp.ones((rows, 512)))
         text = lowered.compile(compiler_options=compiler_options("cpu")).as_text()

@@ -45,9 +45,7 @@ def native():
 
 def load(path, form, rounding=None):
     source = resolve(str(path))
-    return load_hf(
-        source.path, source.config, dtype=jnp.float32, quantization=form, rounding=rounding, for_cpu=True
-    )  # fmt: skip
+    return load_hf(source.path, source.config, dtype=jnp.float32, quantization=form, rounding=rounding)
 
 
 def exact_model(path, model):

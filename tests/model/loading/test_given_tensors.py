@@ -26,7 +26,7 @@ from tests.model import checkpoints
 from tests.model.given import loaded
 from tests.model.loading.test_weights import config_of, flat
 
-NOTHING = {"dtype": "float32", "mesh": None, "quantization": None, "rounding": None, "for_cpu": False}
+NOTHING = {"dtype": "float32", "mesh": None, "quantization": None, "rounding": None}
 FORMS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},

@@ -33,7 +33,7 @@ def test_every_stored_form_gives_the_model_that_one_chip_loads(variant, num_chip
     folder = checkpoints.write(tmp_path, variant)
     config = LlamaConfig.from_file(folder)
     mesh = None if num_chips == 1 else make_mesh(num_chips)
-    stored = load_hf(folder, config, dtype=dtype, mesh=mesh, for_cpu=packed)
+    stored = load_hf(folder, config, dtype=dtype, mesh=mesh)
     if packed:
         pack(stored)
         assert 3 in {value.ndim for value in flat(stored).values()}

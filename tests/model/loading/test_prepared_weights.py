@@ -28,11 +28,11 @@ FORMS = [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "quan
 
 
 def made(seed: int = 0, **form: object) -> Llama:
-    return pack(random_weights(CONFIG, for_cpu=True, seed=seed, **form))
+    return pack(random_weights(CONFIG, seed=seed, **form))
 
 
 def planned(**form: object) -> Llama:
-    return pack(abstract_model(CONFIG, for_cpu=True, **form))
+    return pack(abstract_model(CONFIG, **form))
 
 
 def leaves(model: Llama) -> list[jax.Array]:

@@ -12,13 +12,15 @@ from model.compiling.compiler_options import compiler_options
 from model.network import cpu_products
 from model.network.cpu_products import BLOCK_WEIGHTS, MAX_ROWS_INT8_STREAMED, STREAMS
 from model.network.linear import Linear
+from model.network.packed import use_cpu_products
 from model.quantization.forms import EightBit
 from tests.model.dequantized import dequantize
 
 
 def make(form: EightBit | None, shape=(48, 80), dtype=jnp.float32, for_cpu=True) -> Linear:
     axes = ("mlp", "embed")
-    return Linear(shape, axes, dtype=dtype, rngs=nnx.Rngs(1), quantization=form, for_cpu=for_cpu)
+    linear = Linear(shape, axes, dtype=dtype, rngs=nnx.Rngs(1), quantization=form)
+    return use_cpu_products(linear) if for_cpu else linear
 
 
 def compiled(linear: Linear, rows: int, dtype=jnp.float32):

@@ -14,6 +14,7 @@ from model.config import Llama3Scaling, LlamaConfig
 from model.loading.weights import load_hf
 from model.network.cpu_products import MAX_ROWS_FROM_LEFT
 from model.network.llama import Llama
+from model.network.packed import use_cpu_products
 from tests.model import checkpoints, driver
 from tests.model.dense_attention import causal_attention, dense_hidden, dense_logits
 from tests.model.goldens.make import NEW_TOKENS, PROMPT_LENGTH, VARIANTS
@@ -113,7 +114,8 @@ def test_perturbing_a_config_field_moves_the_logits(field):
 def test_the_cpus_forms_of_the_products_compute_the_same(variant, num_tokens, tmp_path):
     folder = checkpoints.write(tmp_path, variant)
     config = LlamaConfig.from_file(folder)
-    usual, for_cpu = (load_hf(folder, config, dtype=jnp.float32, for_cpu=f) for f in (False, True))
+    usual, for_cpu = (load_hf(folder, config, dtype=jnp.float32) for _ in range(2))
+    use_cpu_products(for_cpu)
     sequence = checkpoints.golden_sequence(variant)
     wanted = dense_logits(usual, sequence)[:num_tokens]  # the program that the goldens are compared with
     np.testing.assert_allclose(dense_logits(for_cpu, sequence[:num_tokens]), wanted, atol=2e-5)

@@ -48,7 +48,7 @@ def logits(model) -> np.ndarray:
 )
 def test_packed_weights_give_the_same_logits(native, tied, dtype, quantization, tolerance):
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320, tie_word_embeddings=tied)
-    options = {"dtype": dtype, "quantization": quantization, "for_cpu": True}
+    options = {"dtype": dtype, "quantization": quantization}
     expected = logits(random_weights(config, **options))
     planned, packed = pack(abstract_model(config, **options)), pack(random_weights(config, **options))
     assert shapes(planned) == shapes(packed)
@@ -63,7 +63,7 @@ def test_packed_weights_give_the_same_logits(native, tied, dtype, quantization, 
 def test_packed_weights_round_the_inputs_as_others_do(native, dtype, is_static):
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320)
     rounding = Rounding(is_static=is_static)
-    options = {"dtype": dtype, "quantization": EightBit.INT8, "rounding": rounding, "for_cpu": True}
+    options = {"dtype": dtype, "quantization": EightBit.INT8, "rounding": rounding}
     linear = Linear((96, 64), ("mlp", "embed"), rngs=nnx.Rngs(0), **options)
     if is_static:
         linear.input_scale.set_value(jnp.float32(0.02))
@@ -84,6 +84,12 @@ def test_a_cpu_rounds_the_inputs_of_all_steps_or_of_none(native):
     model = abstract_model(config, dtype=jnp.float32, quantization=EightBit.INT8, rounding=Rounding(min_rows=9))
     with pytest.raises(ValueError, match="in all steps or in none, not from 9 rows on"):
         pack(model)
+
+
+def test_a_model_on_several_devices_is_not_packed(native):
+    """The C code reads the columns of one group of heads."""
+    with pytest.raises(ValueError, match="num_shards=2"):
+        pack(abstract_model(TINY, dtype=jnp.float32, mesh=make_mesh(2)))
 
 
 def test_what_has_no_packed_form_stays(native):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cache, partial
 
 import jax
@@ -25,6 +26,7 @@ from batcher.request import (
 from batcher.scheduling.request_state import RequestState
 from batcher.slots import SlotLayout
 from batcher.steps.pack import slot_state
+from model.network.row_ops import BY_XLA, RowOpsInC
 from model.network.sharding import make_mesh
 from model.sampling import sampling
 from model.sampling.logprobs import logprobs
@@ -453,7 +455,7 @@ def test_logprobs_are_of_the_distribution_that_the_mode_names(case, mode, in_c):
 
     @jax.jit
     def found(logits, rows):
-        shard = VocabShard(vocab_size=VOCAB, in_c=in_c)
+        shard = VocabShard(vocab_size=VOCAB, ops=RowOpsInC() if in_c else BY_XLA)
         none = (lambda: jnp.zeros(logits.shape, jnp.int32), lambda: jnp.asarray(no_masks(logits)))
         scored = partial(sampling.processed, shard, logits, rows, position, asking, *none)
         return logprobs(shard, scored if mode.is_processed else lambda: logits, tokens, asking, mode)
@@ -469,6 +471,73 @@ def test_logprobs_are_of_the_distribution_that_the_mode_names(case, mode, in_c):
     np.testing.assert_allclose(found(logits, rows).chosen, exact[np.arange(2), tokens], atol=2e-5)
     greatest = -np.sort(-exact, axis=1)[:, :MAX_LOGPROBS]
     np.testing.assert_allclose(found(logits, rows).top, greatest, atol=2e-5)
+
+
+LARGE_VOCAB = 128_256  # many chunks of the C code's sums; of four shards, some hold no token that is kept
+RESTRICTED = {
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.5},
+    "all three": {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    "a mask": {"has_mask": True},
+    "a mask of one token": {"has_mask": True},
+    "nothing": {},
+}
+
+
+BY_DEFAULT = [(LogprobsMode.PROCESSED_LOGPROBS, 2, False), (LogprobsMode.PROCESSED_LOGPROBS, 1, True)]
+ALL_FORMS = itertools.product(LogprobsMode, (1, 2, 4), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_shards", "in_c"),
+    [pytest.param(*form, marks=() if form in BY_DEFAULT else pytest.mark.slow) for form in ALL_FORMS],
+)
+def test_logprobs_of_a_large_vocabulary_of_which_few_tokens_are_kept(mode, num_shards, in_c):
+    """Each row has a restriction of its own. The tokens that are likely are of one chunk, and of one shard."""
+    if in_c:
+        compiler()
+    n = len(RESTRICTED)
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=LARGE_VOCAB).astype(np.float32)
+    logits[70_000:70_040] += np.linspace(12, 15, 40, dtype=np.float32)
+    columns = {
+        name: [each.get(name, off) for each in RESTRICTED.values()]
+        for name, off in {"top_k": 0, "top_p": 1, "min_p": 0, "has_mask": False}.items()
+    }
+    rows = make_rows(n, temperature=0.8, **columns)
+    allowed = {4: np.array([5, 70_003, 70_004, 128_255]), 5: np.array([128_000])}
+    masks = np.zeros((n, num_mask_words(LARGE_VOCAB)), np.int32)
+    for row, tokens in allowed.items():
+        bits = np.zeros(masks.shape[1] * 32, np.uint8)
+        bits[tokens] = 1
+        masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+    best = np.array([max(allowed.get(row, range(LARGE_VOCAB)), key=logits.__getitem__) for row in range(n)], np.int32)
+
+    def found(shard, logits, masks, rows):
+        positions, asking = jnp.zeros(n, jnp.int32), jnp.ones(n, bool)
+        given = (lambda: jnp.zeros(logits.shape, jnp.int32), lambda: masks)
+        scored = partial(sampling.processed, shard, logits, rows, positions, asking, *given)
+        return logprobs(shard, scored if mode.is_processed else lambda: logits, best, asking, mode)
+
+    split = VocabSplit(
+        LARGE_VOCAB, make_mesh(num_shards) if num_shards > 1 else None, ops=RowOpsInC() if in_c else BY_XLA
+    )
+    specs = {"in_specs": (BY_VOCAB, REPLICATED, REPLICATED), "out_specs": REPLICATED}
+    result = jax.jit(partial(split.run, found, **specs))(np.tile(logits, (n, 1)), masks, rows)
+
+    scores = np.tile(logits.astype(np.float64), (n, 1))
+    if mode.is_processed:
+        scores /= np.float64(np.float32(0.8))
+        for row, restriction in enumerate(RESTRICTED.values()):
+            closed = np.setdiff1d(np.arange(LARGE_VOCAB), allowed.get(row, np.arange(LARGE_VOCAB)))
+            adjusted = logits.astype(np.float64)
+            adjusted[closed] = -np.inf
+            kept = {name: value for name, value in restriction.items() if name != "has_mask"}
+            scores[row, expected_distribution(adjusted, temperature=0.8, **kept) == 0] = -np.inf
+    exact = scores if mode.are_logits else scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
+    np.testing.assert_allclose(result.chosen, exact[np.arange(n), best], atol=2e-5)
+    np.testing.assert_allclose(result.top, -np.sort(-exact, axis=1)[:, :MAX_LOGPROBS], atol=2e-5)
 
 
 def adjusted_by_hand(logits, *, bias, counts, in_prompt, repetition, frequency, presence, closed):
@@ -518,7 +587,7 @@ def test_sampled_logprobs_are_of_the_distribution_that_the_token_was_drawn_from(
         positions, asking = jnp.arange(n, dtype=jnp.int32), jnp.ones(n, bool)
         return sampling.sample(shard, logits, rows, positions, asking, lambda: history, lambda: masks)
 
-    split = VocabSplit(VOCAB, make_mesh(num_shards) if num_shards > 1 else None, in_c=in_c)
+    split = VocabSplit(VOCAB, make_mesh(num_shards) if num_shards > 1 else None, ops=RowOpsInC() if in_c else BY_XLA)
     specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED), "out_specs": REPLICATED}
     masks = np.tile(mask_of(open_tokens), (n, 1))
     tokens, scores = jax.jit(partial(split.run, draw, **specs))(logits, history, masks, rows)
