@@ -29,7 +29,7 @@ _BUDGET = "%thinking_budget "
 
 
 class Grammar(NamedTuple):
-    """A grammar's text, and the keywords of a JSON schema that it does not hold."""
+    """A grammar's text ("": any text), and the keywords of a JSON schema that it does not hold."""
 
     text: str
     unenforced: tuple[str, ...] = ()

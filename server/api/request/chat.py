@@ -160,8 +160,8 @@ async def constrain(state: ServerState, plan: ChatPlan) -> None:
         generation.new_reasoning = lambda: ReasoningReader(
             reasoning, prompt_end=prompt_end, is_shown=plan.shows_reasoning
         )
-    if grammar is not None:
-        parts = [(param, part.text) for param, part in ((field, answer), ("tools", called)) if part is not None]
+    if grammar is not None and grammar.text:
+        parts = [(param, part.text) for param, part in ((field, answer), ("tools", called)) if part and part.text]
         await state.grammars.check(grammar.text, param=field, parts=parts)
     generation.grammar, generation.grammar_field = grammar, field
 

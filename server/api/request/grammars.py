@@ -80,6 +80,8 @@ async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | 
     if is_free and not tools.are_strict:
         return None
     form = tools.call_format(state.call_format, is_free=answer is None)
+    if is_free and not issubclass(form, JsonCallParser):
+        return Grammar("", tuple(f"{spec.name}: strict" for spec in tools.specs if spec.strict))
 
     def make() -> Grammar:
         before = Grammar("") if answer is None else answer
@@ -94,12 +96,12 @@ async def after_reasoning(
 ) -> Grammar | None:
     """The grammar of an answer that follows reasoning. Reasoning is free, up to `budget` tokens if that is not None.
     It is not checked yet."""
-    if grammar is None and budget is None:
-        return None
-    answer, unenforced = (None, ()) if grammar is None else grammar
+    answer, unenforced = grammar or Grammar("")
+    if not answer and budget is None:
+        return grammar
 
     def make() -> Grammar:
-        return Grammar(reasoned_grammar(answer, start=form.start, end=form.end, is_open=is_open), unenforced)
+        return Grammar(reasoned_grammar(answer or None, start=form.start, end=form.end, is_open=is_open), unenforced)
 
     reasoned = await state.grammars.make(make, param=field)
     if budget is None:
@@ -199,7 +201,7 @@ def _from_text(param: str, content: Any) -> Any:
 def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser] = JsonCallParser) -> Grammar:
     """If the model must call, the answer consists of calls only, and every tool's schema applies. If it may choose, the
     answer either matches the grammar `answer` or consists of calls. Without `answer`, text is free until a call in the
-    format `form` begins, and the schemas of strict tools apply.
+    format `form` begins, which must be JSON, and the schemas of strict tools apply.
 
     Raises GrammarError for a schema that cannot be compiled, and for a strict tool whose arguments cannot be held to
     all of it. The message has the tool's name.
@@ -207,11 +209,6 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
     written = form.written if issubclass(form, JsonCallParser) else JsonCallParser.written
     is_free = tools.choice is ToolChoice.AUTO and answer is None
     specs = [spec for spec in tools.specs if spec.strict or not is_free]
-    if is_free and not issubclass(form, JsonCallParser):
-        message = (
-            "a grammar cannot hold `strict` in calls of this model's form; leave it out, or ask for `required` calls"
-        )
-        raise GrammarError(f"{specs[0].name}: {message}")
     options = JSON_OPTIONS if answer is not None else ONE_LINE
     held = [_held(spec, options, f"tool_{i}") for i, spec in enumerate(specs)]
     unenforced = tuple(

@@ -133,7 +133,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                 reasoning=own.new_reasoning(),
             )
             calls = own.new_calls()
-            text = None if own.grammar is None else own.grammar.text
+            text = None if own.grammar is None else own.grammar.text or None
             index = len(generation.choices)
             choice = Choice(generation, index, stream, len(prompt), include_stop=sampling.include_stop, calls=calls)
             generation.choices.append(choice)

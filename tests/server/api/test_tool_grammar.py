@@ -284,9 +284,7 @@ def test_an_error_names_the_tool_and_the_place(inner, words):
         tool_grammar(asked)
 
 
-def test_calls_in_pythons_form_cannot_be_strict():
+def test_calls_in_pythons_form_next_to_an_answer_are_json():
     asked = tools(TIME, WEATHER, choice=ToolChoice.AUTO)
-    with pytest.raises(GrammarError, match="get_weather: a grammar cannot hold `strict` in calls of this model's form"):
-        tool_grammar(asked, None, PythonicCallParser)
     answer = json_schema_grammar({"type": "array"})
     assert accepts(grammar_of(asked, answer, PythonicCallParser), PARIS)
