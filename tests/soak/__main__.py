@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,7 +52,7 @@ KEY, ATTACKERS_KEY = "ordinary", "attackers"
 LIMITS = ("--max-model-len=512", "--body-timeout=5", "--max-body-memory=32")
 FLAGS = ("--port=0", "--trust-request-chat-template", *LIMITS)
 # Lines at WARNING or above that attacks provoke.
-PROVOKED = re.compile(r"WARNING pallas_serve: (400|408|503) to ")
+PROVOKED = re.compile(r"WARNING pallas_serve: ((400|408|503) to |structured_outputs: a grammar cannot hold )")
 _SEVERE = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback")
 
 
@@ -195,7 +197,8 @@ async def settle(
 async def soak(url: str, server: psutil.Process, model: str, args: argparse.Namespace) -> Account:
     """Runs clients and attackers for `args.seconds`. Returns the account of the run, with the problems found."""
     host, _, port = url.removeprefix("http://").partition(":")
-    victim = Victim(host=host, port=int(port), model=model, pid=server.pid, key=ATTACKERS_KEY, other_key=KEY)
+    ports = {"port": int(port), "events_port": args.events_port}
+    victim = Victim(host=host, **ports, model=model, pid=server.pid, key=ATTACKERS_KEY, other_key=KEY)
     account = Account()
     headers = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession(url, headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -294,14 +297,25 @@ def wait_for_url(server: subprocess.Popen[str]) -> str:
     raise RuntimeError(f"the server has ended with code {server.wait()} before it was ready")
 
 
+def free_port() -> int:
+    """A port of this machine that nobody has at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     args = parser().parse_args(argv)
-    command = [sys.executable, "-m", "scripts.launch", "--api-key", KEY, ATTACKERS_KEY, *FLAGS, *args.flags]
+    args.events_port = free_port()
+    endpoint = f"tcp://*:{args.events_port}"
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint, "show_prompts_to_network": True}
+    command = [sys.executable, "-m", "scripts.launch", "--api-key", KEY, ATTACKERS_KEY, *FLAGS]
+    command += [f"--kv-events-config={json.dumps(events)}", *args.flags]
     if args.embeddings:
         command.append("--enable-embeddings")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
+        command += ["--batch-folder", f"{folder}/batches"]
         with log.open("w") as errors:
             server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:

@@ -14,6 +14,7 @@ from random import Random
 
 import psutil
 
+from tests.server.support import zmtp
 from tests.soak.questions import ADD_TOOL, CHAT
 from tests.soak.victim import PATIENCE_S, Victim, answer, answered, asked, chat, completion, connected
 
@@ -249,9 +250,13 @@ async def cut_tool_calls(victim: Victim, random: Random) -> None:
     status, said = await answered(victim, request)
     assert status in (200, 429), (status, said)
     if status == 200:
-        message = json.loads(said)["choices"][0]["message"]
+        (choice,) = json.loads(said)["choices"]
+        message = choice["message"]
         assert "{" not in (message["content"] or ""), (body, message)
-        for call in message.get("tool_calls") or ():
+        *calls, last = message.get("tool_calls") or (None,)
+        if body["tool_choice"] == "auto" or choice["finish_reason"] != "length":  # else the last may be cut
+            calls.append(last)
+        for call in filter(None, calls):
             assert isinstance(json.loads(call["function"]["arguments"]), dict), (body, message)
 
 
@@ -317,6 +322,55 @@ async def special_tokens_as_text(victim: Victim, random: Random) -> None:
     assert status in (200, 429), status
 
 
+async def many_parts(victim: Victim, random: Random) -> None:
+    """Uploads a form of very many tiny parts, or fields."""
+    part = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n1\r\n'
+    name = random.choice((b"a", b'file"; filename="a'))
+    body = part % name * random.choice((5, 100_000)) + b"--x--\r\n"
+    kind = ("Content-Type: multipart/form-data; boundary=x", f"Content-Length: {len(body)}")
+    status = await answer(victim, victim.head("POST", "/v1/files", *kind) + body)
+    assert status in (0, 400, 503), status
+
+
+async def requests_ahead(victim: Victim, random: Random) -> None:
+    """Sends requests without waiting for the answer to the first, which alone is answered."""
+    ahead = victim.head("GET", "/version") * random.randint(2, 20_000)
+    assert await answer(victim, ahead) in (0, 200)
+    body = json.dumps({"model": victim.model, "prompt": "Once", "max_tokens": 2}).encode()
+    status = await answer(victim, victim.post("/v1/completions", body) + ahead)
+    assert status in (0, 200, 429), status
+
+
+async def numbers_beyond_doubles(victim: Victim, random: Random) -> None:
+    """Schemas with numbers that no double holds, and fields with numbers that no machine word holds."""
+    value = random.choice((-(2**63), 2**63 + 1, 10**30 + 7, -1.1892378059464719))
+    keyword = random.choice(("const", "minimum", "exclusiveMaximum", "multipleOf"))
+    schema = {"type": "object", "properties": {"n": {"type": "number", keyword: value}}, "required": ["n"]}
+    status = await completion(victim, structured_outputs={"json": schema})
+    assert status in (200, 400, 429), (schema, status)
+    for field in ("seed", "top_k", "max_tokens", "priority", "min_tokens", "logprobs"):
+        status = await completion(victim, **{field: random.choice((2**63, -(2**64), 10**40))})
+        assert status in (200, 400, 429), (field, status)
+
+
+async def fields_of_other_servers(victim: Victim, random: Random) -> None:
+    """Asks for what other servers would answer otherwise."""
+    fields = {"lora_path": "/a", "num_beams": 4, "stop_regex": "a+", "no_repeat_ngram_size": 2, "adapter_id": "a"}
+    field = random.choice(sorted(fields))
+    assert await completion(victim, **{field: fields[field]}) == 400, field
+
+
+async def readers_of_events(victim: Victim, random: Random) -> None:
+    """A message without an end, a frame of four gigabytes, and silent connections at the port of the events."""
+    flooded = await asyncio.to_thread(zmtp.flood, victim.events_port, b"SUB")
+    assert flooded <= zmtp.MOST_FLOODED, flooded
+    assert await asyncio.to_thread(zmtp.is_refused, victim.events_port, b"SUB", 2**32)
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(200):
+            connection = await asyncio.open_connection(victim.host, victim.events_port)
+            stack.callback(connection[1].transport.abort)
+
+
 ATTACKS: tuple[Attack, ...] = (
     hostile_stop_strings,
     endless_trailers,
@@ -344,4 +398,9 @@ ATTACKS: tuple[Attack, ...] = (
     wrong_names,
     spaces_before_the_answer,
     special_tokens_as_text,
+    many_parts,
+    requests_ahead,
+    numbers_beyond_doubles,
+    fields_of_other_servers,
+    readers_of_events,
 )

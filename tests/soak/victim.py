@@ -18,6 +18,7 @@ class Victim:
 
     host: str
     port: int
+    events_port: int  # of the events for routers, which needs no key
     model: str
     pid: int  # of the process that was started
     key: str  # the API key of the attackers

@@ -25,7 +25,7 @@ from tests.server.support.zmtp import MOST_FLOODED, flood
 
 TOKEN, PAGE_BYTES, NUM_PAGES = bytes(range(TOKEN_BYTES)), 5000, 30
 LONG_S = 60.0
-KEY = Keys.drawn().public.decode()
+KEY = Keys.derived("a", "b").public.decode()
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
