@@ -66,6 +66,7 @@ class Leader:
             hello = self._arrivals.next(min(until, next_line))
             if isinstance(hello, commands.Hello):
                 self._admit(hello, settings)
+        self.sockets.accept_no_more()
         self.send(commands.Welcome())
         report(f"  all {self._cluster.num_hosts} hosts are there: {', '.join(self._names.values())} and this one")
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import socket as tcp
+import struct
+
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
@@ -15,6 +20,10 @@ SILENCE_S = 10.0
 LINGER_S = 2.0  # at the end, for what has not been sent
 MOST_REPORT_BYTES = 1 << 20  # of a follower
 MOST_COMMAND_BYTES = 1 << 30  # of the leader
+_SO_ATTACH_FILTER = 26  # Linux: a program of the kernel decides which packets a socket gets
+_NO_PACKET = struct.pack("HBBI", 0x06, 0, 0, 0)  # such a program: "return 0", so many bytes of each packet
+
+logger = logging.getLogger("pallas_serve")
 
 LOST = zmq.EVENT_DISCONNECTED  # also after a refusal
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -53,7 +62,8 @@ class HostSockets:
 
 
 class LeaderSockets(HostSockets):
-    """They listen, and refuse all connections but those with the followers' key.
+    """They listen, and refuse all connections but those with the followers' key. After `accept_no_more` a stranger's
+    connection takes nothing, no descriptor either.
 
     Raises HostsError if the coordinator's address is not this machine's, or is in use.
     """
@@ -66,21 +76,43 @@ class LeaderSockets(HostSockets):
         self.authenticator.start()
         self.authenticator.configure_curve_callback(credentials_provider=self)
         keys, where = keys_of(cluster.secret, "leader"), cluster.coordinator
+        self._listeners: list[tcp.socket] = []
         try:
             for socket, offset in ((self.commands, COMMANDS_OFFSET), (self.reports, REPORTS_OFFSET)):
                 limit(socket, MOST_REPORT_BYTES)
                 as_server(socket, keys)
                 where = cluster.own_endpoint(offset)
+                host, _, port = where.rpartition(":")
+                listener = tcp.create_server(
+                    (host.strip("[]"), int(port)), family=tcp.AF_INET6 if host.startswith("[") else tcp.AF_INET
+                )
+                self._listeners.append(listener.dup())
+                listener.setblocking(False)
+                socket.setsockopt(zmq.USE_FD, listener.detach())  # ZeroMQ closes it
                 socket.bind(f"tcp://{where}")
         except HostsError:
             self.close()
             raise
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             self.close()
             raise HostsError(
                 f"the leader cannot listen on {where}: {error.strerror}; --coordinator is an address of the host with "
                 "--host-id 0, and the two ports after its own must be free"
             ) from error
+
+    def accept_no_more(self) -> None:
+        """Leaves all further connections unanswered. Those that exist go on."""
+        program = ctypes.create_string_buffer(_NO_PACKET, len(_NO_PACKET))
+        for listener in self._listeners:
+            try:
+                listener.setsockopt(tcp.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+            except OSError as error:  # such as in a sandbox
+                logger.warning("the hosts' ports still accept connections: %s", error)
+
+    def close(self) -> None:
+        super().close()
+        for listener in self._listeners:
+            listener.close()
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a host with this key may connect."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
 
+import psutil
 import pytest
 import zmq
 
@@ -152,6 +154,17 @@ def test_a_stranger_who_knows_the_leaders_key_only_is_refused(hosts):
     monitor.close(0)
     stranger.close(0)
     context.term()
+
+
+def test_who_comes_when_all_hosts_are_there_takes_no_descriptor(hosts):
+    leader, follower = hosts.together()
+    before = psutil.Process().num_fds()
+    for offset in (1, 2):
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", hosts.cluster.port + offset), timeout=0.5)
+    assert psutil.Process().num_fds() == before
+    leader.send(commands.Compile(BUCKETS))  # those that are there go on
+    assert isinstance(follower.next_command(), commands.Compile)
 
 
 def test_two_hosts_with_one_number_do_not_start(hosts):
