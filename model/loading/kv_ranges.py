@@ -6,17 +6,10 @@ type than the checkpoint says. If a checkpoint has no K/V scales, `model.executi
 
 from __future__ import annotations
 
-import io
-import zlib
-
 import numpy as np
 
 from model.config import LlamaConfig
-from model.inputs.json_file import check_is_file
-from model.inputs.paths import Place
 from model.loading.tensor_files import TensorFiles
-
-FILE = "kv_ranges.npy"  # in the folder of a converted checkpoint
 
 # In a layer's attention, the first one that is there: compressed-tensors' and AutoFP8's, ModelOpt's, older
 # compressed-tensors', and AutoFP8's older scale of both.
@@ -55,23 +48,3 @@ def _read(files: TensorFiles, layer: int, names: tuple[str, ...], config: LlamaC
     if values.size not in (1, config.num_kv_heads) or not (np.isfinite(values) & (values > 0)).all():
         raise ValueError(f"{key} must be one positive number, or one for each of the {config.num_kv_heads} KV heads")
     return np.broadcast_to(values, config.num_kv_heads)
-
-
-def save_kv_ranges(folder: Place, ranges: np.ndarray) -> int:
-    """Writes the ranges to the folder of a converted checkpoint. Returns the checksum for `load_kv_ranges`."""
-    file = io.BytesIO()
-    np.save(file, ranges, allow_pickle=False)
-    (folder / FILE).write_bytes(file.getvalue())
-    return zlib.crc32(file.getvalue())
-
-
-def load_kv_ranges(folder: Place, checksum: int) -> np.ndarray:
-    """The ranges that `save_kv_ranges` wrote. Raises ValueError if the file is missing or damaged."""
-    try:
-        check_is_file(folder / FILE)
-        content = (folder / FILE).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{folder / FILE} cannot be read: convert again ({error.strerror})") from error
-    if zlib.crc32(content) != checksum:
-        raise ValueError(f"{folder / FILE} is damaged, its checksum is not the one stored: convert again")
-    return np.load(io.BytesIO(content), allow_pickle=False)

@@ -1,61 +1,58 @@
-"""The stored form of a model, in Orbax files: its parameters are already fused and cast.
+"""The stored form of a model: a checkpoint of Orbax, and one JSON file with what Orbax cannot hold.
 
-What is stored does not depend on a number of chips: every array is a stack of parts (`model.loading.parts`), and each
-chip reads the parts that it needs. A load skips, for the stored dtype, casting.
+Orbax's tree has one array for each parameter, under the parameter's name. The tensors of fused projections are arrays
+of their own (`layers.0.attention.qkv.k_proj.kernel`): how the rows of a fused projection lie depends on the number of
+chips. Each chip gets its rows or columns of every tensor, and joins them.
 
-Orbax writes the arrays. TensorStore, the library under Orbax, reads ranges of parts. The host compares the checksum of
-each part before the part goes to its chip: neither library would notice a changed byte.
+Orbax writes the arrays and its users can open them. TensorStore, the library under Orbax, reads them here: a failed
+restore by Orbax drops the reads in flight, whose coroutines then print tracebacks.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from model.config import LlamaConfig
 from model.inputs.json_file import check_is_file, read_object
 from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
-from model.loading.kv_ranges import save_kv_ranges
-from model.loading.parts import Parts
+from model.loading.hf_format import Source, expected_shapes, sources
 from model.loading.source import CONVERSION_FILE
-from model.loading.weights import fill_each
+from model.loading.weights import copies_of, fill_each, join_as
 from model.network.llama import Llama
-from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import Activations, Rounding, form_named, is_form_name
+from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, num_shards_of, partition
+from model.quantization.forms import Activations, Rounding, WeightForm, form_named
 
-FORMAT = 7
-DTYPES = ("bfloat16", "float32")
+FORMAT = 8
 _ARRAYS = "arrays"
 _DRIVERS = {GCS: "gcs", "s3": "s3"}  # of TensorStore, by the schemes of URLs
 _INDEX_CACHE_BYTES = 100 << 20  # of TensorStore, for the tables that locate arrays in its files
 
 
-@dataclass(frozen=True, kw_only=True)
-class Description:
-    """`stored.json`: the model that was converted, and the checksums of all arrays."""
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """`stored.json`: the model that was converted."""
 
-    dtype: str  # of the parameters that are not quantised
-    quantization: str | None  # of the projections and the head, as `forms.form_named` reads it
-    activations: str | None  # what a quantised checkpoint said of the inputs of its projections
-    config: Mapping[str, Any]  # the fields that identify the model, as in `config.json`
-    checksums: Mapping[str, list[int]]  # array -> CRC-32 of each part
-    kv_ranges: int | None  # CRC-32 of the file with the ranges of keys and values; None if there is none
+    dtype: Literal["bfloat16", "float32"]  # of the parameters that are not quantised
+    config: dict[str, Any]  # the fields that identify the model, as in `config.json`
+    quantization: str | None = None  # of the projections and the head, as `forms.form_named` reads it
+    activations: Activations | None = None  # what a quantised checkpoint said of the inputs of its projections
+    kv_ranges: list[list[list[float]]] | None = None  # [L, 2, K], see `kv_ranges.read_kv_ranges`
 
     @classmethod
-    def read(cls, folder: Place) -> Self:
-        """Raises ValueError if the conversion is unfinished, of another format, or damaged."""
+    def read(cls, folder: Place, config: LlamaConfig) -> Self:
+        """Raises ValueError if the conversion is unfinished, damaged, or of another format or another model."""
         path = folder / CONVERSION_FILE
         if not path.exists():
             raise ValueError(f"{folder} holds no finished conversion ({CONVERSION_FILE} is missing): convert again")
@@ -65,33 +62,37 @@ class Description:
             raise ValueError(f"{error}: convert again") from error
         if raw.get("format") != FORMAT:
             raise ValueError(f"{path} has format {raw.get('format')}, this version reads {FORMAT}: convert again")
-        match raw:
-            case {
-                "dtype": str(dtype),
-                "quantization": form,
-                "activations": activations,
-                "config": dict(),
-                "checksums": dict(checksums),
-                "kv_ranges": None | int(),
-            } if (
-                dtype in DTYPES
-                and (form is None or is_form_name(form))
-                and activations in (None, *Activations)
-                and all(isinstance(listed, list) for listed in checksums.values())
-            ):
-                return cls(**{name: raw[name] for name in cls.__dataclass_fields__})
-        raise ValueError(f"{path} is damaged: convert again")
+        try:
+            found, expected = msgspec.convert(raw, cls), _identity(config)
+            differing = ", ".join(key for key, value in found.config.items() if expected.get(key) != value)
+            if not differing:
+                found.form(config)
+                found.ranges(config)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: convert again ({error})") from error
+        if differing:
+            raise ValueError(
+                f"{folder} holds another model than the config next to it ({differing} differ): convert again"
+            )
+        return found
 
     def write(self, folder: Place) -> None:
-        write_whole(folder / CONVERSION_FILE, (json.dumps({"format": FORMAT} | vars(self), indent=2) + "\n").encode())
+        content = {"format": FORMAT} | msgspec.to_builtins(self)
+        write_whole(folder / CONVERSION_FILE, (json.dumps(content, indent=2) + "\n").encode())
 
-    def check(self, folder: Place, config: LlamaConfig) -> None:
-        """Raises ValueError if `folder` holds another model."""
-        expected = _identity(config)
-        differing = [key for key, value in self.config.items() if expected.get(key) != value]
-        if differing:
-            names = ", ".join(differing)
-            raise ValueError(f"{folder} holds another model than the config next to it ({names} differ): convert again")
+    def form(self, config: LlamaConfig) -> WeightForm | None:
+        """What `quantization` names."""
+        return form_named(self.quantization, config.projection_inputs) if self.quantization else None
+
+    def ranges(self, config: LlamaConfig) -> np.ndarray | None:
+        """f32[L, 2, K], the ranges of keys and values."""
+        if self.kv_ranges is None:
+            return None
+        sizes = {tuple(map(len, layer)) for layer in self.kv_ranges}
+        found = np.array(self.kv_ranges, np.float32) if sizes == {(config.num_kv_heads,) * 2} else np.zeros(0)
+        if len(found) != config.num_layers or not (np.isfinite(found) & (found > 0)).all():
+            raise ValueError("kv_ranges must be positive numbers, two for each KV head of each layer")
+        return found
 
 
 def save_orbax(
@@ -101,8 +102,8 @@ def save_orbax(
     kv_ranges: np.ndarray | None = None,
     activations: Activations | None = None,
 ) -> None:
-    """Writes the stored form of a model on one chip to `folder`, which must be new or empty. Any number of chips can
-    load it.
+    """Writes the stored form of a model on one chip to `folder`. Any number of chips can load it. Nothing is
+    overwritten.
 
     Args:
         config: the checkpoint's own.
@@ -112,27 +113,24 @@ def save_orbax(
     if model.num_shards != 1:
         raise ValueError(f"only a model on one chip can be stored: {model.num_shards=}")
     folder = _absolute(folder)
-    _store(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
-    variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
-    arrays = {}
-    for name, variable in variables.items():
-        array = np.asarray(variable.get_value())
-        arrays[name] = Parts.of(name, variable.get_metadata("axes"), array.shape, config).stacked(array)
-    # Weights do not compress; trying costs most of the time of a restore. A part is a chunk: it can be read alone.
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_ocdbt=True)) as checkpointer:
-        options = {name: ocp.SaveArgs(shard_axes=(0,)) for name in arrays}
+    shapes, arrays, options = expected_shapes(config), {}, {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value, axes = np.asarray(variable.get_value()), variable.get_metadata("axes")
+        parts = _parts(".".join(map(str, path)))
+        ends = np.cumsum([shapes[part.key][0] for part in parts.values() if part is not None])
+        tensors = np.split(value, ends[:-1]) if len(parts) > 1 else [value]
+        for (name, part), tensor in zip(parts.items(), tensors, strict=True):
+            arrays[name], options[name] = _in_chunks(tensor, partition(axes), config, part)
+    # Weights do not compress; trying costs most of the time of a restore.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         checkpointer.save(str(folder / _ARRAYS), args=ocp.args.PyTreeSave(arrays, save_args=options))
     description = Description(
         dtype=model.dtype.name,
+        config=_identity(config),
         quantization=None if model.quantization is None else str(model.quantization),
         activations=activations,
-        config=_identity(config),
-        # Of the arrays in memory: a byte that changes during the write is found, too.
-        checksums={name: [_crc32(part) for part in stack] for name, stack in arrays.items()},
-        kv_ranges=None if kv_ranges is None else save_kv_ranges(folder, kv_ranges),
+        kv_ranges=None if kv_ranges is None else kv_ranges.tolist(),
     )
     description.write(folder)  # last: a folder without it is unfinished
 
@@ -145,97 +143,23 @@ def load_orbax(
     mesh: Mesh | None = None,
     rounding: Rounding | None = None,
 ) -> Llama:
-    """The model that `save_orbax` wrote. Each part is verified before it goes to its chip. A host reads only what its
-    chips hold.
+    """The model that `save_orbax` wrote. A host reads only what its chips hold, and holds at most a few parameters.
 
     Parameters that are not quantised are cast to `dtype`; quantised weights stay as they were stored.
 
     Raises:
         ValueError: the folder is unfinished or damaged, or holds another model or another format; or the model, or
-            its groups of 4-bit weights, do not divide over the chips. The message names the damaged array, and the
-            part if there are several.
+            its groups of 4-bit weights, do not divide over the chips. A changed weight is not found.
     """
     folder = _absolute(folder)
     if not isinstance(folder, RemotePath):
         for path in (folder / _ARRAYS).rglob("*"):
             if not path.is_dir():
                 check_is_file(path)  # TensorStore would wait for the end of a pipe
-    description = Description.read(folder)
-    description.check(folder, config)
-    form = form_named(description.quantization, config.projection_inputs) if description.quantization else None
-    kept: dict[str, Any] = {"quantization": form, "rounding": rounding}
-    as_stored = nnx.to_flat_state(nnx.state(abstract_model(config, dtype=description.dtype, **kept)))
-    likes = {".".join(map(str, path)): variable for path, variable in as_stored}
-    model = abstract_model(config, dtype=dtype, mesh=mesh, **kept)
+    form = Description.read(folder, config).form(config)
+    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=form, rounding=rounding)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
-
-    def restored(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        stored, axes = likes[name].get_value(), likes[name].get_metadata("axes")
-        parts = Parts.of(name, axes, stored.shape, config)
-        checksums = description.checksums.get(name)
-        if checksums is None or len(checksums) != parts.count:
-            raise ValueError(f"{folder / CONVERSION_FILE} lacks checksums of {name}: convert again")
-        array = _StoredArray(folder, name, parts, stored.dtype, checksums, context)
-        return array.on_chips(like, num_shards_of(mesh))
-
-    return fill_each(model, restored)
-
-
-class _StoredArray:
-    """One array of a folder.
-
-    Args:
-        checksums: of its parts.
-
-    Raises:
-        ValueError: it cannot be opened, or has another shape or type.
-    """
-
-    def __init__(
-        self, folder: Place, name: str, parts: Parts, dtype: Any, checksums: list[int], context: ts.Context
-    ) -> None:
-        self.folder, self.name, self.parts, self.checksums = folder, name, parts, checksums
-        self.stored = _open(folder, name, context)
-        shape = (parts.count, *parts.shape)
-        if (self.stored.shape, self.stored.dtype.name) != (shape, dtype.name):
-            raise ValueError(
-                f"{folder}: {name} is {self.stored.dtype.name}{list(self.stored.shape)} and should be "
-                f"{dtype.name}{list(shape)}: convert again"
-            )
-
-    def on_chips(self, like: jax.ShapeDtypeStruct, chips: int) -> jax.Array:
-
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            chip = 0
-            if (axis := self.parts.axis) is not None:
-                start, stop, _ = index[axis].indices(like.shape[axis])
-                chip = start // (stop - start)
-            return self.parts.joined([self.verified(numbers) for numbers in self.parts.of_chip(chip, chips)])
-
-        array = jax.make_array_from_callback(like.shape, like.sharding, read)  # type: ignore[arg-type]  # jax never passes None
-        if array.dtype != like.dtype:
-            array = _cast(array, dtype=like.dtype)
-        # Waiting here limits the parameters in flight to the few that `fill` works on.
-        return jax.block_until_ready(array)
-
-    def verified(self, numbers: range) -> np.ndarray:
-        try:
-            stack = self.stored[numbers.start : numbers.stop].read().result()
-        except Exception as error:  # TensorStore raises different Python types for its status codes
-            raise ValueError(f"{self.folder}: {self.what(numbers)} cannot be read: {_remedy(error)}") from error
-        for number, part in zip(numbers, stack, strict=True):
-            if _crc32(part) != self.checksums[number]:
-                raise ValueError(
-                    f"{self.folder}: {self.what(range(number, number + 1))} is damaged, its checksum is not the one "
-                    "stored: convert again"
-                )
-        return stack
-
-    def what(self, numbers: range) -> str:
-        if self.parts.count == 1:
-            return self.name
-        last = f" to {numbers.stop}" if len(numbers) > 1 else ""
-        return f"part {numbers.start + 1}{last} of {self.parts.count} of {self.name}"
+    return fill_each(model, partial(_restored, folder, config, num_shards_of(mesh), context))
 
 
 def check_place(folder: Place) -> None:
@@ -259,29 +183,91 @@ def _store(folder: Place) -> dict[str, str]:
     return {"driver": _DRIVERS[folder.scheme], "bucket": bucket, "path": f"{path}/"}
 
 
+def _parts(name: str) -> dict[str, Source | None]:
+    """The arrays that are stored for a parameter, each with its tensor of the checkpoint if it is of a fused
+    projection."""
+    module, _, kind = name.rpartition(".")
+    if kind == "input_scale" or not any(fused in module for fused in ("attention.qkv", "mlp.gate_up")):
+        return {name: None}
+    parts = sources(f"{module}.kernel")
+    if len(parts) == 1:
+        return {name: parts[0]}
+    return {f"{module}.{part.key.split('.')[-2]}.{kind}": part for part in parts}
+
+
+def _in_chunks(
+    tensor: np.ndarray, spec: PartitionSpec, config: LlamaConfig, part: Source | None
+) -> tuple[jax.Array, ocp.SaveArgs]:
+    """What Orbax saves in chunks along the axis that chips cut. Any number of chips takes whole chunks.
+
+    Orbax cuts an array along the axis over which its devices share it.
+    """
+    count = 1
+    if TENSOR_AXIS in spec:
+        # A number of chips over which the model divides is a divisor of this.
+        finest = math.gcd(config.num_heads, config.intermediate_size, config.vocab_size)
+        is_kv = part is not None and part.is_kv
+        count = config.num_kv_heads if is_kv else math.gcd(finest, tensor.shape[spec.index(TENSOR_AXIS)])
+    devices = next((number for number in range(2, jax.device_count() + 1) if count % number == 0), 1)
+    array = jax.device_put(tensor, NamedSharding(make_mesh(devices), spec))
+    return array, ocp.SaveArgs(chunk_byte_size=tensor.nbytes // count if devices > 1 else None)
+
+
+def _restored(
+    folder: Place, config: LlamaConfig, num_shards: int, context: ts.Context, name: str, like: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """The value of a parameter, on its chips."""
+    parts, shapes, raw = _parts(name), expected_shapes(config), []
+    dtype = np.dtype(np.int8) if like.dtype == "int4" and len(parts) > 1 else like.dtype  # until they are joined
+    for stored, part in parts.items():
+        copies = 1 if part is None else copies_of(part, config, num_shards)
+        shape = like.shape if part is None else (shapes[part.key][0], *like.shape[1:])
+        sharding = _without_copies(like.sharding, copies)
+        array = _read(folder, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), context)
+        raw.append(_with_copies(array, like.sharding, copies))
+    # Waiting here limits the parameters in flight to the few that `fill` works on.
+    return jax.block_until_ready(join_as(like, raw, num_shards) if len(raw) > 1 else raw[0])
+
+
+def _read(folder: Place, name: str, like: jax.ShapeDtypeStruct, context: ts.Context) -> jax.Array:
+    """One stored array. ValueError if it cannot be read or has another shape."""
+    kvstore = {"driver": "ocdbt", "base": _store(folder / _ARRAYS), "path": f"{name}/"}
+
+    def chunks(index: tuple[slice, ...]) -> np.ndarray:
+        return stored[index].read().result().astype(like.dtype, copy=False)
+
+    try:
+        stored = ts.open({"driver": "zarr", "kvstore": kvstore}, context=context, read=True, open=True).result()
+        if stored.shape != like.shape:
+            raise ValueError(f"its shape is {[*stored.shape]} and should be {[*like.shape]}")
+        return jax.make_array_from_callback(like.shape, like.sharding, chunks)  # type: ignore[arg-type]  # jax never passes None
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # TensorStore raises different Python types for its status codes
+        raise ValueError(f"{folder}: {name} cannot be read: {_remedy(error)}") from error
+
+
+def _without_copies(sharding: Sharding, copies: int) -> Sharding:
+    """The sharding of the stored heads, if this many neighbouring chips share each of them."""
+    if copies == 1:
+        return sharding
+    assert isinstance(sharding, NamedSharding)
+    return NamedSharding(Mesh(sharding.mesh.devices.reshape(-1, copies), (TENSOR_AXIS, "copies")), sharding.spec)
+
+
+def _with_copies(array: jax.Array, sharding: Sharding, copies: int) -> jax.Array:
+    """The heads with their copies. Nothing moves: each chip has its head."""
+    if copies == 1:
+        return array
+    shape = (array.shape[0] * copies, *array.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [s.data for s in array.addressable_shards])
+
+
 def _remedy(error: Exception) -> str:
     """What to do about an error of TensorStore, and the error."""
     is_denied = any(code in str(error) for code in ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE"))
     first, *_ = str(error).splitlines() or [type(error).__name__]
     return f"{'allow this machine to read it' if is_denied else 'convert again'} ({first[:300]})"
-
-
-def _open(folder: Place, name: str, context: ts.Context) -> ts.TensorStore:
-    base = _store(folder / _ARRAYS)
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    try:
-        return ts.open(spec, context=context, read=True, open=True).result()
-    except Exception as error:  # TensorStore raises different Python types for its status codes
-        raise ValueError(f"{folder}: {name} cannot be opened: {_remedy(error)}") from error
-
-
-@partial(jax.jit, static_argnames="dtype")
-def _cast(array: jax.Array, *, dtype: Any) -> jax.Array:
-    return array.astype(dtype)
-
-
-def _crc32(part: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
 
 
 def _identity(config: LlamaConfig) -> dict[str, Any]:

@@ -26,8 +26,8 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 COPIES = Path(constants.HF_HOME) / "pallas-serve"  # of files in buckets, next to what comes from the hub
 
-# In a folder of converted weights. `orbax_format` reads it, whose import takes most of a second.
-CONVERSION_FILE = "stored.json"
+CONVERTED = "orbax"  # the subfolder of a model that scripts/convert_checkpoint.py writes
+CONVERSION_FILE = "stored.json"  # in it. `orbax_format` reads it, whose import takes most of a second
 UNFINISHED = "unfinished-conversion.json"  # in a folder that scripts/convert_checkpoint.py has not finished
 
 _WEIGHT_FILES = ["*.safetensors"]
@@ -193,7 +193,7 @@ def _check_config(folder: Place, name: str) -> None:
 
 def _instead(folder: Place) -> str:
     if (folder / UNFINISHED).exists():
-        return ": its conversion has not ended; scripts.convert_checkpoint replaces what a killed one has left"
+        return ": its conversion has not ended: delete the folder if none is running, and convert again"
     found = sorted(path.name for path in folder.iterdir() if is_gguf(path))
     return f"; name a GGUF file in it, such as {found[0]}" if found else ""
 

@@ -13,13 +13,12 @@ from model.inputs.gguf import is_gguf
 from model.inputs.paths import Place
 from model.loading.checkpoint import open_checkpoint
 from model.loading.hf_format import HEAD
-from model.loading.kv_ranges import load_kv_ranges, read_kv_ranges
+from model.loading.kv_ranges import read_kv_ranges
+from model.loading.source import CONVERTED
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.forms import Activations, FourBit, Mixed, Rounding, SixBit, WeightForm, form_named
-
-CONVERTED = "orbax"  # the subfolder that scripts/convert_checkpoint.py writes
+from model.quantization.forms import Activations, FourBit, Mixed, Rounding, SixBit, WeightForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +47,7 @@ class StoredWeights:
         if self.is_converted:
             from model.loading.orbax_format import Description
 
-            checksum = Description.read(self.path).kv_ranges
-            return None if checksum is None else load_kv_ranges(self.path, checksum)
+            return Description.read(self.path, self.config).ranges(self.config)
         if is_gguf(self.path):
             return None  # the format has no K/V scales
         with TensorFiles(self.path, self.config) as files:
@@ -134,14 +132,14 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
 def _converted(folder: Place, config: LlamaConfig) -> StoredWeights:
     from model.loading.orbax_format import Description
 
-    description = Description.read(folder)
-    dtype, form = description.dtype, description.quantization
+    description = Description.read(folder, config)
+    dtype = description.dtype
     return StoredWeights(
         path=folder,
         is_converted=True,
         config=replace(config, checkpoint_dtype=dtype),
         dtypes=(dtype,),
         remark=None,
-        quantization=form_named(form, config.projection_inputs) if form else None,
-        activations=Activations(description.activations) if description.activations else None,
+        quantization=description.form(config),
+        activations=description.activations,
     )

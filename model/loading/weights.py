@@ -168,7 +168,7 @@ def _read_module(
     method = methods.get(module, Unquantized())
     if is_kept and isinstance(form := method.form, FourBit | SixBit):
         stored = {name: _read_kept(name, like, form, files, parts, config, mesh) for name, like in likes.items()}
-        return jax.block_until_ready({name: _join_as(likes[name], raw, groups) for name, raw in stored.items()})
+        return jax.block_until_ready({name: join_as(likes[name], raw, groups) for name, raw in stored.items()})
     raw = [read(part, config, num_shards_of(mesh), like.sharding) for part in parts]
     if method.form is not None:
         scales = [_read_scales(files, part, config, num_shards_of(mesh)) for part in parts if files.has_scale(part.key)]
@@ -215,7 +215,7 @@ def _read_kept(
     return [one(part) for part in parts]
 
 
-def _join_as(like: jax.ShapeDtypeStruct, raw: list[jax.Array], groups: int) -> jax.Array:
+def join_as(like: jax.ShapeDtypeStruct, raw: list[jax.Array], groups: int) -> jax.Array:
     """As `join`, in the type of `like`."""
     dtype = jnp.int8 if _is_narrowed_later(like.dtype, like.sharding) else like.dtype
     return _narrowed(join(raw, groups=groups, dtype=dtype, sharding=like.sharding), like)
@@ -339,11 +339,11 @@ def _dequantized(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int |
 
 
 def _joined(raw: Sequence[jax.Array | np.ndarray], groups: int) -> jax.Array:
-    """Cuts [out, in] tensors into one group of rows per chip and joins them group by group along the rows."""
+    """Cuts tensors into one group of rows per chip and joins them group by group along the rows."""
     if len(raw) == 1:
         return jnp.asarray(raw[0])
-    cut = [part.reshape(groups, part.shape[0] // groups, part.shape[1]) for part in raw]
-    return jnp.concatenate(cut, axis=1).reshape(-1, raw[0].shape[1])
+    cut = [part.reshape(groups, part.shape[0] // groups, *part.shape[1:]) for part in raw]
+    return jnp.concatenate(cut, axis=1).reshape(-1, *raw[0].shape[1:])
 
 
 @partial(jax.jit, static_argnames=("likes", "method"))

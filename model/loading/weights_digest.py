@@ -1,8 +1,8 @@
 """A digest of a checkpoint's content: two are equal only if the models compute the same.
 
 Files of this machine are read as a whole, at the speed of the disk or of SHA-256, some at once. Files that the hub's
-client has downloaded have their SHA-256 as their name. Of a converted checkpoint the checksums of its arrays are read.
-Objects of a bucket are not read: they count by their version, which every upload changes.
+client has downloaded have their SHA-256 as their name. Objects of a bucket are not read: they count by their version,
+which every upload changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from model.inputs.gguf import is_gguf
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
-from model.loading.source import CONVERSION_FILE
 from model.loading.stored_weights import StoredWeights
 from model.loading.tensor_files import files_in
 
@@ -32,7 +31,9 @@ def weights_digest(stored: StoredWeights) -> str:
 def files_of(stored: StoredWeights) -> list[Place]:
     """The files whose content decides the weights."""
     if stored.is_converted:
-        return [stored.path / CONVERSION_FILE]  # with the checksums of all parts of all arrays
+        if isinstance(stored.path, RemotePath):
+            return [stored.path / found.name for found in stored.path.files()]
+        return [path for path in stored.path.rglob("*") if not path.is_dir()]
     if is_gguf(stored.path):
         return [stored.path]
     return [stored.path / name for name in files_in(stored.path)]

@@ -263,23 +263,6 @@ _FORM_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(?:-(bf16|f16|f32|q4_1|q4
 _PATHS = re.compile(r"[\w.]+(?:,[\w.]+)*")
 
 
-def is_form_name(name: object) -> bool:
-    """Whether `form_named` reads it, for some numbers of inputs."""
-    if not isinstance(name, str):
-        return False
-    most, *others = name.split("+")
-    return _is_one(most) and all(_is_one(form) and _PATHS.fullmatch(paths) for form, _, paths in _cut(others))
-
-
-def _is_one(name: str) -> bool:
-    return name in (*EightBit, str(SixBit())) or _FORM_NAME.fullmatch(name) is not None
-
-
-def _cut(others: Iterable[str]) -> list[tuple[str, str, str]]:
-    """The name of a form, a colon, and the paths of the projections that have it."""
-    return [other.partition(":") for other in others]
-
-
 def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     """The form of a name: "int8", "fp8", "int4" with the largest group for kernels of these numbers of inputs, or as
     `str` writes a `FourBit`, a `SixBit` or a `Mixed`. ValueError if there is none."""
@@ -290,11 +273,12 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
         return form
     if not isinstance(form, FourBit | SixBit):
         raise ValueError(f"{most}: only projections in int4 or int6 have others next to them")
-    forms = {
-        path: _one_named(other, () if path == HEAD_PATH else widths)
-        for other, _, paths in _cut(others)
-        for path in paths.split(",")
-    }
+    forms: dict[str, OneForm] = {}
+    for other in others:
+        one, _, paths = other.partition(":")
+        if not _PATHS.fullmatch(paths):
+            raise ValueError(f"{other!r} names no projections")
+        forms |= {path: _one_named(one, () if path == HEAD_PATH else widths) for path in paths.split(",")}
     return Mixed(most=form, others=tuple(sorted(forms.items(), key=lambda item: item[0])))
 
 

@@ -135,7 +135,7 @@ FILES = [
     ("hf", "config.json"), ("hf", "generation_config.json"), ("hf", "model.safetensors"), ("hf", "tokenizer.json"),
     ("parts", "model.safetensors.index.json"), ("parts", "model-00001-of-00002.safetensors"),
     ("gguf", "m.gguf"), ("eagle", "config.json"), ("eagle", "pytorch_model.bin"), ("yaml", "serve.yaml"),
-    ("orbax", "stored.json"), ("orbax", "kv_ranges.npy"), ("orbax", "arrays/manifest.ocdbt"),
+    ("orbax", "stored.json"), ("orbax", "arrays/manifest.ocdbt"),
     ("metas", "tokenizer.model"),
 ]  # fmt: skip
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -41,11 +39,16 @@ def test_a_converted_folder_is_a_model_with_the_same_weights(tmp_path):
     folder = checkpoints.write(tmp_path / "hf", "gqa2", num_files=2)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("a template")
 
     result = convert(folder, tmp_path / "out", "--dtype", "float32")
 
     assert result.returncode == 0, result.stderr
+    assert not result.stderr
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "a template"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "additional_chat_templates",
         "config.json",
         "generation_config.json",
         "orbax",
@@ -101,61 +104,45 @@ def killed(source: Path, folder: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["choose_dtype", "write_whole", "write_config"])
-def test_what_a_killed_conversion_has_left_is_replaced(where, tmp_path):
-    source = checkpoints.write(tmp_path / "hf", "gqa2")
+def test_what_a_killed_conversion_has_left_is_neither_served_nor_touched(where, tmp_path, capsys):
+    source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
     (source / "tokenizer.json").write_text("{}")
-    killed(source, tmp_path / "out", where)
-    with pytest.raises(ValueError, match=r"out has no config\.json: its conversion has not ended"):
-        resolve(str(tmp_path / "out"))
-    (tmp_path / "out" / "tokenizer.json.4711").write_text("{")  # as `write_whole` leaves it
-    assert convert_checkpoint.main([str(source), str(tmp_path / "out")]) == 0
-    assert convert_checkpoint.main([str(source), str(tmp_path / "new")]) == 0
-    found, wanted = contents(tmp_path / "out"), contents(tmp_path / "new")
-    assert [name for name in found if "/" not in name] == [name for name in wanted if "/" not in name]
-    assert found["orbax/stored.json"] == wanted["orbax/stored.json"]
-    config = resolve(str(source)).config
-    same(*(load_orbax(tmp_path / name / "orbax", config, dtype=jnp.float32) for name in ("out", "new")))
+    killed(source, out, where)
+    with pytest.raises(ValueError, match=r"out has no config\.json: its conversion has not ended: delete the folder"):
+        resolve(str(out))
+    before = contents(out)
+    assert convert_checkpoint.main([str(source), str(out)]) == 2
+    said = capsys.readouterr().err
+    assert f"{out} holds an unfinished conversion, which may be running: delete it if not, or name another" in said
+    assert len(said.splitlines()) == 1
+    assert contents(out) == before
 
 
 def test_a_folder_with_anything_else_is_not_touched(tmp_path, capsys):
     source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
-    killed(source, out, "write_config")
+    out.mkdir()
     (out / "notes.txt").write_text("mine")
-    before = contents(out)
-    assert convert_checkpoint.main([str(source), str(out)]) == 2
-    assert "holds an unfinished conversion and other files (['notes.txt']): name another" in capsys.readouterr().err
-    assert contents(out) == before
-    (out / "unfinished-conversion.json").unlink()
-    before = contents(out)
     assert convert_checkpoint.main([str(source), str(out)]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
-    assert contents(out) == before
+    assert contents(out) == {"notes.txt": b"mine"}
 
 
-def test_a_conversion_that_runs_is_not_touched(tmp_path, capsys):
+def test_of_two_conversions_into_one_folder_one_writes(tmp_path, capsys, monkeypatch):
+    """The second one has looked into the folder before the first one begins."""
     source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
-    killed(source, out, "write_config")
-    before = contents(out)
-    with (out / "unfinished-conversion.json").open() as mark:
-        fcntl.flock(mark, fcntl.LOCK_EX)
-        assert convert_checkpoint.main([str(source), str(out)]) == 2
-    assert f"another process converts into {out}" in capsys.readouterr().err
-    assert contents(out) == before
+    out.mkdir()
+    looked = Path.iterdir
 
+    def overtaken(self):
+        found = [*looked(self)]
+        if self == out:
+            monkeypatch.undo()
+            killed(source, out, "choose_dtype")
+        return iter(found)
 
-def test_without_locks_only_a_new_folder_is_written(tmp_path, capsys, monkeypatch):
-    source, out = checkpoints.write(tmp_path / "hf", "gqa2"), tmp_path / "out"
-    killed(source, out, "write_config")
-    before = contents(out)
-
-    def flock(file, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(Path, "iterdir", overtaken)
     assert convert_checkpoint.main([str(source), str(out)]) == 2
     assert "holds an unfinished conversion, which may be running" in capsys.readouterr().err
-    assert contents(out) == before
-    assert convert_checkpoint.main([str(source), str(tmp_path / "new")]) == 0
 
 
 @pytest.mark.parametrize("exists", [True, False])

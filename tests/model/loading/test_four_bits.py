@@ -13,8 +13,8 @@ import pytest
 from model.config import LlamaConfig
 from model.execution.memory_plan import weights_bytes
 from model.loading.hf_format import expected_shapes
-from model.loading.source import resolve
-from model.loading.stored_weights import CONVERTED, find_weights
+from model.loading.source import CONVERTED, resolve
+from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf, random_weights
 from model.network.eight_bit import quantize
 from model.network.four_bit import quantize_groups

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from model.config import LlamaConfig
-from model.loading.kv_ranges import FILE, load_kv_ranges, save_kv_ranges
 from model.loading.stored_weights import find_weights
 from model.quantization.forms import EightBit
 from scripts import convert_checkpoint
@@ -91,16 +90,3 @@ def test_a_converted_checkpoint_keeps_them(tmp_path):
     stored = find_weights(tmp_path / "out", LlamaConfig.from_file(tmp_path / "out"))
     np.testing.assert_array_equal(stored.kv_ranges(), 448 * SCALES)
     assert stored.is_converted
-
-
-def test_a_damaged_file_of_them_is_found(tmp_path):
-    checksum = save_kv_ranges(tmp_path, SCALES)
-    np.testing.assert_array_equal(load_kv_ranges(tmp_path, checksum), SCALES)
-    content = bytearray((tmp_path / FILE).read_bytes())
-    content[-1] ^= 1
-    (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=r"kv_ranges\.npy is damaged, .*: convert again"):
-        load_kv_ranges(tmp_path, checksum)
-    (tmp_path / FILE).unlink()
-    with pytest.raises(ValueError, match=r"kv_ranges\.npy cannot be read: convert again"):
-        load_kv_ranges(tmp_path, checksum)

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from model.config import LlamaConfig, projections
-from model.loading.source import DEMO_FOLDER, resolve
-from model.loading.stored_weights import CONVERTED, find_weights
+from model.loading.source import CONVERTED, DEMO_FOLDER, resolve
+from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.eight_bit import quantize
 from model.network.sharding import make_mesh

@@ -10,7 +10,8 @@ import pytest
 from model.config import LlamaConfig
 from model.execution.memory_plan import weights_bytes
 from model.loading.orbax_format import load_orbax, save_orbax
-from model.loading.stored_weights import CONVERTED, find_weights
+from model.loading.source import CONVERTED
+from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf, random_weights
 from model.network.eight_bit import quantize
 from model.network.sharding import abstract_model, make_mesh

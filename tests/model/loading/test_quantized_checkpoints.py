@@ -12,7 +12,8 @@ import pytest
 
 from model.config import LlamaConfig, projections
 from model.loading.orbax_format import save_orbax
-from model.loading.stored_weights import CONVERTED, find_weights
+from model.loading.source import CONVERTED
+from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.eight_bit import quantize
 from model.network.sharding import make_mesh

@@ -14,8 +14,10 @@ import pytest
 from model.config import LlamaConfig
 from model.inputs.paths import place
 from model.inputs.remote import RemotePath
-from model.loading.source import CONVERSION_FILE, DEMO_FOLDER
+from model.loading.orbax_format import save_orbax
+from model.loading.source import CONVERTED, DEMO_FOLDER
 from model.loading.stored_weights import find_weights
+from model.loading.weights import load_hf
 from model.loading.weights_digest import files_digest, weights_digest
 
 WEIGHTS = "model.safetensors"
@@ -87,14 +89,19 @@ def test_names_and_their_order(tmp_path):
     assert files_digest([a, b]) != before
 
 
-def test_a_converted_checkpoint_has_the_checksums_of_its_arrays(copy):
-    stored = replace(find_weights(copy, LlamaConfig.from_file(copy)), is_converted=True)
-    (copy / CONVERSION_FILE).write_text("checksums")
+def test_every_file_of_a_conversion_counts(copy):
+    config = LlamaConfig.from_file(copy)
+    save_orbax(load_hf(copy, config, dtype="bfloat16"), copy / CONVERTED, config)
+    stored = find_weights(copy, config)
     before = weights_digest(stored)
     (copy / WEIGHTS).unlink()
     assert weights_digest(stored) == before
-    (copy / CONVERSION_FILE).write_text("other checksums")
-    assert weights_digest(stored) != before
+    for file in [path for path in (copy / CONVERTED).rglob("*") if path.is_file() and path.stat().st_size]:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert weights_digest(stored) != before
+        file.write_bytes(content)
+    assert weights_digest(stored) == before
 
 
 def test_an_object_counts_by_its_version():
