@@ -27,10 +27,12 @@ INSTRUMENT = re.compile(r"(?:`|scripts\.)lab ([a-z]\w+)")
 IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`")
 RESULTS = ROOT / "scripts/lab/results"  # have options of other programs, too
 CHANGELOG = ROOT / ".github/CHANGELOG.md"  # has the former names of commands, too
-# Made by the set-up, on the hub, of llama.cpp, written by a test; names of weights.
+# Made by the set-up, on the hub, in a folder of Hugging Face, of a conversion, of llama.cpp, written by a test; weights.
 ELSEWHERE = (
     ".venv/",
     "yuhuili/",
+    "additional_chat_templates/",
+    "orbax/",
     "convert_lora_to_gguf.py",
     "ggml-common.h",
     "add.py",
