@@ -153,8 +153,10 @@ class LLM(EngineForTraining):
         use_tqdm: bool = False,
         lora_request: LoraRequests = None,
     ) -> Pending:
-        """As `generate`, but the results are fetched from what it returns, also those of outputs that have only begun.
-        The engine may be paused or asleep, and its weights may change, in between."""
+        """Starts to continue prompts, and returns at once. The returned object gives the results, also partial ones.
+
+        The arguments are those of `generate`. The engine may be paused or asleep meanwhile, and its weights may change.
+        """
         return self._continue(prompts, sampling_params, lora_request, use_tqdm=use_tqdm, as_ids=True)
 
     def chat(
@@ -173,8 +175,8 @@ class LLM(EngineForTraining):
 
         Args:
             use_tqdm: shows a bar on stderr.
-            lora_request: as of `generate`.
-            tools: and the others after it: fields of all request bodies.
+            lora_request: the LoRA adapter of all conversations, or one for each. Needs `enable_lora=True`.
+            tools: a field of all request bodies, like the arguments after it.
         """
         fields = {
             "tools": tools,
@@ -237,7 +239,7 @@ class LLM(EngineForTraining):
         return self.engine.stats()
 
     def close(self) -> None:
-        """Ends the engine and its threads, and what is pending, as by `Pending.abort`. May be called again."""
+        """Ends pending requests, the engine and its threads. May be called again."""
         for pending in self._pending:
             pending.end()
         self.engine.shutdown()
@@ -253,7 +255,7 @@ class LLM(EngineForTraining):
         self.close()
 
     async def _post_all(self, requests: Iterable[tuple[str, Any]], on_answer: OnAnswer) -> None:
-        """As `post_all`. Answers from before the engine's death are delivered."""
+        """Sends the requests of `post_all`. Answers from before the engine's death are delivered."""
         remaining = enumerate(requests)
         all_answered = True
 

@@ -60,7 +60,7 @@ class SharedCounts:
         return FIRST_OTHER + 2 * self.num_engines + self.num_keys
 
     def clear(self, process: int) -> None:
-        """The process has ended."""
+        """Sets the row of a process that has ended to zeros."""
         start = process * self.width
         self.cells[start : start + self.width] = [0] * self.width
 
@@ -70,7 +70,7 @@ class SharedCounts:
 
 
 class Row:
-    """The row of this process, and sums over all of them."""
+    """The row of this process, and sums over the rows of all processes."""
 
     def __init__(self, counts: SharedCounts, process: int) -> None:
         self.counts = counts
@@ -92,14 +92,15 @@ class Row:
         self._cells[self._start + FIRST_OTHER + 2 * engine + 1] = tokens
 
     def loads(self) -> list[Load]:
-        """Of each engine, from all processes."""
+        """The load of each engine, summed over all processes."""
         sums = [sum(self.counts.column(FIRST_OTHER + column)) for column in range(2 * self.counts.num_engines)]
         return [Load(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
 
     def change_key(self, key: int, change: int) -> int:
-        """Counts a request of the key, or its end. Returns the requests of the key in all processes.
+        """Adds `change` to the key's requests in this process. Returns the key's requests in all processes.
 
-        This process counts before it looks. So of two processes that do it at once at least one sees both requests.
+        The process writes its own count before it reads the others. So when two processes count at once, at least one
+        of them sees both requests.
         """
         column = FIRST_OTHER + 2 * self.counts.num_engines + key
         self._cells[self._start + column] += change
@@ -107,7 +108,7 @@ class Row:
 
 
 class PrefixTable:
-    """Which engines have computed which beginnings of prompts, and when they have last used them.
+    """Holds which engines have computed which beginnings of prompts, and when they have last used them.
 
     A digest's last bits name a row of WAYS words, the most recently written first, of which a new one replaces the
     last. A word holds further bits of the digest, a time in ticks and the engine. Behind the rows is a word for each
@@ -120,7 +121,7 @@ class PrefixTable:
         self._words = (ctypes.c_uint64 * (NUM_WORDS + MOST_ENGINES))() if counts is None else counts.words
 
     def get(self, digest: int) -> dict[int, int]:
-        """Engine -> the time of its last use, or PROMISED, of those that have not evicted it."""
+        """The time of the last use, or PROMISED, by each engine that has not evicted this beginning."""
         start, rest = _place(digest)
         found: dict[int, int] = {}
         for word in self._words[start : start + WAYS]:
@@ -131,7 +132,7 @@ class PrefixTable:
         return found
 
     def put(self, digest: int, engine: int, used: int) -> None:
-        """The engine has used it at this time, or will (PROMISED)."""
+        """Notes that the engine has used this beginning at this time, or will use it (PROMISED)."""
         start, rest = _place(digest)
         words = self._words[start : start + WAYS]
         own = rest << TIME_BITS << ENGINE_BITS | engine + 1
@@ -140,7 +141,7 @@ class PrefixTable:
         self._words[start : start + WAYS] = [own, *others, *[0] * WAYS][:WAYS]
 
     def evicted(self, engine: int, used: int) -> None:
-        """The engine has evicted what it had last used at this time, and thus all that it had last used before."""
+        """Notes that the engine has evicted all beginnings that it had last used at this time or before."""
         self._words[NUM_WORDS + engine] = max(self._words[NUM_WORDS + engine], used)
 
     def clear(self) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ChangeableEngine(EngineWrapper):
-    """`server.engine.weight_changes.ChangeableEngine`, and `server.engine.process.AdaptedEngine`."""
+    """Implements `server.engine.weight_changes.ChangeableEngine` and `server.engine.process.AdaptedEngine`."""
 
     def __init__(self, engine: Engine, weights: Weights, updates: Updates, adapters: Adapters | None = None) -> None:
         super().__init__(engine)
@@ -48,7 +48,7 @@ class ChangeableEngine(EngineWrapper):
         return self._weights.missing
 
     def commit_update(self, on_done: OnDone) -> None:
-        """As of `server.engine.weight_changes.ChangeableEngine`. The prefix cache is emptied."""
+        """Commits an update between two steps. Running requests are recomputed, and the prefix cache is emptied."""
         self._engine.change(Change(work=self.updates.commit, on_done=on_done, serves_after=self._is_awake))
 
     def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
@@ -61,11 +61,11 @@ class ChangeableEngine(EngineWrapper):
 
 
 class RunnerWeights:
-    """`server.engine.process.Weights`: those of a runner, on the chips of this host.
+    """The `server.engine.process.Weights` of a runner, on the chips of this host.
 
     Args:
         loader: loads weights into the runner.
-        weights: those of the start.
+        weights: the weights of the start.
         tokenizer: the server's, which a reload does not change; None: the model's own.
     """
 

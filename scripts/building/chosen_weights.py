@@ -59,7 +59,7 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
     """Finds the model's weights. Raises ValueError if there are none, or they cannot be used as the settings say.
 
     Args:
-        tokenizer: as for `find_end_tokens`.
+        tokenizer: the argument of `find_end_tokens`.
     """
     source = resolve(settings.model, weights=settings.load_format != "dummy")
     stored = _find(settings, source)
@@ -85,7 +85,7 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
 
 
 def bits_of_a_weight(form: WeightForm | None, dtype: str) -> int:
-    """Of the projections in `form`; None: in `dtype`, that of the computation."""
+    """The bits of a weight of the projections in `form`. With None the weights are stored in `dtype`."""
     if form is None:
         return 32 if dtype == "float32" else 16
     return form.bits

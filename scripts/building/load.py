@@ -155,7 +155,7 @@ class Loader:
         stay as they are; the pages then hold K/V of other weights.
 
         Raises:
-            ValueError: as `check`, and nothing has changed.
+            ValueError: the weights do not fit the model, and nothing has changed.
             RuntimeError: some modules have new weights, and others have old ones.
         """
         given.check(self.chips.form)
@@ -175,7 +175,7 @@ class Loader:
         return packer(self.chips.planned)
 
     def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
-        """Those of 8-bit pages that the checkpoint has. None: the pages have none, or they are to be measured."""
+        """The checkpoint's ranges for 8-bit pages. None: the pages need none, or the ranges are to be measured."""
         if not self.attention.spec.has_kv_scales or self.settings.calculate_kv_scales or weights.stored is None:
             return None
         return weights.stored.kv_ranges()

@@ -114,7 +114,8 @@ def _join(cluster: Cluster) -> None:
 
 
 def _follow(follower: Follower, num_pages: int, facts: Mapping[str, str]) -> int:
-    """As `Follower.agree`. Programs that are compiled after it are kept on disk."""
+    """Reports this host's pages and facts to the leader. Returns the number of pages to use. Programs that are compiled
+    afterwards are kept on disk."""
     from jax._src import distributed
 
     # JAX keeps the programs of process 0 only. On a CPU, and where hosts share no folder, a follower would then compile

@@ -27,7 +27,7 @@ CPU_TIMES = StepTimes(num_tokens=(1, 2, 4, 8, 16), times=(0.26, 0.28, 0.36, 0.42
 
 @dataclass(frozen=True)
 class Link:
-    """What one device sends to its neighbours, and what a collective costs however small it is."""
+    """A device's bandwidth to its neighbours, and the least time of a collective."""
 
     bytes_per_s: float  # in one direction, over all of the device's links
     latency_s: float  # of an all-reduce
@@ -57,7 +57,7 @@ class Products:
 
     layers_bytes: float  # weights of all layers
     layers_flops: float  # per token
-    last_flops: float  # per row: of the last layer, what follows its attention
+    last_flops: float  # per row, of the part of the last layer after its attention
     head_bytes: float
     head_flops: float  # per row
     memory_bytes_per_s: float  # efficiency included, as in the next two
@@ -69,7 +69,7 @@ class Products:
     num_devices: int
 
     def products_seconds(self, num_tokens: int, num_rows: int) -> float:
-        """Of a step of padded sizes."""
+        """The seconds of a step of padded sizes."""
         last = num_rows * self.last_flops / self._speed(num_rows)
         return (
             self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens) + last)
@@ -78,7 +78,7 @@ class Products:
         )
 
     def _speed(self, num_rows: int, *, is_head: bool = False) -> float:
-        """Of a product with so many rows, as a multiple of bfloat16's."""
+        """The speed of a product with so many rows, as a multiple of bfloat16's."""
         return 1.0
 
     def _part(self, num_bytes: float, flops: float) -> float:
@@ -92,10 +92,10 @@ class Products:
 def products(
     config: LlamaConfig, chip: TpuChip | GpuChip, *, weights_read: float, weight_itemsize: float, num_chips: int
 ) -> dict[str, Any]:
-    """The fields of `Products`, of a model in its stored form.
+    """The fields of `Products` for a model in its stored form.
 
     Args:
-        weights_read: bytes of one device that a step reads.
+        weights_read: bytes of weights that a step reads on one device.
         weight_itemsize: bytes of one weight of the projections and of the head.
     """
     qkv = config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -119,17 +119,17 @@ def products(
 
 
 def flops_per_s(chip: TpuChip | GpuChip) -> float:
-    """Of one device, in bfloat16."""
+    """The bfloat16 operations per second of one device."""
     return chip.clock_hz * chip.flops_per_cycle if isinstance(chip, TpuChip) else chip.bf16_flops_per_s
 
 
 def choose_step_times(config: LlamaConfig, platform: str, *, weight_bits: int, num_chips: int) -> StepTimes:
-    """Of the model on the attached devices.
+    """The step times of the model on the attached devices.
 
     Args:
-        platform: of these devices.
-        weight_bits: of a weight in its stored form.
-        num_chips: that share the model.
+        platform: the platform of these devices.
+        weight_bits: the bits of a weight in its stored form.
+        num_chips: the number of chips that share the model.
     """
     if platform == "cpu":
         return CPU_TIMES
@@ -137,8 +137,10 @@ def choose_step_times(config: LlamaConfig, platform: str, *, weight_bits: int, n
 
 
 def chip_times(config: LlamaConfig, chip: TpuChip | GpuChip, *, weight_bits: int, num_chips: int) -> StepTimes:
-    """Seconds of reading the weights, or of computing with them if that takes longer. K/V are left out. They are read
-    once with and without drafts, so with them drafts would pay rather more often."""
+    """The seconds of reading the weights, or of computing with them if that takes longer.
+
+    K/V are left out. They are read once with and without drafts, so drafts pay a little more often than this says.
+    """
     read, itemsize = num_multiplied(config) * weight_bits / 8 / num_chips, weight_bits / 8
     estimate = Products(**products(config, chip, weights_read=read, weight_itemsize=itemsize, num_chips=num_chips))
     sizes = tuple(range(1, MOST_TOKENS + 1))
@@ -146,8 +148,8 @@ def chip_times(config: LlamaConfig, chip: TpuChip | GpuChip, *, weight_bits: int
 
 
 def attached_chip(platform: str) -> TpuChip | GpuChip:
-    """The chip of the attached devices. In place of one that is not in the table stands the one that computes the
-    fewest tokens in the time of reading a weight: on it, drafts pay least often."""
+    """The chip of the attached devices. For an unknown one it is the chip that computes the fewest tokens in the time
+    of reading a weight, because there drafts pay least often."""
     import jax
 
     if platform == "tpu":

@@ -99,7 +99,7 @@ def completion(parser: argparse.ArgumentParser) -> str:
 
 
 class EachCounts(argparse.Action):
-    """Of a flag with a list: the values of each time count. They replace the default."""
+    """Collects the values of a list flag that is given several times. They replace the default."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
@@ -109,7 +109,8 @@ class EachCounts(argparse.Action):
 
 
 class Once(argparse.Action):
-    """Of a flag with a secret: the last time would drop the first one in silence, so it is refused."""
+    """Refuses a flag that is given twice, such as one with a secret. Otherwise the first value would silently be
+    dropped."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None

@@ -307,7 +307,7 @@ class EngineSettings:
 
     @property
     def pooling(self) -> Pooling | None:
-        """Of requests that embed; None: there can be none."""
+        """The pooling of requests that embed; None: embeddings are off."""
         return Pooling(self.pooling_type) if self.enable_embeddings else None
 
     @classmethod

@@ -33,8 +33,8 @@ class Sent:
     """Requests that are being answered.
 
     Args:
-        post_all: as `LLM.post_all`, on the thread's loop.
-        requests: (path, JSON body) of each.
+        post_all: sends the requests and passes on their answers. It runs on the thread's loop.
+        requests: (path, JSON body) of each request.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Sent:
         self.check()
 
     def wait_or_end(self) -> list[dict[str, Any]]:
-        """As `wait`. Returns the answers, in the order of the requests. An interrupt ends the requests, too."""
+        """Waits for all answers and returns them, in the order of the requests. An interrupt ends the requests."""
         try:
             self.wait()
         finally:
@@ -111,7 +111,7 @@ class Sent:
             raise self._refused[min(self._refused)]
 
     async def cancel(self) -> None:
-        """Ends those that are not answered, on the loop's thread. Their pages are free a step later."""
+        """Ends the requests without an answer. Runs on the loop's thread. Their pages are free a step later."""
         self._task.cancel()
         await _ended(self._task)
 
@@ -126,7 +126,7 @@ class Asked:
     n: int  # choices
 
     def so_far(self, generation: Generation | None, end: str | None, weight_version: str) -> RequestOutput:
-        """What is there of it.
+        """The result so far.
 
         Args:
             generation: None: it has not begun.
@@ -162,11 +162,11 @@ class Asked:
 
 
 class Pending:
-    """Prompts that were enqueued (`LLM.enqueue`). The engine works at them, whether they are waited for or not.
+    """Prompts that were enqueued with `LLM.enqueue`. The engine computes them in the background.
 
     Args:
-        asked: of each of the requests that were sent.
-        generations: those that run, by the ids of their answers.
+        asked: the prompt of each request in `sent`.
+        generations: the running generations, by the ids of their answers.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ class Pending:
         return self._last is not None or self._sent.is_done
 
     def outputs(self) -> list[RequestOutput]:
-        """What is there so far, in the order of the prompts. Those that are not `finished` have the tokens up to now,
-        without `logprobs`. Errors are those of `wait`."""
+        """The results so far, in the order of the prompts. Results that are not `finished` have the tokens up to now,
+        without `logprobs`. Raises the errors of `wait`."""
         self._sent.check()
         if self._last is not None:
             return self._last
@@ -208,24 +208,24 @@ class Pending:
         return self.outputs()
 
     def wait_or_end(self) -> list[RequestOutput]:
-        """As `wait`, but an interrupt ends the requests, too."""
+        """Waits for the results, in the order of the prompts. An interrupt ends the requests."""
         try:
             return self.wait()
         finally:
             self.end()
 
     def stop(self) -> None:
-        """Those that the engine has not been given yet end, as by `abort`."""
+        """Sends no further requests to the engine. Those that it does not have yet end as aborted."""
         self._sent.is_stopped = True
 
     def abort(self) -> list[RequestOutput]:
-        """Ends those that go on. Their results have what is there, with the `finish_reason` "abort", and `outputs` and
-        `wait` give the same from now on. May be called again. Errors are those of `wait`."""
+        """Ends the prompts that still run, and returns all results. Aborted ones keep their tokens and have the
+        `finish_reason` "abort". Later calls of `outputs` and `wait` return the same. Raises the errors of `wait`."""
         self.end()
         return self.outputs()
 
     def end(self) -> None:
-        """`abort`, without results and their errors."""
+        """Ends the prompts that still run, without returning results or raising errors of requests."""
         if not self.is_done:
             self._thread.run(self._end())
 
@@ -234,8 +234,8 @@ class Pending:
         await self._sent.cancel()
 
     async def _settled(self, end: str | None = None) -> list[RequestOutput]:
-        """`_so_far`, with the answers of all requests that the engine has ended. Such an answer is written already, and
-        its tokens are no longer in the generation."""
+        """The results so far, after the answers of all requests that the engine has ended have arrived. The tokens of
+        such a request are no longer in its generation."""
         while not self._sent.is_done and any(map(self._has_ended, range(len(self._asked)))):
             await self._sent.next_answer()
         return self._so_far(end)
@@ -246,7 +246,7 @@ class Pending:
         return running is not None and running.finished and self._sent.is_open(index)
 
     def _so_far(self, end: str | None = None) -> list[RequestOutput]:
-        """On the loop's thread, on which tokens arrive, or after the end."""
+        """The results so far. Called on the loop's thread, on which tokens arrive, or after the end."""
         answers = self._sent.answers
         if self._sent.is_done:
             end = ABORT  # of what was stopped before it began

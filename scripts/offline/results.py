@@ -17,16 +17,16 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]  # including the token that ended it
-    finish_reason: str | None  # None: it goes on
+    finish_reason: str | None  # None: it has not finished
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None  # in the API's form
     sampled_logprobs: tuple[float, ...] | None  # of `token_ids`; None: not asked for
     tool_calls: tuple[dict[str, Any], ...]  # of a chat, in the API's form
-    weight_versions: tuple[tuple[str, int], ...]  # of the weights, each with its number of tokens, in their order
+    weight_versions: tuple[tuple[str, int], ...]  # (version of the weights, number of tokens), in order
 
     @property
     def weight_version(self) -> str:
-        """Of the last token's weights; without tokens, of those at the end."""
+        """The version of the weights of the last token; without tokens, of the weights at the end."""
         return self.weight_versions[-1][0]
 
 

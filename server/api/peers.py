@@ -66,7 +66,7 @@ class Keeping(msgspec.Struct):
 
 
 class Standing(msgspec.Struct):
-    """How the engines are now. `error` says why a command has changed nothing."""
+    """The state of the engines. `error` says why a command has changed nothing."""
 
     is_sleeping: bool
     is_paused: bool
@@ -75,12 +75,12 @@ class Standing(msgspec.Struct):
 
 
 def standing_of(engines: Engines, error: str | None = None) -> Standing:
-    """How engines of this process are."""
+    """The state of this process's engines."""
     return Standing(engines.is_sleeping, engines.is_paused, engines.weight_version, error)
 
 
 async def change_weights(engines: Engines, command: WeightsCommand) -> None:
-    """Does to engines of this process what a command about their weights, or a pause, asks for. Raises WeightsError."""
+    """Carries out a command about the weights, or a pause, on this process's engines. Raises WeightsError."""
     match command:
         case ChangeWeights():
             await engines.change_weights(command)
@@ -108,7 +108,7 @@ class Peers:
         self._frontend = frontend
 
     async def counts_of_others(self, own: HttpCounts) -> HttpCounts:
-        """The sums over the other processes, those that have ended included. They are at most a second old."""
+        """The sums over the other processes, including those that have ended. They are at most a second old."""
         answer = await self._ask("/counts", Counted(self._frontend, own, asks=True))
         return msgspec.msgpack.decode(answer, type=HttpCounts)
 
@@ -117,7 +117,7 @@ class Peers:
         return msgspec.msgpack.decode(await self._ask("/abort", Aborting(self._frontend, request_ids)), type=list[str])
 
     async def set_log_level(self, level: str) -> None:
-        """Of all processes, this one included."""
+        """Sets the log level of all processes, including this one."""
         await self._ask("/log_level", level)
 
     async def keeper_of(self, id: str) -> Path | None:
@@ -127,20 +127,20 @@ class Peers:
         return None if name is None else self._folder / name
 
     async def change_weights(self, command: WeightsCommand) -> None:
-        """As the function `change_weights`, of the parent's engines. Raises WeightsError."""
+        """Sends a command about the weights, or a pause, to the parent's engines. Raises WeightsError."""
         answer = await self._standing(command)
         if answer.error is not None:
             raise WeightsError(answer.error)
 
     async def standing(self) -> Standing:
-        """How the engines are. This process may hear of a change of the weights' name a moment later."""
+        """The state of the engines. This process may receive a new name of the weights a moment later."""
         return await self._standing(None, TIMEOUT_S)
 
     async def _standing(self, command: WeightsCommand | None, timeout_s: float | None = None) -> Standing:
         return msgspec.msgpack.decode(await self._ask("/weights", command, timeout_s), type=Standing)
 
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
-        """As of `ProcessEngineClient`. Raises AdapterError."""
+        """Loads or unloads a LoRA adapter in the parent's engines. Raises AdapterError."""
         answer = msgspec.msgpack.decode(await self._ask("/adapters", change, None), type=AdapterAnswer)
         if answer.error is not None:
             raise AdapterError(answer.error, answer.status)

@@ -36,10 +36,11 @@ def run_api_processes(
     report: Callable[[str], None],
     on_ready: Callable[[str], None] | None,
 ) -> int:
-    """As `server.main.run`, with `settings.api_server_count` HTTP processes.
+    """Serves with `settings.api_server_count` HTTP processes until SIGTERM or SIGINT. Returns the process's exit code.
 
     An HTTP process that dies loses its connections; its requests are aborted, and it is started again. If one cannot
-    start, the server ends: with ValueError if a setting is the reason, else with ApiServerFailedError.
+    start, the server ends with ValueError if a setting is the reason, else with ApiServerFailedError. The arguments
+    and the other errors are those of `server.main.run`.
     """
     if settings.tls is not None:
         TlsContext(settings.tls)  # faults are said before anything is loaded

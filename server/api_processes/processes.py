@@ -214,7 +214,7 @@ class ApiProcesses:
         self._fail(ValueError(failure.error) if failure.is_worded else ApiServerFailedError(failure.error))
 
     async def _count(self, message: Counted) -> HttpCounts | None:
-        """The sums over all other processes, those that have ended included, if the process asks for them."""
+        """Takes a process's counts. If it asks, returns the sums over all others, including those that have ended."""
         if message.frontend in self._living:
             self._living[message.frontend].counts = message.counts
         if not message.asks:
@@ -239,7 +239,7 @@ class ApiProcesses:
         await self._ask("/log_level", level)
 
     async def _change_weights(self, command: WeightsCommand | None) -> Standing:
-        """Of None only the answer is wanted."""
+        """Carries out a command and returns the state of the engines. None changes nothing."""
         error = None
         try:
             if command is not None:
@@ -258,7 +258,7 @@ class ApiProcesses:
         return AdapterAnswer(adapter)
 
     async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:
-        """The answers of all processes but one, by their frontends. Raises PrivateCallError."""
+        """Asks all processes except `but`. Returns their answers by frontend. Raises PrivateCallError."""
         asked = [living for living in self._living.values() if living.has_started and living.frontend != but]
         body = msgspec.msgpack.encode(message)
         calls = [call(self._folder / socket_name(one.frontend), target, body, timeout_s=TIMEOUT_S) for one in asked]
@@ -278,7 +278,7 @@ class ApiProcesses:
 
 
 async def _has_ended(asked: _ApiProcess) -> bool:
-    """A process that has ended has no requests, and keeps nothing."""
+    """Whether the process has ended, and thus has no requests and keeps nothing. Waits at most NOTICE_S."""
     try:
         await asyncio.wait_for(asked.ended.wait(), NOTICE_S)
     except TimeoutError:

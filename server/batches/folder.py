@@ -99,7 +99,8 @@ class BatchFolder:
             raise FullError("The folder of files and batches is full (--batch-folder-size). Please delete some files.")
 
     def lock(self) -> BinaryIO | None:
-        """The lock of the process that runs the batches, while the file is open. None: another process has it."""
+        """Takes the lock of the process that runs the batches, which lasts while the file is open. None: another
+        process has it."""
         file = (self._path / "lock").open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +110,7 @@ class BatchFolder:
         return file
 
     def _num_bytes(self) -> int:
-        """Of all files. A journal counts twice: its records will be files when the batch is over."""
+        """The bytes of all files. A journal counts twice, because its records become files when the batch is over."""
         total = 0
         for entry in self._entries():
             with contextlib.suppress(FileNotFoundError):
@@ -117,7 +118,7 @@ class BatchFolder:
         return total
 
     def sweep(self) -> None:
-        """Removes what processes that were killed have left half-written."""
+        """Removes the incomplete files of processes that were killed."""
         for entry in self._entries():
             with contextlib.suppress(FileNotFoundError):
                 name, _, suffix = entry.name.partition(".")
@@ -201,12 +202,12 @@ class KeyFolder:
             (self._files / name).unlink(missing_ok=True)
 
     def temporary(self) -> Path:
-        """A name for what will be a file."""
+        """A new path for a file that is being written."""
         self._files.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return self._files / f"output-{secrets.token_hex(10)}"
 
     def check_room(self, num_bytes: int) -> None:
-        """As of `BatchFolder`."""
+        """Raises FullError if the folder has no room for so many more bytes."""
         self._whole.check_room(num_bytes)
 
     def batch(self, id: str) -> Fields | None:
@@ -224,7 +225,7 @@ class KeyFolder:
         write_whole(self._batches / f"{fields['id']}{JSON}", encode_json(fields))
 
     def new_batch(self, fields: Fields) -> None:
-        """Writes a batch that was not there. The oldest one that is over makes room for it. Raises FullError."""
+        """Writes a new batch. If there are too many, the oldest one that is over is removed. Raises FullError."""
         self._whole.check_room()
         self._batches.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         ids = self.batch_ids()

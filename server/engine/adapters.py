@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: which name has which weights. Requests know weights by their identity only."""
+"""The names of an engine's LoRA adapters, and the weights that each has. Requests name weights by their identity."""
 
 from __future__ import annotations
 
@@ -25,27 +25,32 @@ class AdapterError(ValueError):
 
 
 class AdapterStore(Protocol):
-    """The weights of adapters in the host's memory, or of all hosts. Errors of `load` are ValueError and OSError."""
+    """The weights of adapters in the memory of one host or of all hosts. `load` raises ValueError or OSError."""
 
     def load(self, path: str) -> int:
-        """The identity of the weights in a folder or file, or of a hub name. AdapterError 404 if there are none."""
+        """Loads the weights of a folder, a file or a hub name. Returns their identity.
+
+        Raises AdapterError with status 404 if there are none.
+        """
 
     def forget(self, identity: int) -> None:
-        """No name and no request has these weights any more."""
+        """Drops weights that no name and no request uses any more."""
 
 
 class AdaptableEngine(Protocol):
-    """The part of `batcher.engine.Engine` that is used here."""
+    """The methods of `batcher.engine.Engine` that `Adapters` uses."""
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None: ...
 
     def adapters_in_use(self) -> set[int]:
-        """The identities that requests have which have not ended."""
+        """The identities of the adapters of all requests that have not ended."""
 
 
 class Adapters:
-    """The authority on the adapters' names. Its methods may be called from any thread; changes are made on a thread of
-    its own, one after the other, so reading weights delays no step and no command."""
+    """Maps the names of adapters to their weights. Thread-safe.
+
+    Changes run on a separate thread, one after the other, so reading weights delays no step and no command.
+    """
 
     def __init__(self, store: AdapterStore, engine: AdaptableEngine) -> None:
         self._store = store
@@ -59,23 +64,23 @@ class Adapters:
         self._num_changes = self._num_loads = 0
 
     def listen(self, tell: Callable[[wire.Adapters], None]) -> None:
-        """From now on `tell` gets all adapters after each change. It gets those of now at once."""
+        """Registers `tell`, which is called with all adapters now and after each change."""
         self._tell = tell
         self.tell(tell)
 
     def tell(self, tell: Callable[[wire.Adapters], None]) -> None:
-        """Tells the adapters of now, before any later change."""
+        """Calls `tell` with the current adapters, before any later change."""
         with self._lock:
             tell(self._event())
 
     def ask(self, change: wire.AdapterChange, answer: Callable[[wire.AdapterAnswer], object]) -> None:
-        """Makes a change soon, and answers it after everyone has been told of it."""
+        """Schedules a change. It is answered after the new adapters have been sent to all HTTP processes."""
         self._changes.submit(self._answer, change, answer)
 
     def change(self, change: wire.AdapterChange) -> wire.Adapter | None:
-        """Makes a change. For the start, and for this object's own thread.
+        """Makes a change. Called at the start, and on this object's own thread.
 
-        Raises AdapterError, ValueError or OSError if it cannot be made.
+        Raises AdapterError, ValueError or OSError if the change cannot be made.
         """
         match change:
             case wire.LoadAdapter():
@@ -94,7 +99,8 @@ class Adapters:
                 return None
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
-        """As of the engine. AdapterError 404 if the adapter has been unloaded since the request has named it."""
+        """Adds a request to the engine. Raises AdapterError with status 404 if its adapter has been unloaded since the
+        request was checked."""
         if not request.adapter:
             self._engine.add_request(request, on_output)
             return
@@ -104,18 +110,18 @@ class Adapters:
             self._engine.add_request(request, on_output)
 
     def name_of(self, identity: int) -> str | None:
-        """The name that these weights got last. None: they have none, and no request has them any more."""
+        """The last name of these weights; None: they have been forgotten."""
         return self._held.get(identity)
 
     def forget_unused(self) -> None:
-        """Weights without a name are forgotten when no request has them any more. Call it now and then."""
+        """Forgets the weights that have no name and no request. The engine process calls it regularly."""
         with self._lock:
             has_unnamed = bool(self._unnamed())
         if has_unnamed:
             self._changes.submit(self._forget_unused)
 
     def close(self) -> None:
-        """Makes no more changes."""
+        """Drops the changes that have not begun."""
         self._changes.shutdown(wait=False, cancel_futures=True)
 
     def _answer(self, change: wire.AdapterChange, answer: Callable[[wire.AdapterAnswer], object]) -> None:
@@ -179,7 +185,7 @@ class Adapters:
 
 
 def check_name(name: str, where: str) -> None:
-    """Raises ValueError, which begins with the flag or field `where`, for a name that no adapter may have."""
+    """Raises ValueError for a name that no adapter may have. The message begins with `where`, the flag or field."""
     if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
         raise ValueError(f"{where}: a name has 1 to {MAX_NAME_CHARS} printable characters, not {shown(name)}")
 

@@ -1,4 +1,4 @@
-"""Pages that come from the host's memory of other engines (`page_server.py`): a `batcher.page_store.RemotePages`."""
+"""Fetches K/V pages from the host memory of other engines, which give them with `page_server.py`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from server.engine.curve import Keys, as_client, limit
 from server.engine.page_server import CHECKSUM, INDEX, WINDOW
 from server.logs import ThrottledLog
 
-PAGE_S = 3.0  # that a page may take; all that is expected from its engine is then given up
-MOST_ENGINES = 64  # to which connections are open
-OVERHEAD_BYTES = 1024  # of an encrypted frame at most, and of the handshake
+PAGE_S = 3.0  # the time limit of a page; after it, all pages that are expected from its engine are given up
+MOST_ENGINES = 64  # the most engines to which connections are open
+OVERHEAD_BYTES = 1024  # the most that encryption adds to a frame, and the most of the handshake
 
 
 @dataclass(eq=False, slots=True)
@@ -35,11 +35,11 @@ class _Prompt:
 
 
 class FetchedPages:
-    """See `RemotePages`. A page is fetched when it is loaded, with the next ones of its prompt.
+    """A `batcher.page_store.RemotePages` over ZeroMQ. Loading a page fetches it, with the next pages of its prompt.
 
     Attributes:
-        num_pages: that were loaded.
-        num_failed: prompts of which a page did not come.
+        num_pages: the number of pages that were loaded.
+        num_failed: the number of prompts of which a page did not arrive.
     """
 
     def __init__(self, page_bytes: int, *, page_s: float = PAGE_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,8 @@ class FetchedPages:
         self._prompts: dict[bytes, _Prompt] = {}  # by token
 
     def expect(self, digests: Sequence[bytes], source: PageSource) -> None:
-        """See `RemotePages`. Prompts that are kept no longer are forgotten."""
+        """Notes that the first pages of a prompt can be fetched from `source`, each once. Forgets prompts whose pages
+        are no longer kept."""
         now = self._clock()
         with self._lock:
             for prompt in [prompt for prompt in self._prompts.values() if prompt.until_s <= now]:
@@ -70,7 +71,8 @@ class FetchedPages:
         return digest in self._expected
 
     def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
-        """See `RemotePages`. After False, `page` may hold anything."""
+        """Fetches a page into `page`, u8[page_bytes]. Returns False if it did not arrive or is not the page of
+        `tokens`, i32[page_size]; the contents of `page` are then undefined."""
         with self._lock:
             prompt, index = self._expected.pop(digest, (None, 0))
         if prompt is None:
@@ -97,7 +99,7 @@ class FetchedPages:
         self._context.destroy(linger=0)
 
     def _fetch(self, prompt: _Prompt, index: int, tokens: bytes, page: np.ndarray) -> str | None:
-        """Fills `page`. Returns why it could not."""
+        """Fills `page`. Returns the reason if it could not, else None."""
         if prompt.until_s <= self._clock():
             return "they are not kept there any more"
         socket = self._socket_to(prompt.source)
@@ -114,7 +116,7 @@ class FetchedPages:
         return self._fault_of(prompt.arrived.pop(index), tokens, page)
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        """An answer has come. What was not asked for, or is of a prompt that was left meanwhile, is dropped."""
+        """Keeps an answer. Answers that were not asked for, or whose prompt has been forgotten, are dropped."""
         prompt = self._prompts.get(frames[0].bytes)
         if prompt is None or len(frames) < 2 or len(frames[1]) != INDEX.size:
             return
@@ -124,7 +126,7 @@ class FetchedPages:
             prompt.arrived[index] = frames[2:]
 
     def _fault_of(self, content: list[zmq.Frame], tokens: bytes, page: np.ndarray) -> str | None:
-        """Copies what has come into `page`. Returns why it cannot be used."""
+        """Copies an answer into `page`. Returns the reason if it cannot be used, else None."""
         if not content:
             return "they are not kept there any more"
         if [len(frame) for frame in content] != [CHECKSUM.size, len(tokens), self._page_bytes]:
@@ -158,14 +160,14 @@ class FetchedPages:
         return socket
 
     def _give_up(self, source: PageSource) -> None:
-        """No page is expected from there any more, and what comes late is dropped."""
+        """Expects no more pages from this engine. Late answers are dropped."""
         self._sockets.pop((source.address, source.key)).close()
         with self._lock:
             for prompt in [prompt for prompt in self._prompts.values() if prompt.source.address == source.address]:
                 self._forget(prompt)
 
     def _leave(self, prompt: _Prompt) -> None:
-        """No more pages of the prompt are wanted: the other engine need not keep them."""
+        """Tells the other engine that no more pages of the prompt are wanted, so that it can drop them."""
         with self._lock:
             self._forget(prompt)
         socket = self._sockets.get((prompt.source.address, prompt.source.key))

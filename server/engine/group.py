@@ -1,4 +1,4 @@
-"""Several engines behind one server: each has its own process, its own chips and its own pages."""
+"""Several engines behind one server. Each has its own process, chips and pages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class _Sent:
 
 
 class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
-    """`EngineClient` over engines that all serve the same model.
+    """An `EngineClient` over several engines that serve the same model.
 
     All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only
-    its own requests end with an error. The group is dead then: it has lost a part of its capacity, and takes no more.
+    its own requests end with an error. The group then counts as dead and takes no more requests.
 
     Args:
-        row: of this process, where all processes see what engines have to do; None: this process is alone.
+        row: this process's row of the shared counts, by which all processes see the load of the engines; None: there
+            is one process only.
     """
 
     def __init__(self, engines: Sequence[E], router: Router | None = None, row: Row | None = None) -> None:
@@ -79,7 +80,7 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
     @property
     def adapters(self) -> Mapping[str, wire.Adapter]:
-        """Those that all engines have. While they change, one engine may have told of it and another not yet."""
+        """The LoRA adapters that all engines have, by name. During a change some engines may not have reported it."""
         told, known = self._adapters
         now = [engine.adapters for engine in self.engines]
         if any(new is not old for new, old in zip_longest(now, told)):
@@ -94,7 +95,7 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
     @property
     def weight_version(self) -> str:
-        """While the engines change their weights, one may have told of it and another not yet."""
+        """The version of the first engine's weights. During a change other engines may still have another one."""
         return self.engines[0].weight_version
 
     @property
@@ -104,7 +105,7 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
     @property
     def last_heartbeat(self) -> float:
-        """Of the engine that has been silent for longest."""
+        """The heartbeat of the engine that has been silent for longest."""
         return min([engine.last_heartbeat for engine in self.engines])
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
@@ -124,7 +125,7 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
             self._router.learn(sent.route, output.num_cached_tokens if has_looked else None)
 
     def _leave_queue(self, request_id: str) -> _Sent | None:
-        """The request has its first output, or ends before; None: it has had one."""
+        """Removes a request from the queue at its first output or its end. Returns None if it had left before."""
         sent = self._sent.pop(request_id, None)
         if sent is not None:
             self._add_queued(sent.engine, -sent.num_missing)
@@ -167,11 +168,11 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
 
 
 class OwnEngines(EngineGroup[ProcessEngineClient]):
-    """The engines that this process has started. Their weights can be changed: those of all engines, or of none. They
-    pause together.
+    """The engines that this process has started. Changes of the weights apply to all engines or to none, and all
+    engines pause together.
 
-    `split` is set if engines are left with different weights. They must not go on then, although they live: an answer
-    would depend on the engine that gives it.
+    `split` is set if engines are left with different weights. The group is dead then, although the engines live: an
+    answer would depend on the engine that gives it.
     """
 
     def __init__(self, engines: Sequence[ProcessEngineClient], router: Router | None = None) -> None:
@@ -198,22 +199,22 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     @to_its_end
     async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
-        """As `ProcessEngineClient.pause`, of all engines."""
+        """Pauses all engines. Returns when no request runs. Raises WeightsError if one of them cannot pause."""
         await self._all(engine.pause(mode, clear_cache) for engine in self.engines)
         if clear_cache:
             self._router.forget()
 
     @to_its_end
     async def resume(self) -> None:
-        """As `ProcessEngineClient.resume`, of all engines."""
+        """Lets the requests of all engines run again."""
         await self._all(engine.resume() for engine in self.engines)
 
     @to_its_end
     async def update_weights(
         self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
     ) -> None:
-        """As `ProcessEngineClient.update_weights`, of all engines: none commits before all have checked. Each engine
-        receives all of the weights."""
+        """Does one step of an update of the weights on all engines, each of which receives all of the weights. None
+        commits before all have checked. Raises WeightsError if the step fails on an engine."""
         async with self._updates:
             if step is wire.UpdateStep.COMMIT and not self._is_checked:
                 raise WeightsError(UNCHECKED)
@@ -236,8 +237,8 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     @to_its_end
     async def change_weights(self, command: wire.ChangeWeights) -> None:
-        """As `ProcessEngineClient.change_weights`, of all engines at once. If one cannot change, those that have
-        changed go back, and the WeightsError names it."""
+        """Changes the weights of all engines at once. If one cannot change, the others change back, and a WeightsError
+        names it."""
         async with self._changes:
             before = [engine.missing for engine in self.engines]
             changed, errors = await self._ask({i: e.change_weights(command) for i, e in enumerate(self.engines)})
@@ -256,7 +257,8 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
             raise WeightsError(_listed(errors))
 
     def _undo(self, command: wire.ChangeWeights, missing: Set[str]) -> Sequence[wire.ChangeWeights] | None:
-        """What undoes the command on an engine where these parts were missing before it; None: nothing does."""
+        """The commands that undo `command` on an engine whose `missing` parts were these before; None: it cannot be
+        undone."""
         sleep = wire.ChangeWeights(wire.WeightsChange.SLEEP)
         wake_up = wire.ChangeWeights(wire.WeightsChange.WAKE_UP, parts=tuple(set(wire.PARTS) - missing))
         match command.change:
@@ -279,8 +281,8 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
 
     @to_its_end
     async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
-        """As `ProcessEngineClient.change_adapters`, of all engines. If one cannot load an adapter, or finds other
-        weights than the first, the others undo it, and the AdapterError names the engine."""
+        """Loads or unloads a LoRA adapter on all engines. If one cannot load it, or finds other weights than the first
+        engine, the others undo the load, and an AdapterError names that engine."""
         async with self._adapter_changes:
             done, errors = await self._ask({i: e.change_adapters(change) for i, e in enumerate(self.engines)})
             first = next(iter(done.values()), None)
@@ -295,13 +297,13 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
             raise AdapterError(self._worded(errors), status)
 
     async def _all(self, asked: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Raises WeightsError if one of the engines could not do it."""
+        """Waits for the calls of all engines. Raises WeightsError if one of them has failed."""
         _, errors = await self._ask(dict(enumerate(asked)))
         if errors:
             raise WeightsError(self._worded(errors))
 
     async def _ask[R](self, asked: Mapping[int, Coroutine[Any, Any, R]]) -> tuple[dict[int, R], dict[int, Exception]]:
-        """The results of engines, and the errors of those that could not do what they were asked for, by number."""
+        """Waits for calls of engines. Returns their results, and the errors of those that failed, by engine number."""
         done: dict[int, R] = {}
         errors: dict[int, Exception] = {}
         results = await asyncio.gather(*asked.values(), return_exceptions=True)
@@ -315,7 +317,7 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
         return done, errors
 
     def _worded(self, errors: Mapping[int, Exception]) -> str:
-        """What all engines say once, or else each engine's error."""
+        """The engines' errors as one message. An error that all engines share appears once."""
         told = {str(error) for error in errors.values()}
         return told.pop() if len(errors) == len(self.engines) and len(told) == 1 else _listed(errors)
 
@@ -335,8 +337,14 @@ def started(
     debug: bool = False,
     router: Router | None = None,
 ) -> Engines:
-    """The client of a new engine, or the group of several. The arguments are as of `ProcessEngineClient`, with
-    `engine_args` for each engine, and of `EngineGroup`."""
+    """Starts engines. Returns the client of one engine, or a group of several.
+
+    Args:
+        target: the factory of the engines, as "package.module:function".
+        engine_args: the argument of the factory, for each engine.
+        report: called with each line about the start.
+        router: chooses an engine for each request, if there are several; None: the usual one.
+    """
     if len(engine_args) == 1:
         return ProcessEngineClient(target, engine_args[0], report=report, debug=debug)
     engines = [

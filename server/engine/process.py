@@ -38,7 +38,7 @@ EXIT_FAILED = 1
 
 
 class ServedEngine(Protocol):
-    """The part of `batcher.engine.Engine` that this process uses."""
+    """The methods of `batcher.engine.Engine` that this process uses."""
 
     def start(self) -> None: ...
 
@@ -60,13 +60,13 @@ class ServedEngine(Protocol):
 
 @runtime_checkable
 class AdaptedEngine(Protocol):
-    """A `ServedEngine` whose requests may have LoRA adapters; None: this one's may not."""
+    """A `ServedEngine` whose requests may name LoRA adapters. `adapters` is None if LoRA is off."""
 
     adapters: Adapters | None
 
 
 class EngineWrapper:
-    """`ServedEngine` that passes everything on. Subclasses do more in some of the methods."""
+    """A `ServedEngine` that passes all calls on to another one. Subclasses override some of the methods."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._inner = engine
@@ -88,31 +88,29 @@ class EngineWrapper:
 class Weights(Protocol):
     """The weights of one host, or of all hosts of a cluster. No step is in flight during any of the calls.
 
-    They change in parts, and what can be undone comes first.
-
-    After `check` comes `prepare`, then either `commit` or `abandon`. A ValueError or OSError means that nothing has
-    changed, and that the change is over. Of any other error the engine dies.
+    A change calls `check`, then `prepare`, then either `commit` or `abandon`. `prepare` can be undone. A ValueError or
+    OSError means that nothing has changed and the change is over. Any other error ends the engine.
     """
 
     @property
     def missing(self) -> Set[str]:
-        """Those of `wire.PARTS` that are not on the devices. If there are any, no step may run."""
+        """The names in `wire.PARTS` of the parts that are not on the devices. No step may run while there are any."""
 
     def check(self, command: wire.ChangeWeights) -> Mapping[str, str]:
-        """Finds out whether the change can be made. Returns facts that must be equal on all hosts."""
+        """Checks whether the change can be made. Returns facts that must be equal on all hosts."""
 
     def prepare(self) -> None:
-        """Does all that may fail. It can be undone, and serves no step."""
+        """Does all work that may fail. `abandon` undoes it. No step runs with its result before `commit`."""
 
     def commit(self) -> None:
-        """Ends a change that is prepared."""
+        """Completes a change that has been prepared."""
 
     def abandon(self) -> None:
-        """Undoes what is prepared."""
+        """Undoes `prepare`."""
 
 
 class Reporter:
-    """What a factory may tell the server. A call is a line about the start. All of it may be called from any thread."""
+    """Sends reports from a factory to the server. Calling it sends a line about the start. Thread-safe."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -121,11 +119,11 @@ class Reporter:
         self._sender.put(wire.Report(line))
 
     def fail(self, message: str) -> None:
-        """Ends this process at once, with its other threads: the engine cannot start, or is dead."""
+        """Ends this process and all its threads at once, because the engine cannot start or is dead."""
         self._exit(wire.Failed(message), EXIT_FAILED)
 
     def end(self) -> None:
-        """Ends this process at once: the engine has done its work, and the server ends, too."""
+        """Ends this process at once, because the engine has done its work. The server then ends as well."""
         self._exit(wire.Ended(), 0)
 
     def _exit(self, last: wire.Event, code: int) -> None:
@@ -151,7 +149,8 @@ def main(commands: str, events: str, target: str, engine_args: object, debug: bo
     An error at the start is sent to the server as one line. With `debug` its traceback is also printed here.
 
     Args:
-        commands, events: addresses of sockets. The engine binds the first, and the process that starts it the second.
+        commands: the address of the socket for commands. The engine binds it.
+        events: the address of the socket for events. The process that starts the engine binds it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -192,7 +191,7 @@ def main(commands: str, events: str, target: str, engine_args: object, debug: bo
 
 
 def _exit_now(code: int) -> None:
-    """Not `sys.exit`: the interpreter would wait for a device that may be stuck, or for the compiler."""
+    """Ends without `sys.exit`, in which the interpreter would wait for a stuck device or for the compiler."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -207,7 +206,7 @@ def _serve(
     weights: WeightChanges | None,
     sender: Sender,
 ) -> None:
-    """Handles commands until Stop or the engine's death, and sends the statistics at their interval."""
+    """Handles commands until Stop or the engine's death. Sends the statistics every STATS_INTERVAL_S seconds."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -278,7 +277,8 @@ def _serve(
 def _submit(
     engine: ServedEngine, requests: Sequence[Request], put: Callable[[RequestOutput | wire.Output], None]
 ) -> bool:
-    """Adds the requests of one HTTP request, all or none. The first refusal is the answer to all of them."""
+    """Adds the requests of one HTTP request, all or none. A refusal of one aborts the others. Returns whether all were
+    added."""
     for i, request in enumerate(requests):
         try:
             engine.add_request(request, put)

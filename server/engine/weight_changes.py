@@ -1,8 +1,8 @@
-"""What becomes of the weights of an engine that serves, and the name of those that do.
+"""Changes the weights of a running engine, and keeps the name (version) of the weights that serve.
 
-Weights change in two ways. A *change* moves them to the host, brings them back, or loads others from a folder. An
-*update* takes steps: arrays come from a trainer while the old weights serve, are checked, and replace them between two
-steps of the engine. There is one of the two at a time.
+There are two ways. A *change* moves the weights to the host, brings them back, or loads others from a folder. An
+*update* has several steps: new arrays arrive from a trainer while the old weights serve, they are checked, and they
+replace the old ones between two steps of the engine. Only one change or update can be in progress.
 """
 
 from __future__ import annotations
@@ -26,56 +26,62 @@ TO_END = "POST /finish_weight_update ends it, and serves its arrays only if all 
 
 
 class Answer(Protocol):
-    """Answers a command. `missing` is as of `wire.Changed`."""
+    """Answers a command with an error or with None. `missing` is the field of `wire.Changed`."""
 
     def __call__(self, error: Exception | None, *, missing: list[str] | None = None) -> None: ...
 
 
 class Updates(Protocol):
-    """Updates of the weights of an engine, one at a time. A ValueError or OSError is a refusal, and changes nothing.
+    """Updates the weights of an engine, one update at a time. After a ValueError or OSError nothing has changed.
 
-    `begin`, `receive`, `check` and `abandon` run on one thread beside the engine's, so they delay no step.
+    `begin`, `receive`, `check` and `abandon` run on a thread other than the engine's, so they delay no step.
     """
 
     def begin(self) -> None: ...
 
     def receive(self, source: wire.WeightsSource) -> None:
-        """Takes what a trainer gives. May be called again, for further arrays or for others of the same names."""
+        """Reads arrays from a trainer. Later calls add arrays, or replace arrays of the same names."""
 
     def check(self) -> None:
-        """Raises ValueError with all that is wrong with what has been received."""
+        """Checks the received arrays. Raises ValueError with everything that is wrong with them."""
 
     def commit(self) -> None:
-        """Replaces the weights. Runs on the engine's thread with no step in flight, after a check that has passed.
-        Nothing is kept of the update, also after an error. Of an error that is no refusal the engine dies."""
+        """Replaces the weights. Runs on the engine's thread with no step in flight, after a successful `check`.
+
+        The update is forgotten afterwards, also after an error. An error other than ValueError and OSError ends the
+        engine.
+        """
 
     def abandon(self) -> None:
-        """Forgets what has been received."""
+        """Forgets the arrays that have been received."""
 
 
 @runtime_checkable
 class ChangeableEngine(Protocol):
-    """A `process.ServedEngine` that can pause, and whose weights can be changed while it serves. `on_done` is called
-    on the engine's thread, with the reason if nothing has changed. The methods raise EngineClosedError or
-    EngineDeadError."""
+    """A `process.ServedEngine` that can pause and whose weights can be changed while it serves.
+
+    `on_done` is called on the engine's thread, with an error if nothing has changed. The methods raise
+    EngineClosedError or EngineDeadError.
+    """
 
     updates: Updates
 
     @property
     def missing(self) -> Set[str]:
-        """Those of `wire.PARTS` that are not on the devices. It changes on the engine's thread only."""
+        """The names in `wire.PARTS` of the parts that are not on the devices. Only the engine's thread changes it."""
 
     def change_weights(self, command: wire.ChangeWeights, on_done: OnDone) -> None:
-        """Changes the weights soon, between two steps."""
+        """Schedules a change of the weights between two steps."""
 
     def commit_update(self, on_done: OnDone) -> None:
-        """Calls `updates.commit` soon, between two steps. Running requests are computed again."""
+        """Schedules a call of `updates.commit` between two steps. Running requests are recomputed."""
 
     def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
-        """As of `batcher.engine.Engine`."""
+        """Holds all requests until `resume`. `mode` says what becomes of the running ones, and `clear_cache` empties
+        the prefix cache. `on_done` is called when no request runs any more."""
 
     def resume(self, on_done: OnDone) -> None:
-        """As of `batcher.engine.Engine`."""
+        """Lets requests run again. Without a pause it only calls `on_done`."""
 
 
 class _Stage(Enum):
@@ -88,7 +94,9 @@ class _Stage(Enum):
 
 
 class WeightChanges:
-    """Does what commands about the weights say, and tells everyone of other weights. `ask` is for one thread.
+    """Carries out commands about the weights, and sends an event when the weights have changed.
+
+    Only one thread may call `ask`.
 
     Args:
         put: sends an event. Called from any thread; events of one thread keep their order.
@@ -105,12 +113,12 @@ class WeightChanges:
         self._num_changing = 0  # changes that the engine has not made yet
 
     def tell(self, put: Callable[[wire.Event], None]) -> None:
-        """Tells the name of the weights of now, before any later one."""
+        """Sends the name of the current weights, before that of any later ones."""
         with self._lock:
             put(wire.WeightVersion(self._version))
 
     def ask(self, command: wire.WeightsCommand) -> None:
-        """Does what the command says soon, and answers it with Changed."""
+        """Starts the work of a command, which is answered with Changed when it is done."""
 
         answer = partial(self._answer, command)
         try:
@@ -131,7 +139,7 @@ class WeightChanges:
         self._put(wire.Changed(told, missing, number=command.number))
 
     def close(self) -> None:
-        """Makes no more steps of updates."""
+        """Drops the steps of updates that have not begun."""
         self._work.shutdown(wait=False, cancel_futures=True)
 
     def _change(self, command: wire.ChangeWeights, answer: Answer) -> None:
@@ -211,6 +219,7 @@ class WeightChanges:
         self._engine.commit_update(on_done)
 
     def _set_version(self, version: str) -> None:
-        """Called on the engine's thread between two steps: the tokens before are sent, and those after are not."""
+        """Sets and sends the version. Runs on the engine's thread between two steps, so earlier tokens are sent
+        already, and later ones are not."""
         self._version = version
         self._put(wire.WeightVersion(version))

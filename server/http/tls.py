@@ -50,7 +50,7 @@ def _check_certificates(flag: str, path: Path) -> None:
 
 
 def _choose_ciphers(context: ssl.SSLContext, ciphers: str) -> None:
-    """Those of TLS 1.3 stay as they are."""
+    """Sets the ciphers of TLS 1.2. TLS 1.3 keeps OpenSSL's."""
     try:
         context.set_ciphers(ciphers)
     except ssl.SSLError as error:

@@ -44,7 +44,10 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def read_named_tokens(path: Path) -> NamedTokens:
-    """Of a model's folder or GGUF file. There are none if it has no tokenizer. ValueError if it cannot be read."""
+    """Reads the named tokens of a model's folder or GGUF file. Without a tokenizer there are none.
+
+    Raises ValueError if a file cannot be read.
+    """
     if is_gguf(path):
         added, eos = added_gguf_tokens(path)
         return NamedTokens(added=added, eos=eos)

@@ -30,7 +30,7 @@ class ChatTemplates:
 
     @classmethod
     def named(cls, templates: Mapping[str, str]) -> ChatTemplates:
-        """Of several templates: those called "default" and "tool_use"."""
+        """The templates called "default" and "tool_use". Templates of other names are ignored."""
         return cls(default=templates.get("default"), tool_use=templates.get(TOOL_USE))
 
     def for_transformers(self) -> str | dict[str, str] | None:

@@ -86,7 +86,7 @@ async def start_chats(
     id_prefix: str,
     lowers_max_tokens: bool = False,
 ) -> tuple[Generation, list[ChatPlan]]:
-    """As `start_chat`, for bodies that differ in their messages only: one generation answers all of them."""
+    """Starts one generation for several chats whose bodies differ in their messages only. Raises RequestError."""
     header = request.headers.get(TIMEOUT_HEADER)
     first = await check_chat(
         state, bodies[0], id_prefix=id_prefix, timeout_header=header, lowers_max_tokens=lowers_max_tokens

@@ -68,7 +68,7 @@ class Conversation:
 
     @property
     def system_texts(self) -> list[str]:
-        """Of messages that `template_message` accepts."""
+        """The texts of the system and developer messages. `template_message` must accept the messages."""
         roles = ("system", "developer")
         return [content_text(message) for message in self.messages if message.role in roles]
 

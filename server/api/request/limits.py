@@ -20,7 +20,10 @@ Given = str | Sequence[str | int | list[int]] | None
 
 
 def listed(param: str, value: Given) -> list[str | list[int]]:
-    """As a list of texts and lists of ids; `check_kinds` looks at the rest. Raises RequestError 400."""
+    """The value as a list of texts and lists of ids. Raises RequestError 400 if it is missing or empty.
+
+    `check_kinds` checks that all items are of one kind.
+    """
     value = given(param, value)
     if isinstance(value, str):
         return [value]

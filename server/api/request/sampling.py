@@ -47,7 +47,10 @@ class Sampling:
 
 
 async def read_sampling(state: ServerState, body: SamplingFields) -> Sampling:
-    """Raises RequestError 400 for the first value that is out of range. Lengths are checked with the prompt."""
+    """Reads the sampling fields of a body. Lengths are checked later, with the prompt.
+
+    Raises RequestError 400 for the first value that is out of range.
+    """
     vocab_size = state.client.info.vocab_size
     sampling = checked_sampling(body, state.settings.generation_defaults, vocab_size=vocab_size)
     if not body.bad_words:
@@ -57,7 +60,7 @@ async def read_sampling(state: ServerState, body: SamplingFields) -> Sampling:
 
 
 def checked_sampling(body: SamplingFields, defaults: GenerationDefaults, *, vocab_size: int) -> Sampling:
-    """As `read_sampling`, without `bad_words`, which take the tokenizer."""
+    """Reads all sampling fields but `bad_words`, which need the tokenizer. Raises RequestError 400."""
     values: dict[str, Any] = {}
     for name in PARAMETERS.keys() - LATER - {"seed", "bad_words"}:
         given = getattr(body, name)
