@@ -1,7 +1,7 @@
 """Several HTTP processes in front of the engines (`--api-server-count`).
 
 The parent binds the address, starts the engines and the HTTP processes, and serves no requests itself. Each HTTP
-process accepts connections from the inherited socket, sends commands to the engines directly, and gets the outputs of
-its own requests as a frontend of each (`server/engine/outbox.py`). The parent and the HTTP processes call each other by
-private HTTP (`server/http/private.py`), and share a few counts in memory (`server/shared_counts.py`).
+process accepts connections at the parent's address, sends commands to the engines directly, and receives the outputs of
+its own requests as a frontend of each engine (`server/engine/outbox.py`). The parent and the HTTP processes call each
+other over private HTTP (`server/http/private.py`), and share a few counts in memory (`server/shared_counts.py`).
 """

@@ -1,4 +1,4 @@
-"""One of several HTTP processes: serves the parent's address, with the engines that the parent has started."""
+"""One of several HTTP processes. It serves the parent's address with the engines that the parent has started."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ from server.shared_counts import PrefixTable, Row
 logger = logging.getLogger("pallas_serve")
 
 EXIT_NOT_STARTED = 1
-KEPT_PATHS = (PATH, CONVERSATIONS_PATH)  # the routes of what one process keeps for all
-COUNTS_INTERVAL_S = 1.0  # a killed process loses what it has counted since
-PRIVATE_SHARE = 4  # one connection in so many is kept for requests that other processes send on
+KEPT_PATHS = (PATH, CONVERSATIONS_PATH)  # routes of objects that one process keeps for all processes
+COUNTS_INTERVAL_S = 1.0  # a process that is killed loses its counts since the last report
+PRIVATE_SHARE = 4  # one connection in so many is reserved for requests that other processes forward
 
 
 def main(args: ProcessArgs) -> None:
@@ -145,7 +145,7 @@ class _ApiProcess:
                 tracer.close()
 
     async def _engine_is_ready(self, client: FrontendClient | EngineGroup[FrontendClient]) -> bool:
-        """Waits until it is, and returns False if this process is to end before."""
+        """Waits until the engine is ready. Returns False if this process must end before that."""
         starting = asyncio.create_task(client.start())
         await first_of(asyncio.wait([starting]), self._ending.stop.wait())
         if not starting.done():
@@ -171,8 +171,8 @@ class _ApiProcess:
 
 
 def _connections(settings: Settings) -> tuple[int, int]:
-    """The most connections of clients, and of other processes. A request that is sent on takes one more descriptor in
-    each of the two processes."""
+    """The most connections of clients, and of other processes. A forwarded request takes one more descriptor in each of
+    the two processes."""
     asked = settings.max_connections
     share = None if asked is None else -(-asked // settings.api_server_count)
     public = connection_limit(share)
@@ -181,8 +181,8 @@ def _connections(settings: Settings) -> tuple[int, int]:
 
 
 def _private_app(state: ServerState, public: Starlette, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:
-    """What this process answers to the parent and to the other HTTP processes. The routes of `public` about responses
-    and conversations are those of what this process keeps: their requests have passed another process's gate."""
+    """The application for the parent and the other HTTP processes. It includes the routes of `public` for the responses
+    and conversations that this process keeps. Another process's gate has admitted their requests."""
 
     async def end(message: None) -> None:
         """The first call lets running requests finish, the second ends them."""
@@ -198,7 +198,7 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
         return state.keeps(message.id)
 
     async def adapter_changes(numbers: list[int]) -> None:
-        """How many each engine has told. Returns when this process has heard of them."""
+        """Waits until this process has received so many changes of the adapters from each engine."""
         for engine, number in zip(engines, numbers, strict=True):
             await engine.wait_for_adapters(number)
 
@@ -224,8 +224,8 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
 
 
 class _Forwarded:
-    """Marks requests that another process has sent on, with their API keys, and counts them: this process does not end
-    before them."""
+    """Marks and counts the requests that another process has forwarded, and sets their API keys. This process does not
+    end before they do."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app

@@ -98,7 +98,8 @@ async def _serve(
 
 
 async def _before(stopped: asyncio.Future[Any], failed: asyncio.Future[None], work: asyncio.Future[Any]) -> bool:
-    """Waits until one of them is done, and returns whether `work` is. Raises its error, or that of `failed`."""
+    """Waits until one of the futures is done. Returns whether `work` is done. Raises the error of `work` or
+    `failed`."""
     await asyncio.wait([stopped, failed, work], return_when=asyncio.FIRST_COMPLETED)
     is_done = work.done()
     if not is_done:

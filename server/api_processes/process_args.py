@@ -1,4 +1,4 @@
-"""What an HTTP process gets when it is started, where it is reached, and how it is asked."""
+"""The arguments of an HTTP process, the names of its sockets, and the routes of private HTTP."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from server.shared_counts import SharedCounts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessArgs:
-    """One HTTP process among several."""
+    """The arguments of one HTTP process among several."""
 
     settings: Settings
     listener: socket.socket
     number: int  # its row of the shared counts
     frontend: int  # no other process has had this number
     replaces: bool  # whether it takes the place of a process that has ended
-    engines: Sequence[str]  # the addresses at which they take commands
-    folder: Path  # of the private sockets
+    engines: Sequence[str]  # the addresses at which the engines take commands
+    folder: Path  # has the private sockets
     shared_counts: SharedCounts
     log_level: int
     is_logging: bool  # whether the parent's log is configured
@@ -39,12 +39,12 @@ def socket_name(frontend: int) -> str:
 
 
 def events_name(engine: int, frontend: int) -> str:
-    """The name of the socket for what an engine tells a process."""
+    """The name of the socket for an engine's events to a process."""
     return f"e{engine}-{frontend}"
 
 
 def private_route(name: str, kind: Any, answer: Callable[[Any], Awaitable[object]]) -> Route:
-    """A route of private HTTP: a message of this type, which another process of this server sends, is answered."""
+    """A route of private HTTP. It answers messages of the type `kind` from another process of this server."""
 
     async def endpoint(request: Request) -> Response:
         message = msgspec.msgpack.decode(await request.body(), type=kind)

@@ -1,4 +1,5 @@
-"""The HTTP processes, as the parent knows them: it starts those again that die, asks all of them, and ends them."""
+"""The parent's view of the HTTP processes. It starts them, restarts processes that die, asks all of them, and ends
+them."""
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ from server.shared_counts import SharedCounts
 
 logger = logging.getLogger("pallas_serve")
 
-MARGIN_S = 5.0  # for an HTTP process to end, beyond the times that it gives its requests
-NOTICE_S = 1.0  # until a process that does not answer is known to have ended
+MARGIN_S = 5.0  # the time for an HTTP process to end after its requests' time
+NOTICE_S = 1.0  # the wait for the end of a process that does not answer
 
 
 class ApiServerFailedError(EngineFailedError):
-    """An HTTP process could not start, for no fault of the settings."""
+    """An HTTP process could not start, and the settings are not the reason."""
 
 
 class _ApiProcess:
@@ -65,7 +66,7 @@ class _ApiProcess:
 
 
 class ApiProcesses:
-    """The HTTP processes. Those that die are started again."""
+    """The HTTP processes. Processes that die are started again."""
 
     def __init__(
         self, settings: Settings, listener: socket.socket, folder: Path, shared_counts: SharedCounts, client: Engines
@@ -86,7 +87,7 @@ class ApiProcesses:
         self._retired = HttpCounts()  # of processes that have ended
 
     async def start(self) -> None:
-        """Starts all, and waits until they are ready."""
+        """Starts all processes and waits until they are ready."""
         for number in range(self._settings.api_server_count):
             self._start(number, replaces=False)
         while not all(living.has_started for living in self._living.values()):
@@ -142,18 +143,18 @@ class ApiProcesses:
             self.failed.set_exception(error)
 
     def let_accept(self) -> None:
-        """From now on a process that is ready may accept connections."""
+        """Lets processes accept connections as soon as they are ready."""
         self._may_accept.set()
 
     async def watch(self, number: int) -> None:
-        """Tells all when an engine has died."""
+        """Tells all processes when this engine has died."""
         engine = self.engines[number]
         await engine.died.wait()
         if engine.death is not None:
             await self._tell("/engine_died", EngineDied(number, engine.death))
 
     async def watch_all(self) -> None:
-        """Tells all when the engines must not go on, although they live."""
+        """Tells all processes when the engines must stop although they live, because their weights differ."""
         client = self._client
         await client.died.wait()
         if isinstance(client, OwnEngines) and client.split is not None:
@@ -161,8 +162,8 @@ class ApiProcesses:
                 await self._tell("/engine_died", EngineDied(number, client.split))
 
     async def end(self, signals: Signals, *, is_dead: bool) -> None:
-        """Ends all: running requests may finish, as in a server of one process. A second signal ends the wait. If an
-        engine is dead, the processes end by themselves."""
+        """Ends all processes. Running requests may finish, as in a server of one process. A second signal ends the
+        wait. If an engine is dead, the processes end without being asked."""
         self._is_ending = True
         for starting in [living for living in self._living.values() if not living.has_started]:
             starting.process.kill()
@@ -187,7 +188,7 @@ class ApiProcesses:
             living.process.join()
 
     def private_app(self) -> Starlette:
-        """What the parent answers to the HTTP processes."""
+        """The parent's application for the HTTP processes."""
 
         async def on_failure(request: Request, error: Exception) -> Response:
             return PlainTextResponse(str(error), 500)

@@ -1,6 +1,6 @@
-"""The hashes of pages that routers know: vLLM's, of (the hash before, the tokens, extra keys), each from the last.
+"""The hashes by which routers know pages. They are vLLM's: a hash of (parent hash, tokens, extra keys).
 
-A router can compute them from a prompt, if it has the same seed. The engine's own prefix cache has digests of its own.
+A router with the same seed can compute them from a prompt. The engine's prefix cache uses different digests.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class HashAlgorithm(StrEnum):
 
 
 class BlockHasher:
-    """Hashes pages. The first page of a prefix follows from the root.
+    """Hashes pages. The parent of a prefix's first page is the root.
 
     Args:
-        seed: the hash of the root follows from it. None: the root is random, so no other process has the same hashes.
+        seed: the text from which the root is computed. None: the root is random, so no other process has the same
+            hashes.
     """
 
     def __init__(self, algorithm: HashAlgorithm, seed: str | None) -> None:
@@ -37,14 +38,15 @@ class BlockHasher:
         """The hash of a page.
 
         Args:
-            parent: the hash of the page before it; None: it is the first.
-            extra: what else its K/V depend on, such as the name of a LoRA adapter.
+            parent: the hash of the page before it; None: it is the first page.
+            tokens: the token ids of the page.
+            extra: further keys on which its K/V depend, such as the name of a LoRA adapter.
         """
         return self._digest((self.root if parent is None else parent, tuple(tokens), extra))
 
 
 def shown_hash(digest: bytes) -> int:
-    """A hash as events have it: its last 64 bits."""
+    """The last 64 bits of a hash, which events carry."""
     return int.from_bytes(digest[-8:], "big")
 
 
@@ -79,7 +81,7 @@ class _CborDigest:
 
 
 class _Numbers(dict[int, bytes]):
-    """The CBOR of whole numbers from 0."""
+    """The CBOR encodings of whole numbers from 0, made on first use."""
 
     def __missing__(self, number: int) -> bytes:
         self[number] = encoded = _head(0, number)
@@ -87,7 +89,7 @@ class _Numbers(dict[int, bytes]):
 
 
 def _head(major: int, count: int) -> bytes:
-    """The first bytes of an item of CBOR: its type, and a number in as few bytes as hold it."""
+    """The first bytes of a CBOR item: its major type, and a number in as few bytes as possible."""
     if count < 24:
         return bytes([major << 5 | count])
     size = next(size for size in (1, 2, 4, 8) if count < 1 << 8 * size)

@@ -1,8 +1,9 @@
-"""A TCP port in front of a ZeroMQ socket. ZeroMQ itself accepts connections until the process has no descriptors left.
+"""A TCP port with a bounded number of connections in front of a ZeroMQ socket.
 
-The ZeroMQ socket listens at a Unix socket, in a folder that only this user may enter. A thread accepts a bounded number
-of TCP connections, and passes on the bytes of each. A further one takes the place of the oldest whose handshake has not
-gone on, or waits in the system's queue, without a descriptor. ZeroMQ closes those that do not end their handshake.
+ZeroMQ itself accepts connections until the process has no descriptors left. Here the ZeroMQ socket listens at a Unix
+socket, in a folder that only this user may enter. A thread accepts a bounded number of TCP connections and forwards
+their bytes. A further connection replaces the oldest one whose handshake has not progressed. If there is none, it waits
+in the system's queue, without a descriptor. ZeroMQ closes connections that do not complete their handshake.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from server.logs import ThrottledLog
 MOST_CONNECTIONS = 64
 SHARE = 8  # all connections take at most this part of the free descriptors
 DESCRIPTORS = 3  # of a connection: the TCP socket, and both ends of the Unix socket
-GREETING_BYTES = 64  # of ZeroMQ. A peer gets more if it knows the key of the socket, or if there is none
+GREETING_BYTES = 64  # ZeroMQ's greeting. A peer gets more if it knows the socket's key, or if there is no key
 READ_BYTES = 1 << 18
-RETRY_S = 0.1  # after a connection that could not be accepted
-LEAVE_S = 1.0  # at the end, for bytes on their way
-KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a machine that has gone is noticed
+RETRY_S = 0.1  # the wait after a connection that could not be accepted
+LEAVE_S = 1.0  # the time at the end for bytes that are not sent yet
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # detects machines that have gone
 
 _log = ThrottledLog(logging.getLogger("pallas_serve"))
 
@@ -36,13 +37,13 @@ class BoundedListener:
     """Listens from its creation to `close`.
 
     Args:
-        inner: not bound yet. Close it first.
-        host: "*": all addresses of this machine, of IPv4. IPv6 may be in brackets.
-        port: 0: any free one.
-        most_bytes: that a peer may send before it is disconnected; None: any number. Without CURVE this bounds what a
-            message without an end can hold.
+        inner: the ZeroMQ socket, not bound yet. Close it before this listener.
+        host: the address to listen on; "*": all IPv4 addresses of this machine. IPv6 may be in brackets.
+        port: the port to listen on; 0: any free one.
+        most_bytes: the bytes that a peer may send before it is disconnected; None: any number. Without CURVE this
+            bounds the memory of a message that does not end.
 
-    Raises OSError if nothing can listen there.
+    Raises OSError if the address or the port cannot be used.
     """
 
     def __init__(self, inner: zmq.Socket[bytes], host: str, port: int, *, most_bytes: int | None = None) -> None:
@@ -68,7 +69,7 @@ class BoundedListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. What the closed socket has sent still leaves, for at most LEAVE_S."""
+        """Ends the thread. Bytes that the closed socket has sent are forwarded first, for at most LEAVE_S."""
         self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join()
         self._listener.close()
@@ -101,7 +102,7 @@ class BoundedListener:
                 await asyncio.wait(self._num_sent, return_when=asyncio.FIRST_COMPLETED)
 
     async def _pass_on(self, connection: socket.socket) -> None:
-        """Until either end closes."""
+        """Forwards bytes in both directions until either end closes."""
         with contextlib.ExitStack() as both:
             both.enter_context(connection)
             try:
@@ -141,7 +142,7 @@ class BoundedListener:
 
 
 def most_connections() -> int:
-    """The connections of one listener: so few that this process keeps most of its free descriptors."""
+    """The most connections of one listener. They take at most one part in SHARE of the free descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS

@@ -1,4 +1,4 @@
-"""Processes that this one starts: they start without its main module, and end with it, however it ends."""
+"""Starts child processes without this process's main module, and ends them when this process ends for any reason."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _STARTING = threading.Lock()
 def start_without_main(process: BaseProcess, environment: Mapping[str, str] | None = None) -> None:
     """Starts a process that does not import this process's main module.
 
-    By default, a spawned process first imports it, and with it the HTTP server: half a second of every start. The
-    engine's target and its arguments are in modules of their own.
+    By default a spawned process first imports that module and with it the HTTP server, which takes half a second. The
+    engine's target and its arguments are in other modules.
 
     Args:
-        environment: variables that the process has, unless this one's environment has them.
+        environment: environment variables for the process. Variables that this process has already stay as they are.
     """
     with _STARTING:
         main = sys.modules["__main__"]

@@ -31,11 +31,12 @@ STOP_TIMEOUT_S = 10.0
 
 
 class WeightsError(Exception):
-    """The weights cannot be changed or the engine cannot pause, and it goes on as it was."""
+    """The weights cannot be changed, or the engine cannot pause. The engine continues unchanged."""
 
 
 def to_its_end[**P, R](work: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """The work goes on if its caller is cancelled: an engine that has begun a change ends it, too."""
+    """A decorator that completes a coroutine even if its caller is cancelled, because the engine completes a change
+    that it has begun."""
 
     @wraps(work)
     async def shielded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,23 +59,23 @@ class EngineClient(Protocol):
 
     @property
     def num_adapter_loads(self) -> int:
-        """How often one has been loaded."""
+        """The number of LoRA adapters that have been loaded so far."""
 
     @property
     def weight_version(self) -> str:
-        """The name of the weights that serve. Receivers are told of each change, in order with the tokens."""
+        """The name of the weights that serve. Receivers get each change of it, in order with the tokens."""
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None: ...
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        """The requests' receivers get no more outputs. Unknown and finished ids are ignored."""
+        """Ends requests. Their receivers get no more outputs. Unknown and finished ids are ignored."""
 
     def reset_prefix_cache(self, *, reset_external: bool) -> None:
-        """No later prompt finds the pages of the earlier ones. `reset_external`: nor those in other tiers."""
+        """Empties the prefix cache. `reset_external` also empties the tiers outside the device."""
 
     @property
     def death(self) -> str | None:
-        """The reason of the engine's death; None while it lives."""
+        """The reason why the engine is dead; None while it lives."""
 
     @property
     def last_heartbeat(self) -> float:
@@ -82,13 +83,13 @@ class EngineClient(Protocol):
 
 
 class ProcessEngineClient(EngineLink):
-    """Spawns the engine process and exchanges messages with it. Call `start` before use, and `stop` in any case.
+    """Spawns the engine process and exchanges messages with it. Call `start` before use, and always call `stop`.
 
-    The engine takes the commands of further processes at the address `commands`, too.
+    Further processes can send commands to the engine at the address `commands`.
     """
 
     def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
-        self.missing: Set[str] = frozenset()  # those of `wire.PARTS` that are not on the engine's devices
+        self.missing: Set[str] = frozenset()  # names in `wire.PARTS` of the parts that are not on the engine's devices
         self.is_paused = False
         self._changes = asyncio.Lock()
         self._asked: dict[int, asyncio.Future[Any]] = {}  # by the number of the command
@@ -112,7 +113,7 @@ class ProcessEngineClient(EngineLink):
         return self.info
 
     def remove_frontend(self, frontend: int) -> None:
-        """A process behind this engine has ended: its requests are aborted."""
+        """Aborts the requests of an HTTP process that has ended."""
         if self.death is None:
             self._send(wire.RemoveFrontend(frontend))
 
@@ -132,16 +133,16 @@ class ProcessEngineClient(EngineLink):
 
     @to_its_end
     async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
-        """Returns when no request runs. Later requests wait until `resume`, also those of an engine that sleeps.
+        """Pauses the engine. Returns when no request runs. Later requests wait until `resume`, also while it sleeps.
 
-        Raises WeightsError if `resume` is called before that.
+        Raises WeightsError if `resume` is called before no request runs.
         """
         await self._ask_of_weights(wire.Pause(mode, clear_cache))
         self.is_paused = True
 
     @to_its_end
     async def resume(self) -> None:
-        """Requests run again. An engine that is not paused stays so."""
+        """Lets requests run again. Has no effect on an engine that is not paused."""
         await self._ask_of_weights(wire.Resume())
         self.is_paused = False
 
@@ -149,21 +150,21 @@ class ProcessEngineClient(EngineLink):
     async def update_weights(
         self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
     ) -> None:
-        """A step of an update of the weights (`wire.UpdateStep`). The old weights serve until COMMIT, and
-        `weight_version` is `version` from then on.
+        """Does one step of an update of the weights. The old weights serve until COMMIT. `weight_version` is
+        `version` from then on.
 
         Args:
-            source: of RECEIVE.
-            version: of COMMIT; "": the number of updates since the start.
+            source: where the new weights are, for RECEIVE.
+            version: the name of the new weights, for COMMIT; "": the number of updates since the start.
 
         Raises:
-            WeightsError: the step cannot be done, and the old weights serve. After BEGIN and COMMIT no update is under
-                way; after the other steps it goes on.
+            WeightsError: the step failed, and the old weights serve. A failed BEGIN or COMMIT leaves no update; after
+                the other steps the update goes on.
         """
         await self._ask_of_weights(wire.UpdateWeights(step, source, version))
 
     async def _ask_of_weights(self, command: wire.WeightsCommand) -> None:
-        """Raises WeightsError if the command has changed nothing."""
+        """Sends a command about the weights and waits for its answer. Raises WeightsError if nothing has changed."""
         answer: wire.Changed | None = await self._ask(command)
         if answer is not None and answer.missing is not None:
             self.missing = frozenset(answer.missing)
@@ -173,9 +174,9 @@ class ProcessEngineClient(EngineLink):
 
     @to_its_end
     async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
-        """Loads or unloads a LoRA adapter, one after the other. `adapters` shows it from then on.
+        """Loads or unloads a LoRA adapter. Changes run one after the other. `adapters` has the change on return.
 
-        Raises AdapterError if it cannot be done.
+        Raises AdapterError if the change cannot be made.
         """
         answer: wire.AdapterAnswer | None = await self._ask(change)
         if answer is None:
@@ -185,7 +186,7 @@ class ProcessEngineClient(EngineLink):
         return answer.adapter
 
     async def _ask(self, command: wire.WeightsCommand | wire.AdapterChange) -> Any:
-        """Sends the command and waits for its answer; None: the engine is dead."""
+        """Sends a command and waits for its answer. Returns None if the engine is dead."""
         if self.death is not None:
             return None
         number = next(self._numbers)
@@ -247,8 +248,9 @@ class ProcessEngineClient(EngineLink):
 
 
 class FrontendClient(EngineLink):
-    """Call `start` before use, and `stop` in any case. The engine's death is heard of from the engine, or told by
-    `die`.
+    """The client of an engine that another process has started. Call `start` before use, and always call `stop`.
+
+    The engine reports its death itself, or the parent process reports it with `die`.
 
     Args:
         commands: the address at which the engine takes commands.
@@ -270,18 +272,19 @@ class FrontendClient(EngineLink):
         return self.info
 
     async def wait_for_adapters(self, num_changes: int) -> None:
-        """Waits until so many changes of the adapters, or more, have been told."""
+        """Waits until the engine has reported at least `num_changes` changes of the adapters, or is dead."""
         while self.adapter_changes < num_changes and self.death is None:
             self._adapters_told.clear()
             await self._adapters_told.wait()
 
     async def stop(self) -> None:
-        """Closes the sockets. The engine goes on."""
+        """Closes the sockets. The engine continues."""
         self._close()
 
 
 def fault_of(client: EngineClient, heartbeat_timeout_s: float) -> str | None:
-    """Why the engine does not serve: it is dead, or has been silent for so long. None: it serves."""
+    """The reason why the engine does not serve: it is dead, or has sent nothing for longer than this time. None: it
+    serves."""
     if client.death is not None:
         return f"The engine has failed: {client.death}"
     silent_s = time.monotonic() - client.last_heartbeat

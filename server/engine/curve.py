@@ -1,8 +1,8 @@
-"""CURVE, ZeroMQ's encryption: who does not know a socket's public key gets no further than the handshake.
+"""Keys and options for CURVE, ZeroMQ's encryption. A peer without a socket's public key cannot complete the handshake.
 
-A public key is as secret as the others here: no message has it in clear, and a client's first message is encrypted to
-it. With CURVE, the frames of a stranger are refused one by one. Without it, ZeroMQ keeps the parts of a message that
-does not end, however many there are.
+The public keys are kept secret here, too: no message contains them in clear, and a client's first message is encrypted
+with the server's. With CURVE, ZeroMQ refuses each frame of an unknown peer. Without it, ZeroMQ keeps any number of
+parts of a message that does not end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zmq.utils import z85
 
 Socket = zmq.Socket[bytes]
 
-KEY_CHARS = 40  # of a key in Z85
+KEY_CHARS = 40  # characters of a key in Z85
 HANDSHAKE_S = 5.0  # a peer that has not ended the handshake by then is disconnected
 
 
@@ -36,7 +36,7 @@ class Keys:
 
     @classmethod
     def derived(cls, secret: str, salt: str) -> Self:
-        """The pair of a secret text: who has the text can compute both.
+        """The pair that follows from a secret text. Everyone with the text can compute both keys.
 
         The derivation is slow (scrypt), because a recorded handshake lets an eavesdropper test guesses of the text.
         """
@@ -46,7 +46,7 @@ class Keys:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """The pair of a file that `zmq.auth.create_certificates` has written. Raises ValueError if it has none."""
+        """Reads the pair from a file of `zmq.auth.create_certificates`. Raises ValueError if it has no secret key."""
         try:
             public, secret = zmq.auth.load_certificate(file)
         except (OSError, ValueError) as error:
@@ -57,18 +57,18 @@ class Keys:
 
 
 def as_server(socket: Socket, keys: Keys) -> None:
-    """The peers must know the public key."""
+    """Makes the socket a CURVE server, whose public key the peers must know."""
     socket.curve_server = True
     socket.curve_secretkey, socket.curve_publickey = keys.secret, keys.public
 
 
 def as_client(socket: Socket, keys: Keys, server: bytes) -> None:
-    """The other end must have the secret key of the public key `server`."""
+    """Makes the socket a CURVE client. The other end must have the secret key of the public key `server`."""
     socket.curve_secretkey, socket.curve_publickey = keys.secret, keys.public
     socket.curve_serverkey = server
 
 
 def limit(socket: Socket, most_bytes: int) -> None:
-    """Bounds what a peer can send in one frame, and the time of its handshake."""
+    """Limits the bytes of a frame from a peer, and the time of its handshake to HANDSHAKE_S."""
     socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))

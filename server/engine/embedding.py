@@ -1,4 +1,4 @@
-"""The embeddings of one HTTP request's inputs, each a request of its own to the engine."""
+"""Computes the embeddings of one HTTP request. Each input is a separate request to the engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from server.engine.client import EngineClient
 from server.engine.generation import error_of
 from server.http.request_error import unavailable
 
-AT_ONCE = 64  # inputs that the engine has at a time, so that those of one request do not fill its queue
+AT_ONCE = 64  # inputs of one HTTP request that the engine has at a time, so that they do not fill its queue
 
 
 class Embeddings:
-    """All of them or none: the first error ends the others. `wait` is awaited by one task, the one that answers.
+    """The embeddings of one HTTP request. The first error ends all of them. Only the task that answers awaits `wait`.
 
-    `on_limit` hears that a deadline has ended them: `deadline_waiting` or `deadline_running`.
+    `on_limit` is called with `deadline_waiting` or `deadline_running` if a deadline has ended them.
     """
 
     def __init__(self, client: EngineClient, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
@@ -32,7 +32,7 @@ class Embeddings:
         self._deadline: asyncio.TimerHandle | None = None
 
     def submit(self, requests: Sequence[wire.WireRequest], *, timeout_s: float | None = None) -> None:
-        """One request for each input, in order. After `timeout_s` there is an error instead of the embeddings."""
+        """Submits one request for each input, in order. After `timeout_s` all of them fail."""
         if self._client.death is not None:
             raise unavailable(f"The engine has failed: {self._client.death}")
         self._waiting.extend(enumerate(requests))
@@ -46,7 +46,7 @@ class Embeddings:
         return self._done.done()
 
     async def wait(self) -> list[bytes]:
-        """The vectors, f32[D] each, in the order of the inputs. Raises RequestError where the engine has failed."""
+        """Waits for the vectors, f32[D] each, in the order of the inputs. Raises RequestError if the engine fails."""
         await self._done
         return self._vectors
 
@@ -64,17 +64,17 @@ class Embeddings:
             self._done.set_result(None)
 
     def result_of(self, output: wire.Output) -> bytes | None:
-        """The vector; None: the engine has failed."""
+        """The vector of an output; None: the output has an error."""
         return None if output.error is not None else output.embedding
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
         raise RuntimeError("a request that embeds has no tokens")
 
     def on_weight_version(self, version: str) -> None:
-        """An embedding has no tokens whose weights could be told."""
+        """Does nothing: an embedding has no tokens."""
 
     def fail(self, error: Exception) -> None:
-        """Ends everything; `wait` raises the error."""
+        """Ends all requests. `wait` raises the error."""
         self.error = self.error or error
         if not self._done.done():
             self._done.set_exception(error)

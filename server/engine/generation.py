@@ -1,8 +1,8 @@
-"""The sequences of one HTTP request, between the engine and the client.
+"""Collects the output of one HTTP request's sequences between the engine and the client.
 
-Outputs are decoded to text when they arrive. So a stop string ends its sequence at once, even if the client reads
-slowly. Each choice collects its text until the response takes it. A slow reader gets fewer and larger pieces, and the
-memory for them is bounded by its `max_tokens`.
+Outputs are decoded to text when they arrive, so a stop string ends its sequence at once, even if the client reads
+slowly. Each choice collects its text until the response takes it. A slow reader gets fewer and larger pieces, and
+`max_tokens` bounds the memory for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 logger = logging.getLogger("pallas_serve")
 
-CUT = (FinishReason.LENGTH.value, FinishReason.ABORT.value)  # reasons of ends that the model has not chosen
+CUT = (FinishReason.LENGTH.value, FinishReason.ABORT.value)  # finish reasons that the model has not chosen
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Gain:
 
     @property
     def is_content(self) -> bool:
-        """Whether it has neither reasoning nor calls."""
+        """Whether the output has neither reasoning nor calls."""
         return all(isinstance(piece, Content) for piece in self.pieces)
 
     @property
@@ -64,7 +64,7 @@ class Gain:
 
 
 class Choice:
-    """One sequence: collects outputs, from which the response takes text, tool calls and scored tokens.
+    """Collects the outputs of one sequence. The response takes text, tool calls and scored tokens from it.
 
     `calls` finds tool calls in the stream's text; None: all of it is content.
     """
@@ -123,15 +123,14 @@ class Choice:
         return gain
 
     def so_far(self) -> Gain:
-        """What the next `take` would give. It is left there. The choice has neither reasoning nor
-        calls."""
+        """The result of the next `take`, without taking it. The choice must have neither reasoning nor calls."""
         text = "".join(self._texts)
         pieces: list[Piece] = [Content(text, self._num_taken)] if text else []
         return Gain(pieces, [*self._scored], [*self._token_ids], [*self._sampled_logprobs])
 
     @property
     def num_calls(self) -> int:
-        """Tool calls that have begun, without one that a limit or a stop string has cut."""
+        """The number of tool calls that have begun. A call that a limit or a stop string has cut does not count."""
         return 0 if self._calls is None else self._calls.num_calls
 
     def on_output(self, output: wire.Output) -> None:
@@ -153,8 +152,8 @@ class Choice:
 
     @property
     def weight_versions(self) -> list[tuple[str, int]]:
-        """(version of the weights, number of tokens), in the order of the tokens. A choice without tokens has the
-        version of the weights at its end, with 0."""
+        """(version of the weights, number of tokens), in the order of the tokens. Without tokens it has one entry: the
+        version at the choice's end, and 0."""
         starts = [start for _, start in self._versions]
         ends = [*starts[1:], self.num_tokens]
         return [(version, end - start) for (version, start), end in zip(self._versions, ends, strict=True)]
@@ -171,8 +170,8 @@ class Choice:
         self._generation.on_progress(self)
 
     def pass_deadline(self) -> None:
-        """Ends the sequence at its deadline and keeps its output. A sequence without output goes on to its first token,
-        unless the engine refuses it before."""
+        """Ends the sequence at its deadline and keeps its output. A sequence without output ends after its first
+        token, unless the engine refuses it before."""
         self._overdue = True
         if self.num_tokens and self.finish_reason is None:
             self._cut()
@@ -214,9 +213,9 @@ class Choice:
     def _push(
         self, token_ids: Sequence[int], scores: list[wire.Logprobs] | None = None, *, hides_last: bool = False
     ) -> bool:
-        """Takes in new tokens. Returns whether the text ended in them; those after its end are left out.
+        """Adds new tokens. Returns whether the text ended in them. Tokens after its end are left out.
 
-        `hides_last`: the last token is counted and scored, not shown.
+        With `hides_last` the last token is counted and scored, but not shown as text.
         """
         stream = self._stream
         for i, token_id in enumerate(token_ids, 1):
@@ -251,12 +250,13 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. Only the task that answers awaits `wait`.
+    """All choices of one HTTP request. Only the task that writes the answer awaits `wait`.
 
-    `on_limit` is called for each choice that a deadline has ended, with `deadline_waiting` or `deadline_running`.
-    `on_end` is called when all choices have finished, with the number of tokens of the longest.
-    `grammar_field` names the request's field with the grammar, for the error of a grammar that costs too much.
-    `unenforced` are the keywords of its schema that the grammar does not hold.
+    Args:
+        on_limit: called for each choice that a deadline has ended, with `deadline_waiting` or `deadline_running`.
+        on_end: called when all choices have finished, with the number of tokens of the longest.
+        grammar_field: the request's field with the grammar, for the error of a grammar that costs too much.
+        unenforced: the keywords of the request's schema that the grammar does not enforce.
     """
 
     def __init__(
@@ -285,7 +285,10 @@ class Generation:
         self._num_open = 0
 
     def submit(self, requests: Sequence[wire.WireRequest], *, timeout_s: float | None = None) -> None:
-        """Submits one request for each choice, in order, all or none. Ends running choices after `timeout_s`."""
+        """Submits one request for each choice, in order. Ends running choices after `timeout_s`.
+
+        Raises RequestError 503 if the engine is dead.
+        """
         death = self._client.death
         if death is not None:
             raise unavailable(f"The engine has failed: {death}")
@@ -299,8 +302,10 @@ class Generation:
         return self._num_open == 0
 
     async def wait(self) -> list[Choice]:
-        """The choices with new output since the last call; without streaming, all choices at the end. Raises
-        RequestError if the engine refused or failed."""
+        """Waits for output and returns the choices that have it. Without streaming it returns all choices at the end.
+
+        Raises RequestError if the engine refused the request or failed.
+        """
         await self._progress.wait()
         self._progress.clear()
         if self.error is not None:
@@ -343,7 +348,10 @@ class Generation:
 
 
 def error_of(output: wire.Output, grammar_field: str | None = None) -> RequestError:
-    """Why a request has ended without all of its output. `grammar_field` is as of `Generation`."""
+    """The error of a request that has ended without all of its output.
+
+    `grammar_field` is the request's field with the grammar; None: it has none.
+    """
     if output.by_pause:
         return unavailable("The engine was paused, and the request has ended.", retry_after_s=1)
     if output.error is None:

@@ -1,7 +1,7 @@
-"""From what becomes of stored pages to the events that routers read, in vLLM's form of 0.26.
+"""Translates the batcher's page events to the events that routers read, in the form of vLLM 0.26.
 
-A batch is an array: its time, its events, and the engine's number. An event is a map with its type and its fields.
-Pages of one prefix that were stored one after the other are one event.
+A batch is an array of its time, its events, and the engine's number. An event is a map with its type and its fields.
+Pages of one prefix that were stored one after the other become one event.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEPT_HASHES = 2**14  # of pages that are gone: a page after one of them may be s
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Pages that can be found. In a medium other than the device's they are named by their hashes only."""
+    """Pages were stored in a medium. For a medium other than the device the event has their hashes only."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -34,7 +34,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Pages that are no longer in a medium."""
+    """Pages were removed from a medium."""
 
     block_hashes: list[int]
     medium: str
@@ -42,7 +42,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """No page is anywhere."""
+    """All pages were removed from all media."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -57,12 +57,12 @@ class KvEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class EventStream:
-    """Translates events, in their order. One thread uses it.
+    """Translates events in their order. Not thread-safe.
 
-    A page whose parent is not known is left out: the events that told of the parent have been lost.
+    A page with an unknown parent is left out, because the event of the parent has been lost.
 
     Args:
-        name_of: the identity of an adapter -> its name; None: it has none any more.
+        name_of: returns the name of the adapter with this identity; None: it no longer has one.
     """
 
     def __init__(self, hasher: BlockHasher, name_of: Callable[[int], str | None]) -> None:
@@ -71,12 +71,12 @@ class EventStream:
         self._hashes: dict[bytes, bytes] = {}  # by digest, of all pages in `_held` and `_gone`
         self._held: dict[Medium, dict[bytes, None]] = {medium: {} for medium in Medium}  # digests, the oldest first
         self._copies = {medium: Counter[int]() for medium in Medium}  # pages in `_held` of each hash
-        self._gone: OrderedDict[bytes, None] = OrderedDict()  # in no medium, the longest first
+        self._gone: OrderedDict[bytes, None] = OrderedDict()  # digests of pages in no medium, the oldest first
         self._lora_ids: dict[int, int] = {}  # by identity: numbers from 1
         self._page_size = 0
 
     def translate(self, news: Iterable[PageEvent]) -> list[KvEvent]:
-        """What routers are told of these events; it may be nothing."""
+        """The routers' events for these page events; it may be none."""
         events: list[KvEvent] = []
         last: PageStored | None = None  # the page that `events` ends with
         for item in news:
@@ -95,7 +95,7 @@ class EventStream:
         return events
 
     def _store(self, page: PageStored, events: list[KvEvent], *, is_next: bool) -> bool:
-        """Whether `events` ends with the page."""
+        """Adds a stored page to `events`. Returns whether `events` ends with it."""
         parent = None if page.parent is None else self._hashes.get(page.parent)
         if parent is None and page.parent is not None:
             return False
@@ -177,7 +177,7 @@ class EventStream:
             events.append(BlockRemoved(block_hashes=shown, medium=medium.value, group_idx=0))
 
     def _hold(self, digest: bytes, hashed: bytes, medium: Medium) -> bool:
-        """Adds a page to a medium. Whether routers must be told of it."""
+        """Adds a page to a medium. Returns whether routers need an event for it."""
         if digest in self._held[medium]:  # the event of its removal has been lost
             return False
         self._gone.pop(digest, None)

@@ -1,14 +1,15 @@
-"""Publishes what becomes of stored pages over ZeroMQ, as vLLM does, for routers that send a request to its prefix.
+"""Publishes K/V page events over ZeroMQ in vLLM's form, for routers that send a request to the engine with its prefix.
 
 A message has three frames: the topic, its number (from 0, 8 bytes, big-endian), and the events of a step in msgpack. A
-reader that has missed some asks the replay endpoint, with an empty frame and the number of the first. It gets an empty
-frame and the message, for each that is kept from there on, and then one with the number 2**64 - 1 and no events.
+reader that has missed messages asks the replay endpoint, with an empty frame and the number of the first. For each
+message that is kept from there on it gets an empty frame and the message. The last answer has the number 2**64 - 1 and
+no events.
 
-Two threads own the sockets. One hashes, encodes and publishes; the other answers those who ask.
+Two threads own the sockets. One hashes, encodes and publishes; the other answers the replay requests.
 
 The events hold the tokens of all prompts and answers. So the sockets are open to this machine only, unless they have a
-key (`curve.py`), or the settings say that there need not be one, as vLLM's sockets have none. The bytes that a reader
-without a key may send are bounded: ZeroMQ would keep the parts of a message that does not end, and all subscriptions.
+key (`curve.py`) or the settings allow readers without one, as in vLLM. A reader without a key may send a bounded number
+of bytes, because ZeroMQ keeps all subscriptions, and the parts of a message that does not end.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from server.engine.kv_event_stream import EventStream, KvEventBatch
 
 FLAG = "--kv-events-config"
 END = b"\xff" * 8
-REPLAY_SEND_S = 5.0  # that one who asks may take for a message before it is given up
-LINGER_MS = 1000  # at the end, for messages on their way
-MOST_ASKED_BYTES = 1024  # of a frame that a reader sends
-MOST_READER_BYTES = 1 << 14  # that a reader without a key sends, before it is disconnected and connects again
-OWN_ENDPOINT = "tcp://127.0.0.1:5557"  # bound; another endpoint of this machine is a reader's, which is bound itself
+REPLAY_SEND_S = 5.0  # the time in which a replay's reader must take a message
+LINGER_MS = 1000  # the time at the end for messages that are not sent yet
+MOST_ASKED_BYTES = 1024  # the most bytes of a frame from a reader
+MOST_READER_BYTES = 1 << 14  # the most bytes from a reader without a key; then it is disconnected and connects again
+OWN_ENDPOINT = "tcp://127.0.0.1:5557"  # is bound; other endpoints of this machine are readers' and are connected to
 OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 ALL_ADDRESSES = ("*", "0.0.0.0", "[::]")
 
@@ -46,7 +47,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings. All but the last two are vLLM's."""
+    """The settings of K/V events. All but the last two are vLLM's."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] | None = None  # None: `zmq`
@@ -57,7 +58,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_size: _Count = 100_000  # steps whose events wait for their publishing; further ones are lost
     topic: str = ""
     key_file: str | None = None  # with the keys of the sockets, as `zmq.auth.create_certificates` writes them
-    show_prompts_to_network: bool = False  # whoever reaches the ports reads the events
+    show_prompts_to_network: bool = False  # allows every client that reaches the ports to read the events
 
     @property
     def is_on(self) -> bool:
@@ -65,7 +66,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.enable_kv_cache_events and self.publisher != "null"
 
     def endpoint_of(self, rank: int) -> str:
-        """The endpoint of one of several engines."""
+        """The endpoint of engine number `rank`."""
         return _of_rank(self.endpoint, rank)
 
     def __post_init__(self) -> None:
@@ -83,13 +84,13 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvEventPublisher:
-    """`batcher.page_events.PageEventSink`. Its sockets are open from the start.
+    """A `batcher.page_events.PageEventSink` that publishes the events. Its sockets are open from its creation.
 
     Args:
-        rank: of the engine among several, whose ports follow one another.
+        rank: the number of the engine among several, which is added to the ports.
 
     Raises:
-        ValueError: an endpoint or the file of keys cannot be used.
+        ValueError: an endpoint or the key file cannot be used.
     """
 
     def __init__(self, config: KvEventsConfig, hasher: BlockHasher, rank: int = 0) -> None:
@@ -121,7 +122,7 @@ class KvEventPublisher:
             thread.start()
 
     def put(self, events: list[PageEvent]) -> bool:
-        """Takes the events of a step, and returns at once. False: too many wait, and they are lost."""
+        """Queues the events of a step and returns at once. Returns False if the queue is full; they are then lost."""
         try:
             self._queue.put_nowait(events)
         except Full:
@@ -138,7 +139,7 @@ class KvEventPublisher:
         return True
 
     def close(self) -> None:
-        """Publishes what waits, and closes the sockets. May be called again."""
+        """Publishes the queued events and closes the sockets. May be called again."""
         if self._context.closed:
             return
         publishing, *replaying = self._threads
@@ -227,7 +228,7 @@ class KvEventPublisher:
 
 
 def _check_endpoint(field: str, endpoint: str) -> None:
-    """Raises ValueError for an endpoint that is not of a kind that can be used."""
+    """Raises ValueError if the endpoint is neither tcp://HOST:PORT nor ipc://PATH."""
     if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
         return
     host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -241,7 +242,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Engine N of several has the port plus N, or the path with `_dpN`."""
+    """The endpoint of engine number `rank`: the rank is added to the port, or `_dp` and the rank to the path."""
     if rank == 0:
         return endpoint
     if endpoint.startswith("ipc://"):

@@ -1,4 +1,5 @@
-"""One end of an engine: sends requests and aborts, receives outputs, and ends its requests when the engine dies.
+"""The server's connection to an engine: sends requests and aborts, receives outputs, and fails all requests when the
+engine dies.
 
 All of it runs on the event loop's thread. The socket's readable callback passes each output to its request's receiver
 by a plain call. Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
@@ -30,7 +31,7 @@ class EngineFailedError(RuntimeError):
     """The engine could not start, or has died.
 
     Args:
-        is_refusal: because a setting, a path or a checkpoint cannot be used.
+        is_refusal: whether the reason is a setting, a path or a checkpoint that cannot be used.
     """
 
     def __init__(self, message: str, *, is_refusal: bool = False) -> None:
@@ -43,15 +44,15 @@ class EngineFailedError(RuntimeError):
 
 
 class Receiver(Protocol):
-    """Receives what one request gets. The first token comes in an output, and the last output has a finish reason."""
+    """Receives the outputs of one request. The first token comes in an output. The last output has a finish reason."""
 
     def on_output(self, output: wire.Output) -> None: ...
 
     def on_tokens(self, token_ids: Sequence[int]) -> None:
-        """Tokens after which the request goes on."""
+        """Takes tokens after which the request goes on."""
 
     def on_weight_version(self, version: str) -> None:
-        """The weights of the tokens that come from now on: once before all others, and after each change."""
+        """Takes the version of the weights of all later tokens. Called once at first, and after each change."""
 
 
 class Receivers(dict[str, Receiver]):
@@ -86,8 +87,8 @@ class Receivers(dict[str, Receiver]):
 
 
 class EngineLink:
-    """Exchanges messages with an engine's process over two sockets. It binds the one for the events, and the engine the
-    one for the commands: until it has done so, commands wait here.
+    """Exchanges messages with an engine's process over two sockets. This end binds the socket for events, and the
+    engine the one for commands. Commands wait here until the engine has bound it.
 
     Args:
         frontend: the number of this process at the engine.
@@ -134,7 +135,7 @@ class EngineLink:
         return socket
 
     def _begin(self) -> asyncio.Future[wire.EngineInfo]:
-        """Reads events from now on. The result is set when the engine is ready."""
+        """Starts to read events. The returned future gets its result when the engine is ready."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         loop.add_reader(int(self.events.getsockopt(zmq.FD)), self.on_readable)
@@ -170,7 +171,7 @@ class EngineLink:
             self._send(wire.ResetPrefixCache(reset_external))
 
     def abort_all(self) -> None:
-        """Ends every open request with ABORT. Its receiver gets that output."""
+        """Aborts every open request. Its receiver gets a last output, with ABORT."""
         if self.death is None:
             self._send(wire.Abort(list(self._receivers)))
 

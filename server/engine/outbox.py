@@ -1,8 +1,8 @@
-"""What the engine process tells the server: sorted by frontend, gathered into messages, one for a step, and sent.
+"""Sends the engine's outputs to the HTTP processes: sorts them by frontend and gathers those of a step in a message.
 
 With several HTTP processes, each is a frontend. A request's outputs are tagged with its frontend when they are made.
-Plain tokens come in columns over all requests, and are split here, on the sender's thread, by the frontends that the
-requests' first outputs had.
+Plain tokens come in columns over all requests. The sender's thread splits them by the frontends of the requests' first
+outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batcher.delivery import Tokens
 from batcher.request import RequestOutput
 from server.engine import wire
 
-FIRST = 0  # the frontend that started the engine
+FIRST = 0  # the number of the frontend that started the engine
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
 
@@ -38,7 +38,7 @@ Queued = Item | Addressed | wire.AddFrontend | wire.RemoveFrontend
 
 class Sender:
     """The outgoing sockets and the thread that owns them. `put` may be called from any thread and never blocks. `None`
-    ends the thread. `address` is the first frontend's.
+    ends the thread. `address` is that of the first frontend's socket.
     """
 
     def __init__(self, address: str) -> None:
@@ -83,7 +83,7 @@ class Sender:
         context.term()
 
     def _gather(self) -> tuple[list[Queued], bool]:
-        """The queued items, at least one of them, and whether more may follow."""
+        """Waits for an item. Returns all queued items, and whether more may follow."""
         items: list[Queued] = []
         item = self._queue.get()
         try:
@@ -106,8 +106,8 @@ def _connected(context: ZmqContext, address: str) -> zmq.Socket[bytes]:
 def messages(items: Iterable[Item]) -> Iterator[wire.Event]:
     """The messages for `items`. Each request gets its outputs and tokens in their order.
 
-    Tokens end a message, because they are read after its outputs. Scores of a prompt are long, and end a message, so
-    the server's reader can yield.
+    Tokens end a message, because they are read after its outputs. Scores of a prompt also end a message: they are long,
+    and the server's reader can yield after it.
     """
     outputs: list[wire.Output] = []
     for item in items:
@@ -148,15 +148,15 @@ class Frontend:
 
 
 class Sorter:
-    """Splits what the engine says by frontend. One thread uses it."""
+    """Splits the engine's outputs and events by frontend. Not thread-safe."""
 
     def __init__(self) -> None:
         self.frontends: set[int] = {FIRST}  # the connected ones
         self.frontend_of: dict[int, int] = {}  # by number, of requests that have their first output and not the last
 
     def sort(self, items: Iterable[Queued]) -> dict[int, list[Item]]:
-        """The items of each frontend, in their order. News for all is in the list of each; other events without a
-        frontend go to the first."""
+        """The items of each frontend, in their order. Events for all frontends are in each list. Other events without a
+        frontend are in the first one's."""
         sorted_: dict[int, list[Item]] = {frontend: [] for frontend in self.frontends}
         for item in items:
             for frontend, own in self._parts(item):

@@ -1,11 +1,11 @@
-"""Gives the pages that an engine keeps to other engines, on a thread of its own.
+"""Serves the K/V pages that an engine keeps to other engines, on a separate thread.
 
-The messages are ZeroMQ's over TCP, from a DEALER (`fetched_pages.py`) to a ROUTER. `token, index` asks for a page of a
-prompt, and `token` alone says that no more of it are wanted. The answer is `token, index, checksum, tokens, page`, or
-`token, index` if the page will never be there. Answers may come in another order.
+The messages go over ZeroMQ and TCP, from a DEALER (`fetched_pages.py`) to a ROUTER. `token, index` asks for a page of a
+prompt, and `token` alone says that no more of its pages are wanted. The answer is `token, index, checksum, tokens,
+page`, or `token, index` if the page will never be there. Answers may come in another order than the questions.
 
-Connections are encrypted (`curve.py`). The socket's public key is drawn at the start, and told over HTTP with the token
-of a prompt: to those that have an API key. Whoever does not know it cannot connect.
+Connections are encrypted (`curve.py`). The socket's key pair is drawn at the start. Clients with an API key get the
+public key over HTTP, with the token of a prompt. A peer without it cannot connect.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ INDEX = Struct("<I")
 CHECKSUM = Struct("<Q")
 MAX_ASKED_BYTES = 1024  # of a frame of a question, or of the handshake
 WINDOW = 8  # pages that are asked for ahead, so that the network is busy while a page is checked
-WAIT_MS = 1  # between two looks for pages that are on their way to the host
-MAX_WAITING = 4096  # questions for such pages
+WAIT_MS = 1  # between two checks for pages that are being copied to the host
+MAX_WAITING = 4096  # questions that wait for such pages
 UNSENT = 8 * WINDOW  # answers that wait for one engine to read them; more are dropped
 
 
 class KeepingEngine(Protocol):
-    """The part of `batcher.engine.Engine` that is used here."""
+    """The methods of `batcher.engine.Engine` that `PageServer` uses."""
 
     def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage: ...
 
@@ -46,18 +46,18 @@ class _Question(NamedTuple):
 
 
 class PageServer:
-    """Serves from its creation to `close`.
+    """Serves pages from its creation to `close`.
 
     Args:
         host: the address to listen on.
-        port: 0: any free one.
+        port: the port to listen on; 0: any free one.
 
     Attributes:
-        port: at which it listens.
-        key: which the peers must know.
+        port: the port at which it listens.
+        key: the socket's public key, which peers must know.
 
     Raises:
-        ValueError: nothing can listen there.
+        ValueError: the address or the port cannot be used.
     """
 
     def __init__(self, engine: KeepingEngine, host: str, port: int) -> None:
@@ -96,7 +96,7 @@ class PageServer:
             self._socket.close()
 
     def _read(self, frames: list[bytes]) -> None:
-        """What is no question is ignored."""
+        """Handles a message of a peer. Malformed messages are ignored."""
         match frames:
             case [_, token] if len(token) == TOKEN_BYTES:
                 self._engine.drop_kept(token)
@@ -111,4 +111,4 @@ class PageServer:
         answer: list[bytes | memoryview] = [asked.peer, asked.token, INDEX.pack(asked.number)]
         if isinstance(page, KeptPage):
             answer += [CHECKSUM.pack(page.checksum), page.tokens, memoryview(page.page)]
-        self._socket.send_multipart(answer, copy=False)  # what changes meanwhile is not kept, and its checksum tells
+        self._socket.send_multipart(answer, copy=False)  # the page may change meanwhile: its checksum shows it

@@ -1,8 +1,9 @@
 """The engine process: builds the engine, passes requests to it and sends its outputs, one message per step.
 
-It has three threads besides the engine's own. The main thread reads commands. The sender thread owns the outgoing
-sockets and sends all outputs since its last message together, so the outputs of a step share a message. The watcher
-thread ends this process when the parent process has ended for any reason: the engine never outlives its server.
+It has three threads in addition to the engine's own. The main thread reads commands. The sender thread owns the
+outgoing sockets and sends all outputs since its last message together, so the outputs of a step share a message. The
+watcher thread ends this process when the parent process has ended for any reason, so the engine never outlives its
+server.
 
 There is one outgoing socket, or with several HTTP processes one for each of them (`outbox.py`).
 """
@@ -136,7 +137,7 @@ EngineFactory = Callable[[object, Reporter], tuple[ServedEngine, wire.EngineInfo
 
 
 def load_factory(target: str) -> EngineFactory:
-    """`package.module:function` -> the function. Called as `function(engine_args, report)`."""
+    """Imports the function named `package.module:function`, which is called with `(engine_args, report)`."""
     if ":" not in target:
         raise ValueError(f"an engine factory is named as package.module:function: {target=}")
     factory: EngineFactory = pkgutil.resolve_name(target)

@@ -1,14 +1,14 @@
-"""Chooses one of several engines for a request, by what its prompt costs there.
+"""Chooses one of several engines for a request, by the cost of its prompt there.
 
-The cost of an engine is in tokens: those of the prompt that it has not computed yet, twice; those of its open requests
-that wait for their first token; and REQUEST_TOKENS for each open request, which takes its time of every step. A token
-that is computed counts twice because it also delays later requests, and its page evicts another. The cheapest engine
-gets the request. There is a bound, whatever an engine has computed: it gets no request while it has more open requests
-than TIMES_LEAST times those of the least loaded engine, plus MOST_AHEAD.
+The cost of an engine is a number of tokens, the sum of three parts: MISSING_WEIGHT (2) times the tokens of the prompt
+that it has not computed yet, the tokens of its open requests that wait for their first token, and REQUEST_TOKENS for
+each open request, which takes time in every step. A missing token counts twice because computing it also delays later
+requests, and its page evicts another one. The cheapest engine gets the request. An engine gets no request while it has
+more open requests than TIMES_LEAST times those of the least loaded engine, plus MOST_AHEAD.
 
-An engine evicts by itself. So what is known of it is a guess, which its answers correct: each tells how many tokens of
-the prompt came from the cache. If less was found than was expected, the rest had been evicted, and with it all that
-the engine has used less recently. That is forgotten, too.
+An engine evicts pages without reporting it here. So the router's knowledge is an estimate, which the answers correct:
+each has the number of the prompt's tokens that came from the cache. If fewer were found than expected, the rest has
+been evicted, and with it all pages that the engine has used less recently. The router then forgets them.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ BLOCK_TOKENS = 64
 FINE_TOKENS = 2048  # tokens of a prompt that are cut into such blocks; those of the rest are longer
 MISSING_WEIGHT, REQUEST_TOKENS = 2, 64
 TIMES_LEAST, MOST_AHEAD = 2, 8
-TICK_S = 0.25  # of the times at which engines have used beginnings
+TICK_S = 0.25  # the resolution of the times at which engines have used beginnings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """Where a request goes, and what is expected of it there."""
+    """The engine of a request, and what that engine is expected to have computed."""
 
     engine: int
     num_prompt: int
     num_known: int  # tokens of the prompt that the engine has computed, or will before this request's turn
     beginnings: Sequence[tuple[int, int]]  # (tokens, digest) of the prompt's beginnings, one block longer each
-    used: Sequence[int]  # when the engine had used those that it has computed; PROMISED: it will compute this one
+    used: Sequence[int]  # the time of the engine's last use of each computed one; PROMISED: it will compute this one
 
     @property
     def num_missing(self) -> int:
-        """Tokens of the prompt that are to be computed."""
+        """The number of the prompt's tokens that are to be computed."""
         return self.num_prompt - self.num_known
 
 
 class Router:
-    """Knows which engines have computed which beginnings of prompts.
+    """Chooses engines, and keeps which engines have computed which beginnings of prompts.
 
     Args:
-        prefixes: its memory, which several processes may share.
-        page_size: tokens, of the engines' caches, which keep full pages only; 0: they keep nothing.
-        clock: seconds; the same clock in all these processes.
+        prefixes: the table of beginnings, which several processes may share.
+        page_size: tokens of a page in the engines' prefix caches, which keep full pages only; 0: there are no caches.
+        clock: returns seconds; all processes must use the same clock.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Router:
         self._sent: dict[int, int] = defaultdict(int)  # tokens that this process has sent to each engine
 
     def choose(self, prompt: bytes, salt: int, loads: Mapping[int, Load]) -> Route:
-        """The engine of a request.
+        """Chooses the engine of a request.
 
         Args:
-            prompt: i32[n], its tokens.
-            salt: prompts with different ones share nothing.
-            loads: of the engines that can be chosen, by their numbers.
+            prompt: the prompt's tokens, i32[n].
+            salt: a number; prompts with different salts share no pages.
+            loads: the loads of the engines that can be chosen, by their numbers.
         """
         num_prompt = len(prompt) // 4
         beginnings = list(beginnings_of(prompt, salt)) if self.page_size else []
@@ -102,10 +102,10 @@ class Router:
         )
 
     def learn(self, route: Route, num_cached: int | None) -> None:
-        """A request has its first token: the engine has computed its prompt.
+        """Notes that an engine has computed a request's prompt. Called at the request's first token.
 
         Args:
-            num_cached: tokens of the prompt that the engine has found in its cache; None: it has not looked.
+            num_cached: the number of the prompt's tokens that were in the engine's cache; None: it was not searched.
         """
         if num_cached is not None:
             expected = zip(route.beginnings, route.used, strict=False)
@@ -116,16 +116,16 @@ class Router:
             self._prefixes.put(digest, route.engine, now)
 
     def forget(self) -> None:
-        """The engines' prefix caches are empty."""
+        """Forgets all beginnings, because the engines' prefix caches are empty."""
         self._prefixes.clear()
 
 
 def beginnings_of(prompt: bytes, salt: int, fine_tokens: int = FINE_TOKENS) -> Iterator[tuple[int, int]]:
-    """(tokens, digest) of the beginnings of a prompt, i32[n], one block longer each. A last block that is not full
-    counts for a short prompt only: the next turn of a chat would not find it.
+    """Yields (tokens, digest) of the beginnings of a prompt, i32[n], each one block longer than the one before.
 
-    Behind `fine_tokens` a block is a half of the power of two below its start, and BLOCK_TOKENS of its tokens, evenly
-    spaced, stand for it. So the work hardly grows with the prompt: 131,072 tokens have 44 blocks.
+    A last block that is not full counts only if it is the first one, because the next turn of a chat would not find it.
+    After `fine_tokens` a block has half as many tokens as the largest power of two up to its start, and BLOCK_TOKENS of
+    its tokens, evenly spaced, are hashed. So the work hardly grows with the prompt: 131,072 tokens have 44 blocks.
     """
     tokens = memoryview(prompt).cast("i")
     digest = blake2b(salt.to_bytes(16, "little", signed=True), digest_size=8)

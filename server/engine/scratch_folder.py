@@ -1,7 +1,7 @@
-"""A temporary folder for one process. If the process cannot remove it, the next start does.
+"""A temporary folder for one process. If the process cannot remove its folder, a later start removes it.
 
-The process holds a lock on its folder, and the kernel releases the lock when the process ends for any reason. So a
-folder that can be locked belongs to an ended process. (systemd-tmpfiles, which removes old files, respects this lock.)
+The process holds a lock on its folder, which the kernel releases when the process ends for any reason. So a folder that
+can be locked belongs to a process that has ended. systemd-tmpfiles, which removes old files, respects this lock.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp")  # if the system's temporary folder has too
 
 
 class ScratchFolder:
-    """A new folder in `root` (default: the system's temporary folder) that only its owner may enter.
+    """A new folder in `root` that only its owner may enter. By default `root` is the system's temporary folder.
 
-    Removes the folders in `root` of ended processes of the same user. Raises OSError if no folder can be made.
+    Also removes the folders in `root` whose processes of the same user have ended. Raises OSError if no folder can be
+    made.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -55,10 +56,10 @@ class ScratchFolder:
 
 
 def sweep(root: Path) -> None:
-    """Removes the folders of ended processes in `root`: this user's folders that no process has locked.
+    """Removes the folders in `root` whose processes have ended: this user's folders that no process has locked.
 
-    Follows no link in `root`. Skips folders that cannot be removed, such as locked ones, or those that another start
-    is removing now.
+    Links in `root` are not followed. Folders that cannot be removed are skipped, such as locked ones and those that
+    another start is removing.
     """
     with _opened(root, os.O_DIRECTORY) as root_fd:
         for name in os.listdir(root_fd):
@@ -85,7 +86,8 @@ def _is_own(folder: int) -> bool:
 
 
 def _lock_new(folder: Path) -> int:
-    """The descriptor that holds the lock; -1 if another start has locked or removed the folder before."""
+    """Locks a new folder. Returns the descriptor that holds the lock, or -1 if another start has locked or removed the
+    folder before."""
     descriptor = -1
     try:
         descriptor = os.open(folder, LINKLESS)
@@ -100,9 +102,9 @@ def _lock_new(folder: Path) -> int:
 
 
 def folder_for_sockets() -> ScratchFolder:
-    """A folder in the system's temporary one, or in a shorter one if a socket's path would be too long for the system.
+    """A folder for sockets in the system's temporary folder, or in SHORT_FOLDERS if a socket's path would be too long.
 
-    Raises OSError if there is none.
+    Raises OSError if no folder can be used.
     """
     preferred = Path(tempfile.gettempdir())
     try:

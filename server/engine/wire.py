@@ -1,13 +1,13 @@
-"""The messages between the HTTP process and the engine process: msgpack over two ZeroMQ ipc sockets.
+"""The messages between an HTTP process and the engine process, in msgpack over two ZeroMQ ipc sockets.
 
-To the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Pause, Resume, UpdateWeights, LoadAdapter, UnloadAdapter,
-Stop. From the engine: Report, Ready or Failed while it starts, then Outputs (one per step, for all requests in it),
-Changed, WeightVersion before the first tokens of other weights, AdapterAnswer, Adapters after each change of them, and
-Stats at intervals, which are also the heartbeat.
+Commands go to the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Pause, Resume, UpdateWeights, LoadAdapter,
+UnloadAdapter, UndoLoad, Stop. Events come from the engine. While it starts these are Report, and then Ready or Failed.
+Later they are Outputs (one message per step, for all requests in it), Changed, WeightVersion before the first tokens of
+other weights, AdapterAnswer, Adapters after each change of them, and Stats at intervals, which are also the heartbeat.
 
-With several HTTP processes, each of them is a *frontend*: it has a number that no other process ever has, and a socket
-for the outputs of its own requests. AddFrontend names both, and Ready answers it on that socket. The process that
-started the engine is frontend 0. Request ids are unique over all processes, since each has a random part.
+With several HTTP processes, each of them is a *frontend*. A frontend has a number that is never used again, and a
+socket for the outputs of its own requests. AddFrontend names both, and Ready answers it on that socket. The process
+that started the engine is frontend 0. Request ids are unique over all processes, because each has a random part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the HTTP process does without numpy
 
 
 class WireRequest(msgspec.Struct, array_like=True, frozen=True):
-    """`batcher.request.Request`, field by field."""
+    """The fields of a `batcher.request.Request`."""
 
     request_id: str
     prompt: bytes  # i32[n]: a long list of numbers would keep the engine's process busy for milliseconds
@@ -51,7 +51,7 @@ SAME_GRAMMAR = ""
 
 
 class Submit(msgspec.Struct, tag=True, omit_defaults=True):
-    """All requests of one HTTP request, in order. An empty prompt stands for the previous request's prompt, and
+    """Submits all requests of one HTTP request, in order. An empty prompt stands for the previous request's prompt, and
     SAME_GRAMMAR for the previous request's grammar. So choices of one prompt send both only once."""
 
     requests: list[WireRequest]
@@ -66,51 +66,51 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
-    """No later prompt finds the pages of the earlier ones."""
+    """Empties the prefix cache."""
 
     reset_external: bool  # also those in the host's memory and in files
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """A command that a Changed or an AdapterAnswer answers, which has its number."""
+    """A command that is answered by a Changed or an AdapterAnswer with the same number."""
 
     number: int = 0
 
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-PARTS = (WEIGHTS, KV_CACHE)  # of what an engine has on the device, by vLLM's names
+PARTS = (WEIGHTS, KV_CACHE)  # the parts of an engine's device memory, by vLLM's names
 
 
 class WeightsChange(enum.Enum):
-    """What can be done with the weights of an engine that serves."""
+    """The kinds of changes of the weights of a running engine."""
 
     SLEEP = "sleep"  # all parts leave the device
     WAKE_UP = "wake up"  # parts come back
-    RELOAD = "reload"  # others of the same shapes
+    RELOAD = "reload"  # other weights of the same shapes are loaded
 
 
 class ChangeWeights(Asked, tag=True):
-    """A change of the weights, between two steps. Changed answers it."""
+    """Changes the weights between two steps. Changed answers it."""
 
     change: WeightsChange
-    model: str | None = None  # of RELOAD: the folder or file to load; None: the one of the start
-    level: int = 1  # of SLEEP: at 1 the weights are kept in the host's memory, at 2 they are dropped
-    parts: tuple[str, ...] | None = None  # of WAKE_UP: some of PARTS; None: all, and none may have been dropped
+    model: str | None = None  # for RELOAD: the folder or file to load; None: the one of the start
+    level: int = 1  # for SLEEP: at 1 the weights are kept in the host's memory, at 2 they are dropped
+    parts: tuple[str, ...] | None = None  # for WAKE_UP: some of PARTS; None: all, and none may have been dropped
 
 
 class Pause(Asked, tag=True):
-    """No request runs from now on until Resume. Changed answers it, when none does."""
+    """Holds all requests until Resume. Changed answers it when no request runs any more."""
 
     mode: PauseMode = PauseMode.ABORT
-    clear_cache: bool = True  # no later prompt finds the pages of the earlier ones
+    clear_cache: bool = True  # whether the prefix cache is emptied
 
 
 class Resume(Asked, tag=True):
-    """Requests run again. Changed answers it."""
+    """Lets requests run again. Changed answers it."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
-    """An array that a trainer gives, by its Hugging Face name."""
+    """An array from a trainer, with its Hugging Face name."""
 
     name: str
     dtype: str  # of NumPy or ml_dtypes, such as "bfloat16"
@@ -118,13 +118,13 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InFolder(msgspec.Struct, tag=True, frozen=True):
-    """Weights in a folder or a bucket, whole."""
+    """All weights, in a folder or a bucket."""
 
     path: str
 
 
 class InSharedMemory(msgspec.Struct, tag=True, frozen=True):
-    """Arrays one after the other in a block of shared memory of this machine, each aligned to 64 bytes."""
+    """Arrays in a block of this machine's shared memory, one after the other, each aligned to 64 bytes."""
 
     block: str
     arrays: tuple[Array, ...]
@@ -137,66 +137,66 @@ class UpdateStep(enum.Enum):
     """The steps of an update of the weights, in their order. The old weights serve until COMMIT."""
 
     BEGIN = "begin"
-    RECEIVE = "receive"  # of one source; may be repeated
-    CHECK = "check"  # that nothing is missing, and all is of the model's shapes and finite
-    COMMIT = "commit"  # between two steps
-    ABANDON = "abandon"  # what has been received is forgotten; there may be no update
+    RECEIVE = "receive"  # reads arrays from one source; may be repeated
+    CHECK = "check"  # checks that no array is missing, and that all have the model's shapes and are finite
+    COMMIT = "commit"  # replaces the weights between two steps of the engine
+    ABANDON = "abandon"  # forgets the arrays that have been received; there may be no update
 
 
 class UpdateWeights(Asked, tag=True):
-    """A step of an update of the weights. Changed answers it."""
+    """Does one step of an update of the weights. Changed answers it."""
 
     step: UpdateStep
-    source: WeightsSource | None = None  # of RECEIVE
-    version: str = ""  # of COMMIT: the name of the new weights; "": the number of updates since the start
+    source: WeightsSource | None = None  # for RECEIVE
+    version: str = ""  # for COMMIT: the name of the new weights; "": the number of updates since the start
 
 
 class IfLoaded(enum.Enum):
-    """What becomes of a name that is loaded already."""
+    """What LoadAdapter does if an adapter of this name is loaded already."""
 
     REFUSE = "refuse"
     KEEP = "keep"
-    REPLACE = "replace"  # later requests have the weights that are in the folder now
+    REPLACE = "replace"  # loads the folder's current weights, which later requests use
 
 
 class LoadAdapter(Asked, tag=True):
-    """A LoRA adapter gets a name. AdapterAnswer answers it."""
+    """Loads a LoRA adapter and gives it a name. AdapterAnswer answers it."""
 
     name: str
     path: str
-    base_model: str | None = None  # as clients are told; None: the served model
+    base_model: str | None = None  # the base model that clients see; None: the served model
     if_loaded: IfLoaded = IfLoaded.REFUSE
 
 
 class UnloadAdapter(Asked, tag=True):
-    """The name has no adapter any more; running requests go on. AdapterAnswer answers it."""
+    """Removes an adapter's name. Running requests keep its weights. AdapterAnswer answers it."""
 
     name: str
 
 
 class UndoLoad(Asked, tag=True):
-    """The last LoadAdapter, which has succeeded, is undone: another engine has refused it. AdapterAnswer answers it."""
+    """Undoes the last LoadAdapter, which succeeded here and failed in another engine. AdapterAnswer answers it."""
 
 
 class AddFrontend(msgspec.Struct, tag=True):
-    """The outputs of the frontend's requests go to this address."""
+    """Adds a frontend. The outputs of its requests go to this address."""
 
     frontend: int
     address: str
 
 
 class RemoveFrontend(msgspec.Struct, tag=True):
-    """The frontend's process has ended: its requests are aborted. It is never added again."""
+    """Removes a frontend whose process has ended, and aborts its requests. Its number is never used again."""
 
     frontend: int
 
 
 class Stop(msgspec.Struct, tag=True):
-    """The engine ends all requests, with `abort`, and the process exits."""
+    """Aborts all requests and ends the engine's process."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`batcher.request.TokenLogprobs` with its numbers packed: a request may ask for millions of them."""
+    """A `batcher.request.TokenLogprobs` with its numbers packed, because a request may ask for millions of them."""
 
     logprob: float
     top_ids: bytes  # i32[num_top]
@@ -207,7 +207,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def packed(
         cls, logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float], rank: int | None = None
     ) -> Logprobs:
-        """The entry of one token, its columns as bytes."""
+        """Packs the log-probabilities of one token."""
         return cls(logprob, array("i", top_ids).tobytes(), array("d", top_logprobs).tobytes(), rank)
 
     def top(self, most: int) -> list[tuple[int, float]]:
@@ -217,7 +217,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
-    """`batcher.request.RequestOutput`. `status` is the HTTP status of an `error`."""
+    """The fields of a `batcher.request.RequestOutput`. `status` is the HTTP status of an `error`."""
 
     request_id: str
     token_ids: list[int]
@@ -229,7 +229,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     status: int = 500
     param: str | None = None
-    expired: bool = False  # the error is that the request has waited too long
+    expired: bool = False  # whether the error is that the request has waited too long
     embedding: bytes | None = None
     times: tuple[float, float] | None = None
     number: int = -1
@@ -239,14 +239,14 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`batcher.delivery.Tokens`."""
+    """The columns of a `batcher.delivery.Tokens`, as bytes."""
 
     numbers: bytes  # i64[n]
     token_ids: bytes  # i32[m]
     counts: bytes | None = None  # i32[n]
 
     def rows(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """(number, its tokens) of each request."""
+        """Yields (number, token ids) for each request."""
         numbers, ids = array("q", self.numbers), array("i", self.token_ids)
         if self.counts is None:
             yield from zip(numbers, zip(ids, strict=True), strict=True)
@@ -258,9 +258,9 @@ class Tokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class AttentionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The attention backend of the engine, and the result of the self-tests at its start."""
+    """The engine's attention backend, and the results of the self-tests at its start."""
 
-    requested: str = ""  # the flag
+    requested: str = ""  # the value of the flag
     backend: str = ""
     self_test: str = ""  # "passed", or why none was needed
     failures: dict[str, str] = {}  # backends that cannot be used, or failed their self-test -> the reason
@@ -275,10 +275,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionInfo = AttentionInfo()
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
     max_loras: int = 0  # LoRA adapters that run at once; 0: there can be none
-    adapter_bytes: int = 0  # of one adapter slot on a device
-    page_identity: dict[str, str] = {}  # what must be equal in engines that give pages to each other; {}: none does
-    page_port: int = 0  # at which it gives pages; 0: at none
-    page_key: str = ""  # that the peers of this port must know
+    adapter_bytes: int = 0  # bytes of one adapter slot on a device
+    page_identity: dict[str, str] = {}  # must be equal in engines that exchange pages; {}: pages are not exchanged
+    page_port: int = 0  # the port at which it gives pages to other engines; 0: it gives none
+    page_key: str = ""  # the public key of this port
     page_size: int = 0  # tokens
 
 
@@ -298,25 +298,25 @@ class Failed(msgspec.Struct, tag=True):
     """The engine could not start, or has died. `message` may be shown to clients."""
 
     message: str
-    is_refusal: bool = False  # a setting, a path or a checkpoint cannot be used
+    is_refusal: bool = False  # whether the reason is a setting, a path or a checkpoint that cannot be used
 
 
 class Ended(msgspec.Struct, tag=True):
-    """The engine has ended as it should, without having been told to stop here: the leader of several hosts was."""
+    """The engine of a follower has ended normally, because the leader of its hosts was told to stop."""
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """What a step has for its requests. The outputs are read before the tokens."""
+    """The outputs and tokens of a step. The outputs are read before the tokens."""
 
     outputs: list[Output]
     tokens: Tokens | None = None
 
 
-DEFAULT_VERSION = "default"  # of the weights of the start
+DEFAULT_VERSION = "default"  # the version of the weights of the start
 
 
 class WeightVersion(msgspec.Struct, tag=True):
-    """Later tokens are of these weights, for all frontends."""
+    """The version of the weights of all later tokens. It goes to all frontends."""
 
     version: str
 
@@ -339,7 +339,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class Adapters(msgspec.Struct, tag=True):
-    """All adapters that are loaded, for all frontends, after a change of them."""
+    """All loaded adapters. It goes to all frontends after each change."""
 
     adapters: list[Adapter]
     num_changes: int
@@ -349,14 +349,14 @@ class Adapters(msgspec.Struct, tag=True):
 class AdapterAnswer(msgspec.Struct, tag=True):
     """The answer to a LoadAdapter or UnloadAdapter. `error` says why nothing has changed."""
 
-    adapter: Adapter | None = None  # that has been loaded or unloaded
+    adapter: Adapter | None = None  # the adapter that was loaded or unloaded
     error: str | None = None
     status: int = 400  # of an error
     number: int = 0  # of the command
 
 
 class Stats(msgspec.Struct, tag=True):
-    """The engine's figures, at intervals."""
+    """The engine's statistics, sent at intervals."""
 
     stats: EngineStats
 
@@ -373,17 +373,17 @@ def packed(token_ids: Sequence[int]) -> bytes:
 
 
 def packed_prompts(prompts: Sequence[Sequence[int]]) -> list[bytes]:
-    """Each prompt as `packed`. The work grows with the tokens: many are packed in a thread."""
+    """Packs each prompt. The work grows with the number of tokens, so long lists are packed in a thread."""
     return list(map(packed, prompts))
 
 
 def num_packed(token_ids: bytes) -> int:
-    """The number of the token ids of `packed`."""
+    """The number of token ids in the bytes of `packed`."""
     return len(token_ids) // array("i").itemsize
 
 
 def unpacked(token_ids: bytes) -> array[int]:
-    """The token ids of `packed`."""
+    """The token ids in the bytes of `packed`, i32[n]."""
     return array("i", token_ids)
 
 
@@ -409,7 +409,7 @@ _STATUSES: dict[ErrorCode | None, int] = {
 
 
 def output_to_wire(output: RequestOutput) -> Output:
-    """An output as a message, its log-probabilities packed."""
+    """The message for an output, with its log-probabilities packed."""
     return Output(
         output.request_id,
         list(output.token_ids),
@@ -431,7 +431,7 @@ def output_to_wire(output: RequestOutput) -> Output:
 
 
 def tokens_to_wire(tokens: delivery.Tokens) -> Tokens:
-    """Columns as a message."""
+    """The message for columns of tokens."""
     counts = None if tokens.counts is None else tokens.counts.tobytes()
     return Tokens(tokens.numbers.tobytes(), tokens.token_ids.tobytes(), counts)
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on the wire: connections and their limits, bodies, keys, errors, server-sent events, long work in turns.
+"""HTTP/1.1: connections and their limits, bodies, API keys, errors, server-sent events, and long work in short turns.
 
-The package uses uvicorn, Starlette and the settings, but no model, no text and no engine.
+The package uses uvicorn, Starlette and the settings, but not the model, the tokenizer or the engine.
 """

@@ -20,7 +20,8 @@ class KeyRing:
         self.digests = [_digest(key.encode()) for key in keys]
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> RequestError | None:
-        """The 401 error for a request without an accepted key, otherwise None. All wrong keys take the same time."""
+        """The 401 error of a request without an accepted key; None: the request is accepted. The time does not depend
+        on the key."""
         if not self.digests or self.number(headers) is not None:
             return None
         _, key = _given(headers)
@@ -28,20 +29,20 @@ class KeyRing:
         return RequestError(401, message, type="AuthenticationError", code="invalid_api_key")
 
     def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-        """The index of the request's key among the accepted keys, from 0. None if it has none of them."""
+        """The index of the request's key among the accepted keys, from 0. None: it has no accepted key."""
         scheme, key = _given(headers)
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         return matches.index(True) if scheme == b"bearer" and any(matches) else None
 
     def digest(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """The digest of the request's key. Empty if it has none of the accepted ones."""
+        """The digest of the request's key. Empty if it has no accepted key."""
         number = self.number(headers)
         return b"" if number is None else self.digests[number]
 
 
 def current_client() -> int:
-    """The key of the request that the current task answers, as a number; 0 if the server has no keys."""
+    """A number from the API key of the request that the current task answers; 0 if the server has no keys."""
     return int.from_bytes(current_key.get()[:8]) >> 1
 
 
@@ -50,7 +51,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _given(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Returns (scheme, key)."""
+    """(scheme, key) from the headers. The key is empty if there is none."""
     fields = dict(headers)
     authorization = fields.get(b"authorization", b"")
     if not authorization:

@@ -24,8 +24,8 @@ _AT = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """Limits of a body. Decoding holds the interpreter's lock: about 1 ms per megabyte of text, and twenty times as
-    long per megabyte of small entries. So a long body's marks are counted first, see `server.api.request.body`."""
+    """Limits of a body. Decoding holds the interpreter's lock for about 1 ms per megabyte of text, and twenty times as
+    long per megabyte of small entries. So `server.api.request.body` first counts the marks of a long body."""
 
     max_bytes: int
     max_marks: int  # brackets, colons and commas outside strings
@@ -36,9 +36,9 @@ class UnknownFieldError(RequestError):
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """The body's bytes. They are not decoded yet.
+    """Reads the bytes of a JSON body without decoding them.
 
-    Raises RequestError: 415 for another content type, 413 for too many bytes.
+    Raises RequestError with status 415 for another content type, 413 for too many bytes, or 400 for an incomplete body.
     """
     max_bytes = limits.max_bytes
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -60,15 +60,16 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
 
 
 async def read_form(request: Request, *, max_bytes: int, max_fields: int, max_field_bytes: int) -> FormData:
-    """A multipart form with at most one file. A file of more than 1 MiB is in the folder of temporary files until the
-    form is closed. What has been read of the body does not count as memory any more.
+    """Reads a multipart form with at most one file. A file of more than 1 MiB is in the folder of temporary files until
+    the form is closed. Bytes that have been read do not count towards the memory of bodies.
 
     Args:
-        max_bytes: of the whole form.
-        max_fields: parts besides the file.
+        max_bytes: the most bytes of the whole form.
+        max_fields: the most parts other than the file.
+        max_field_bytes: the most bytes of such a part.
 
-    Raises RequestError: 415 for another content type, 413 for too many bytes, 400 for what is no form or has more or
-    longer parts.
+    Raises RequestError with status 415 for another content type, 413 for too many bytes, or 400 for a malformed form or
+    one with too many or too long parts.
     """
     kind, _ = parse_options_header(request.headers.get("content-type"))
     if kind != FORM:
@@ -101,8 +102,11 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, *, field: str = "") -> T:
-    """Raises RequestError 400 with the dotted path of the first wrong field. Raises UnknownFieldError if the type
-    forbids unknown fields and the JSON has one. `field` is the field whose JSON it is, if it is not the whole body."""
+    """Decodes JSON. `field` names the field that it is the value of, if it is not the whole body.
+
+    Raises RequestError 400 with the dotted path of the first wrong field. Raises UnknownFieldError if the type forbids
+    unknown fields and the JSON has one.
+    """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""The process's open files and sockets: the standard streams, the limit, and the connections that fit into it."""
+"""The process's file descriptors: the standard streams, the limit, and the number of connections that it allows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import sys
 logger = logging.getLogger("pallas_serve")
 
 MOST_DESCRIPTORS = 2**20  # even if the system sets no limit
-LEAST_DESCRIPTORS = 64  # of a server and of its engine; with fewer, ZeroMQ ends the process
+LEAST_DESCRIPTORS = 64  # that a server and its engine need; with fewer, ZeroMQ ends the process
 RESERVE = 16  # for the engine's connections, and for files that are open for a moment
 NUM_REFUSALS = 8  # connections beyond the limit that may be open while they are refused
 MOST_CONNECTIONS = 8192  # the default is at most this: connections take memory too
 
 
 def open_standard_streams() -> None:
-    """Opens the standard streams that the process was started without. Otherwise a file or a socket would get the
-    descriptor of one, and what libraries print would be written into it."""
+    """Opens the standard streams that the process was started without. Otherwise a file or a socket would get a
+    stream's descriptor, and libraries would print into it."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -46,8 +46,8 @@ def raise_limit() -> None:
 def connection_limit(asked: int | None) -> int:
     """The number of connections to serve at once: `asked`, or as many as there are free descriptors.
 
-    NUM_REFUSALS more descriptors are kept for connections beyond the limit while these are refused. Call it when
-    nearly all other files are open. Raises ValueError if there are too few descriptors.
+    NUM_REFUSALS more descriptors are kept for connections beyond the limit, while they are refused. Call this function
+    when nearly all other files are open. Raises ValueError if there are too few descriptors.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd"))

@@ -1,7 +1,7 @@
-"""JSON and server-sent events. Long parts are encoded while they are sent, so no single call takes long.
+"""Encodes JSON and server-sent events. Long parts are encoded while they are sent, so no single call takes long.
 
-A value holds its long parts as `LongList` and `LongText`. The rest is encoded in one call, with a hole for each long
-part. A hole is a zero byte, which JSON never contains unescaped.
+The long parts of a value are `LongList` and `LongText` objects. The rest is encoded in one call, with a hole for each
+long part. A hole is a zero byte, which JSON never contains unescaped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 
 HOLE = b"\x00"
-ITEMS = 32  # of a list, encoded in one call
-CHARS = 64 * 1024  # of a text, encoded in one call
+ITEMS = 32  # items of a list that are encoded in one call
+CHARS = 64 * 1024  # characters of a text that are encoded in one call
 DONE = b"data: [DONE]\n\n"
 encode_json = msgspec.json.Encoder().encode
 
 
 class LongList:
-    """A list whose items are made when they are encoded. The items have no long parts."""
+    """A list whose items are created while they are encoded. The items have no long parts."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -59,12 +59,12 @@ class LongText:
 
 
 def list_of(items: Iterable[Any], count: int) -> list[Any] | LongList:
-    """A list of `count` items. A short list is made immediately."""
+    """A list of `count` items. A list of up to ITEMS items is created immediately."""
     return list(items) if count <= ITEMS else LongList(items)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of a value, with its long parts in pieces."""
+    """Yields the JSON of a value, with its long parts in pieces."""
     long_parts: list[LongList | LongText] = []
 
     def leave_hole(part: Any) -> msgspec.Raw:
@@ -81,14 +81,14 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 
 def event_pieces(value: Any, name: str = "") -> Iterator[bytes]:
-    """The value as a server-sent event, which may have a name."""
+    """Yields the pieces of a server-sent event with this value. The event may have a name."""
     yield f"event: {name}\ndata: ".encode() if name else b"data: "
     yield from json_pieces(value)
     yield b"\n\n"
 
 
 def event(data: bytes) -> bytes:
-    """An event with this data, which has no line break."""
+    """A server-sent event. `data` must have no line break."""
     return b"data: " + data + b"\n\n"
 
 

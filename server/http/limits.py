@@ -1,4 +1,5 @@
-"""ASGI middleware that limits a head's fields, the time in which a body comes, and the memory of all bodies."""
+"""ASGI middleware that limits the fields of a head, the time in which a body must arrive, and the memory of all
+bodies."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ STREAMED = "pallas_serve.streamed"  # in a scope: the application keeps no part 
 
 
 class UnfinishedRequests:
-    """The bodies that are being read or decoded. All together hold up to `most_bytes`.
+    """The bodies that are being read or decoded. Together they hold up to `most_bytes`.
 
-    Beyond that the longest body that is being read is refused: short ones are served while others fill the memory.
+    Beyond that the longest body that is being read is refused, so short ones are served while long ones fill the
+    memory.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -42,12 +44,12 @@ class UnfinishedRequests:
             longest.refuse(unavailable("The server is reading too much at once (--max-body-memory).", retry_after_s=1))
 
     def complete(self, reader: BodyReader) -> None:
-        """All of the body has been read. The application decodes it."""
+        """Notes that the whole body has been read, and the application decodes it."""
         if reader in self._reading:
             self._decoding[reader] = self._reading.pop(reader)
 
     def end(self, reader: BodyReader) -> None:
-        """The body is not held any more. Nothing happens if it was not."""
+        """Releases the memory of a body. Has no effect if it was released before."""
         self._num_bytes -= self._reading.pop(reader, 0) + self._decoding.pop(reader, 0)
 
     def refuse_all(self, error: RequestError) -> None:
@@ -60,8 +62,8 @@ class UnfinishedRequests:
 class BodyReader:
     """The body of one request, as the application receives it.
 
-    Within `timeout_s` of waiting, as many bytes must come as at MIN_BODY_RATE. Then the time begins again: bytes that
-    came faster before earn no time, and time in which the application does not ask for bytes does not count.
+    Within `timeout_s` seconds of waiting, `timeout_s` * MIN_BODY_RATE bytes must arrive. Then both counts begin again,
+    so earlier, faster bytes earn no time. Time in which the application does not ask for bytes does not count.
     """
 
     def __init__(self, receive: Receive, unfinished: UnfinishedRequests, timeout_s: float) -> None:
@@ -81,7 +83,7 @@ class BodyReader:
             self._waiting.reschedule(0.0)
 
     async def receive(self, scope: Scope) -> Message:
-        """The next message. Raises RequestError: 408 for a body that is too slow, 503 for one that is refused."""
+        """Waits for the next message. Raises RequestError 408 if the body is too slow, or the error of `refuse`."""
         if self._is_complete or STREAMED in scope:
             self._unfinished.end(self)  # the application asks for more, so it has used what it has
         if self._is_complete:
@@ -116,7 +118,7 @@ class BodyReader:
 
 
 class RequestLimits:
-    """The outermost layer of an application. It holds for every route, and for requests of unknown routes."""
+    """The outermost middleware of an application. It applies to every request, also to unknown routes."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app

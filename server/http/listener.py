@@ -14,8 +14,10 @@ BACKLOG = 2048  # connections that the system queues until they are accepted
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A bound socket that does not listen yet. An old socket file at which no process listens is replaced. Raises
-    OSError, with the flags to change, if the address is taken."""
+    """A bound socket that does not listen yet. An old socket file at which no process listens is replaced.
+
+    Raises OSError, which names the flags to change, if the address is taken.
+    """
     path = settings.uds
     with address_in_error(settings), contextlib.ExitStack() as undo:
         if path is not None:
@@ -36,8 +38,11 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def listener_beside(bound: socket.socket) -> socket.socket:
-    """A socket of this process alone at the address of `bound`, which does not listen: the system shares connections
-    out among all that listen there. A Unix socket has no such form and is returned itself. Raises OSError."""
+    """Another socket at the address of `bound`, for this process only. It does not listen yet.
+
+    The system distributes connections among all sockets that listen at the address. A Unix socket does not allow this,
+    so `bound` itself is returned. Raises OSError if the address is taken.
+    """
     if bound.family == socket.AF_UNIX:
         return bound
     listener = socket.socket(bound.family, bound.type, bound.proto)
@@ -49,7 +54,7 @@ def listener_beside(bound: socket.socket) -> socket.socket:
 
 @contextlib.contextmanager
 def removed(path: Path | None) -> Iterator[None]:
-    """Removes the socket's file at the end."""
+    """Removes the socket's file at the end of the context."""
     try:
         yield
     finally:
@@ -70,7 +75,7 @@ def address_in_error(settings: Settings) -> Iterator[None]:
 
 
 def url_of(listener: socket.socket, settings: Settings) -> str:
-    """The server's URL, with the port that the system has chosen."""
+    """The server's URL, with the port of the bound socket."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]

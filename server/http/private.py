@@ -13,22 +13,22 @@ from yarl import URL
 
 Headers = Sequence[tuple[bytes, bytes]]
 BACKLOG = 128
-NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")  # what the client did not send is not sent on
+NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")  # aiohttp must not add these header fields
 MAX_HEAD = 1 << 16  # bytes of a line or a field of an answer's head
 
 
 class PrivateCallError(Exception):
-    """The other process has not answered. The message names it and says why."""
+    """Another process has not answered. The message names it and the reason."""
 
 
 @contextlib.asynccontextmanager
 async def exchange(
     path: Path, method: str, target: str, *, headers: Headers = (), body: bytes = b""
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Sends a request to the process that listens at `path`, and gives the answer, whose head has come. The connection
-    closes with the context, and by that the other process learns that the answer is not read on.
+    """Sends a request to the process that listens at `path`, and yields the answer after its head has arrived. The
+    connection closes at the end of the context, so the other process notices if the answer is not read to its end.
 
-    Raises PrivateCallError, also where the answer ends too early.
+    Raises PrivateCallError if the process cannot be reached or the answer ends too early.
     """
     session = aiohttp.ClientSession(
         connector=aiohttp.UnixConnector(str(path), force_close=True),
@@ -54,7 +54,8 @@ async def exchange(
 
 
 async def call(path: Path, target: str, body: bytes = b"", *, timeout_s: float | None) -> bytes:
-    """Posts `body` and returns that of the answer, which must have status 200. Raises PrivateCallError."""
+    """Posts `body` and returns the body of the answer. Raises PrivateCallError if the status is not 200, or after
+    `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s), exchange(path, "POST", target, body=body) as answer:
             content = await answer.read()

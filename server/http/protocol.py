@@ -21,11 +21,11 @@ from server.settings import Settings
 
 logger = logging.getLogger("pallas_serve")
 
-LEAST_WAIT_S = 0.1  # a shorter wait is not cut off: a request may have arrived but not been read
-TURN_AWAY_S = 0.2  # before a 503, for the request's first byte: some clients read no answer before they send
-LINGER_S = 2.0  # for the rest of a body that was answered early: closing earlier may lose the answer
-LINGER_BYTES = 2**20
-DRAIN_IDLE_S = 1.0  # for a request that is in transit when the shutdown begins
+LEAST_WAIT_S = 0.1  # a connection that has waited for less stays open: a request may have arrived but not been read
+TURN_AWAY_S = 0.2  # the wait for a request's first byte before a 503: some clients read no answer before they send
+LINGER_S = 2.0  # the wait for the rest of a body that was answered early: closing earlier may lose the answer
+LINGER_BYTES = 2**20  # the most bytes that are dropped in that time
+DRAIN_IDLE_S = 1.0  # the wait for a request that is in transit when the shutdown begins
 UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 
 
@@ -139,7 +139,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(RequestError(400, msg))
 
     def turn_away(self, message: str) -> None:
-        """Answers whatever comes with 503, and nothing after a while in the same way."""
+        """Answers the connection's request with 503. If no request comes within TURN_AWAY_S, it is answered, too."""
         error = self._turned_away = unavailable(message, retry_after_s=1)
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,12 +148,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self.app = app
 
     def has_waited_s(self, now: float) -> float:
-        """Seconds without any byte of a request, or 0.0 while there is one."""
+        """The seconds since the last request; 0.0 while a request is being read or answered."""
         begun = self._phase or self._num_since_progress or self.transport.is_closing()
         return now - self._since if self._is_idle and not begun else 0.0
 
     def drain(self) -> None:
-        """Makes a request that is being answered the connection's last one."""
+        """Closes the connection after the request that is being answered, if there is one."""
         if not self._is_idle:
             self.cycle.keep_alive = False
 
@@ -194,8 +194,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _feed(self, data: bytes) -> None:
-        """Feeds the parser. A request for an upgrade to another protocol is read again without it: the parser does not
-        read the body of an upgrade. The server supports no other protocol and may ignore it (RFC 9110, 7.8)."""
+        """Feeds the parser. A request for an upgrade to another protocol is read again without the upgrade, because the
+        parser does not read its body. The server supports no upgrade and may ignore it (RFC 9110, 7.8)."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as pause:
@@ -208,7 +208,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._feed(head + data[pause.args[0] :])
 
     def _refuse(self, error: RequestError) -> None:
-        """Answers instead of the application and closes the connection, without words if an answer has begun."""
+        """Sends the error in place of the application's answer and closes the connection. If an answer has begun, only
+        closes it."""
         client = self.client[0] if self.client else "a client that has gone"
         if self._turned_away is None:  # `ConnectionLimits.admit` has logged it
             self._limits.log.warning(f"{error.status} to %s: {error.message}", client)

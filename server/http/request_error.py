@@ -1,4 +1,4 @@
-"""Errors as a client sees them: the OpenAI error object, its types and codes."""
+"""Errors for clients: the OpenAI error object, its types and its codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_FOUND = "NotFoundError"
 class RequestError(Exception):
     """The refusal of a request, with an HTTP status and the fields of the error object.
 
-    `code` is OpenAI's short string for such an error, on which clients branch, or None if OpenAI has none.
+    `code` is OpenAI's short string for this kind of error, which clients compare; None: OpenAI has none.
     `retry_after_s` becomes the Retry-After header.
     """
 
@@ -44,7 +44,7 @@ class RequestError(Exception):
         return msgspec.json.encode(self.body())
 
     def headers(self) -> dict[str, str]:
-        """The headers of the answer: when to retry, or which key is asked for."""
+        """The answer's headers: Retry-After, or WWW-Authenticate for a 401."""
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
@@ -54,26 +54,26 @@ class RequestError(Exception):
 
 
 def invalid(param: str, message: str) -> RequestError:
-    """A well-formed field with a value that cannot be served."""
+    """400: a well-formed field has a value that cannot be served."""
     return RequestError(400, f"{param}: {message}", param=param)
 
 
 def truth(param: str, value: str) -> bool:
-    """A parameter of a query that is true or false. Raises RequestError 400."""
+    """The value of a query parameter that is true or false. Raises RequestError 400 for other values."""
     if value.lower() not in ("true", "false", "1", "0"):
         raise invalid(param, f"it must be true or false, not {value[:20]!r}")
     return value.lower() in ("true", "1")
 
 
 def given[T](param: str, value: T | None) -> T:
-    """The value of a field that must be there. Raises RequestError 400 if it is None."""
+    """The value of a required field. Raises RequestError 400 if it is None."""
     if value is None:
         raise invalid(param, "is missing")
     return value
 
 
 def unsupported(param: str, what: str) -> RequestError:
-    """A field that would change the answer and is not supported. It is refused, not ignored."""
+    """400: a field that would change the answer is not supported. It is refused, not ignored."""
     return RequestError(400, f"{param}: {what} not supported yet.", param=param, code="unsupported_parameter")
 
 

@@ -20,7 +20,7 @@ from server.settings import Settings
 
 logger = logging.getLogger("pallas_serve")
 
-FLUSH_S = 5.0  # for the last bytes of answers, before connections are cut
+FLUSH_S = 5.0  # the time for the last bytes of answers before connections are closed
 
 
 class HttpServer(uvicorn.Server):
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
             logger.info("at most %d connections", self._connections.max_connections)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls it ten times a second."""
+        """Checks all connections. uvicorn calls it ten times a second."""
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
             assert isinstance(connection, LimitedProtocol)
@@ -81,7 +81,8 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def drain(self) -> None:
-        """Refuses requests that are not read completely. Answers go on. A new request is its connection's last one."""
+        """Refuses requests that are not completely read. Running answers go on. Each connection closes after its next
+        or current request."""
         self._connections.draining = True
         self._requests.unfinished.refuse_all(unavailable("The server is shutting down.", retry_after_s=5))
         for connection in self.server_state.connections:

@@ -1,4 +1,4 @@
-"""What ends a server: signals, or another process that has had them."""
+"""The events that end a server: signals, or the request of another process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Ending:
-    """What ends a server: the first request to end sets `stop`, the second `hurry`."""
+    """The end of a server. The first call of `ask` sets `stop`, and the second one `hurry`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -22,7 +22,7 @@ class Ending:
 
 
 class Signals(Ending):
-    """SIGTERM and SIGINT ask for the end."""
+    """An `Ending` that SIGTERM and SIGINT ask for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Signals(Ending):
 
 
 async def first_of(*awaited: Coroutine[Any, Any, Any]) -> None:
-    """Waits until one of them is done and cancels the others."""
+    """Waits until one of the coroutines is done, and cancels the others."""
     tasks = [asyncio.create_task(item) for item in awaited]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

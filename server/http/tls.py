@@ -1,7 +1,6 @@
-"""The TLS context of the listener, made from files, whose certificate is loaded again when they change.
+"""The listener's TLS context. It is made from files, and loads them again when they change.
 
-Faults are reported in words, with the flag of the file. Open connections keep the certificate that they were opened
-with.
+Errors name the flag of the file. Open connections keep the certificate with which they were opened.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from server.settings import TlsFiles
 logger = logging.getLogger("pallas_serve")
 
 VERIFY_MODES = {0: ssl.CERT_NONE, 1: ssl.CERT_OPTIONAL, 2: ssl.CERT_REQUIRED}  # by --ssl-cert-reqs
-CHECK_S = 1.0  # between two looks at the files
-# Of each file: its inode, the time of its last change, its size. None: there is no such file.
+CHECK_S = 1.0  # between two checks of the files
+# The inode, the time of the last change and the size of each file. None: there is no such file.
 Stamps = list[tuple[int, int, int] | None]
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """TLS 1.2 and 1.3, with Python's secure defaults. Raises ValueError for a file that cannot be used."""
+    """A context for TLS 1.2 and 1.3 with Python's secure defaults. Raises ValueError for a file that cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
@@ -83,7 +82,7 @@ def _load_key(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 class TlsContext:
-    """The context of new connections. Raises ValueError for files that cannot be used at the start."""
+    """The TLS context for new connections. Raises ValueError if the files cannot be used at the start."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -92,7 +91,7 @@ class TlsContext:
 
     @classmethod
     async def when_usable(cls, files: TlsFiles) -> Self:
-        """Waits until the files can be used: they may be in the middle of a change."""
+        """Waits until the files can be used, because they may be in the middle of a change."""
         said = ""
         while True:
             try:
@@ -105,7 +104,7 @@ class TlsContext:
 
     @contextlib.asynccontextmanager
     async def refreshed(self) -> AsyncIterator[None]:
-        """Within the context, certificates follow the files, if the settings ask for it."""
+        """Loads changed files while the context is open, if the settings ask for it."""
         if not self._files.refresh:
             yield
             return
@@ -123,8 +122,8 @@ class TlsContext:
             await asyncio.to_thread(self.load_changes)  # the files may be on a network
 
     def load_changes(self) -> None:
-        """Loads the certificates if a file has changed. With files that cannot be used, the old ones stay. Authorities
-        of clients' certificates are added: those that the files do not have any more are trusted until a restart."""
+        """Loads the files if one has changed. If they cannot be used, the old certificates stay. New authorities for
+        clients' certificates are added; authorities that were removed from the files are trusted until a restart."""
         stamps = _stamps(self._files)
         if stamps == self._stamps:
             return

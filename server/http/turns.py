@@ -1,10 +1,10 @@
-"""Long work on the event loop, cut into pieces: each turn of the loop does a few milliseconds of it.
+"""Cuts long work on the event loop into pieces, so that each turn of the loop does a few milliseconds of it.
 
-A thread does not help work in pure Python: the thread and the loop compete for the interpreter's lock. Here the loop
-runs its other tasks between two pieces. Only one of the long tasks runs in a turn, so many of them delay a stream no
-more than one does.
+A thread does not help with work in pure Python, because the thread and the loop compete for the interpreter's lock.
+Here the loop runs its other tasks between two pieces. Only one of the long tasks runs in a turn, so many of them delay
+a stream no more than one does.
 
-A thousand tasks that wait for one result would be long work, too, if all went on in the turn in which it comes.
+A thousand tasks that wait for one result would also take long if all of them continued in the same turn.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 TURN_S = 0.002
 BLOCK_BYTES = 256 * 1024
-MOST_IN_A_TURN = 16  # tasks that go on: some milliseconds, if each refuses its request or begins to answer it
+MOST_IN_A_TURN = 16  # tasks that continue in a turn: some milliseconds, if each refuses or begins to answer a request
 
 
 class Turns:
-    """Makes long answers in short turns of the event loop, one answer at a time."""
+    """Encodes long answers in short turns of the event loop, one answer at a time."""
 
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
@@ -38,7 +38,8 @@ class Turns:
 
 
 class SharedWork[T]:
-    """Work that is done once for all who wait for it. They go on in the order in which they came, few in each turn."""
+    """Work that is done once for all tasks that wait for it. At most MOST_IN_A_TURN of them continue in each turn, in
+    the order in which they came."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -46,7 +47,8 @@ class SharedWork[T]:
         self._task.add_done_callback(lambda _: self._release())
 
     async def result(self) -> T:
-        """Raises what the work raises. The work goes on if the caller is cancelled."""
+        """Waits for the result of the work. Raises the error of the work. The work goes on if the caller is
+        cancelled."""
         if not self._task.done():
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)

@@ -1,6 +1,6 @@
-"""The LoRA adapters of all hosts: each host reads them from its own folder of that name, and brings them to its chips.
+"""Loads LoRA adapters on all hosts. Each host reads them from its own folder of that name and copies them to its chips.
 
-Loading and staging take time, so they run in threads of their own on every host, and steps go on. A host has staged an
+Loading and staging take time, so they run in separate threads on every host while steps go on. All hosts have staged an
 adapter before the leader sends the step that writes it into a slot.
 """
 
@@ -16,9 +16,9 @@ from server.engine.hosts.leader import Leader
 
 
 class AllAdapters:
-    """`server.engine.adapters.AdapterStore` of all hosts, on the leader: all of them load an adapter, or none does.
+    """The leader's `server.engine.adapters.AdapterStore` of all hosts. All hosts load an adapter, or none does.
 
-    RuntimeError if a host is lost.
+    The methods raise RuntimeError if a host is lost.
 
     Args:
         own: the store of this host.
@@ -50,7 +50,10 @@ class AllAdapters:
             self._forget(identity, has_own=True)
 
     def stage(self, identity: int, runner: Runner) -> None:
-        """`Runner.stage_adapter` on all hosts, or on none. `runner` is this host's."""
+        """Calls `Runner.stage_adapter` on all hosts. Raises ValueError if it fails on one, and undoes it on the others.
+
+        `runner` is this host's runner.
+        """
         with self._lock:
             _, faults = self._leader.ask(commands.StageAdapter(identity), lambda: runner.stage_adapter(identity))
             if faults:
@@ -58,7 +61,7 @@ class AllAdapters:
                 raise ValueError(self._leader.listed(faults))
 
     def unstage(self, identity: int, runner: Runner) -> None:
-        """`Runner.unstage_adapter` on all hosts."""
+        """Calls `Runner.unstage_adapter` on all hosts."""
         self._leader.send(commands.UnstageAdapter(identity))
         runner.unstage_adapter(identity)
 

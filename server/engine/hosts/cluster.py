@@ -1,4 +1,4 @@
-"""The hosts of one engine."""
+"""The settings of a cluster: the hosts of one engine, and their addresses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-LEADER = 0  # the host's number
+LEADER = 0  # the number of the leader's host
 MIN_SECRET_CHARS = 16
 # The leader's ports, counted from the coordinator's, which is JAX's own.
 COMMANDS_OFFSET, REPORTS_OFFSET = 1, 2
-SAY_EVERY_S = 10.0  # while hosts are missing
+SAY_EVERY_S = 10.0  # the interval of the lines about hosts that are missing
 
 
 class HostsError(ConnectionError):
@@ -50,11 +50,12 @@ class Cluster:
         return self.host_id == LEADER
 
     def endpoint(self, offset: int = 0) -> str:
-        """HOST:PORT of one of the leader's ports, for the followers. A name that is not known yet is no error here."""
+        """HOST:PORT of one of the leader's ports, for the followers. The name is not looked up here."""
         return f"{_bracketed(self.coordinator)}:{self.port + offset}"
 
     def own_endpoint(self, offset: int = 0) -> str:
-        """The same for the leader to listen on, with the IP address. Raises HostsError if the name is unknown."""
+        """IP:PORT of one of the leader's ports, for the leader to listen on. Raises HostsError if the coordinator's
+        name is unknown."""
         try:
             found = socket.getaddrinfo(self.coordinator, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -63,14 +64,14 @@ class Cluster:
 
 
 class Inbox[T]:
-    """What a thread has received for another one."""
+    """A queue of items from one thread to another. A HostsError in it is raised by `next`."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[T | HostsError] = SimpleQueue()
         self.put = self._items.put
 
     def next(self, until: float | None = None) -> T | None:
-        """The next item, or None at the time `until`. Raises the HostsError that has been put in."""
+        """Waits for the next item. Returns None at the time `until`. Raises a HostsError that was put in."""
         try:
             item = self._items.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except Empty:
@@ -81,5 +82,5 @@ class Inbox[T]:
 
 
 def _bracketed(address: str) -> str:
-    """IPv6 in brackets, as before a port."""
+    """The address, in brackets if it is IPv6, so that a port can follow."""
     return f"[{address}]" if ":" in address else address

@@ -1,7 +1,7 @@
-"""The messages between the hosts of one engine: msgpack, and the bytes of int32 arrays.
+"""The messages between the hosts of one engine, in msgpack. Arrays are the bytes of int32 numbers.
 
-The leader's commands have numbers without gaps, the same for all followers. A follower that finds another number than
-the next one fails: it has lost a command, or two have changed places.
+The leader's commands have consecutive numbers, which are the same for all followers. A follower fails if a number is
+not the next one, because a command was lost or came out of order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Welcome(msgspec.Struct, tag=True, array_like=True):
 
 
 class UsePages(msgspec.Struct, tag=True, array_like=True):
-    """The number of K/V pages: the least of what the hosts have room for."""
+    """The number of K/V pages that all hosts use: the smallest number that any host has room for."""
 
     num_pages: int
 
@@ -30,64 +30,64 @@ class Compile(msgspec.Struct, tag=True, array_like=True):
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):
-    """`batcher.step.StepInput`. All arrays are int32."""
+    """The fields of a `batcher.step.StepInput`. All arrays are int32."""
 
     bucket: Bucket
     packed: bytes
-    patches: list[bytes]  # of [2, n] each
-    penalty_resets: list[tuple[int, bytes, bytes]]
-    masks: list[tuple[int, bytes]]  # rows, and [rows, n]
+    patches: list[bytes]  # arrays of the shape [2, n]
+    penalty_resets: list[tuple[int, bytes, bytes]]  # slot, prompt and output
+    masks: list[tuple[int, bytes]]  # the number of rows, and an array of the shape [rows, n]
     adapters: list[tuple[int, int]]  # adapter slots and identities
 
 
 class Recover(msgspec.Struct, tag=True, array_like=True):
-    """A step has failed, and none is in flight."""
+    """Recovers from a step that has failed. No step is in flight."""
 
 
 class Asked(msgspec.Struct, array_like=True, kw_only=True):
-    """A command that an Answer answers, which has its question."""
+    """A command that is answered by an Answer with the same `question`."""
 
     question: int = 0
 
 
 class Check(Asked, tag=True, array_like=True):
-    """Find out whether the weights can be changed so. See `server.engine.process`."""
+    """Check whether this change of the weights can be made (`server.engine.process.Weights.check`)."""
 
     change: ChangeWeights
 
 
 class Prepare(Asked, tag=True, array_like=True):
-    """Do what can be undone of the change that was checked."""
+    """Prepare the change that was checked. It can still be undone."""
 
 
 class Commit(Asked, tag=True, array_like=True):
-    """All hosts are prepared: end the change."""
+    """Complete the change, for which all hosts are prepared."""
 
 
 class Abandon(msgspec.Struct, tag=True, array_like=True):
-    """A host has refused. One that is prepared undoes that. Not answered: a failure here ends all."""
+    """Undo the preparation of a change, because a host has refused it. It has no answer: a failure ends all hosts."""
 
 
 class LoadAdapter(Asked, tag=True, array_like=True):
-    """Read the LoRA adapter in this folder or file. Steps go on."""
+    """Read the LoRA adapter in this folder or file while steps go on."""
 
     path: str
 
 
 class ForgetAdapter(msgspec.Struct, tag=True, array_like=True):
-    """No name and no request has these weights any more."""
+    """Drop an adapter's weights, which no name and no request uses any more."""
 
     identity: int
 
 
 class StageAdapter(Asked, tag=True, array_like=True):
-    """Bring these weights to the chips. No step writes them into a slot before all hosts have answered."""
+    """Copy an adapter's weights to the chips. No step writes them into a slot before all hosts have answered."""
 
     identity: int
 
 
 class UnstageAdapter(msgspec.Struct, tag=True, array_like=True):
-    """No step will write these weights."""
+    """Drop the staged weights of an adapter, which no step will write into a slot."""
 
     identity: int
 
@@ -119,20 +119,20 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
     """A follower has arrived."""
 
     host_id: int
-    name: str  # the machine's own
+    name: str  # the machine's host name
     settings: dict[str, str]  # must be equal on all hosts
 
 
 class Plan(msgspec.Struct, tag=True, array_like=True):
-    """What a host has found out by itself."""
+    """The results of a host's own start."""
 
     host_id: int
-    num_pages: int  # that it has room for
+    num_pages: int  # the number of K/V pages that it has room for
     facts: dict[str, str]  # must be equal on all hosts
 
 
 class Compiled(msgspec.Struct, tag=True, array_like=True):
-    """All programs are compiled."""
+    """This host has compiled all programs."""
 
     host_id: int
 
@@ -141,7 +141,7 @@ Found = dict[str, str] | int | None  # facts, of Check; the identity of the weig
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True):
-    """The answer to a command that is Asked."""
+    """The answer to a command of the kind Asked."""
 
     host_id: int
     question: int
@@ -160,7 +160,7 @@ Report = Hello | Plan | Compiled | Answer | Failed
 
 
 def step_to_wire(step: StepInput) -> Step:
-    """A step as a message."""
+    """The message for a step."""
     return Step(
         step.bucket,
         step.packed.tobytes(),
@@ -172,7 +172,7 @@ def step_to_wire(step: StepInput) -> Step:
 
 
 def step_from_wire(step: Step) -> StepInput:
-    """The step of a message. Its arrays cannot be written to."""
+    """The step of a message. Its arrays are read-only."""
     return StepInput(
         bucket=step.bucket,
         packed=_array(step.packed),

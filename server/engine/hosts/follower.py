@@ -1,4 +1,4 @@
-"""A follower's connection to the leader: receives numbered commands, sends reports, and notices the leader's end."""
+"""A follower's connection to the leader. It receives numbered commands, sends reports, and detects the leader's end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from server.engine.hosts.sockets import CONNECTED, LOST, REFUSED, FollowerSocket
 
 
 class Follower:
-    """Receives the leader's commands on a thread of its own, in the order of their numbers.
+    """Receives the leader's commands on a separate thread, in the order of their numbers.
 
     `on_failure` is called once, with the reason, if the connection closes, if the leader is silent for
     `sockets.SILENCE_S`, if it reports its failure, or if a command is missing.
@@ -57,7 +57,7 @@ class Follower:
             next_line = time.monotonic() + SAY_EVERY_S
 
     def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
-        """Reports what this host has found out; returns the number of pages to use."""
+        """Reports this host's pages and facts to the leader. Returns the number of pages to use."""
         self._send(commands.Plan(self._cluster.host_id, num_pages, dict(facts)))
         command = self.next_command()
         if not isinstance(command, commands.UsePages):
@@ -68,8 +68,8 @@ class Follower:
         self._send(commands.Compiled(self._cluster.host_id))
 
     def answer(self, asked: commands.Asked, work: Callable[[], commands.Found]) -> bool:
-        """Does the work of a command, and reports what it has found, or why nothing has changed: whether it has
-        succeeded. Errors other than a refusal are raised."""
+        """Does the work of a command, and reports its result or its ValueError or OSError to the leader. Returns
+        whether the work has succeeded. Other errors are raised."""
         answer = commands.Answer(self._cluster.host_id, asked.question)
         try:
             answer.found = work()
@@ -92,7 +92,7 @@ class Follower:
             self.close()
 
     def close(self) -> None:
-        """Closes the connection; what has been sent still arrives. May be called again."""
+        """Closes the connection. Reports that were sent still arrive. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True

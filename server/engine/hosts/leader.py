@@ -1,4 +1,4 @@
-"""The leader's connections to the followers: gathers them at the start, sends them commands, and notices their end."""
+"""The leader's connections to the followers. It waits for them at the start, sends commands, and detects their end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.engine.hosts import commands
 from server.engine.hosts.cluster import LEADER, SAY_EVERY_S, Cluster, HostsError, Inbox
 from server.engine.hosts.sockets import LOST, REFUSED, LeaderSockets
 
-CONNECT_S = 10.0  # between a follower's two connections
+CONNECT_S = 10.0  # the most time between a follower's two connections
 FIND_LOST_S = 0.3  # ZeroMQ's threads report a lost connection a moment before they forget whose it was
 
 
@@ -71,7 +71,10 @@ class Leader:
         report(f"  all {self._cluster.num_hosts} hosts are there: {', '.join(self._names.values())} and this one")
 
     def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
-        """The least number of pages that any host has room for. Raises HostsError if the hosts' facts differ."""
+        """Tells all hosts the number of pages to use, the smallest that any host has room for, and returns it.
+
+        Raises HostsError if the hosts' facts differ.
+        """
         for plan in self._reports_of_all(commands.Plan):
             self._compare(plan.host_id, plan.facts, facts)
             num_pages = min(num_pages, plan.num_pages)
@@ -86,10 +89,10 @@ class Leader:
     def ask(
         self, command: commands.Question, own: Callable[[], commands.Found]
     ) -> tuple[dict[int, Any], dict[int, str]]:
-        """Has all hosts do what the command says at once, this one by `own`.
+        """Runs a command on all hosts at once. This host runs `own`.
 
-        Returns what hosts have found, and why others have changed nothing, by their numbers. RuntimeError if a host is
-        lost.
+        Returns the results of the hosts that succeeded and the errors of the others, both by host number. Raises
+        RuntimeError if a host is lost.
         """
         found: dict[int, Any] = {}
         faults: dict[int, str] = {}
@@ -117,12 +120,12 @@ class Leader:
         return found, faults
 
     def listed(self, faults: Mapping[int, str]) -> str:
-        """The faults with the names of their hosts."""
+        """The faults as one message, with the names of their hosts."""
         names = {LEADER: f"host {LEADER} (the leader)"}
         return "; ".join(f"{names.get(number) or self._called(number)}: {faults[number]}" for number in sorted(faults))
 
     def send(self, command: commands.Command) -> None:
-        """Sends a command to every follower, and does not block. After a failure it does nothing."""
+        """Sends a command to every follower without blocking. After a failure it does nothing."""
         with self._lock:
             self._send(command)
 
@@ -135,7 +138,8 @@ class Leader:
         self._finish(commands.Fail(reason))
 
     def wait_for_loss(self, timeout_s: float) -> bool:
-        """Whether a follower is lost within this time. True: the watcher has called `on_failure`."""
+        """Waits for the loss of a follower. Returns whether one was lost in this time; the watcher has then called
+        `on_failure`."""
         if not self._ending.wait(timeout_s):
             return False
         self._watcher.join()
@@ -156,7 +160,7 @@ class Leader:
                     raise
 
     def _finish(self, last: commands.Command) -> bool:
-        """Sends the last command and closes the connections. False: another thread does so already."""
+        """Sends the last command and closes the connections. Returns False if another thread has begun to."""
         with self._lock:
             if self._is_over:
                 return False
@@ -185,7 +189,7 @@ class Leader:
         self._compare(hello.host_id, hello.settings, settings)
 
     def _is_connected(self, host_id: int) -> bool:
-        """By sending an empty message, which the follower ignores."""
+        """Whether a follower is connected. Sends an empty message to find out, which the follower ignores."""
         with self._lock:
             if self._is_over:
                 return True
@@ -204,7 +208,7 @@ class Leader:
             raise HostsError(f"{self._called(host_id)} differs from the leader in {listed}: all hosts need the same")
 
     def _reports_of_all[R: (commands.Plan, commands.Compiled)](self, kind: type[R]) -> Iterator[R]:
-        """One of this kind from every follower. Raises HostsError if a host has failed meanwhile."""
+        """Yields one report of this kind from every follower. Raises HostsError if a host has failed meanwhile."""
         missing = set(self._names)
         while missing:
             report = self._arrivals.next()
@@ -249,7 +253,8 @@ class Leader:
                     self._lose(f"{self._called(lost)} has gone: its connection has closed")
 
     def _find_lost(self) -> int | None:
-        """The follower that is no longer connected. None: the connection was not a follower's that has arrived."""
+        """The number of the follower that is no longer connected. None: the lost connection was not that of a follower
+        that has arrived."""
         until = time.monotonic() + FIND_LOST_S
         while time.monotonic() < until and not self._ending.wait(0.01):
             for host_id in list(self._names):

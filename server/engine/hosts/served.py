@@ -1,4 +1,5 @@
-"""What the hosts' engine processes run: the leader's engine sends each step to the followers, which replay it."""
+"""The engines of the leader and of the followers. The leader's runner sends each step to the followers, which replay
+it."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ _NO_MOVES = "the pages of several hosts do not leave the devices: each host coul
 
 
 class ServedChangeableEngine(ServedEngine, ChangeableEngine, AdaptedEngine, Protocol):
-    """All of them."""
+    """An engine with adapters, whose weights can be changed while it serves."""
 
 
 class LeadingEngine(EngineWrapper):
-    """The leader's: it ends the followers when it ends. `leave` leaves `jax.distributed`, on all hosts at once."""
+    """The leader's engine, which ends the followers when it ends. `leave` leaves `jax.distributed`, on all hosts at
+    once."""
 
     def __init__(self, engine: ServedChangeableEngine, leader: Leader, leave: Callable[[], None]) -> None:
         super().__init__(engine)
@@ -63,14 +65,15 @@ class LeadingEngine(EngineWrapper):
 
 
 class FollowingEngine:
-    """`ServedEngine` without requests: a thread replays the leader's commands and ends this process after the last.
+    """A follower's `ServedEngine`. It takes no requests. A thread replays the leader's commands, and ends this process
+    after the last one.
 
     Args:
-        runner: its programs are compiled.
-        weights: those of the runner.
-        store: of the runner's adapters; None: there are none.
-        most_in_flight: steps that are dispatched before the oldest one must have returned.
-        leave: as of `LeadingEngine`.
+        runner: the runner of this host, with compiled programs.
+        weights: the weights of the runner.
+        store: the adapters of the runner; None: there are none.
+        most_in_flight: the number of steps that may be in flight.
+        leave: leaves `jax.distributed`, on all hosts at once.
     """
 
     death: BaseException | None = None  # a failure ends the process at once
@@ -103,22 +106,22 @@ class FollowingEngine:
         threading.Thread(target=self._replay_all, name="replay", daemon=True).start()
 
     def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
-        """It has no requests."""
+        """Does nothing: this engine has no requests."""
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
         raise EngineClosedError("this host takes no requests: the leader does")
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """It has no requests."""
+        """Does nothing: this engine has no requests."""
 
     def reset_prefix_cache(self, *, reset_external: bool) -> None:
-        """The leader's scheduler keeps the prefixes."""
+        """Does nothing: the leader's scheduler has the prefix cache."""
 
     def stats(self) -> EngineStats:
         return self._stats
 
     def shutdown(self) -> None:
-        """Ends this host alone; the leader fails."""
+        """Ends this host only. The leader then fails."""
         self._follower.fail("it was told to stop")
 
     def _replay_all(self) -> None:
@@ -139,7 +142,7 @@ class FollowingEngine:
         self._reporter.fail(reason)
 
     def _replay(self, command: commands.Command) -> bool:
-        """Does what the command says. False: it was the last."""
+        """Carries out a command. Returns False after the last one."""
         match command:
             case commands.Step():
                 try:
@@ -161,7 +164,8 @@ class FollowingEngine:
         return True
 
     def _change_weights(self, command: commands.WeightsCommand) -> None:
-        """Errors other than a refusal are raised: this host then ends, and all others with it."""
+        """Carries out a command about the weights. Errors other than ValueError and OSError are raised, and end all
+        hosts."""
         match command:
             case commands.Check(change=change):
                 self._follower.answer(command, lambda: dict(self._weights.check(change)))
@@ -176,7 +180,7 @@ class FollowingEngine:
                 self._weights.abandon()
 
     def _follows_adapters(self, command: commands.Command) -> bool:
-        """Does what a command about adapters says, on their thread and in order. False: it is about something else."""
+        """Schedules a command about adapters on their thread. Returns False if the command is about something else."""
         if self._store is None or not isinstance(command, commands.AdapterCommand):
             return False
         self._adapter_work.submit(self._change_adapters, command, self._store)
@@ -216,9 +220,9 @@ class FollowingEngine:
         self._runner.recover()
 
     def _await_recovery(self, error: Exception) -> None:
-        """A step that has failed on all hosts is the leader's to handle. Steps that it sent before are not run.
+        """Waits for the leader's Recover after a failed step. Steps that the leader sent before it are not run.
 
-        Raises `error` if the leader does not say so: the step has failed here only.
+        Raises `error` if no Recover comes, because the step has failed on this host only.
         """
         while True:
             try:
@@ -233,19 +237,20 @@ class FollowingEngine:
 
 
 class HostRunner(Runner, Protocol):
-    """A runner whose warm-up has two halves: programs are compiled by each host, and run by the leader's word."""
+    """A runner whose warm-up has two halves. Each host compiles the programs, and the leader's commands run them."""
 
     def compile(self, buckets: Iterable[Bucket], report: Callable[[str], None]) -> None:
-        """Compiles every bucket's program, and runs none."""
+        """Compiles the program of every bucket, and runs none."""
 
     def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
-        """Runs the programs once, by `execute`. On a CPU only those that fit in a time, which differs between hosts."""
+        """Runs each program once with `execute`. On a CPU it stops after a time, so the number of programs differs
+        between hosts."""
 
 
 class BroadcastRunner:
-    """`batcher.step.Runner` over all hosts of a cluster. The engine above it does not know that there are several.
+    """A `batcher.step.Runner` over all hosts of a cluster. The engine does not know that there are several hosts.
 
-    A step is sent before it is dispatched here. So the followers dispatch it meanwhile, in the same order.
+    A step is sent to the followers before it is dispatched here, so all hosts dispatch it at about the same time.
     """
 
     def __init__(self, runner: HostRunner, leader: Leader, adapters: AllAdapters | None = None) -> None:
@@ -259,9 +264,10 @@ class BroadcastRunner:
     def warm_up(
         self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
     ) -> list[Bucket]:
-        """Compiles on all hosts; then all run the same programs once.
+        """Compiles the programs on all hosts, which then run the same programs once.
 
-        It leaves none for later: the leader could use a program only once every host has said that it has it.
+        Returns an empty list: no program is left for later, because the leader could use it only after every host had
+        reported it.
         """
         buckets = list(buckets)
         self._leader.send(commands.Compile(buckets))

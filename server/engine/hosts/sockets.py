@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets between hosts: encrypted, both ends authenticated, with heartbeats, and nothing dropped."""
+"""The ZeroMQ sockets between hosts. They are encrypted and authenticated, have heartbeats, and drop no messages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from server.engine.hosts.cluster import COMMANDS_OFFSET, REPORTS_OFFSET, Cluster
 # ZeroMQ's own threads send and answer heartbeats, also while Python is busy. A stopped process does not answer.
 HEARTBEAT_S = 2.0
 SILENCE_S = 10.0
-LINGER_S = 2.0  # at the end, for what has not been sent
-MOST_REPORT_BYTES = 1 << 20  # of a follower
-MOST_COMMAND_BYTES = 1 << 30  # of the leader
+LINGER_S = 2.0  # the time at the end for messages that are not sent yet
+MOST_REPORT_BYTES = 1 << 20  # the size limit of a follower's message
+MOST_COMMAND_BYTES = 1 << 30  # the size limit of the leader's message
 _SO_ATTACH_FILTER = 26  # Linux: a program of the kernel decides which packets a socket gets
 _NO_PACKET = struct.pack("HBBI", 0x06, 0, 0, 0)  # such a program: "return 0", so many bytes of each packet
 
@@ -31,16 +31,16 @@ REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 
 
 def keys_of(secret: str, role: str) -> Keys:
-    """The keys of the `leader` or of a `follower`. Who has the secret can compute both."""
+    """The keys of the `leader` or of a `follower`. Every host with the secret can compute both."""
     return Keys.derived(secret, f"pallas-serve hosts: {role}")
 
 
 class HostSockets:
-    """A host's sockets: for the leader's commands, for the followers' reports, and a monitor of the first one, which
-    receives CONNECTED, LOST and REFUSED."""
+    """A host's sockets: one for the leader's commands, one for the followers' reports, and a monitor of the first one,
+    which receives CONNECTED, LOST and REFUSED."""
 
     def __init__(self, commands: int, reports: int) -> None:
-        """The kinds of the sockets."""
+        """`commands` and `reports` are the ZeroMQ types of the two sockets."""
         self._context: zmq.Context[Socket] = zmq.Context()
         self.commands = make_socket(self._context, commands)
         self.reports = make_socket(self._context, reports)
@@ -52,7 +52,7 @@ class HostSockets:
         return int(parse_monitor_message(self.monitor.recv_multipart())["event"])
 
     def close(self) -> None:
-        """Waits until what has been sent has left, for at most LINGER_S."""
+        """Closes the sockets. Waits at most LINGER_S until all messages have been sent."""
         self.commands.disable_monitor()
         for socket in (self.monitor, self.commands, self.reports):
             socket.close()
@@ -62,8 +62,8 @@ class HostSockets:
 
 
 class LeaderSockets(HostSockets):
-    """They listen, and refuse all connections but those with the followers' key. After `accept_no_more` a stranger's
-    connection takes nothing, no descriptor either.
+    """The leader's sockets. They listen, and refuse connections without the followers' key. After `accept_no_more` an
+    unknown connection takes no resources, not even a descriptor.
 
     Raises HostsError if the coordinator's address is not this machine's, or is in use.
     """
@@ -101,7 +101,7 @@ class LeaderSockets(HostSockets):
             ) from error
 
     def accept_no_more(self) -> None:
-        """Leaves all further connections unanswered. Those that exist go on."""
+        """Leaves all further connections unanswered. Existing connections stay open."""
         program = ctypes.create_string_buffer(_NO_PACKET, len(_NO_PACKET))
         for listener in self._listeners:
             try:
@@ -120,7 +120,7 @@ class LeaderSockets(HostSockets):
 
 
 class FollowerSockets(HostSockets):
-    """They connect to the leader, in the background."""
+    """A follower's sockets. They connect to the leader in the background."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(zmq.DEALER, zmq.PUSH)
@@ -133,7 +133,7 @@ class FollowerSockets(HostSockets):
 
 
 def make_socket(context: zmq.Context[Socket], kind: int) -> Socket:
-    """A socket without keys, which neither blocks nor drops messages."""
+    """A socket that neither blocks nor drops messages. Its keys are set later."""
     socket = context.socket(kind)
     for option in (zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)

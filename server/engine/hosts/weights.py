@@ -1,4 +1,4 @@
-"""A change of the weights of all hosts: all of them change, or none does."""
+"""Changes the weights of all hosts. All hosts change, or none does."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from server.engine.wire import ChangeWeights
 
 
 class AllWeights:
-    """`server.engine.process.Weights` of all hosts, on the leader. The followers do what it does, in order with the
-    steps. It waits for their answers: every host has checked before one prepares, and is prepared before one commits.
+    """The leader's `server.engine.process.Weights` of all hosts. The followers make the same calls, in order with the
+    steps. All hosts have checked before any host prepares, and all are prepared before any host commits.
 
-    RuntimeError, of which the engine dies: a host is lost, or has failed after others have committed.
+    The methods raise RuntimeError, which ends the engine, if a host is lost or fails after others have committed.
 
     Args:
-        own: those of the leader's chips.
+        own: the weights of the leader's chips.
     """
 
     def __init__(self, own: Weights, leader: Leader) -> None:
