@@ -54,8 +54,11 @@ logger = logging.getLogger("pallas_serve")
 def create_state(
     settings: Settings, client: EngineClient, tokenizer: ByteLevelTokenizer, runner: TemplateRunner | None = None
 ) -> ServerState:
-    """Close the state in the end. It has a `runner` of its own if none is given. Raises TemplateError if a chat
-    template is not valid Jinja, and ValueError or OSError if the folder of batches cannot be used."""
+    """The state that all routes share. The caller must close it. Without a `runner` it gets a new one.
+
+    Raises TemplateError if a chat template is not valid Jinja, and ValueError or OSError if the folder of batches
+    cannot be used.
+    """
     runner = runner or TemplateRunner()
     replacement = settings.chat_template
     sources = ChatTemplates(default=replacement) if replacement else tokenizer.chat_templates
@@ -90,7 +93,7 @@ def create_state(
 
 
 def _call_format(settings: Settings, template: str) -> str:
-    """The name of the format of tool calls. If the template decides, the log says which it is."""
+    """The name of the format of tool calls, from the settings or the template. The log names one from the template."""
     if settings.tool_call_parser is not None:
         return settings.tool_call_parser
     name = format_in(template)
@@ -100,7 +103,8 @@ def _call_format(settings: Settings, template: str) -> str:
 
 
 def _reasoning(settings: Settings, template: str) -> ReasoningFormat | None:
-    """None: the whole text is the answer. If the template decides, the log says which format it is."""
+    """The format of reasoning, from the settings or the template. None: the whole text is the answer. The log names a
+    format from the template."""
     if settings.reasoning_parser is not None:
         return REASONING_FORMATS[settings.reasoning_parser]
     if (name := reasoning_format_in(template)) is None:
@@ -110,7 +114,7 @@ def _reasoning(settings: Settings, template: str) -> ReasoningFormat | None:
 
 
 def create_app(state: ServerState) -> Starlette:
-    """The application: all routes, behind CORS and the gate (API keys, metrics)."""
+    """The application with all routes, behind the CORS middleware and the gate (API keys, metrics)."""
     chats, completions = routes_of(Chat(state), state), routes_of(Completions(state), state)
     embeddings = routes_of(EmbeddingRoutes(state), state)
     by_field = {"messages": chats[0].endpoint, "prompt": completions[0].endpoint, "input": embeddings[0].endpoint}
@@ -177,7 +181,7 @@ def _exception_handlers(refusals: Refusals) -> dict[Any, Callable[[Request, Any]
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of the first route with the request's path, and of others of the same pattern. `/x/tokens` is another
+    """The methods of all routes whose path is that of the first route that matches the request. `/x/tokens` is another
     resource than `/x/{id}`."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in routes if route.path == routes[0].path for method in route.methods})

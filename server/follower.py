@@ -1,4 +1,4 @@
-"""The HTTP side of a host that follows a leader: it answers whether the host is well, and nothing else."""
+"""The HTTP server of a host that follows a leader. It answers /health and /live only."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run_follower(
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Runs the engine's process until the leader ends it. Returns the exit code, which is non-zero if the engine has
-    died. The arguments are those of `server.main.run`; of the settings only the address and the times count.
+    died. The arguments are those of `server.main.run`. Of the settings only the address and the times are used.
 
-    After a signal the leader, which gets one too, has `settings.grace_period_s` to end this host. A second signal ends
-    it at once, and with it the leader.
+    After a signal this host waits up to `settings.grace_period_s` for the leader, which gets a signal too, to end it. A
+    second signal ends this host at once, and with it the leader.
 
     Raises OSError if the address is not available, and ValueError for too few descriptors. Raises EngineFailedError if
     the engine cannot start.

@@ -1,4 +1,4 @@
-"""The form of the log's lines, in all processes that serve HTTP, and a limit on those that clients can cause."""
+"""The format of log lines in all processes that serve HTTP, and a limit on the lines that clients can cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of eve
 
 
 class ThrottledLog:
-    """Logs to `logger`. Lines are of one kind if they have the same message without its arguments."""
+    """Logs each kind of line at most once every `interval_s` seconds. Lines are of one kind if they have the same
+    message without its arguments."""
 
     def __init__(
         self, logger: logging.Logger, *, interval_s: float = INTERVAL_S, clock: Callable[[], float] = time.monotonic
@@ -29,7 +30,7 @@ class ThrottledLog:
         self._log(logging.WARNING, message, args)
 
     def exception(self, message: str, *args: object) -> None:
-        """An error with the traceback of the exception that is being handled."""
+        """Logs an error with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, message, args, exc_info=True)
 
     def _log(self, level: int, message: str, args: tuple[object, ...], *, exc_info: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Starts and ends the engine's process and the HTTP server. `run` is the entry point for `scripts`.
 
-What an engine does not need is imported after its process has been started: it takes a third of a second.
+Modules that the engine does not need are imported after its process has been started, which saves a third of a second.
 """
 
 from __future__ import annotations
@@ -38,20 +38,26 @@ def run(
 ) -> int:
     """Serves until SIGTERM or SIGINT. Returns the process's exit code, which is non-zero if the engine has died.
 
-    `engine_target` ("package.module:function") is called in the engine's process as `function(engine_args, report)` and
-    returns `(engine, EngineInfo)`: a `batcher.engine.Engine`, warmed up and not yet started. `engine_args` must pickle.
-    The function's report lines are passed to `report` here. `on_ready` gets the server's URL. `more_engines` are the
-    arguments of further engines, each in a process of its own. As in vLLM the server ends when one of them dies; the
-    others' requests may finish within `settings.death_linger_s`. `router` chooses among them in
-    place of the usual one, if there is one HTTP process.
+    With several engines the server ends when one of them dies, as in vLLM. The requests of the others may finish within
+    `settings.death_linger_s`. After a signal new requests are refused with 503. Running requests may finish within
+    `settings.grace_period_s`, and are then aborted. A second signal ends the wait.
 
-    After a signal new requests are refused with 503. Running requests may finish within `settings.grace_period_s`, then
-    they are aborted. A second signal ends the wait.
+    Args:
+        engine_target: the factory of the engine, "package.module:function". It is called in the engine's process as
+            `function(engine_args, report)` and returns `(engine, EngineInfo)`, where the engine is a
+            `batcher.engine.Engine` that is warmed up and not started.
+        engine_args: the factory's argument, which must pickle.
+        more_engines: the arguments of further engines, each in its own process.
+        router: chooses an engine for each request, in place of the usual one. Only with one HTTP process.
+        report: called with each line of the factory's report.
+        on_ready: called with the server's URL when it serves.
 
-    Raises OSError if the address is not available or if no folder can hold the engine's sockets. The address is checked
-    before anything is loaded; another process may still take it before the server listens. Raises ValueError for an
-    unusable tokenizer, chat template or certificate, for too few descriptors, and if packages for traces are missing.
-    Raises EngineFailedError if the engine cannot start.
+    Raises:
+        OSError: the address is not available, or no folder can hold the engine's sockets. The address is checked before
+            anything is loaded; another process may still take it before the server listens.
+        ValueError: the tokenizer, the chat template or the certificate is unusable, there are too few descriptors, or
+            packages for traces are missing.
+        EngineFailedError: the engine cannot start.
     """
     raise_limit()
     if settings.api_server_count > 1:

@@ -1,4 +1,4 @@
-"""Serves HTTP from the moment that the engine is ready, to the end: of the server, or of the engine."""
+"""Serves HTTP from the time when the engine is ready until the server or the engine ends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ TICK_S = 0.02
 
 
 def load_state(settings: Settings, client: Client) -> ServerState:
-    """What the routes share. It takes a second or more: call it in a thread. Raises ValueError for an unusable
-    tokenizer or chat template."""
+    """Loads the state that the routes share. This takes a second or more, so it is called in a thread.
+
+    Raises ValueError for an unusable tokenizer or chat template.
+    """
     tokenizer = ByteLevelTokenizer.from_folder(settings.tokenizer_folder, vocab_size=settings.vocab_size)
     return create_state(settings, client, tokenizer)
 
@@ -42,9 +44,9 @@ async def serve(
     listener: socket.socket,
     on_started: Callable[[], None],
 ) -> int:
-    """Serves `listener`, which listens, until the end. Returns the exit code.
+    """Serves `listener`, which must listen already, until `ending` or the engine's death. Returns the exit code.
 
-    When asked to end, running requests may finish within `settings.grace_period_s`; see `server.main.run`.
+    After `ending.stop` running requests may finish within `settings.grace_period_s`.
     """
     gc.freeze()  # a full collection of what the start has made would stop all streams for 50 ms
     serving = asyncio.create_task(server.serve(sockets=[listener]))

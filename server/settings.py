@@ -1,4 +1,4 @@
-"""The settings of the HTTP side. They are built once, when the server starts, and do not read the environment."""
+"""The settings of the HTTP server. They are built once, at the start, and do not read the environment."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _range_of(name: str) -> msgspec.Meta:
 
 
 class _GenerationFile(msgspec.Struct):
-    """The sampling fields of `generation_config.json`, with the ranges of a request's fields. A default outside them
-    would make every request fail.
+    """The sampling fields of `generation_config.json`, with the ranges of a request's fields. A default outside its
+    range would make every request fail.
 
     `transformers.GenerationConfig` reads `"temperature": "hot"` and `"top_p": 7` without an error.
     """
@@ -75,8 +75,8 @@ class GenerationDefaults:
         return cls(**values | ({"temperature": 0.0} if greedy else {}))
 
     def overridden(self, text: str, *, where: str) -> GenerationDefaults:
-        """A copy with the values of a JSON object instead. Raises ValueError for a value that a request may not have;
-        the message begins with `where`."""
+        """A copy with the values of a JSON object. Raises ValueError for a value that a request may not have. The
+        message begins with `where`."""
         try:
             names = msgspec.json.decode(text, type=dict[str, Any]).keys()
             values = msgspec.structs.asdict(msgspec.json.decode(text, type=_GenerationFile))
@@ -93,7 +93,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """The files of TLS, in PEM form, and what is asked of the clients' certificates."""
+    """The TLS files, in PEM form, and the options for clients' certificates."""
 
     certfile: Path  # the server's certificate, with those of the authorities between it and the root
     keyfile: Path | None = None  # None: the key is in `certfile`
@@ -122,7 +122,7 @@ _seconds = partial(_of_connections, type=float, metavar="S", above=0, most=MOST_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The HTTP side's settings. Those with a flag are `setting`s; the command makes the others of several flags."""
+    """The settings of the HTTP server. Fields with a flag are `setting`s. The command computes the other fields."""
 
     tokenizer_folder: Path
     vocab_size: int = MAX_VOCAB_SIZE  # the model's; only a tokenizer's special tokens may have ids beyond it
@@ -135,12 +135,12 @@ class Settings:
     allowed_origins: tuple[str, ...] = ("*",)
     chat_template: str | None = None  # replaces the tokenizer's own
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    planner: tuple[str, ...] = ()  # the command that answers the page's plans; none: there is no planner
-    lora_folder: Path | None = None  # an unknown model of a request is an adapter in it; None: there are no others
+    planner: tuple[str, ...] = ()  # the command that answers the page's plans; empty: there is no planner
+    lora_folder: Path | None = None  # adapters in it are loaded when a request names them; None: there is no folder
     batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
-    computes_for_others: bool = False  # it answers /kv/prefill
+    computes_for_others: bool = False  # whether it answers /kv/prefill
     transfer_timeout_s: float = 30.0  # for a prompt that another server computes
-    debug: bool = False  # the engine's process prints the traceback of its failure
+    debug: bool = False  # whether the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
     max_embedding_inputs: int = 2048  # of one HTTP request

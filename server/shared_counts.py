@@ -1,7 +1,7 @@
-"""Counts that all HTTP processes of a server see, in shared memory: what a limit or a choice needs from the others.
+"""Counts in shared memory, which all HTTP processes of a server read for their limits and for the choice of an engine.
 
-Each process writes its own row and reads all of them, so nothing is locked, and a process that is killed leaves no
-lock behind. Every cell is a whole 64-bit number. The parent clears the row of a process that has ended.
+Each process writes its own row and reads all rows, so there are no locks, and a process that is killed leaves none
+behind. Every cell is a 64-bit integer. The parent clears the row of a process that has ended.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     Cells = ctypes.Array[ctypes.c_int64]
     Words = ctypes.Array[ctypes.c_uint64]
 
-IN_FLIGHT, FIRST_OTHER = 0, 1  # columns; those of the engines and of the keys follow
-NUM_WORDS, WAYS = 1 << 17, 8  # remembered prefixes: a megabyte
-ENGINE_BITS, TIME_BITS = 11, 28  # of a word; the rest of it are bits of a digest
+IN_FLIGHT, FIRST_OTHER = 0, 1  # columns; two for each engine and one for each key follow
+NUM_WORDS, WAYS = 1 << 17, 8  # the words of the table of prefixes, a megabyte, and the words of a row
+ENGINE_BITS, TIME_BITS = 11, 28  # the bits of a word for the engine and the time; the rest are bits of a digest
 MOST_ENGINES = (1 << ENGINE_BITS) - 1
-PROMISED = 0  # in place of a time
+PROMISED = 0  # the value of a time that is not known yet
 _TIME_MASK = (1 << TIME_BITS) - 1
 _REST_MASK = (1 << 64 - ENGINE_BITS - TIME_BITS) - 1
 
 
 class Load(NamedTuple):
-    """What an engine has to do."""
+    """The work that an engine has."""
 
     num_open: int  # requests
     num_queued: int  # tokens to compute before their first tokens, of the requests that have none yet
@@ -34,17 +34,17 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedCounts:
-    """The whole table. It can be passed to a process that is being started."""
+    """The table of all processes. It can be passed to a process that is being started."""
 
     num_processes: int
     num_engines: int
     num_keys: int
     cells: Any  # Cells: a row for each process
-    words: Any  # Words: see `PrefixTable`
+    words: Any  # Words: the contents of a `PrefixTable`
 
     @classmethod
     def made(cls, num_processes: int, num_engines: int, num_keys: int) -> SharedCounts:
-        """A new one, on which no process is present."""
+        """A new table, in which all counts are 0."""
         context = multiprocessing.get_context("spawn")
         width = FIRST_OTHER + 2 * num_engines + num_keys
         return cls(
@@ -110,14 +110,14 @@ class Row:
 class PrefixTable:
     """Holds which engines have computed which beginnings of prompts, and when they have last used them.
 
-    A digest's last bits name a row of WAYS words, the most recently written first, of which a new one replaces the
-    last. A word holds further bits of the digest, a time in ticks and the engine. Behind the rows is a word for each
-    engine: what it has last used before that time is evicted. A race of two processes may lose a word, or keep it
-    twice.
+    The last bits of a digest name a row of WAYS words, the most recently written first. A new word replaces the last
+    one. A word holds further bits of the digest, a time in ticks and the engine. After the rows there is a word for
+    each engine: the time up to which its last uses count as evicted. A race between two processes may lose a word, or
+    keep it twice.
     """
 
     def __init__(self, counts: SharedCounts | None = None) -> None:
-        """`counts` are those of several processes; None: the table is this process's own."""
+        """`counts` hold the table of several processes; None: the table belongs to this process."""
         self._words = (ctypes.c_uint64 * (NUM_WORDS + MOST_ENGINES))() if counts is None else counts.words
 
     def get(self, digest: int) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: their store, and those of the start."""
+"""The LoRA adapters of an engine: their store, and the adapters that are loaded at the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunnersStore:
-    """`server.engine.adapters.AdapterStore` of this host, with the weights."""
+    """The `server.engine.adapters.AdapterStore` of this host, over a runner."""
 
     def __init__(self, settings: EngineSettings, config: LlamaConfig) -> None:
         from model.loading.adapter_store import AdapterStore
@@ -27,7 +27,10 @@ class RunnersStore:
         self.forget = self._store.forget
 
     def load(self, path: str) -> int:
-        """The identity of the weights at a path, or of a hub name. ValueError or OSError if they cannot be used."""
+        """Loads the weights of a path or a hub name. Returns their identity.
+
+        Raises ValueError or OSError if they cannot be used.
+        """
         from model.loading.source import NoAdapterError, adapter_place
 
         try:
@@ -42,10 +45,12 @@ def loaded_adapters(
     engine: AdaptableEngine,
     publisher: KvEventPublisher | None = None,
 ) -> Adapters | None:
-    """The adapters' names, with those of the start loaded. ValueError if one of these cannot be used.
+    """The engine's `Adapters`, after loading the adapters of the settings. None: LoRA is off.
+
+    Raises ValueError if an adapter cannot be used.
 
     Args:
-        publisher: of K/V events, which name adapters.
+        publisher: the publisher of K/V events, which name adapters; None: there is none.
     """
     if store is None:
         return None

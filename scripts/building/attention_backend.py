@@ -1,22 +1,23 @@
 """Chooses the attention backend of an engine: the first candidate whose kernels pass a self-test on this device.
 
-A kernel that a compiler refuses, or that computes wrong numbers on this device, never serves a token: with
-`--attention-backend auto` the next candidate is taken, with a warning; a backend asked for by name is an error. The
-same holds for kernels that do not take this chip, dtype, head or page size, and for a CPU's C code where there is no
-compiler for it.
+A kernel that a compiler refuses, or that computes wrong numbers on this device, never serves a token. With
+`--attention-backend auto` the next candidate is chosen, with a warning. For a backend that was asked for by name it is
+an error. The same applies to kernels that do not support this chip, dtype, head size or page size, and to the C code of
+a CPU without a compiler.
 
-Where a test runs depends on what its failure would spoil. Every test has a time limit.
+The process that runs a test depends on the effect of a failure. Every test has a time limit.
 
-- GPUs: after an illegal address all later work of the process fails, and a kernel that hangs cannot be interrupted. So
-  a form of the kernels that another candidate could replace is tested in a child process. The child uses the GPU next
-  to this process, from the memory that is not in this process's pool. It reads and writes the same compile cache: after
-  the first start, the test costs an import of jax and a CUDA context. If a second process cannot use the GPU (compute
-  mode EXCLUSIVE_PROCESS, or no memory outside the pool), or if this is a daemonic process, which may not have children,
-  this process tests the form itself.
-- TPUs: one process holds the chip. A child would have to initialise it before this process does so again, at every
-  start, and `reference` is the only other form. So this process runs the test; a hang ends the start with an error.
-- `reference`, a backend asked for by name, and interpreted kernels: nothing could take their place, so this process
-  runs the test; a hang ends the start with an error, except that interpreted kernels may take any time.
+- GPUs: after an illegal address all later work of a process fails, and a kernel that hangs cannot be interrupted. So a
+  backend that another candidate could replace is tested in a child process. The child uses the GPU at the same time as
+  this process, with memory that is not in this process's pool. It shares the compile cache, so after the first start
+  the test costs an import of jax and a CUDA context. This process runs the test itself if a second process cannot use
+  the GPU (compute mode EXCLUSIVE_PROCESS, or no memory outside the pool), or if this process is daemonic and may not
+  have children.
+- TPUs: only one process can hold the chip. A child would have to initialise it at every start before this process
+  initialises it again, and `reference` is the only other backend. So this process runs the test. A hang ends the start
+  with an error.
+- `reference`, a backend asked for by name, and interpreted kernels: there is no replacement, so this process runs the
+  test. A hang ends the start with an error, except that interpreted kernels have no time limit.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ NOT_HERE = "not run: the chip is not here"
 class Backends:
     """The attention backends that a start may choose from."""
 
-    candidates: Callable[[str, str], tuple[Backend, ...]]  # as `pallas_kernels.api.candidates`
-    make: Callable[..., PagedAttention]  # as `paged_attention`
+    candidates: Callable[[str, str], tuple[Backend, ...]]  # in place of `pallas_kernels.api.candidates`
+    make: Callable[..., PagedAttention]  # in place of `paged_attention`
 
 
 def paged_attention(
@@ -93,7 +94,7 @@ def paged_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The attention of an engine, and what its start found out about it."""
+    """The attention of an engine, and the results of its self-tests."""
 
     attention: PagedAttention
     info: AttentionInfo
@@ -116,14 +117,14 @@ def choose_attention(
     """The attention of the first of `candidates` that can be used and passes its self-test.
 
     Args:
-        make: the attention of the model over a backend. Its ValueErrors are raised.
-        native_folder: where compiled C code is kept; None: it is compiled for this process alone.
-        make_tested: the attention that is tested in its place; None: that of `make` itself.
-        limit_s: seconds of a test.
-        is_here: whether the device can run a test; otherwise each passes.
+        make: returns the attention of the model over a backend. Its ValueErrors are raised.
+        native_folder: the folder of compiled C code; None: the code is compiled for this process only.
+        make_tested: returns the attention that is tested in place of that of `make`; None: `make` is used.
+        limit_s: the seconds that a test may take.
+        is_here: whether the device can run a test; otherwise every test passes.
 
     Raises:
-        ValueError: none passes.
+        ValueError: no candidate passes.
     """
     from pallas_kernels.self_test import SelfTestError
     from pallas_kernels.spec import UnavailableError
@@ -168,7 +169,7 @@ def is_tested_by_a_child(backend: Backend, candidates: Sequence[Backend]) -> boo
 
 
 def _can_a_child_test(backend: Backend, *, may_fail: bool) -> bool:
-    """Whether a second process tests the backend: only if another one can take its place."""
+    """Whether a second process can test the backend. This requires that another backend could replace it."""
     from pallas_kernels.spec import Backend
 
     may_have_children = not multiprocessing.current_process().daemon
@@ -183,8 +184,10 @@ def compile_self_test(
     platform: str,
     max_model_len: int,
 ) -> int:
-    """Compiles the programs of the test of `choose_attention`, for devices that may be described only, and returns
-    their number. Raises SelfTestError if one cannot be compiled."""
+    """Compiles the programs of the self-test and returns their number. The devices need not be attached.
+
+    Raises SelfTestError if a program cannot be compiled.
+    """
     from pallas_kernels.spec import Backend
 
     if attention.backend is Backend.REFERENCE and platform == "cpu":
@@ -218,7 +221,7 @@ def self_test_programs(buckets: BucketConfig, platform: str) -> list[Program]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Test:
-    """The self-test of one form. It can be pickled if its attention has no mesh."""
+    """The self-test of one backend. It can be pickled if its attention has no mesh."""
 
     attention: PagedAttention
     settings: EngineSettings
@@ -227,14 +230,15 @@ class _Test:
     max_model_len: int
 
     def of_kernels(self, limit_s: float, *, may_fail: bool) -> tuple[str, str]:
-        """The result in a word, and a remark.
+        """Runs the test. Returns the result as a word, and a remark.
 
         Args:
-            may_fail: another form can take the place of this one.
+            limit_s: the seconds that the test may take.
+            may_fail: whether another backend could replace this one.
 
         Raises:
-            SelfTestError: the form cannot be used here.
-            ValueError: it hangs, and this process cannot go on.
+            SelfTestError: the backend cannot be used here.
+            ValueError: the test hangs, and this process cannot continue.
         """
         from pallas_kernels.self_test import SelfTestError
         from pallas_kernels.spec import Backend
@@ -263,7 +267,7 @@ class _Test:
             return _in_a_thread(self.run, backend, None if backend.is_interpreted else limit_s)
 
     def run(self) -> tuple[str, str]:
-        """The test, in this process and thread. Raises SelfTestError."""
+        """Runs the test in this process and thread. Raises SelfTestError if it fails."""
         from pallas_kernels.self_test import SelfTestError
         from pallas_kernels.spec import Backend
 
@@ -281,7 +285,7 @@ class _Test:
         )
 
     def made(self) -> SelfTest:
-        """The test of the operation. Nothing is compiled yet."""
+        """The test of the kernels, of which nothing is compiled yet."""
         from model.compiling.compiler_options import compiler_options
         from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest
 
@@ -294,7 +298,8 @@ class _Test:
 
 
 def _in_this_child(test: _Test, num_chips: int) -> tuple[str, str] | SelfTestError | str:
-    """The outcome of `_Test.run` over so many chips; or why a second process cannot use them, in a string."""
+    """Runs a test over so many chips in a child process. Returns its result or its error. A string is the reason why a
+    second process cannot use the chips."""
     from pallas_kernels.self_test import SelfTestError
 
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the other process's pool has most of the memory
@@ -317,7 +322,7 @@ def _in_this_child(test: _Test, num_chips: int) -> tuple[str, str] | SelfTestErr
 
 
 def _in_a_thread[T](work: Callable[[], T], backend: str, limit_s: float | None) -> T:
-    """`work()`, of which this thread can stop waiting. Raises ValueError after `limit_s` seconds."""
+    """The result of `work()`, which runs in another thread. Raises ValueError after `limit_s` seconds."""
     future = Future[T]()
 
     def run() -> None:
@@ -338,7 +343,7 @@ def _in_a_thread[T](work: Callable[[], T], backend: str, limit_s: float | None) 
 
 @contextmanager
 def _warning_after(seconds: float, message: str) -> Iterator[None]:
-    """The log then says what the start is waiting for."""
+    """Logs `message` if the context takes longer than this time."""
     timer = threading.Timer(seconds, logger.warning, (message,))
     timer.daemon = True
     timer.start()
@@ -349,7 +354,7 @@ def _warning_after(seconds: float, message: str) -> Iterator[None]:
 
 
 def _warning(info: AttentionInfo, first: Backend) -> str:
-    """Why the first candidate does not serve, what that costs, and what to do."""
+    """The warning that the first candidate does not serve: the reason, the cost, and what to do."""
     from pallas_kernels.spec import Backend
 
     slower = "several times slower" if info.backend == Backend.REFERENCE else "slower"
@@ -363,7 +368,7 @@ def _reasons(failures: Mapping[str, str]) -> str:
 
 
 def _load_native(backend: Backend, folder: Path | None) -> None:
-    """Raises UnavailableError if the backend has code in C and that cannot be compiled."""
+    """Compiles and loads the backend's C code, if it has any. Raises UnavailableError if this fails."""
     from pallas_kernels.spec import Backend
 
     if backend is Backend.CPU:

@@ -1,4 +1,4 @@
-"""The engine's factory: from settings to a warmed-up engine, with a report of each phase of the start.
+"""Builds a warmed-up engine from settings, and reports each phase of the start.
 
 The engine's process calls `build_served`. Offline generation calls `build` in its own process.
 """
@@ -90,8 +90,8 @@ class Built:
         """An engine over the runner, not started. `on_death` is called with the exception that ended it.
 
         Args:
-            runner: takes the place of the runner, which it wraps.
-            page_events: as of `Engine`.
+            runner: replaces the runner, which it wraps.
+            page_events: gets the events of pages; None: there are none.
         """
         settings = self.settings
         config = EngineConfig(
@@ -115,17 +115,17 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherHosts:
-    """What `build_runner` needs to know of the other hosts of one engine."""
+    """The functions by which `build_runner` works with the other hosts of one engine."""
 
     num_hosts: int
-    join: Callable[[], None]  # joins their processes, see `device.start_jax`
+    join: Callable[[], None]  # joins their processes, before jax looks for devices
     agree: Callable[[int, Mapping[str, str]], int]
     """From the pages that this host has room for, and facts that must be equal on all hosts: the pages to use."""
 
 
 def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngine, EngineInfo]:
-    """`build` for the server, which may change the weights. Tokens for structured output are read while programs are
-    compiled."""
+    """Builds the server's engine, whose weights may be changed. The tokens for structured output are read while
+    programs are compiled."""
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
@@ -146,7 +146,7 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
 
 
 def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
-    """Makes the server's tokenizer from the size of the vocabulary."""
+    """A function that makes the server's tokenizer from the size of the vocabulary."""
 
     def tokenizer(vocab_size: int) -> ByteLevelTokenizer:
         from server.text.tokenizer import ByteLevelTokenizer
@@ -159,13 +159,13 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokeniz
 def build(
     settings: EngineSettings, report: Report, tokenizer: Callable[[int], ByteLevelTokenizer], *, tokenizer_folder: Path
 ) -> tuple[Engine, Built, Adapters | None]:
-    """A warmed-up engine of this process, not started, with what it was made of and its LoRA adapters.
+    """A warmed-up engine in this process, not started, with its `Built` and its LoRA adapters.
 
     Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
-        tokenizer: as for `warm_engine`.
-        tokenizer_folder: `tokenizer` of `build_runner`.
+        tokenizer: makes the tokenizer from the size of the vocabulary.
+        tokenizer_folder: a folder or a GGUF file, whose end tokens end an answer.
     """
     if settings.kv_role != "both":
         raise ValueError(f"--kv-role {settings.kv_role}: only servers compute prompts for each other")
@@ -190,7 +190,7 @@ def warm_engine(
         tokenizer: makes the tokenizer from the size of the vocabulary; None: the engine supports no grammars.
         read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them. This
             holds the interpreter's lock for most of a second; while serving, it would delay steps.
-        runner: as for `Built.engine`.
+        runner: replaces the runner of `built`, which it wraps.
         publisher: of K/V events, which ends with the engine.
     """
     grammars = None
@@ -218,12 +218,12 @@ def build_runner(
 
     Args:
         tokenizer: a folder or a GGUF file, whose end tokens end an answer; None: the model's own.
-        compile_meanwhile: the programs of all buckets but `Built.may_wait` are being compiled for the warm-up;
-            otherwise nothing is compiled yet.
-        backends: the candidates for the attention backend, if not those of `pallas_kernels.api`.
+        compile_meanwhile: starts to compile the programs of all buckets but `Built.may_wait` for the warm-up; otherwise
+            nothing is compiled yet.
+        backends: the candidates for the attention backend; None: those of `pallas_kernels.api`.
         others: the other hosts of this engine, which all build the same runner; None: there are none.
-        only_programs: nothing runs on the device, which may be described only: its kernels are not tested, and nothing
-            is loaded or allocated. The runner can compile the programs that it would have otherwise.
+        only_programs: makes a runner that can only compile its programs. Nothing is tested, loaded or allocated on the
+            device, which need not be attached.
     """
     import jax
 
@@ -285,7 +285,7 @@ def build_runner(
     adapter_store = RunnersStore(settings, weights.config) if settings.enable_lora else None
 
     def runner_over(attention: PagedAttention) -> tuple[ModelRunner, dict[str, str]]:
-        """A runner without weights, and what shapes its programs."""
+        """A runner without weights, and the facts that shape its programs."""
         from model.execution.runner import ModelRunner
 
         chips.pack_for(attention.backend, chips.planned)
@@ -425,13 +425,13 @@ def build_runner(
 
 
 def _say_nothing(line: str) -> None:
-    """The report of a runner that is not served."""
+    """Drops a line of the report."""
 
 
 def _facts(
     weights: ChosenWeights, draft: ChosenDraft | None, attention: PagedAttention, ladder: BucketLadder
 ) -> dict[str, str]:
-    """What shapes the programs besides the settings and the number of pages."""
+    """The facts that shape the programs, in addition to the settings and the number of pages."""
     import jax
 
     return {

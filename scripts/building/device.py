@@ -13,7 +13,7 @@ from scripts.building.kept_folders import KeptFolders, kept_folders
 from scripts.flags.settings import EngineSettings
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # by device, as jax names them
-CUDA = 13  # of jax's packages
+CUDA = 13  # the version of CUDA in jax's packages
 # The share of a GPU's memory for JAX's pool. --memory-utilization is a share of the pool. CUDA's context, the loaded
 # programs and NCCL's buffers are outside the pool (scripts/lab/results/decisions.md).
 GPU_POOL_SHARE = 0.92
@@ -27,12 +27,13 @@ def start_jax(
     num_hosts: int = 1,
     folders: KeptFolders | None = None,
 ) -> str:
-    """'cpu', 'gpu' or 'tpu': the platform of this process. Raises ValueError if the wanted device is missing, or on
-    another system than Linux.
+    """Starts jax on the wanted device. Returns the platform of this process: 'cpu', 'gpu' or 'tpu'.
+
+    Raises ValueError if the wanted device is missing, or if the system is not Linux.
 
     Args:
-        join: joins the other hosts' processes. It is called before the devices are asked for.
-        folders: those of `kept_folders`, if the caller has asked for them already.
+        join: joins the other hosts' processes. It is called before jax looks for devices.
+        folders: the result of `kept_folders`; None: it is called here.
     """
     if sys.platform != "linux":
         advice = "run it in a container or a virtual machine with Linux"  # also in scripts/setup.sh
@@ -64,7 +65,7 @@ def start_jax(
 
 
 def check_cuda() -> None:
-    """Raises ValueError, with the reason in words, if CUDA reaches no GPU."""
+    """Raises ValueError with the reason if CUDA finds no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -87,7 +88,7 @@ def check_cuda() -> None:
 
 
 def find_device() -> str:
-    """'cpu', 'tpu' or 'cuda': this machine's device, by the rule with which scripts/serve chooses packages."""
+    """This machine's device, 'cpu', 'tpu' or 'cuda', by the same rule by which scripts/serve chooses packages."""
     command = ["bash", "-c", ". scripts/setup.sh && find_device"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:

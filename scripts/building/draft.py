@@ -1,4 +1,4 @@
-"""The draft model or head of `--speculative-config`: found, and checked against the model that verifies its drafts."""
+"""Finds the draft model or head of `--speculative-config`, and checks it against the model that verifies its drafts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ChosenDraft:
     """A draft model or head that is found and checked, but not loaded yet."""
 
     weights: ChosenWeights | ChosenHead
-    settings: EngineSettings  # with which it is placed on the chips
+    settings: EngineSettings  # the settings by which it is placed on the chips
 
     @property
     def network(self) -> LlamaConfig | EagleConfig:
-        """The sizes of all that it multiplies."""
+        """The config of the network, with the sizes of its weights."""
         return self.weights.eagle if isinstance(self.weights, ChosenHead) else self.weights.config
 
     def cost(self, model: ChosenWeights, platform: str) -> float:
-        """`draft_cost` with the weights of both in their stored forms."""
+        """The time of its pass, in passes of the model, with the weights of both in their stored forms."""
         bits = bits_of_a_weight(self.weights.quantization, self.weights.dtype)
         of_model = bits_of_a_weight(model.quantization, model.dtype)
         return draft_cost(self.network, model.config, platform, bits=(bits, of_model))
@@ -38,16 +38,17 @@ class ChosenDraft:
 def choose_draft(
     settings: EngineSettings, model: ChosenWeights, platform: str, max_model_len: int
 ) -> ChosenDraft | None:
-    """The draft model or head; None if drafts are looked up. The weights of a draft model have the form that the config
-    asks for, or else the one in which they are stored; those of a head have the model's type. K/V have the type of the
-    computation.
+    """The draft model or head. None: drafts are looked up in the prompt and output.
+
+    The weights of a draft model have the form that the config asks for, or else their stored form. The weights of a
+    head have the model's type. K/V have the type of the computation.
 
     Args:
         model: the model that verifies the drafts.
 
     Raises:
-        ValueError: none is named, it cannot be used, or has other tokens than the model. A draft model with a shorter
-            context is refused, too; of a head, the report says so.
+        ValueError: the config names no draft model or head, it cannot be used, its tokens are not those of the model,
+            or a draft model has a shorter context. A head's shorter context is only reported.
     """
     if settings.speculation is None or settings.speculation.looks_up:
         return None
@@ -90,18 +91,18 @@ def choose_draft(
 def draft_cost(
     draft: LlamaConfig | EagleConfig, model: LlamaConfig, platform: str, *, bits: tuple[int, int] = (16, 16)
 ) -> float:
-    """The time of a pass of the draft model or head, in passes of the model: the share of the bytes of the weights that
-    are multiplied, or the platform's least.
+    """The time of a pass of the draft model or head, in passes of the model. It is the ratio of the bytes of the
+    multiplied weights, or the platform's minimum if that is larger.
 
     Args:
-        bits: of a weight of the draft model or head, and of one of the model.
+        bits: the bits of a weight of the draft model or head, and of a weight of the model.
     """
     weights = num_multiplied(draft) * bits[0] / bits[1]  # as many of the model's take as long to read
     return max(weights, LEAST_DRAFT_WEIGHTS[platform]) / num_multiplied(model)
 
 
 def num_multiplied(network: LlamaConfig | EagleConfig) -> int:
-    """The weights that a pass multiplies: all but the embedding."""
+    """The number of weights that a pass multiplies: all but the embedding."""
     config = network if isinstance(network, LlamaConfig) else network.layer
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     of_layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)

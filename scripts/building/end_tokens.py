@@ -9,18 +9,18 @@ from pathlib import Path
 from model.loading.source import ModelSource
 from server.text.named_tokens import read_named_tokens
 
-# Of Llama 3, and of ChatML. An added token of such a name ends a text, a message or a turn in every model that has it.
+# The names of Llama 3 and ChatML. An added token of such a name ends a text, a message or a turn in every model.
 NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")
 _MOST_SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndToken:
-    """A token after which an answer has ended."""
+    """A token that ends an answer."""
 
     id: int
     text: str | None  # None: the tokenizer has no name for it
-    origin: str  # what makes it an end token, in words
+    origin: str  # the file or rule that makes it an end token, in words
 
     def __str__(self) -> str:
         return f"{self.id if self.text is None else self.text} ({self.origin})"
@@ -29,9 +29,9 @@ class EndToken:
 def find_end_tokens(source: ModelSource, tokenizer: Path | None = None) -> tuple[EndToken, ...]:
     """Every end token of a model, each id once.
 
-    As in vLLM these are the ids of `generation_config.json`, or else of `config.json`, and the tokenizer's `eos_token`:
-    a fine-tune of a base model often changes only the tokenizer. As in llama.cpp the tokens of `NAMES` are end tokens,
-    too: many fine-tunes use a template whose end of turn no file states.
+    As in vLLM these are the ids of `generation_config.json`, or else of `config.json`, and the tokenizer's `eos_token`,
+    because a fine-tune of a base model often changes only the tokenizer. As in llama.cpp the tokens of `NAMES` are end
+    tokens, too, because many fine-tunes use a template whose end-of-turn token is in no file.
 
     Args:
         tokenizer: a folder or a GGUF file; None: the model's own.
@@ -56,7 +56,7 @@ def find_end_tokens(source: ModelSource, tokenizer: Path | None = None) -> tuple
 
 
 def listed(tokens: Sequence[EndToken]) -> str:
-    """The end tokens and where each is from, for the report of the start."""
+    """The end tokens and their origins as text, for the report of the start."""
     if not tokens:
         return "none: an answer ends at max_tokens or at a stop string"
     more = f" and {len(tokens) - _MOST_SHOWN} more" if len(tokens) > _MOST_SHOWN else ""

@@ -1,4 +1,4 @@
-"""The EAGLE head of `--speculative-config`: found, and checked against the model whose hidden states it reads."""
+"""Finds the EAGLE head of `--speculative-config`, and checks it against the model whose hidden states it reads."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class ChosenHead:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether it has an embedding of its own; otherwise it shares the model's."""
+        """Whether the head has its own embedding; otherwise it shares the model's."""
         if self.stored is None:
             return self.eagle.layer.hidden_size != self.eagle.model_width
         return self.stored.has_embedding
 
     def plan(self, form: Mapping[str, Any]) -> EagleHead:
-        """The head in a `ModelOnChips.form`, without weights."""
+        """The head in the form of a `ModelOnChips`, without weights."""
         from model.network.sharding import abstract_head
 
         return abstract_head(self.eagle, has_embedding=self.has_embedding, **_placement(form))
 
     def load(self, form: Mapping[str, Any]) -> EagleHead:
-        """The head in a `ModelOnChips.form`."""
+        """The head in the form of a `ModelOnChips`, with its weights."""
         from model.loading.eagle_head import random_head
 
         if self.stored is None:
@@ -72,11 +72,12 @@ def choose_head(
     """The head in a folder or of a hub name.
 
     Args:
+        name: the folder or the hub name.
         method: "eagle" or "eagle3".
-        model: that verifies the drafts.
+        model: the model that verifies the drafts.
 
     Raises:
-        ValueError: there is none, it has a form that is not read, or it does not fit the model.
+        ValueError: there is no head, its format is not supported, or it does not fit the model.
     """
     is_random = settings.load_format == "dummy"
     folder = head_folder(name, weights=not is_random)
@@ -114,5 +115,5 @@ def _find(folder: Path, config: EagleConfig, model: ChosenWeights) -> StoredHead
 
 
 def _placement(form: Mapping[str, Any]) -> dict[str, Any]:
-    """What a head takes of a `ModelOnChips.form`: it is not quantised."""
+    """The parts of a `ModelOnChips.form` that apply to a head, which is not quantised."""
     return {name: form[name] for name in ("dtype", "mesh")}

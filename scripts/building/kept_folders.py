@@ -1,7 +1,7 @@
-"""The folders of what is kept between starts. They only make starts faster: none of them stops one.
+"""The folders of files that are kept between starts. They only make starts faster: a start works without them.
 
-A folder of programs holds code that the next start runs. So one that other users could write to is not used: if a flag
-names it, it is refused.
+A folder of programs holds code that the next start runs. So a folder that other users could write to is not used, and
+is an error if a flag names it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ logger = logging.getLogger("pallas_serve")
 
 @dataclass(frozen=True, kw_only=True)
 class KeptFolders:
-    """Where programs are kept between starts; None: nowhere."""
+    """The folders in which programs are kept between starts; None: they are not kept."""
 
     compiled: Place | None
-    native: Path | None  # of C code, which is loaded from this machine only
-    exported: Path | None  # as --export-cache names it
+    native: Path | None  # for C code, which is loaded from this machine only
+    exported: Path | None  # the folder of --export-cache
 
     def executables(self, platform: str, *, num_hosts: int, is_interpreted: bool) -> Path | None:
-        """The folder of executables. On a CPU without --export-cache it is inside the folder of compiled programs: a
-        start from that folder alone would trace or lower each program again, which takes longer the more layers there
-        are. None: they are not kept. Those of several hosts, and of interpreted kernels, cannot be."""
+        """The folder of executables. None: they are not kept. Executables of several hosts, and of interpreted kernels,
+        cannot be.
+
+        On a CPU without --export-cache it is inside the folder of compiled programs. From that folder alone a start
+        would trace or lower each program again, which takes longer the more layers there are.
+        """
         if self.exported is not None:
             return self.exported
         if platform != "cpu" or num_hosts > 1 or is_interpreted or not isinstance(self.compiled, Path):
@@ -40,13 +43,15 @@ class KeptFolders:
         return folder if _is_private(folder, asked=False) else None
 
     def weights(self, platform: str) -> Path | None:
-        """The folder of prepared weights, which CPUs have only; None: they are not kept."""
+        """The folder of prepared weights, which only CPUs use; None: they are not kept."""
         return self.compiled / "weights" if platform == "cpu" and isinstance(self.compiled, Path) else None
 
 
 def kept_folders(settings: EngineSettings) -> KeptFolders:
-    """The folders of a start, which are made; the log names one that cannot be used. Raises ValueError if a flag names
-    a folder that other users could write to."""
+    """Creates the folders of a start. The log names a folder that cannot be used.
+
+    Raises ValueError if a flag names a folder that other users could write to.
+    """
     asked = settings.compile_cache
     compiled = compile_cache_folder(asked)
     if isinstance(compiled, Path) and not _is_private(compiled, asked=asked is not None):
@@ -79,8 +84,10 @@ def users_cache_folder() -> Path:
 
 
 def _is_private(folder: Path, *, asked: bool) -> bool:
-    """Makes the folder. Whether it is there, and other users cannot write to it; if a flag names it and they can,
-    raises ValueError."""
+    """Creates the folder. Returns whether it exists and other users cannot write to it.
+
+    Raises ValueError if a flag names the folder (`asked`) and other users can write to it.
+    """
     from model.compiling.program_files import check_private
 
     try:

@@ -19,7 +19,9 @@ def make_publisher(
     rank: int = 0,
     environment: Mapping[str, str] = os.environ,
 ) -> KvEventPublisher | None:
-    """A publisher with open sockets. None: the settings ask for no events. ValueError if an endpoint cannot be used.
+    """A publisher with open sockets; None: the settings ask for no events.
+
+    Raises ValueError if an endpoint cannot be used.
 
     Args:
         rank: the number of the engine among several.

@@ -67,7 +67,7 @@ def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> Bu
     """The limits and shapes of the steps: from the settings, or by default from the platform.
 
     Args:
-        num_chips: over which the model is split. They decide the numbers of rows that have a program.
+        num_chips: the chips over which the model is split. The numbers of rows with a program depend on them.
     """
     defaults = _DEFAULTS[platform]
     # One TPU draws for the rows in use only (`model/sampling/row_blocks.py`). The products of up to 128 rows take as
@@ -101,7 +101,8 @@ def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> Bu
 
 
 def long_prompts(settings: EngineSettings, max_model_len: int) -> LongPrompts:
-    """How long prompts share the steps. As in vLLM, a number of them above 1 has a threshold of 4% of the context."""
+    """How long prompts share the steps. With more than one at a time their threshold is 4% of the context, as in
+    vLLM."""
     threshold, most = settings.long_prefill_token_threshold, settings.max_num_partial_prefills
     if most is not None and most > 1 and not threshold:
         threshold = max(1, max_model_len // 25)
@@ -109,8 +110,8 @@ def long_prompts(settings: EngineSettings, max_model_len: int) -> LongPrompts:
 
 
 def even_context(config: LlamaConfig) -> float:
-    """Tokens of context whose attention takes a token of a prompt as long as its products: 27,000 for Llama 3.1 8B and
-    52,000 for 70B. By operations: both are taken to run at the same speed."""
+    """The tokens of context at which a prompt token's attention takes as long as its matrix products: 27,000 for
+    Llama 3.1 8B and 52,000 for 70B. Both are taken to run at the same speed, so the number of operations decides."""
     attention = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     return (attention + mlp) / (2 * config.num_heads * config.head_dim)

@@ -36,12 +36,12 @@ _PACKAGES = [Path(__file__).parents[2] / name for name in ("model", "pallas_kern
 
 @dataclass(frozen=True)
 class Loaded:
-    """What has been read of a checkpoint. The models' weights are on the chips."""
+    """The contents of a checkpoint, with the models' weights on the chips."""
 
     weights: ChosenWeights
     model: Llama
     draft: Llama | EagleHead | None
-    kv_ranges: np.ndarray | None  # as of `Loader.kv_ranges`
+    kv_ranges: np.ndarray | None  # the checkpoint's ranges for 8-bit pages; None: there are none
 
     def delete(self) -> None:
         """Frees the memory of the chips."""
@@ -55,12 +55,12 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """Loads weights into a runner, at the start and later others of the same shapes.
+    """Loads weights into a runner at the start, and later other weights of the same shapes.
 
-    With several hosts all of them call the same methods. `read` waits for no other host, and `place` may do so.
+    With several hosts all of them call the same methods. `read` does not wait for other hosts; `place` may.
 
     Args:
-        prepared_folder: of weights that earlier starts have prepared; None: there is none.
+        prepared_folder: the folder of weights that earlier starts have prepared; None: there is none.
     """
 
     runner: ModelRunner
@@ -73,12 +73,14 @@ class Loader:
     prepared_folder: Path | None
 
     def load(self, weights: ChosenWeights) -> None:
-        """`read`, then `place`. Weights that this start has prepared are kept for the next."""
+        """Reads and places the weights. Weights that this start has prepared are kept for the next one."""
         self.place(self.read(weights, keeps=True))
 
     def read(self, weights: ChosenWeights, *, keeps: bool = False) -> Loaded:
-        """Reads the parts of the chips of this host, or maps what an earlier start has kept. Raises ValueError or
-        OSError if they cannot be read."""
+        """Reads the weights of this host's chips, or maps the file that an earlier start has kept.
+
+        Raises ValueError or OSError if they cannot be read.
+        """
         with phase("load", self.report) as say, self.runner.expecting_compiles():
             model = self._read_one(weights, self.chips, say, keeps=keeps)
         draft_model = None
@@ -135,7 +137,7 @@ class Loader:
                 say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
 
     def check(self, given: GivenWeights) -> None:
-        """Finds what would hinder an `update`. It waits for the arrays, and makes the modules of one layer, so that the
+        """Checks that an `update` can be made. Waits for the arrays and makes the modules of one layer, so that the
         update compiles nothing. Steps may run meanwhile.
 
         Raises:
@@ -150,9 +152,9 @@ class Loader:
             raise ValueError(f"the new weights cannot be made on the device: {one_line(str(error))}") from error
 
     def update(self, given: GivenWeights) -> None:
-        """Gives other weights to the runner's model, with no step in flight. Each module's old arrays are deleted once
-        its new ones are made, so the chips need room for one module more than they hold. Programs, pages and drafts
-        stay as they are; the pages then hold K/V of other weights.
+        """Gives other weights to the runner's model, with no step in flight. Each module's old arrays are deleted after
+        its new ones are made, so the chips need room for one more module. Programs, pages and drafts stay as they are.
+        The pages then hold K/V of the old weights.
 
         Raises:
             ValueError: the weights do not fit the model, and nothing has changed.
@@ -182,12 +184,12 @@ class Loader:
 
 
 def _prepared_file(folder: Path | None, weights: ChosenWeights | ChosenHead, chips: ModelOnChips) -> Path | None:
-    """The file of these weights in the form of `chips.planned`, there or not: another one for each content, form and
-    version of the code. None: they are not kept. Those are random weights, those of a bucket and those of a head that
-    drafts.
+    """The path of the file with these weights in the form of `chips.planned`. It depends on the content, the form and
+    the version of the code. The file need not exist. None: the weights are not kept. Random weights, weights in a
+    bucket and the weights of a head are never kept.
 
     Args:
-        folder: of the files of all weights; None: none are kept.
+        folder: the folder of the files of all weights; None: none are kept.
     """
     if folder is None or not chips.is_one_cpu or not isinstance(weights, ChosenWeights) or weights.stored is None:
         return None
@@ -212,14 +214,14 @@ def _prepared_file(folder: Path | None, weights: ChosenWeights | ChosenHead, chi
 
 
 def _version(file: Path) -> tuple[Any, ...]:
-    """What changes with the file's content."""
+    """A value that changes when the file's content changes."""
     status = file.stat()
     return str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 @contextmanager
 def phase(name: str, report: Report) -> Iterator[Report]:
-    """Reports the seconds of the phase, with the remarks of the body."""
+    """Reports the seconds of a phase, with the remarks that its body reports."""
     started = time.perf_counter()
     said: list[str] = []
     yield said.append
@@ -230,9 +232,8 @@ def find_kv_scales(model: Llama, stored: np.ndarray | None, spec: AttentionSpec)
     """The scales f32[L, 2, K] for the stored KV heads, and their origin in words.
 
     Args:
-        model: its weights are in place.
-        stored: the ranges that the checkpoint has (`StoredWeights.kv_ranges`); None: they are measured, on all hosts
-            at once.
+        model: a model with its weights in place.
+        stored: the checkpoint's ranges (`StoredWeights.kv_ranges`); None: they are measured, on all hosts at once.
     """
     import jax.numpy as jnp
     import numpy as np

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
 
-MakeAttention = Callable[..., "PagedAttention"]  # as `backends.paged_attention`
+MakeAttention = Callable[..., "PagedAttention"]  # with the arguments of `attention_backend.paged_attention`
 
 
 class ModelOnChips:
-    """Raises ValueError if the model cannot be divided over `num_chips`.
+    """A model's form on `num_chips` chips. Raises ValueError if the model cannot be divided over them.
 
     Args:
-        config: the checkpoint's own.
-        limits: of the engine.
+        config: the checkpoint's own config.
+        limits: the limits of the engine.
         draft: the draft model or head on the same chips; None: there is none.
         plan: describes the network in the form of these chips, if it is not a Llama of `config`.
     """
@@ -63,8 +63,10 @@ class ModelOnChips:
         self._limits = limits
 
     def attention(self, make: MakeAttention, backend: Backend) -> PagedAttention:
-        """The attention over one backend, on which the dtype and the size of pages depend. Raises UnavailableError if
-        the backend does not compute the model's attention or the draft's."""
+        """The attention over one backend. The dtype and the size of pages depend on it.
+
+        Raises UnavailableError if the backend does not compute the attention of the model or of the draft.
+        """
         self.draft_over(make, backend)
         return self._attention(make, backend, self.config, self.mesh)
 
@@ -75,12 +77,15 @@ class ModelOnChips:
         return self._attention(make, backend, config, None)
 
     def draft_over(self, make: MakeAttention, backend: Backend) -> tuple[Llama | EagleHead, PagedAttention] | None:
-        """The draft without weights, and its attention over the model's backend. ValueError if there is none."""
+        """The draft without weights, and its attention over the model's backend; None: there is no draft.
+
+        Raises ValueError if the backend does not compute its attention.
+        """
         return None if self.draft is None else (self.draft.planned, self.draft.attention(make, backend))
 
     def pack_for(self, backend: Backend, model: Llama | EagleHead) -> None:
-        """Brings the model's weights and operations into the form of the platform, in place. This is where C is chosen
-        for all that a step computes besides attention: on one CPU, with the C code's attention."""
+        """Converts the model's weights and operations to the form of the platform, in place. On one CPU with the C
+        code's attention, this also chooses the C code for all other operations of a step."""
         from model.network.packed import pack, pack_for_tpu, use_cpu_products
 
         if self.is_one_cpu and backend == "cpu":
@@ -91,7 +96,8 @@ class ModelOnChips:
             pack_for_tpu(model, self.mesh)
 
     def check_fits(self, make: MakeAttention, candidates: Sequence[Backend]) -> None:
-        """Raises ValueError if there is no `first_attention`, or a chip of this process has too little memory."""
+        """Raises ValueError if no candidate computes the attention, or if a chip of this process has too little
+        memory."""
         import jax
 
         from model.execution.device_memory import device_memory

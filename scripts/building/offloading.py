@@ -1,4 +1,4 @@
-"""Where an engine's pages go that leave the device: a part of the host's memory, and files behind it."""
+"""Offloads an engine's pages from the device to a part of the host's memory, and from there to files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
 
 GIB = 1 << 30
-# Gives digests of the model's weights and of those that draft.
+# Returns digests of the model's weights and of those of the draft model or head.
 Digests = Callable[[], tuple[str, str]]
 
 
 def start_digests(settings: EngineSettings, weights: ChosenWeights, draft: ChosenDraft | None) -> Digests | None:
-    """Reads the weights' files in a thread of its own, because that may take long. None: no pages go to files, nor to
-    other engines."""
+    """Starts to read the weights' files in a separate thread, because that may take long. None: no pages go to files or
+    to other engines."""
     if settings.kv_offloading_path is None and settings.kv_role == "both":
         return None
     thread = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
@@ -40,7 +40,10 @@ def start_digests(settings: EngineSettings, weights: ChosenWeights, draft: Chose
 
 
 def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Digests | None) -> Offloading | None:
-    """None: pages do not leave the device. Raises ValueError if the host's memory or the folder cannot be used."""
+    """The offloading that the settings ask for; None: pages do not leave the device.
+
+    Raises ValueError if the host's memory or the folder cannot be used.
+    """
     from model.execution.device_memory import host_memory
     from model.page_files.store import PATH_FLAG, PageFiles
 
@@ -65,7 +68,7 @@ def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Dige
 
 
 def identity_of_pages(settings: EngineSettings, runner: ModelRunner, digests: Digests | None) -> dict[str, str]:
-    """What engines that give pages to each other must have in common; nothing if this one neither gives nor takes."""
+    """The facts that must be equal in engines that exchange pages. It is empty if this engine exchanges none."""
     if settings.kv_role == "both" or digests is None:
         return {}
     identity = dataclasses.asdict(runner.page_identity(*digests()))
@@ -73,8 +76,10 @@ def identity_of_pages(settings: EngineSettings, runner: ModelRunner, digests: Di
 
 
 def give_pages(served: ServedSettings, engine: Engine, info: EngineInfo) -> EngineInfo:
-    """Gives pages to other engines from now on, if the role says so. Returns the info with the port and
-    its key. Raises ValueError if it cannot be used."""
+    """Starts to give pages to other engines, if the role says so. Returns the info with the port and its key.
+
+    Raises ValueError if the port cannot be used.
+    """
     if served.engine.kv_role != "prefill":
         return info
     pages = PageServer(engine, served.host, served.engine.kv_port)
@@ -82,7 +87,7 @@ def give_pages(served: ServedSettings, engine: Engine, info: EngineInfo) -> Engi
 
 
 def _digest(weights: ChosenWeights | ChosenHead) -> str:
-    """Equal only if the weights are."""
+    """A digest of the weights."""
     from model.loading.weights_digest import files_digest, weights_digest
 
     if weights.stored is None:

@@ -1,4 +1,4 @@
-"""How many chips share a model, if `--tensor-parallel-size` does not say."""
+"""Chooses the number of chips that share a model, if `--tensor-parallel-size` is not given."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def choose_num_chips(
     *,
     num_hosts: int = 1,
 ) -> int:
-    """The chips that share the model: as asked for, or one if it fits there, otherwise the least power of two on which
-    it fits. Several hosts share it over all their chips.
+    """The number of chips that share the model: `asked`, or else the least power of two on which the model fits.
+    Several hosts use all their chips.
 
     Args:
-        num_devices: there are so many chips, on all hosts together.
+        num_devices: the number of chips, on all hosts together.
         check: raises ValueError if the model does not fit on so many chips, or cannot be divided over them.
 
     Raises:
         ValueError: the model fits on no number of chips (the error is that of the largest number, or the first about
-            the attention backend), or several hosts are asked for another number than all their chips.
+            the attention backend), or `asked` is not the number of all chips of several hosts.
     """
     from pallas_kernels.spec import UnavailableError
 
@@ -60,11 +60,11 @@ def choose_chips_and_context(
     *,
     num_hosts: int = 1,
 ) -> tuple[int, int]:
-    """The chips that share the model, and the tokens of the longest request.
+    """The number of chips that share the model, and the tokens of the longest request.
 
-    If the context is not asked for, it is the one that the model was trained for, or else the longest that fits on as
-    many chips as possible, in steps of CONTEXT_STEP tokens. Several hosts could find different ones, so there it must
-    be asked for.
+    If `asked_context` is None, the context is the one that the model was trained for, or else the longest that fits on
+    as many chips as possible, in steps of CONTEXT_STEP tokens. Several hosts could find different contexts, so they
+    need `asked_context`.
 
     Args:
         check: raises DoesNotFitError if requests of a context do not fit on a number of chips.
@@ -91,7 +91,7 @@ def choose_chips_and_context(
 
 
 def describe_idle(num_chips: int, num_devices: int) -> str:
-    """What of the chips is used, and how to use the others."""
+    """A remark on how many of the chips are used, and how to use the others."""
     used = f"{num_chips} of {num_devices} chip{'s' if num_devices > 1 else ''}"
     idle = num_devices - num_chips
     if not idle:

@@ -1,4 +1,5 @@
-"""The process that starts the engines and the HTTP processes, starts those again that die, and ends them all."""
+"""The parent process. It starts the engines and the HTTP processes, restarts HTTP processes that die, and ends all of
+them."""
 
 from __future__ import annotations
 
