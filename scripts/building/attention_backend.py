@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pallas_serve")
 
-TEST_TOKENS = 256  # of the mixed program, or fewer: enough for chunks of several tiles
-TEST_TOKENS_OF_GPUS = 2048  # of which every multiprocessor has several tiles, one after the other
-NUMPY_THREADS = 2  # of a test in a child: other processes trace programs at the same time
+TEST_TOKENS = 256  # the most tokens of the mixed program: enough for chunks of several tiles
+TEST_TOKENS_OF_GPUS = 2048  # on GPUs: enough for several tiles on every multiprocessor, one after the other
+NUMPY_THREADS = 2  # for a test in a child, because other processes trace programs at the same time
 LONG_S = 60.0
-LIMIT_S = 300.0  # of a test: ten times what a form's first compilation takes on one core
+LIMIT_S = 300.0  # the time limit of a test: ten times the first compilation of a backend on one core
 HANGS = "a kernel may hang on this device; --attention-backend reference does without it"
 FAILED = "failed its self-test: "
 TO_REPORT = "A failed self-test is a fault of this program or of the device: please report it, with this line"

@@ -66,15 +66,15 @@ class Built:
     settings: EngineSettings
     step_timeout_s: float | None  # None: a step may take any time
     step_times: StepTimes
-    draft_cost: float  # of a pass of the draft model or head, as a share of the model's; 0: there is none
+    draft_cost: float  # the time of a pass of the draft model or head, in passes of the model; 0: there is none
     info: EngineInfo
     weights: ChosenWeights
     platform: str
-    loader: Loader  # of other weights
+    loader: Loader  # loads other weights
     adapter_store: AdapterStore | None  # None: requests have no adapters
     digests: Digests | None  # of the weights, for the files of pages; None: there are no files
-    shaped_by: Mapping[str, str]  # as of `program_facts`
-    tokenizer: Path | None  # as of `build_runner`
+    shaped_by: Mapping[str, str]  # the facts that shape the programs
+    tokenizer: Path | None  # its end tokens end an answer; None: the model's own
 
     def changeable_weights(self) -> RunnerWeights:
         return RunnerWeights(self.loader, self.settings, self.weights, self.platform, self.tokenizer)

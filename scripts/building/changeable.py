@@ -1,5 +1,5 @@
-"""An engine that pauses, and whose weights change while it serves: to the host and back, or for others, which a folder
-holds or a trainer gives."""
+"""An engine that can pause, and whose weights can change while it serves: they move to the host and back, or are
+replaced by weights from a folder or a trainer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RunnerWeights:
         self._sleep = RunnerSleep(loader.runner)
         # of the change that was checked last
         self._command = ChangeWeights(WeightsChange.WAKE_UP)
-        self._found = weights  # of a reload
+        self._found = weights  # the weights of a reload
         self._before = self.missing
         # of a change that is prepared
         self._copies: Copies = {}
@@ -101,7 +101,7 @@ class RunnerWeights:
         return self._sleep.missing
 
     def took_others(self) -> None:
-        """The loader has given the runner's model other weights."""
+        """Notes that the loader has given the runner's model other weights."""
         self._sleep.took_others()
 
     def check_role(self) -> None:
@@ -110,7 +110,7 @@ class RunnerWeights:
             raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
 
     def check(self, command: ChangeWeights) -> Mapping[str, str]:
-        """Finds the weights of a reload. ValueError if the engine was not made for them."""
+        """Finds the weights of a reload. Raises ValueError if the engine was not made for them."""
         self._command, self._before = command, self.missing
         match command.change:
             case WeightsChange.WAKE_UP if command.parts is None and self._sleep.has_dropped:
@@ -125,7 +125,7 @@ class RunnerWeights:
         return {"the scales of K/V": "stored" if are_stored else "not stored"}
 
     def prepare(self) -> None:
-        """Copies the weights to the host, brings parts back, or reads others in the place of the weights."""
+        """Copies the weights to the host, brings parts back, or reads other weights in place of the present ones."""
         sleep, command = self._sleep, self._command
         match command.change:
             case WeightsChange.SLEEP:
@@ -143,14 +143,14 @@ class RunnerWeights:
                     self._loaded = self._loader.read(self._found)
                 except BaseException as error:
                     # Frames may hold some of the new weights, and so do reference cycles that Flax makes of a module's
-                    # state. The device has no room for them beside the old ones.
+                    # state. The device has no room for them in addition to the old ones.
                     traceback.clear_frames(error.__traceback__)
                     gc.collect()
                     self.abandon()
                     raise
 
     def commit(self) -> None:
-        """Frees what is no longer needed. Whatever the error, the old weights are in place after it."""
+        """Frees memory that is no longer needed. After any error the old weights are in place."""
         match self._command.change:
             case WeightsChange.SLEEP:
                 self._sleep.sleep(self._copies)
@@ -168,7 +168,7 @@ class RunnerWeights:
         self._copies, self._loaded = {}, None
 
     def abandon(self) -> None:
-        """RuntimeError: what was on the chips cannot go back."""
+        """Undoes `prepare`. Raises RuntimeError if the parts that were on the chips cannot be brought back."""
         match self._command.change:
             case WeightsChange.WAKE_UP:
                 self._sleep.take_away(self._before - self.missing)
@@ -206,9 +206,9 @@ def _differing(old: object, new: object) -> str:
 
 
 class RunnerUpdates:
-    """`server.engine.weight_changes.Updates` of a runner on the chips of this host.
+    """The `server.engine.weight_changes.Updates` of a runner, on the chips of this host.
 
-    A folder comes alone, and is read by a reload in COMMIT. Arrays are kept as they come until COMMIT.
+    An update has either a folder, which COMMIT reloads, or arrays, which are kept unchanged until COMMIT.
     """
 
     def __init__(self, loader: Loader, weights: RunnerWeights) -> None:
@@ -259,14 +259,14 @@ class RunnerUpdates:
 
 
 class FolderUpdates:
-    """`server.engine.weight_changes.Updates` of the runners of several hosts, each of which reads its own folder."""
+    """The `server.engine.weight_changes.Updates` of several hosts, each of which reads its own folder."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._folder: ChangeWeights | None = None
 
     def begin(self) -> None:
-        """There is nothing to do."""
+        """Does nothing."""
 
     def receive(self, source: WeightsSource) -> None:
         if not isinstance(source, InFolder):
@@ -274,7 +274,7 @@ class FolderUpdates:
         self._folder = ChangeWeights(WeightsChange.RELOAD, source.path)
 
     def check(self) -> None:
-        """The hosts check the folder in COMMIT, all at once."""
+        """Checks that a folder was received. All hosts check its weights in COMMIT."""
         if self._folder is None:
             raise ValueError("no folder has been received")
 
@@ -288,7 +288,7 @@ class FolderUpdates:
 
 
 def change(weights: Weights, command: ChangeWeights) -> None:
-    """A whole change, with no step in flight."""
+    """Checks, prepares and commits a change. No step may be in flight."""
     weights.check(command)
     weights.prepare()
     weights.commit()

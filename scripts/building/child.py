@@ -1,4 +1,4 @@
-"""Work that may crash or hang its process: it is done in a child process with a time limit."""
+"""Runs work that may crash or hang in a child process, with a time limit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from model.inputs.words import described
 from server.engine.child_process import end_with_parent, start_without_main
 
-END_S = 10.0  # for a killed process to end: a driver that hangs may hold it for ever
-BLAS = "OPENBLAS_NUM_THREADS"  # which numpy reads as it is imported
+END_S = 10.0  # the wait for a killed process to end: a driver that hangs may hold it for ever
+BLAS = "OPENBLAS_NUM_THREADS"  # numpy reads this variable when it is imported
 
 
 class ChildError(RuntimeError):
@@ -21,12 +21,13 @@ class ChildError(RuntimeError):
 
 
 def in_child[T](work: Callable[..., T], *arguments: Any, limit_s: float, numpy_threads: int | None = None) -> T:
-    """`work(*arguments)`, computed in a new process that has no JAX client yet, and whose client ends with it.
+    """Computes `work(*arguments)` in a new process, which has no JAX client at its start.
 
     Args:
-        work, arguments: are pickled, as is the result.
-        numpy_threads: of the process's matrix products, unless the environment says how many; None: all cores. They
-            spin while they wait for each other, so next to busy processes fewer are faster.
+        work: the function. It is pickled, as are its arguments and its result.
+        limit_s: the seconds after which the process is killed.
+        numpy_threads: the threads of the process's matrix products, unless the environment has the number; None: all
+            cores. The threads spin while they wait for each other, so next to busy processes fewer are faster.
 
     Raises:
         ChildError: `work` raised, its process died, or it took more than `limit_s` seconds and was killed.

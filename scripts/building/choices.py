@@ -1,4 +1,4 @@
-"""The choices of a start, from the flags, the checkpoint and the device. Each has its reason in words."""
+"""The choices of a start, from the flags, the checkpoint and the device. Each choice comes with its reason as text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first
 def choose_dtype(
     asked: str, checkpoint_dtype: str | None, platform: str, stored: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """The dtype of the computation, and the reason for it in words.
+    """The dtype of the computation, and the reason for it as text.
 
     Args:
-        checkpoint_dtype: of a converted checkpoint, the dtype of the conversion. Otherwise the dtype in `config.json`;
-            if it has none, the common dtype of all tensors; None if they differ.
+        asked: the value of --dtype.
+        checkpoint_dtype: the dtype of the conversion for a converted checkpoint, and otherwise that in `config.json`.
+            If there is none, the common dtype of all tensors; None: they differ.
         stored: the types of the tensors, if they are known.
     """
     if asked != "auto":
@@ -53,16 +54,16 @@ def choose_quantization(
 ) -> tuple[WeightForm | None, str | None]:
     """The stored form of the projections and the head (None: the computation's dtype), and a remark for the report.
 
-    A packed checkpoint is kept in its form if the chip reads that, and if a form holds it. Where the chip does not read
-    a form, int8 is taken.
+    A packed checkpoint is kept in its form if there is such a form here and the chip reads it fast. Otherwise, and for
+    any other form that the chip does not read fast, the form is int8.
 
     Args:
-        reads: of the chip, see `chips`.
-        rounded_rows: of the chip, see `chips`. A form that it multiplies with any number of rounded rows need not be
-            read, unless the checkpoint's activations are exact.
+        reads: the chip's field of this name (`pallas_kernels.chips`).
+        rounded_rows: the chip's field of this name. A form that the chip multiplies with any number of rounded rows
+            need not be in `reads`, unless the checkpoint's activations are exact.
 
     Raises:
-        ValueError: a converted checkpoint has another form than `asked`, or a form that the chip reads slowly. Or the
+        ValueError: a converted checkpoint has another form than `asked`, or one that the chip reads slowly. Or the
             model's sizes have no common groups for int4.
     """
     from model.quantization.forms import Activations, EightBit, described, form_named
@@ -109,14 +110,15 @@ def choose_rounding(
 ) -> tuple[Rounding | None, str | None]:
     """How the inputs of projections of `form` are rounded (None: not at all), and a remark for the report.
 
-    Of forms that the chip has no product for, with rounded inputs, they are not. A checkpoint whose activations are
-    exact keeps them so. Those of a GGUF file are rounded on CPUs, and those of its head, as by llama.cpp: with int4 and
-    int6 in blocks. A checkpoint whose activations are quantised is computed as it is written, for any number of rows.
-    For others the chip decides by the rows of the step.
+    Inputs are not rounded if the chip has no product of the form with rounded inputs, or if the checkpoint's
+    activations are exact. For a GGUF file they are rounded on CPUs, and so are the inputs of its head, as in llama.cpp:
+    in blocks with int4 and int6. For a checkpoint with quantised activations they are rounded with any number of rows.
+    For other checkpoints the chip's field `rounded_rows` has the least number of rows.
 
     Args:
-        reads: of the chip, see `chips`. If it does not read the form, the head's inputs are rounded, too.
-        rounded_rows: of the chip, see `chips`.
+        reads: the chip's field of this name (`pallas_kernels.chips`). If the form is not in it, the head's inputs are
+            rounded, too.
+        rounded_rows: the chip's field of this name.
     """
     from model.quantization.forms import Activations, EightBit, FourBit, Rounding
 
@@ -145,7 +147,8 @@ def choose_kv_dtype(
     """The dtype of the K/V pages, and a remark if it is not the requested one.
 
     Args:
-        dtype: of the computation.
+        asked: the value of --kv-cache-dtype.
+        dtype: the dtype of the computation.
         arch: the compute capability of a GPU that is not attached.
     """
     if asked == "auto":
@@ -173,10 +176,10 @@ def choose_model_len(asked: int | None, trained: int) -> int:
 
 
 def chip_products(platform: str) -> dict[str, Any]:
-    """The attached devices' `reads` and `rounded_rows`, as `chips` has them.
+    """The fields `reads` and `rounded_rows` of the attached devices (`pallas_kernels.chips`).
 
     They do not depend on the attention backend. So `--attention-backend reference` rounds the same numbers as a CPU's
-    C code, to be compared with it. XLA's own products of int8 with int8 are slow.
+    C code, and the two can be compared. XLA's own products of int8 with int8 are slow.
     """
     import jax
 
@@ -204,8 +207,9 @@ def chip_products(platform: str) -> dict[str, Any]:
 def choose_deferred_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> list[Bucket]:
     """The programs that may be compiled while the engine serves.
 
-    A chip has none: a GPU's compiler times kernels on the chip, and a program that does not fit must be an error at the
-    start. Several hosts have none: the leader does not know which programs the others have.
+    On a chip there are none, because a GPU's compiler times kernels on the chip, and a program that does not fit must
+    be an error at the start. On several hosts there are none, because the leader does not know which programs the
+    others have.
     """
     if platform != "cpu" or all_first or num_hosts > 1:
         return []
@@ -214,7 +218,7 @@ def choose_deferred_programs(ladder: BucketLadder, platform: str, *, all_first: 
 
 
 def choose_step_timeout(asked: float | None, platform: str) -> float | None:
-    """The least seconds that a step is given before the device counts as stuck; None: any time. By default a CPU has
-    any time: a long prompt of a large model may take minutes there."""
+    """The least seconds after which a step counts as stuck; None: a step may take any time. This is a CPU's default,
+    because a long prompt of a large model may take minutes there."""
     seconds = (0.0 if platform == "cpu" else STEP_TIMEOUT_S) if asked is None else asked
     return seconds or None

@@ -1,4 +1,4 @@
-"""The weights of an engine: where they are, the type of the computation, and the form in which they are kept."""
+"""Chooses the weights of an engine: their place, the type of the computation, and the form in which they are stored."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class ChosenWeights:
     stored: StoredWeights | None  # None: they are random
     config: LlamaConfig  # the checkpoint's own
     dtype: str  # of the computation
-    quantization: WeightForm | None  # of the projections and the head
-    rounding: Rounding | None  # of their inputs
+    quantization: WeightForm | None  # the form of the projections and the head
+    rounding: Rounding | None  # how the inputs of these are rounded
     dtype_reason: str
     quantization_remark: str | None
     rounding_remark: str | None
     seed: int  # of random weights
 
     def load(self, form: dict[str, Any]) -> Llama:
-        """The model in a `ModelOnChips.form`."""
+        """The model in the form of a `ModelOnChips`, with its weights."""
         if self.stored is not None:
             return self.stored.load(**form)
         from model.loading.weights import random_weights

@@ -1,7 +1,7 @@
-"""Several engines of one host have the same programs: the first compiles them, and the others read them.
+"""Lets the first of several engines on one host compile the programs, which the others then read from the disk.
 
 The first engine's process holds a lock on a file while it compiles. The kernel releases the lock when the process ends
-for any reason, so no process waits for one that is gone.
+for any reason, so no process waits for one that has ended.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_POLL_S = 0.05  # until the first engine has the lock
+_POLL_S = 0.05  # between two checks whether the first engine has the lock
 
 
 class CompileTurn:
-    """Whose turn it is to compile.
+    """The order in which the engines of one start compile.
 
     Args:
-        file: of all engines of one start; no earlier start has made it.
-        is_first: whether this process compiles.
+        file: the lock file, which all engines of the start share and no earlier start has created.
+        is_first: whether this process compiles first.
     """
 
     def __init__(self, file: Path, *, is_first: bool) -> None:
@@ -29,7 +29,7 @@ class CompileTurn:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """The first engine: the others wait until the end of the context."""
+        """A context in which the first engine compiles. The others wait until its end."""
         own = self._file.with_suffix(".new")
         with own.open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -37,7 +37,7 @@ class CompileTurn:
             yield
 
     def wait(self) -> None:
-        """The other engines: until the first has compiled, or has ended. The server ends all if one cannot start."""
+        """Waits until the first engine has compiled or has ended. The server ends all engines if one cannot start."""
         while not self._file.exists():
             time.sleep(_POLL_S)
         with self._file.open("rb") as file:

@@ -28,7 +28,7 @@ class ChosenHead:
     eagle: EagleConfig
     dtype: str  # the model's
     context_remark: str | None
-    seed: int  # of random weights
+    seed: int  # for random weights
     quantization: None = None
     rounding: None = None
 

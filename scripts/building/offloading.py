@@ -87,7 +87,7 @@ def give_pages(served: ServedSettings, engine: Engine, info: EngineInfo) -> Engi
 
 
 def _digest(weights: ChosenWeights | ChosenHead) -> str:
-    """A digest of the weights."""
+    """A text that is equal only for equal weights."""
     from model.loading.weights_digest import files_digest, weights_digest
 
     if weights.stored is None:

@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pallas_serve")
 
-FOLDER = "precompiled"  # in that of compiled programs
+FOLDER = "precompiled"  # inside the folder of compiled programs
 PAGES = "K/V pages"
 CODE = "the code, or an option of jax"  # the digest also holds most other facts
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables from which XLA reads options
 MOST_SHOWN = 160  # characters of a fact in a message
-LEAST_SHARE = 0.95  # of the pages that there is room for: a start does without the programs rather than take fewer
+LEAST_SHARE = 0.95  # of the pages that there is room for: programs that have fewer pages are not used
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """The programs of one start."""
+    """The list of the programs of one start."""
 
-    target: TEXT  # as `scripts.precompile` was asked for
+    target: TEXT  # the target of `scripts.precompile`
     facts: Annotated[dict[str, str], described_as("an object of texts")]
     programs: Annotated[int, described_as("an integer")]
 
     @property
     def num_pages(self) -> int:
-        """K/V pages; -1: the list does not say."""
+        """The number of K/V pages; -1: the list does not have it."""
         return int(self.facts.get(PAGES, "-1"))
 
     def write(self, folder: Place) -> None:
@@ -58,7 +58,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
         write_whole(path, msgspec.json.encode(self))
 
     def differences(self, facts: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """The facts that differ: there, and here."""
+        """The facts that differ, each as (the list's value, the value here)."""
         names = dict.fromkeys([*self.facts, *facts])
         pairs = {name: (self.facts.get(name, "none"), facts.get(name, "none")) for name in names}
         different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -68,10 +68,10 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, str]:
-    """All that decides the programs of a start, by names for messages.
+    """All facts that decide the programs of a start, by their names in messages.
 
     Args:
-        shapes: of the model, its attention and its steps.
+        shapes: the facts about the model, its attention and its steps.
     """
     import flax
     import jax
@@ -79,7 +79,7 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
     from jaxlib import xla_client
 
     device, limits = runner.described.device, runner.described.config
-    compresses = importlib.util.find_spec("zstandard") is not None  # JAX does, with it
+    compresses = importlib.util.find_spec("zstandard") is not None  # JAX then compresses programs
     try:
         topology = str(xla_client.get_topology_for_devices(jax.devices()).fingerprint())
     except jax.errors.JaxRuntimeError:  # a platform whose devices have none
@@ -103,18 +103,18 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
 
 @dataclass(frozen=True)
 class Found:
-    """Programs that were made elsewhere."""
+    """Programs that were compiled elsewhere."""
 
     num_pages: int | None  # K/V pages that they need; None: they cannot be used
     remark: str  # for the report: what they are, or why they cannot be used
 
 
 def made_for(folder: Place | None, runner: ModelRunner, shapes: Mapping[str, str]) -> Found | None:
-    """Looks for programs that were made for this start. None: nothing was made elsewhere.
+    """Looks for programs that were compiled elsewhere for this start. None: there is no list.
 
     Args:
-        folder: of compiled programs; None: there is none.
-        shapes: as for `program_facts`.
+        folder: the folder of compiled programs; None: there is none.
+        shapes: the facts about the model, its attention and its steps.
     """
     if folder is None or not (known := _read(folder)):
         return None
@@ -132,12 +132,12 @@ def made_for(folder: Place | None, runner: ModelRunner, shapes: Mapping[str, str
 
 
 def is_made(folder: Place, facts: Mapping[str, str]) -> bool:
-    """Whether all programs of a start with these facts are there."""
+    """Whether the folder has all programs of a start with these facts."""
     return any(made.facts == facts for made in _read(folder))
 
 
 def _read(folder: Place) -> list[Made]:
-    """All lists. One that cannot be read is a warning."""
+    """Reads all lists. A list that cannot be read is logged as a warning."""
     lists: list[Made] = []
     paths: list[Place] = [*(folder / FOLDER).glob("*.json")]
     for path in sorted(paths, key=str):
@@ -149,7 +149,7 @@ def _read(folder: Place) -> list[Made]:
 
 
 def _told_apart(there: str, here: str) -> str:
-    """What each text has and the other has not, of the parts between commas."""
+    """The differing parts of two texts, which have commas between their parts."""
     parts = [text.split(", ") for text in (there, here)]
     own = (", ".join(part for part in parts[i] if part not in parts[1 - i]) or "nothing more" for i in range(2))
     return " there, ".join(shorten(text, MOST_SHOWN, placeholder="...") for text in own) + " here"

@@ -1,4 +1,4 @@
-"""Several engines on one host: each engine's process sees its own chips only."""
+"""Divides the chips of a host among several engines. Each engine's process sees its own chips only."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def replicas_of(served: ServedSettings, number: int, shared: Path | None = None)
     """The settings of each of `number` engines.
 
     Args:
-        shared: a folder of this start; None: each engine compiles its own programs.
+        shared: a folder that the engines of this start share; None: each engine compiles its own programs.
 
     Raises:
-        ValueError: there cannot be so many.
+        ValueError: this host cannot have so many engines.
     """
     if number < 1:
         raise ValueError(f"--data-parallel-size must be at least 1, not {number}")
@@ -53,13 +53,13 @@ def claim_chips(
 ) -> EngineSettings:
     """Leaves only this engine's chips visible to this process. Call it before jax is imported.
 
-    The engines of a CPU have no chips of their own, and share the machine's memory: each gets its part of
+    The engines of a CPU have no chips of their own and share the machine's memory. Each gets an equal part of
     `memory_utilization`.
 
     Args:
-        device: as of `EngineSettings`, but not "auto".
-        find_chips: the numbers of all chips of a device.
-        pci: the folder in which Linux lists them.
+        device: a device of `EngineSettings` other than "auto".
+        find_chips: returns the numbers of all chips of a device.
+        pci: the folder in which Linux lists PCI devices.
 
     Returns:
         The engine's settings.
@@ -94,10 +94,10 @@ def claim_chips(
 
 
 def _devices_per_chip(pci: Path, num_chips: int) -> int:
-    """Devices, as jax counts them, of each TPU that the driver lists. It is asked before jax is imported."""
+    """The number of jax devices for each TPU that the driver lists. Called before jax is imported."""
     chip = TPUS["tpu7x"]
     is_one = any(_text(entry / "vendor") == GOOGLE and _text(entry / "device") == TPU7X for entry in pci.glob("*"))
-    # No host has more of these chips: a driver that lists more lists devices.
+    # No host has more chips of this kind. A longer list of the driver has devices, not chips.
     return chip.devices_per_chip if is_one and num_chips <= chip.max_host_chips else 1
 
 
@@ -106,7 +106,7 @@ def _text(file: Path) -> str:
 
 
 def chips_of_this_host(device: str) -> list[str]:
-    """The numbers of the chips that this process may use, as their drivers list them. Raises ValueError."""
+    """The numbers of the chips that this process may use, from their drivers' lists. Raises ValueError."""
     variable = {"cuda": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}[device]
     if allowed := os.environ.get(variable):
         return allowed.split(",")

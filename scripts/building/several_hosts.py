@@ -1,4 +1,4 @@
-"""The engines of the hosts of a cluster: the leader's, which serves, and the followers', which replay its steps."""
+"""Builds the engines of the hosts of a cluster. The leader's engine serves, and the followers' replay its steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder", "kv_even
 
 
 def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngine, EngineInfo]:
-    """The engine of host 0, warmed up on all hosts. Raises HostsError if the others do not come, or are different."""
+    """The engine of host 0, warmed up on all hosts. Raises HostsError if other hosts do not arrive, or differ."""
     cluster = _cluster(served)
     publisher = make_publisher(served.engine, report)
     leader = Leader(cluster, report.fail)
@@ -53,7 +53,7 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
 
 
 def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingEngine, EngineInfo]:
-    """The engine of another host, its programs compiled. Raises HostsError if the leader does not answer, or fails."""
+    """The engine of another host, with compiled programs. Raises HostsError if the leader does not answer, or fails."""
     cluster = _cluster(served)
     follower = Follower(cluster, report.fail)
     with _telling(follower.fail):

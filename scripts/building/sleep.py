@@ -1,4 +1,4 @@
-"""What of a runner is on the device, while its memory is lent to others."""
+"""Moves the parts of a runner off the device and back, so that others can use the device's memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from model.execution.host_copy import HostCopy
     from model.execution.runner import ModelRunner
 
-Copies = Mapping[int, "HostCopy"]  # of the runner's weights, by their places in them
+Copies = Mapping[int, "HostCopy"]  # copies of the runner's weights, by their indices in `ModelRunner.weights`
 
 
 class RunnerSleep:
-    """The parts of a runner that leave the device and come back. No step is in flight during any of the calls, and none
-    may run while a part is `missing`."""
+    """Moves the parts of a runner off the device and back. No step may be in flight during a call, and none may run
+    while a part is `missing`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.missing: frozenset[str] = frozenset()  # some of PARTS
@@ -25,11 +25,11 @@ class RunnerSleep:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether the model's weights are missing for good: others must be given."""
+        """Whether the model's weights were dropped, so that others must be given."""
         return WEIGHTS in self.missing and not self._given <= self._held.keys()
 
     def copies(self, level: int) -> Copies:
-        """What a sleep keeps in the host's memory: all weights at level 1, and only those that draft at level 2.
+        """Copies weights to the host's memory: all of them at level 1, and at level 2 only those of the draft model.
 
         Raises ValueError if the host's memory has no room.
         """
@@ -44,7 +44,7 @@ class RunnerSleep:
             raise ValueError("the host's memory has no room for the weights") from error
 
     def sleep(self, copies: Copies) -> None:
-        """Frees the device's memory of all parts. `copies` are kept."""
+        """Frees the device's memory of all parts. Keeps `copies` for `bring`."""
         self._runner.release()
         self._held, self.missing = copies, frozenset(PARTS)
 
@@ -68,23 +68,23 @@ class RunnerSleep:
         self.missing |= parts
 
     def settle(self) -> None:
-        """Forgets the copies of what is on the device."""
+        """Frees the copies, if the weights are on the device."""
         if WEIGHTS not in self.missing:
             self._held = {}
 
     def took_others(self) -> None:
-        """The model has other weights, which are on the device. Those that draft come back."""
+        """Notes that the model has other weights, which are on the device. Brings the draft model's weights back."""
         for place, copy in self._of_drafts().items():
             self._runner.weights[place] = copy.on_devices()
         self._held, self.missing = {}, self.missing - {WEIGHTS}
 
     def took_all(self, *, with_state: bool) -> None:
-        """All weights are others, which are on the device, and so is a new state if there is one."""
+        """Notes that all weights, and with `with_state` also the state, are new and on the device."""
         self._held, self.missing = {}, frozenset() if with_state else self.missing - {WEIGHTS}
 
     @property
     def _given(self) -> Set[int]:
-        """The places of the model's weights, which `took_others` need not bring."""
+        """The indices of the model's weights, which `took_others` need not bring back."""
         return set(self._runner.described.numbers.values())
 
     def _of_drafts(self) -> Copies:

@@ -1,7 +1,7 @@
 """A tokenizer for models without one (presets with dummy weights), so that they can be served and timed.
 
-Its text has no meaning, as that of a dummy model. A prompt has one token per byte. Every id has a text, so streams and
-stop strings behave as with a real vocabulary.
+Its texts have no meaning, like the output of dummy weights. A prompt has one token per byte. Every id has a text, so
+streams and stop strings behave as with a real vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TPUs that are not here: their names, and a process whose devices they are as far as compiling goes."""
+"""Descriptions of TPUs that are not attached: their names, and their use as the devices of a process that compiles."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MORE_THAN_OURS = 1000  # the priority of a backend; that of an attached TPU is 
 
 @dataclass(frozen=True, kw_only=True)
 class TpuTopology:
-    """Chips of one generation, connected, on one host."""
+    """Connected chips of one generation on one host."""
 
-    name: str  # as libtpu names topologies
+    name: str  # the topology's name in libtpu
     chip: TpuChip
     bounds: tuple[int, ...]
 
@@ -44,7 +44,8 @@ class TpuTopology:
 
 
 def tpu_topology(name: str) -> TpuTopology:
-    """`name`: generation and chips, such as v6e:1x1, v6e:2x4, v5p:2x2x1. Raises ValueError if it is another name."""
+    """The topology of a name such as v6e:1x1, v6e:2x4 or v5p:2x2x1: the generation and the chips. Raises ValueError for
+    other names."""
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
     if match is None or match[1] not in TPUS:
         raise ValueError(f"not a TPU target: {name=}; it is one of {sorted(TPUS)} and chips, as v6e:2x4")
@@ -64,17 +65,17 @@ def attached_topology() -> str:
 
 
 def name_of(chip: str, coords: Iterable[tuple[int, int, int]]) -> str:
-    """The name of all chips at these places. The generations with links in three dimensions have three numbers."""
+    """The name of all chips at these coordinates. Generations with links in three dimensions have three numbers."""
     x, y, z = (1 + max(places) - min(places) for places in zip(*coords, strict=True))
     return f"{chip}:{x}x{y}x{z}" if chip in ("v5p", "tpu7x") else f"{chip}:{x}x{y}"
 
 
 def be_on(topology: TpuTopology) -> None:
-    """Makes the chips the TPUs of this process: `jax.devices()` are descriptions, for which programs can be compiled.
-    Nothing can be run or allocated on them. To be called before jax is imported.
+    """Makes described chips the TPUs of this process, so `jax.devices()` are descriptions. Programs can be compiled for
+    them, but nothing can be run or allocated. Call it before jax is imported.
 
     Raises:
-        ValueError: they are of several hosts, or libtpu is missing or does not know them.
+        ValueError: the chips are on several hosts, or libtpu is missing or does not know them.
     """
     if (most := topology.chip.max_host_chips) < math.prod(topology.bounds):
         raise ValueError(
@@ -82,7 +83,7 @@ def be_on(topology: TpuTopology) -> None:
             "made by their own start"
         )
     os.environ |= ENVIRONMENT
-    from jax._src import xla_bridge  # private: JAX has no public name for devices that are described only
+    from jax._src import xla_bridge  # private: JAX has no public API for devices that are only described
 
     def client() -> Any:
         described: Any = topology.devices()[0].client

@@ -1,12 +1,12 @@
-"""Processes that trace programs next to an engine on a chip, which reads what they have kept instead of tracing it.
+"""Processes that trace programs for an engine on a chip. The engine reads their results instead of tracing itself.
 
-Tracing holds the interpreter's lock: one process traces one program after the other. An H100's host took up to 5 s for
-one (`scripts/lab/results/2026-11-26-h100.md`), and reading one takes less than a tenth of a second. The engine takes
-the programs from one end of their list and these processes from the other. It traces a program that none of them has
-kept yet, and waits for nobody.
+Tracing holds the interpreter's lock, so a process traces one program after the other. An H100's host took up to 5 s for
+one program (`scripts/lab/results/2026-11-26-h100.md`), and reading one takes less than a tenth of a second. The engine
+takes the programs from one end of their list, and these processes from the other end. The engine traces a program that
+is not on the disk yet, and never waits for these processes.
 
-On a GPU each has a CUDA context of its own, without a pool. A TPU belongs to the engine, and these processes have its
-description only, as `scripts.precompile` does.
+On a GPU each process has its own CUDA context, without a memory pool. A TPU belongs to the engine, so these processes
+use a description of it, like `scripts.precompile`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ logger = logging.getLogger("pallas_serve")
 GIB = 1 << 30
 MOST = 4
 CORES_EACH = 4
-CONTEXT_BYTES = 3 * GIB // 4  # CUDA's context of a process, outside the engine's pool
-LEFT_FREE_BYTES = 3 * GIB  # there, for the engine's own context and its programs
-LEAST_PROGRAMS = 6  # fewer are traced by the time that a process has started
+CONTEXT_BYTES = 3 * GIB // 4  # a process's CUDA context, which is outside the engine's pool
+LEFT_FREE_BYTES = 3 * GIB  # memory outside the pool that the engine's own context and programs need
+LEAST_PROGRAMS = 6  # with fewer programs, the engine has traced them before a process has started
 LIMIT_S = 300.0
 # In a process that only describes chips, libtpu logs errors about what it does not find of them.
 QUIET = {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
@@ -47,11 +47,11 @@ Build = Callable[[EngineSettings], Any]  # -> `build.Built`
 def num_tracers(
     platform: str, *, cores: int, pool_bytes: int, num_programs: int, pool_share: float = GPU_POOL_SHARE
 ) -> int:
-    """How many processes are worth their start, and have room.
+    """The number of processes for which there is enough work and memory.
 
     Args:
-        pool_bytes: a GPU's: the engine's pool, which is `pool_share` of its memory.
-        num_programs: that no earlier start has traced.
+        pool_bytes: the size of the engine's pool on a GPU, which is `pool_share` of its memory.
+        num_programs: the number of programs that no earlier start has traced.
     """
     if platform not in ("gpu", "tpu") or num_programs < LEAST_PROGRAMS:
         return 0
@@ -65,16 +65,16 @@ def num_tracers(
 def trace_ahead(
     runner: ModelRunner, settings: EngineSettings, buckets: Iterable[Bucket], platform: str, build: Build
 ) -> None:
-    """Starts processes that trace what `runner`, which has begun to trace, has not found on the disk. They end when all
-    of it is there.
+    """Starts processes that trace the programs that `runner` has not found on the disk. `runner` traces at the same
+    time. The processes end when all programs are on the disk.
 
     Args:
-        settings: the engine's, with what it has chosen: backend, context and chips.
-        build: a runner of these settings that only has programs. It is pickled.
+        settings: the engine's settings, with the chosen backend, context and chips.
+        build: builds a runner of these settings that only has programs. It is pickled.
     """
     from model.execution.device_memory import device_memory
 
-    if platform == "cpu" or multiprocessing.current_process().daemon:  # which may not have children
+    if platform == "cpu" or multiprocessing.current_process().daemon:  # a daemonic process may not have children
         return
     untraced = runner.programs.untraced(longest_first(buckets))
     count = num_tracers(
@@ -87,17 +87,17 @@ def trace_ahead(
     try:
         target = attached_topology() if platform == "tpu" and count else None
         start_tracers(replace(settings, num_pages=runner.capacity().num_pages), untraced, count, build, target)
-    except Exception as error:  # the engine traces what nobody else does
+    except Exception as error:  # the engine then traces all programs itself
         logger.warning("no other process traces programs: %s", described(error))
 
 
 def start_tracers(
     settings: EngineSettings, buckets: Sequence[Bucket], count: int, build: Build, target: str | None = None
 ) -> list[BaseProcess]:
-    """`count` processes, which trace the last ones of `buckets` first.
+    """Starts `count` processes, which trace the last ones of `buckets` first.
 
     Args:
-        settings: as of `trace_ahead`, with pages.
+        settings: the engine's settings, with the chosen backend, context, chips and number of pages.
         target: the TPUs that are described to the processes; None: they use the device.
     """
     context = multiprocessing.get_context("spawn")

@@ -1,5 +1,5 @@
-"""The HTTP API: `routes` on top, `request` reads their bodies, `answers` writes their responses.
+"""The HTTP API. `routes` has the endpoints, `request` reads request bodies, and `answers` writes responses.
 
-The gate stands before all routes; the other modules are shared by them. The API imports the other packages of
+All requests pass the gate first. The other modules are shared by the routes. The API imports the other packages of
 `server`. Only `server.app` and `server.main` import it.
 """

@@ -1,4 +1,4 @@
-"""Finds the LoRA adapter that a request names as its model, if need be in the folder of adapters."""
+"""Loads the LoRA adapters that requests name as their models from the folder of adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.engine.wire import Adapter, AdapterChange, IfLoaded, LoadAdapter
 from server.http.request_error import RequestError, internal, unavailable
 from server.http.turns import SharedWork
 
-REFUSED_S = 10.0  # for which a folder that cannot be used is not read again
+REFUSED_S = 10.0  # the time for which a folder that cannot be used is not read again
 MOST_REFUSED = 1024
 MAX_FILE_NAME_BYTES = 255
 
@@ -23,22 +23,23 @@ MAX_FILE_NAME_BYTES = 255
 class Model(NamedTuple):
     """The model of a request."""
 
-    name: str  # as the request has it
+    name: str  # the name in the request
     adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
 
 
 @runtime_checkable
 class AdapterChanger(Protocol):
-    """Who loads and unloads adapters. Raises AdapterError if it cannot be done."""
+    """Loads and unloads adapters. Raises AdapterError if a change cannot be made."""
 
     async def change_adapters(self, change: AdapterChange) -> Adapter | None: ...
 
 
 class AdapterFolder:
-    """The adapters of `--lora-folder`. Each is loaded when a request first names it, once for all that wait for it.
+    """The adapters of `--lora-folder`. An adapter is loaded when a request first names it, once for all requests that
+    wait for it.
 
     Args:
-        changer: who loads them.
+        changer: returns the object that loads them.
     """
 
     def __init__(self, folder: Path, changer: Callable[[], AdapterChanger]) -> None:
@@ -48,7 +49,7 @@ class AdapterFolder:
         self._refused: dict[str, tuple[float, AdapterError]] = {}  # until when, and why
 
     async def load(self, name: str) -> Adapter | None:
-        """The adapter in the folder of this name, or None if there is no such folder. Raises RequestError."""
+        """The adapter in the folder of this name; None: there is no such folder. Raises RequestError."""
         if not is_file_name(name):
             return None
         until, refusal = self._refused.get(name, (0.0, None))
@@ -81,7 +82,8 @@ class AdapterFolder:
             del self._loading[name]
 
     def _place(self, name: str) -> Path | None:
-        """A link may lead to another folder inside, and not out of it."""
+        """The path of an adapter; None: there is none. A link may lead to another folder inside `--lora-folder`, but
+        not out of it."""
         place = (self._folder / name).resolve()
         inside = place.is_relative_to(self._folder.resolve())
         return self._folder / name if inside and place.is_dir() else None
@@ -94,7 +96,7 @@ def is_file_name(name: str) -> bool:
 
 
 def refused(error: AdapterError) -> RequestError:
-    """The answer to a request whose adapter cannot be used."""
+    """The error of a request whose adapter cannot be used."""
     if error.status >= 500:
         return unavailable(str(error)) if error.status == 503 else internal(str(error))
     return RequestError(400, f"The LoRA adapter cannot be used: {error}", param="model")

@@ -1,4 +1,4 @@
-"""The layer of all requests: request ids, API keys, refusals during a shutdown, and counts for /load and /metrics."""
+"""Middleware for all requests: request ids, API keys, refusals in a shutdown, and counts for /load and /metrics."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MAX_ID_CHARS = 200
 
 
 class Gate:
-    """The outermost layer except CORS. It is plain ASGI, so that each chunk passes only one small function.
+    """The outermost middleware except CORS. It is plain ASGI, so that each chunk passes only one small function.
 
-    `routes` give the access of each path; other paths need a key.
+    `routes` define the key that each path needs. Other paths need an API key.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, routes: Sequence[ApiRoute]) -> None:

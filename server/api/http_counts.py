@@ -1,4 +1,4 @@
-"""What an HTTP process counts for /metrics. Numbers in a dataclass, which can be sent to another process and added."""
+"""The counts of an HTTP process for /metrics, in a dataclass that can be sent to another process and added there."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LIMITS = ("deadline_waiting", "deadline_running", "key_share")
 
 
 class Prefill(enum.StrEnum):
-    """What has become of a prompt that another server was to compute."""
+    """The outcome of a prompt that another server was to compute."""
 
     DONE = "done"
     FAILED = "failed"  # it was computed here
-    SKIPPED = "skipped"  # likewise, because all other servers have failed a moment ago
+    SKIPPED = "skipped"  # it was computed here, because all other servers have recently failed
 
 
 @dataclass(kw_only=True, slots=True)
 class HttpCounts:
-    """All count since the start of the process, except some of `process`."""
+    """Counts since the start of the process. Some of `process` are present values."""
 
     max_generation_tokens: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     params_n: Histogram = field(default_factory=partial(Histogram, COUNT_BOUNDS))
@@ -40,7 +40,7 @@ class HttpCounts:
     process: dict[str, float] = field(default_factory=dict)  # figures of the process -> value, for sums
 
     def retire(self) -> None:
-        """The process has ended: it holds nothing any more, but what it has used stays counted."""
+        """Removes the present values of a process that has ended. Its CPU time stays counted."""
         self.process = {name: value for name, value in self.process.items() if name == CPU_SECONDS}
 
     def add(self, other: HttpCounts) -> None:

@@ -110,8 +110,8 @@ HISTOGRAMS = {
 
 
 class ServerMetrics:
-    """Counts on the HTTP side, and renders all metrics. Those of an engine have the label `engine`, its number in
-    `sources`. The HTTP side's counts of requests are of all engines, and have number 0."""
+    """Counts requests and renders all metrics. An engine's metrics have the label `engine`, its number in `sources`.
+    The counts of requests are summed over all engines, and have the number 0."""
 
     def __init__(self, sources: Sequence[EngineClient], *, prefix: str, model_name: str) -> None:
         self._sources = sources
@@ -127,11 +127,11 @@ class ServerMetrics:
         self._counts.params_max_tokens.observe(max_tokens)
 
     def observe_end(self, num_tokens: int) -> None:
-        """Call it when all choices of a request have ended. `num_tokens` is the length of the longest."""
+        """Counts a request whose choices have all ended. `num_tokens` is the length of the longest."""
         self._counts.max_generation_tokens.observe(num_tokens)
 
     def observe_limit(self, limit: str) -> None:
-        """Counts a request that was ended or refused because of one of LIMITS."""
+        """Counts a request that one of LIMITS has ended or refused."""
         self._counts.limited[limit] += 1
 
     def observe_prefill(self, outcome: Prefill) -> None:
@@ -210,7 +210,7 @@ class ServerMetrics:
         yield from self._of_processes({} if others is None else others.process)
 
     def _of_processes(self, others: Mapping[str, float]) -> Iterator[Metric]:
-        """Figures of this process; with others, their sums."""
+        """The figures of this process, or their sums if there are others."""
         for family in self._process.collect():
             first = family.samples[0]
             family.samples[0] = first._replace(value=first.value + others.get(family.name, 0.0))
@@ -221,7 +221,7 @@ class ServerMetrics:
             yield (self._model_name, str(number)), source
 
     def _cache_config(self) -> Metric:
-        """The labels are those of the first engine: a family has one set of names."""
+        """The labels of the first engine's cache, because a family has one set of label names."""
         cache = self._sources[0].info.cache_config
         named = {alias: name for alias, name in CACHE_ALIASES.items() if name in cache}
         names = [*cache, *named]
@@ -260,7 +260,7 @@ class ServerMetrics:
     def _each(
         self, kind: Kind, name: str, doc: str, value_of: Callable[[EngineClient], Any], label: str | None = None
     ) -> Metric:
-        """A figure of each engine. With a further label, `value_of` gives several, by the values of the label."""
+        """A figure of each engine. With a further label, `value_of` returns a mapping from the label's values."""
         if label is None:
             return self._metric(kind, name, doc, [(labels, value_of(source)) for labels, source in self._engines()])
         rows = [((*ls, key), value) for ls, source in self._engines() for key, value in value_of(source).items()]
@@ -298,7 +298,7 @@ def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
 
 
 def _names(source: EngineClient, identities: Container[int]) -> str:
-    """The names of these adapters. One that has been unloaded has none."""
+    """The names of these adapters. Adapters that have been unloaded are left out."""
     return ",".join(adapter.name for adapter in source.adapters.values() if adapter.identity in identities)
 
 

@@ -1,6 +1,7 @@
-"""The other HTTP processes of a server (`--api-server-count`), as the routes of one of them see them.
+"""The messages between the HTTP processes of a server (`--api-server-count`), and the routes' interface to the others.
 
-What concerns all goes to the parent's process, which asks the others. The messages are msgpack over private HTTP.
+Requests that concern all processes go to the parent's process, which asks the others. The messages are msgpack over
+private HTTP.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from server.http.private import PrivateCallError, call
 from server.http.request_error import unavailable
 from server.shared_counts import Row
 
-PARENT = "parent"  # the name of its socket
+PARENT = "parent"  # the name of the parent's socket
 TIMEOUT_S = 5.0
 FORWARDED = "pallas_serve.forwarded"  # in a scope: another process of this server has sent the request
 # fields between processes
@@ -40,11 +41,11 @@ class NotStarted(msgspec.Struct):
 
     frontend: int
     error: str
-    is_worded: bool  # it is a setting's fault, not the program's
+    is_worded: bool  # whether the reason is a setting, and not a fault of the program
 
 
 class Counted(msgspec.Struct):
-    """What a process has counted. If `asks`, the answer has the counts of all others."""
+    """The counts of a process. With `asks`, the answer has the counts of all others."""
 
     frontend: int
     counts: HttpCounts
@@ -52,14 +53,14 @@ class Counted(msgspec.Struct):
 
 
 class Aborting(msgspec.Struct):
-    """The requests to abort; None: all. The answer has the ids of those that were."""
+    """The ids of the requests to abort; None: all. The answer has the ids of those that were aborted."""
 
     frontend: int
     request_ids: list[str] | None
 
 
 class Keeping(msgspec.Struct):
-    """Which process keeps this response, conversation or item? The answer has the name of its socket, or None."""
+    """Asks which process keeps this response, conversation or item. The answer has the name of its socket, or None."""
 
     frontend: int
     id: str

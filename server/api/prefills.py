@@ -1,14 +1,14 @@
 """Long prompts that other servers compute for this one (`--prefill-url`), so that its own steps stay short.
 
-1. The server asks one of them over HTTP, with the token ids. That one computes the prompt, keeps its full pages, and
-   answers with a token and the port of its engine.
-2. The request goes to this server's engine with that `PageSource`. The engine fetches the pages, and computes the rest
-   of the prompt, the last token at least. So every token of the output is drawn here.
+1. This server sends the token ids to one of the others over HTTP. The other server computes the prompt, keeps its full
+   pages, and answers with a token and the port of its engine.
+2. The request goes to this server's engine with that `PageSource`. The engine fetches the pages and computes the rest
+   of the prompt, which has at least one token. So every token of the output is drawn here.
 
-Whatever fails, the prompt is computed here. A server that has failed is not asked again for `PAUSE_S`.
+After any failure the prompt is computed here. A server that has failed is not asked again for `PAUSE_S`.
 
-A prompt whose beginning this server has had before is not sent if little of it is new. The engine may have evicted that
-beginning since, and then computes it again.
+A prompt is not sent if this server has had most of it before. The engine may have evicted that beginning meanwhile, and
+then computes it again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from server.settings import Settings
 
 PATH = "/kv/prefill"
 PAUSE_S = 5.0
-MOST_BLOCKS = 1 << 16  # that are remembered
-MOST_WORDS = 300  # characters of another server's error
-MOST_ANSWER_BYTES = 1 << 16  # of another server
+MOST_BLOCKS = 1 << 16  # blocks of earlier prompts that are remembered
+MOST_WORDS = 300  # characters of another server's error that are shown
+MOST_ANSWER_BYTES = 1 << 16  # the size limit of another server's answer
 _Digest = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -68,11 +68,11 @@ class PrefillError(Exception):
 
 
 class RemotePrefills:
-    """Asks the other servers.
+    """Sends prompts to the other servers.
 
     Args:
-        info: gives the engine's, which is known when it is ready.
-        count: is called with the outcome of each prompt that is long enough.
+        info: returns the engine's info, which is known when the engine is ready.
+        count: called with the outcome of each prompt that is long enough.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RemotePrefills:
     async def sources(
         self, prompts: Sequence[bytes], timeout_s: float | None, *, salt: int, adapter: int, model: str, priority: int
     ) -> list[PageSource | None]:
-        """For each prompt, i32[n], where its pages are. None: this server computes them."""
+        """The source of each prompt's pages; None: this server computes the prompt. A prompt is i32[n]."""
 
         def request(prompt: bytes) -> PrefillRequest:
             return PrefillRequest(
@@ -112,7 +112,7 @@ class RemotePrefills:
         return await asyncio.gather(*[self._source(request(prompt), timeout_s) for prompt in prompts])
 
     def forget(self) -> None:
-        """The engine's prefix cache is empty."""
+        """Forgets all beginnings, because the engine's prefix cache is empty."""
         self._known.clear()
 
     async def _source(self, asked: PrefillRequest, timeout_s: float) -> PageSource | None:
@@ -122,7 +122,7 @@ class RemotePrefills:
         try:
             return None if num_new < self._threshold else await self._computed(asked, timeout_s)
         finally:
-            self._known.add(digests)  # not before: who has the same prompt meanwhile asks, too
+            self._known.add(digests)  # not before: requests with the same prompt meanwhile also ask
 
     async def _computed(self, asked: PrefillRequest, timeout_s: float) -> PageSource | None:
         url = min(self._ready(), key=self._num_open.__getitem__, default=None)
@@ -171,17 +171,17 @@ class RemotePrefills:
 
 
 class KnownBeginnings:
-    """The beginnings of prompts that this server has had, block by block. The least recently used are forgotten."""
+    """The beginnings of earlier prompts, block by block. The least recently used ones are forgotten."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, None] = OrderedDict()
 
     def count(self, digests: Sequence[int]) -> int:
-        """How many of a prompt's are there, from the first one on."""
+        """The number of a prompt's beginnings that are known, from the first one on."""
         return next((index for index, digest in enumerate(digests) if digest not in self._known), len(digests))
 
     def add(self, digests: Sequence[int]) -> None:
-        """Adds those of a prompt."""
+        """Adds the beginnings of a prompt."""
         for digest in digests:
             self._known[digest] = None
             self._known.move_to_end(digest)
@@ -193,12 +193,12 @@ class KnownBeginnings:
 
 
 def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The names of what differs between two identities of pages."""
+    """The names of the facts that differ between two identities of pages."""
     return ", ".join(sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)))
 
 
 def _beginnings(asked: PrefillRequest) -> list[int]:
-    """A digest of each beginning of the prompt, one block longer each."""
+    """The digests of the prompt's beginnings, each one block longer than the one before."""
     num_tokens = len(asked.tokens) // 4
     return [digest for _, digest in beginnings_of(asked.tokens, asked.cache_salt ^ asked.adapter, num_tokens)]
 

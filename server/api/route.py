@@ -1,4 +1,4 @@
-"""One route, with its properties for the gate and the description of the API."""
+"""A route with its properties for the gate and for /openapi.json."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Access(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorForm:
-    """How an API says that it refuses a request: the response, and the JSON schema of its body."""
+    """An API's form of errors: the response, and the JSON schema of its body."""
 
-    name: str  # of the schema in `/openapi.json`
+    name: str  # the name of the schema in `/openapi.json`
     schema: Mapping[str, Any]
     response: Callable[[RequestError], Response]
 
@@ -41,9 +41,9 @@ class ErrorForm:
 class ApiRoute:
     """A path and its endpoint.
 
-    `generates` is true if the engine works for the answer. Such requests are counted in `/load`. While the server
-    drains, new ones are refused, and running ones are waited for. `/openapi.json` shows `body`, `media_types` of the
-    answer and `summary`. `errors` is None for OpenAI's form of errors.
+    `generates` is true if the engine works for the answer. Such requests are counted in `/load`. In a shutdown new ones
+    are refused, and the server waits for running ones. `/openapi.json` shows `body`, `media_types` of the answer and
+    `summary`. `errors` is None for OpenAI's form of errors.
     """
 
     path: str
@@ -52,11 +52,11 @@ class ApiRoute:
     access: Access = Access.KEY
     generates: bool = False
     body: type[msgspec.Struct] | None = None
-    body_type: str = JSON  # of the media
+    body_type: str = JSON  # the media type of the body
     media_types: tuple[str, ...] = (JSON,)
     errors: ErrorForm | None = None
     summary: str = ""
 
     def starlette_route(self) -> Route:
-        """The route as Starlette takes it."""
+        """The Starlette route."""
         return Route(self.path, self.endpoint, methods=[self.method])

@@ -30,7 +30,7 @@ from server.text.template_runner import ServedTemplate, TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.parser import CallParser
 
-if TYPE_CHECKING:  # few servers need it, and the HTTP client that it imports takes long
+if TYPE_CHECKING:  # few servers need it, and it imports an HTTP client, which takes long
     from server.api.prefills import RemotePrefills
 
 MIN_MARKS = 2**16  # brackets, colons and commas that a body may have even if the context is short
@@ -71,14 +71,14 @@ class ServerState:
 
     @property
     def body_limits(self) -> BodyLimits:
-        """The limits of a body. A conversation that fits the context has fewer marks: the template writes some tokens
-        for each message."""
+        """The limits of a body. A conversation that fits the context has fewer marks, because the template writes some
+        tokens for each message."""
         max_marks = max(MIN_MARKS, 2 * self.client.info.max_model_len)
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
 
     @property
     def num_busy(self) -> int:
-        """Requests for which this process must not end yet."""
+        """The number of requests for which this process must not end yet."""
         return self.num_in_flight + self.num_forwarded
 
     def count_in_flight(self, change: int) -> None:
@@ -88,7 +88,7 @@ class ServerState:
             self.peers.row.set_in_flight(self.num_in_flight)
 
     def count_of_key(self, number: int, change: int) -> int:
-        """Adds `change` to the requests of an API key. Returns those of all processes."""
+        """Adds `change` to the requests of an API key. Returns the key's requests in all processes."""
         if self.peers is not None:
             return self.peers.row.change_key(number, change)
         self.keys_in_flight[number] += change
@@ -96,12 +96,12 @@ class ServerState:
 
     @property
     def load(self) -> int:
-        """Requests on the counted routes, of all processes."""
+        """The number of requests on the counted routes, in all processes."""
         return self.num_in_flight if self.peers is None else self.peers.row.in_flight
 
     def abort(self, ids: Sequence[str] | None, error: RequestError) -> list[str]:
-        """Ends requests of this process with the error: those with these ids of answers, or all. Returns the ids of
-        those that ran."""
+        """Ends the requests of this process with these ids of answers, or all, with the error. Returns the ids of the
+        requests that were running."""
         ended = []
         for id in list(self.generations) if ids is None else ids:
             generation = self.generations.get(id)
@@ -116,7 +116,7 @@ class ServerState:
 
     async def find_model(self, name: str | None) -> Model:
         """The model that a request names; without `name`, the server's first. An adapter of `--lora-folder` is loaded
-        first. Raises RequestError 404, or 400 if it cannot be loaded."""
+        if necessary. Raises RequestError 404, or 400 if the adapter cannot be loaded."""
         if not name or name in self.settings.model_names:
             return Model(name or self.settings.model_names[0])
         adapter = self.client.adapters.get(name)
@@ -127,7 +127,10 @@ class ServerState:
         return Model(name, adapter.identity)
 
     def adapter_changer(self) -> AdapterChanger:
-        """Who loads and unloads adapters: the parent of several HTTP processes, or the engines of this one."""
+        """The object that loads and unloads adapters: the peers with several HTTP processes, else the engine's client.
+
+        Raises RequestError 501 if the engine cannot load adapters while it serves.
+        """
         changer = self.peers or self.client
         if not isinstance(changer, AdapterChanger):
             raise RequestError(501, "This engine cannot load LoRA adapters while it serves.")
@@ -135,13 +138,13 @@ class ServerState:
 
 
 class Place:
-    """A request's place in the counts: of `/load`, of its API key, and of what a shutdown waits for.
+    """A request's place in the counts: of `/load`, of its API key, and of the requests for which a shutdown waits.
 
-    It is counted while someone holds it. Work that goes on after the answer holds it until it has ended, too.
+    The place is counted while it has a holder. Work that goes on after the answer holds it until its end.
 
     Args:
-        key_number: the number of the request's key; None if requests are not counted by key.
-        on_free: called when nobody holds it any more.
+        key_number: the number of the request's key; None: requests are not counted by key.
+        on_free: called when the last holder has released the place.
     """
 
     def __init__(self, state: ServerState, key_number: int | None, on_free: Callable[[], None] = lambda: None) -> None:
@@ -151,7 +154,7 @@ class Place:
         self._num_holders = 0
 
     def hold(self) -> int:
-        """Returns the requests of the key, this one included; 0 if they are not counted."""
+        """Adds a holder. Returns the number of requests of the key, including this one; 0: they are not counted."""
         self._num_holders += 1
         if self._num_holders == 1:
             self._state.count_in_flight(1)
@@ -165,7 +168,7 @@ class Place:
             self._on_free()
 
     def leave_key(self) -> None:
-        """The request is not counted for its key any more: it is refused, or another process counts it."""
+        """Stops counting the request for its key, because it is refused or another process counts it."""
         self._count_key(-1)
         self.key_number = None
 

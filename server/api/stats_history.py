@@ -1,4 +1,4 @@
-"""The engine's figures of the last two minutes, so that a dashboard that is opened now is not empty."""
+"""The engine's figures of the last two minutes, which a new dashboard shows at once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class StatsHistory:
             await asyncio.sleep(INTERVAL_S)
 
     def last(self, seconds: float) -> list[dict[str, Any]]:
-        """The readings of so many seconds, oldest first, each with its age in seconds."""
+        """The readings of the last `seconds`, oldest first, each with its age in seconds."""
         now = time.monotonic()
         return [{"age_s": now - at, **figures} for at, figures in self._readings if now - at <= seconds]
 
 
 def figures_of(stats: EngineStats) -> dict[str, Any]:
-    """What the dashboard draws over time."""
+    """The figures that the dashboard draws over time."""
     return {
         "running": stats.num_requests_running,
         "waiting": stats.num_requests_waiting,

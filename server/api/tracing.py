@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 SPAN_NAME = "llm_request"
-DEFAULT_PATH = "/v1/traces"  # of an endpoint without a path
-EXPORT_S = 5.0  # for a batch of spans, and for the last one at the end
+DEFAULT_PATH = "/v1/traces"  # added to an endpoint without a path
+EXPORT_S = 5.0  # the time limit of a batch of spans, also of the last one at the end
 INSTALL = ".venv/bin/python -m pip install -c scripts/constraints.txt -e '.[otel]'"
 
 _CONTEXT = (b"traceparent", b"tracestate")
@@ -31,7 +31,7 @@ _CONTEXT = (b"traceparent", b"tracestate")
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The contents of a request's span. The last three come from its generation, if it gets that far."""
+    """The contents of a request's span. The last three fields are set when the request has a generation."""
 
     started_ns: int = field(default_factory=time.time_ns)
     started_s: float = field(default_factory=time.monotonic)
@@ -58,7 +58,7 @@ class Tracer:
         """Records the span of a request that has ended. A `traceparent` among its headers is the span's parent.
 
         Args:
-            status: of the answer; 0 if there was none.
+            status: the status of the answer; 0: there was none.
         """
         from opentelemetry.trace import SpanKind, StatusCode
 
@@ -83,7 +83,7 @@ class Tracer:
 
 
 def make_tracer(settings: Settings) -> Tracer | None:
-    """None without an endpoint. Raises ValueError if the packages are not installed."""
+    """The tracer of the settings; None: there is no endpoint. Raises ValueError if the packages are not installed."""
     if settings.otlp_traces_endpoint is None:
         return None
     try:
@@ -102,7 +102,8 @@ def make_tracer(settings: Settings) -> Tracer | None:
 
 
 def _attributes(trace: RequestTrace, now: float) -> dict[str, Any]:
-    """vLLM's attributes. Times are in seconds; those that the request has not reached are left out."""
+    """The span's attributes, with vLLM's names. Times are in seconds. Stages that the request has not reached are left
+    out."""
     generation, sampling = trace.generation, trace.sampling
     found: dict[str, Any] = {"gen_ai.latency.e2e": now - trace.started_s}
     if generation is None or sampling is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-LONG_WORK = 4096  # characters or tokens: about a millisecond of work; from here on it is done in a thread
+LONG_WORK = 4096  # characters or tokens: about a millisecond of work; longer work is done in a thread
 NUM_THREADS = 4  # with more threads the event loop would wait longer for the interpreter's lock
 
 
@@ -18,7 +18,8 @@ class WorkerThreads:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="worker")
 
     async def in_thread[**P, R](self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function, whose work grows with `size` in characters or tokens. Short work is done at once."""
+        """Calls the function in a thread. Its work grows with `size`, in characters or tokens. Short work is done on
+        the event loop."""
         if size < LONG_WORK:
             return function(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))

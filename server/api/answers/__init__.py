@@ -1,1 +1,1 @@
-"""From a generation to the response: one JSON object, or a stream of chunks, with log-probabilities and usage."""
+"""Writes the response of a generation: one JSON object or a stream of chunks, with log-probabilities and usage."""

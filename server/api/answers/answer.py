@@ -1,7 +1,7 @@
-"""Sends a generation as one JSON object or as a stream of server-sent events, and watches the socket meanwhile.
+"""Sends a generation as one JSON object or as a stream of server-sent events, and aborts it if the client disconnects.
 
-The response starts with the engine's first output: an earlier refusal gets its own HTTP status, even for a stream. A
-later error is the last event of the stream. If the client disconnects, the request is aborted.
+The response starts with the engine's first output, so an earlier refusal has its own HTTP status, even for a stream. A
+later error is the last event of the stream.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ STREAM_HEADERS = [
 ]
 
 
-UNENFORCED = b"x-unenforced-keywords"  # of the request's JSON schemas
+UNENFORCED = b"x-unenforced-keywords"  # the header with keywords of the request's JSON schemas
 MAX_HEADER_CHARS = 1000
 
 
 class Work(Protocol):
-    """What the engine does for an answer."""
+    """The engine's work for an answer."""
 
     error: Exception | None  # why it has failed
 
     def abort(self) -> None:
-        """Ends what still runs of it."""
+        """Ends the parts of the work that still run."""
 
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive, work: Work | None = None) -> AsyncIterator[None]:
-    """Within the context, the task is cancelled when its client goes away, and the context then ends quietly. At the
-    context's end what still runs of the work is aborted."""
+    """Cancels the current task when its client disconnects. The context then ends without an error. At the end of the
+    context the work is aborted if it still runs."""
     task = asyncio.current_task()
     assert task is not None
     is_gone = False
@@ -76,7 +76,8 @@ async def while_connected(receive: Receive, work: Work | None = None) -> AsyncIt
 
 
 def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
-    """The keywords of the request's schema that the answer may break. Names in it are the client's."""
+    """The header with the keywords of the request's schema that the grammar does not enforce. It may contain names that
+    the client has chosen."""
     if not keywords:
         return []
     text = quote(", ".join(keywords), safe=" ,:()#/$~.[]")
@@ -84,7 +85,7 @@ def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
 
 
 class Sent(Response):
-    """An ASGI response that a function sends."""
+    """An ASGI response that is sent by a function."""
 
     def __init__(self, function: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._function = function
@@ -96,7 +97,7 @@ class Sent(Response):
 class GenerationAnswer(Response):
     """An ASGI response that runs until the generation has ended or the client has disconnected.
 
-    An error that comes before the response has started is raised: RequestError.
+    Raises RequestError for an error before the response has started.
     """
 
     def __init__(self, generation: Generation, writer: Writer, turns: Turns, *, stream: bool) -> None:
@@ -135,7 +136,7 @@ class GenerationAnswer(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _events(self, choice: Choice) -> Iterator[bytes]:
-        """The events for the choice's gain up to now, in pieces. Later gains are not in them."""
+        """The events for the choice's new output up to now, in pieces. Later output is not in them."""
         gain, writer = choice.take(), self._writer
         opening = () if choice.index in self._opened else writer.opening(choice)
         self._opened.add(choice.index)

@@ -26,8 +26,8 @@ class ChatOptions:
     top_logprobs: int | None  # None: no log-probabilities
     num_prompt_logprobs: int | None
     echo: str = ""  # text before the generated text
-    reads_reasoning: bool = False  # a message without reasoning says so
-    is_named_call: bool = False  # the request named the function: the finish reason is not `tool_calls`
+    reads_reasoning: bool = False  # a message without reasoning has null fields for it
+    is_named_call: bool = False  # whether the request named the function: the finish reason is not `tool_calls`
 
 
 class ChatWriter(ChoicesWriter):
@@ -101,7 +101,7 @@ class ChatWriter(ChoicesWriter):
 
 
 class BatchChatWriter(ChatWriter):
-    """Writes the answers to several conversations, a choice for each."""
+    """Writes the answers to several conversations, with one choice for each."""
 
     def __init__(
         self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: Sequence[ChatOptions]
@@ -118,7 +118,7 @@ class BatchChatWriter(ChatWriter):
 
 
 def _joined_fields(gain: Gain) -> dict[str, Any]:
-    """Content and calls in one delta, of each call what it has gained."""
+    """The fields of one delta with content and the additions to each call."""
     joined: dict[int, CallDelta] = {}
     for call in gain.calls:
         before = joined.get(call.index)
@@ -130,7 +130,7 @@ def _joined_fields(gain: Gain) -> dict[str, Any]:
 
 
 def _reasoning_fields(text: str) -> dict[str, Any]:
-    """DeepSeek's name of the field, and vLLM's newer one."""
+    """The reasoning under DeepSeek's name of the field and under vLLM's newer one."""
     shown = LongText(text) if text else None
     return {"reasoning_content": shown, "reasoning": shown}
 

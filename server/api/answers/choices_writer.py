@@ -66,7 +66,7 @@ class ChoicesWriter(ABC):
         """The text field of a chunk's choice."""
 
     def _gain_fields(self, gain: Gain) -> list[Fields]:
-        """The fields of the gain, one entry per chunk."""
+        """The fields of a choice's new output, one entry per chunk."""
         return [self._text_fields(LongText(gain.text))]
 
     def _end_fields(self) -> Fields:
@@ -75,19 +75,19 @@ class ChoicesWriter(ABC):
 
     @abstractmethod
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
-        """`logprobs` of tokens that were drawn."""
+        """The field `logprobs` of drawn tokens."""
 
     def _ending(self, choice: Choice) -> Fields:
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return ending | _version_fields(choice.weight_versions) if self._head.weight_versions else ending
 
     def _ids_fields(self, gain: Gain) -> Fields:
-        """`token_ids` of a whole choice: null unless the request asks for them. Only then are there
-        `sampled_logprobs`."""
+        """The field `token_ids` of a whole choice, null unless the request asks for it, and `sampled_logprobs` if the
+        request asks for these."""
         return {"token_ids": None, **self._asked_fields(gain)}
 
     def _asked_fields(self, gain: Gain) -> Fields:
-        """The lists of a gain that the request asks for, with an entry for each token."""
+        """The lists with an entry for each new token that the request asks for."""
         fields: Fields = {}
         if self._head.token_ids:
             fields["token_ids"] = list_of(gain.token_ids, len(gain.token_ids))
@@ -96,11 +96,11 @@ class ChoicesWriter(ABC):
         return fields
 
     def _prompt_ids(self, prompt: Sequence[int]) -> Fields:
-        """Null unless the request asks for them, as `token_ids`."""
+        """The ids of the prompt's tokens, null unless the request asks for them."""
         return {"prompt_token_ids": list_of(prompt, len(prompt)) if self._head.token_ids else None}
 
     def _whole_fields(self) -> Fields:
-        """Further fields of the whole answer."""
+        """Additional fields of the whole answer."""
         return {}
 
     # the frame around it
@@ -151,8 +151,8 @@ class ChoicesWriter(ABC):
         return head.every_token or head.token_ids or head.sampled_logprobs or head.usage.in_every_chunk
 
     def _ends_in_gain(self, choice: Choice) -> bool:
-        """Whether the chunk of a choice's last gain also has the finish reason. It has if every chunk shows more than
-        text: a separate last chunk would repeat the usage, and have no log-probabilities or token ids."""
+        """Whether the chunk with a choice's last output also has the finish reason. This is so if every chunk shows
+        more than text: a separate last chunk would repeat the usage, and have no log-probabilities or token ids."""
         return not self._plain and choice.finish_reason is not None
 
     def _template(self, choice: Choice) -> ChunkTemplate:
@@ -162,7 +162,7 @@ class ChoicesWriter(ABC):
         return self._templates[choice.index]
 
     def _chunk(self, choice: Choice, fields: Fields, *, opens: bool = False) -> Fields:
-        """`opens` marks a chunk before a choice's first token."""
+        """A chunk with one choice. With `opens` it comes before the choice's first token."""
         part = {"index": choice.index, **fields, "logprobs": None, "finish_reason": None}
         chunk = self._object(self.CHUNK, [part])
         if self._head.usage.in_stream:
@@ -197,7 +197,7 @@ class ChoicesWriter(ABC):
 
 
 def _version_fields(runs: Sequence[tuple[str, int]]) -> Fields:
-    """The weights of the last token, and vLLM's spans of the output's tokens, each of one version."""
+    """The version of the weights of the last token, and vLLM's spans of tokens, each of one version."""
     spans, end = [], 0
     for version, num_tokens in runs:
         if num_tokens:

@@ -19,7 +19,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A prompt, in ids and as text."""
+    """A prompt as token ids and as text."""
 
     ids: list[int]
     text: str  # as it was given, or decoded with its special tokens
@@ -89,7 +89,7 @@ class CompletionWriter(ChoicesWriter):
         return self._options.prompts[choice.index // self._head.n]
 
     def _prompt_logprobs(self, choice: Choice) -> list[wire.Logprobs]:
-        """Without streaming, only the first choice of a prompt has its scores; with streaming, every choice."""
+        """The prompt's log-probabilities. Without streaming only the first choice of a prompt has them."""
         first = self._generation.choices[choice.index - choice.index % self._head.n]
         return choice.prompt_logprobs or first.prompt_logprobs or []
 

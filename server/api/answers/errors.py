@@ -1,4 +1,4 @@
-"""Refusals, in the form of the route that was asked: OpenAI's, or its own."""
+"""Error responses in the form of the requested route: OpenAI's form, or the route's own."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class Refusals:
         self._forms = {route.path: route.errors for route in routes if route.errors is not None}
 
     def response(self, scope: Scope, error: RequestError) -> Response:
-        """The answer to the request of `scope`, also where no route has its path or its method."""
+        """The error response to the request of `scope`, whose path or method may be unknown."""
         return self._forms.get(scope["path"], OPENAI_ERRORS).response(error)

@@ -1,4 +1,4 @@
-"""An answer that another HTTP process of this server makes: the request is sent on to it, and its answer comes back."""
+"""Forwards a request to another HTTP process of this server, and returns the answer of that process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from server.http.private import PrivateCallError, exchange
 from server.http.request_error import unavailable
 
 PASSED_ON = (b"content-type", b"accept", b"x-request-timeout", b"x-request-id")  # fields of the request
-DROPPED = (b"connection", b"date", b"transfer-encoding", b"keep-alive")  # fields of the answer: of its own connection
+DROPPED = (b"connection", b"date", b"transfer-encoding", b"keep-alive")  # fields of the answer about its connection
 
 
 async def forwarded(state: ServerState, request: Request, id: str | None, body: bytes = b"") -> Response | None:
-    """The answer of the other process that keeps what has the id. None: this one does, or none.
+    """The answer of the process that keeps the object with this id. None: this process keeps it, or no process does.
 
     Args:
-        body: the request's, which has been read already.
+        body: the body of the request, which has been read already.
 
     Raises:
-        RequestError: 503 if that process has ended. An answer that has begun is then cut off, as those of that process
-            itself are.
+        RequestError: 503 if that process has ended. An answer that has begun is then cut off.
     """
     if id is None or state.peers is None or FORWARDED in request.scope or state.keeps(id):
         return None

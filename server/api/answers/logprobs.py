@@ -23,7 +23,7 @@ def finite(value: float) -> float:
 def chat_entries(
     tokenizer: ByteLevelTokenizer, scored: Iterable[ScoredToken], num_top: int, *, as_ids: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """`choices[].logprobs.content` of chat. `as_ids` names tokens by their ids."""
+    """Yields the entries of chat's `choices[].logprobs.content`. `as_ids` names tokens by their ids."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = _bytes(tokenizer, token_id)
@@ -44,7 +44,7 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> dict[str, list[Any] | LongList]:
-    """`choices[].logprobs` of completions: four lists of `count` entries. `tokens` is called once per list.
+    """The `choices[].logprobs` of completions: four lists of `count` entries. `tokens` is called once per list.
 
     `top_logprobs` begin with the token itself, as in vLLM. `as_ids` names tokens by their ids.
     """

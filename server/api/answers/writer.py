@@ -1,4 +1,4 @@
-"""The parts of an answer in any form: the common head, and the parts in their order."""
+"""The interface of the classes that write answers, and the fields that all parts of an answer share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.http.request_error import RequestError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageOptions:
-    """The counts that a stream contains; an answer that is not streamed always has them."""
+    """The usage counts that a stream contains. An answer without streaming always has them."""
 
     in_stream: bool  # in a separate last chunk
     in_every_chunk: bool
@@ -29,12 +29,12 @@ class AnswerHead:
     created: int  # seconds since 1970
     n: int  # choices of each prompt
     usage: UsageOptions
-    deadline: float | None = None  # of the monotonic clock; a waiting request is then refused, a running one ends
-    every_token: bool = False  # a token without text also has a chunk
-    token_ids: bool = False  # the ids of the prompt and of the output are shown
-    sampled_logprobs: bool = False  # those of the output are shown
-    names_are_ids: bool = False  # log-probabilities call a token `token_id:97`
-    weight_versions: bool = False  # the names of the weights of each choice's tokens are shown
+    deadline: float | None = None  # monotonic clock; a waiting request is then refused, and a running one ends
+    every_token: bool = False  # whether a token without text also has a chunk
+    token_ids: bool = False  # whether the ids of the prompt and of the output are shown
+    sampled_logprobs: bool = False  # whether the log-probabilities of the output's tokens are shown
+    names_are_ids: bool = False  # whether log-probabilities name tokens as `token_id:97`
+    weight_versions: bool = False  # whether the versions of the weights of each choice's tokens are shown
 
 
 class Writer(Protocol):
@@ -50,7 +50,7 @@ class Writer(Protocol):
         """The events before a choice's first gain."""
 
     def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
-        """The events for a choice's gain. There may be none."""
+        """The events for a choice's new output. There may be none."""
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
         """The events after the last gain of a choice. The choice has a finish reason."""
