@@ -1,4 +1,4 @@
-"""A setting and its flag are declared once, as a field of a frozen dataclass with `setting`."""
+"""Declares a setting and its flag in one place: a field of a frozen dataclass with `setting`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 MOST_SECONDS = 10**6
-MOST_COUNT = 2**62  # of anything: a larger number overflows
+MOST_COUNT = 2**62  # the limit of all counts: a larger number overflows
 _FLAG = "flag"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """What the command line says of a field, and which values the field may have.
+    """The flag of a field, and the values that the field may have.
 
     A field that is False or True by default has a flag without a value, `--name` or `--no-name`.
     """
@@ -30,9 +30,9 @@ class Flag:
     choices: Collection[str] = ()
     least: float | None = None
     most: float = MOST_COUNT
-    above: float | None = None  # in place of `least`: this value itself is too small
-    name: str | None = None  # of the flag; by default as the field's
-    also: Sequence[str] = ()  # its other names
+    above: float | None = None  # in place of `least`: values must be larger than this one
+    name: str | None = None  # the flag's name; by default the field's
+    also: Sequence[str] = ()  # other names of the flag
 
 
 def setting(default: Any, help: str, **of_flag: Any) -> Any:
@@ -61,7 +61,7 @@ def add_flags(
 
     Args:
         groups: the names of its groups with their descriptions, in the order of the help.
-        choices: of fields whose declaration does not know them.
+        choices: the choices of fields whose declaration does not have them.
     """
     added = {name: parser.add_argument_group(name, description) for name, description in groups.items()}
     for field, (flag, default) in flags_of(settings).items():
@@ -70,7 +70,7 @@ def add_flags(
 
 
 def check_flags(settings: Any) -> None:
-    """Raises ValueError, with the flag's name, its value and its range, for a value that is not allowed."""
+    """Raises ValueError for a value that is not allowed. The message has the flag's name, its value and its range."""
     for field, (flag, _) in flags_of(type(settings)).items():
         value, name = getattr(settings, field), _name(field, flag)
         if value is None or isinstance(value, bool):
@@ -84,7 +84,7 @@ def check_flags(settings: Any) -> None:
 
 
 def check_range(name: str, value: float | None, least: float, most: float) -> None:
-    """Raises ValueError, with the name of the flag or field, for a number that is out of range. None is no number."""
+    """Raises ValueError, which names the flag or field, for a number that is out of range. None is allowed."""
     if value is None or least <= value <= most:
         return
     limit = f"at most {most}" if value > most else f"at least {least}"

@@ -1,8 +1,8 @@
-"""Programs that were made elsewhere for this chip (`scripts.precompile`): a list of them lies next to them.
+"""Programs that were compiled elsewhere for this chip with `scripts.precompile`, and the list that is next to them.
 
 A program is looked up by a digest, which cannot say why it is not there. So the list has all facts that decide the
-programs, and a start says which of them differ. One of them is the number of K/V pages, which depends on the free
-memory: a start takes the list's number if the memory has room for it.
+programs, and a start reports the facts that differ. One fact is the number of K/V pages, which depends on the free
+memory: a start uses the list's number if the memory has room for it.
 """
 
 from __future__ import annotations

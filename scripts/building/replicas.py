@@ -12,9 +12,9 @@ from pathlib import Path
 from pallas_kernels.chips import TPUS
 from scripts.flags.settings import EngineSettings, ServedSettings
 
-# Chips of one TPU process -> their arrangement, as libtpu wants it.
+# Chips of one TPU process -> their arrangement, in libtpu's notation.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-GOOGLE, TPU7X = "0x1ae0", "0x0076"  # on the PCI bus: vendor and device, as jax has them
+GOOGLE, TPU7X = "0x1ae0", "0x0076"  # the PCI numbers of the vendor and the device, as in jax
 
 
 def add_replica_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,10 +25,10 @@ from server.engine.process import Reporter
 from server.engine.wire import EngineInfo
 from server.flag import flag_name
 
-# JAX ends all processes when it has not heard of one for so long. ZeroMQ's heartbeats notice it before.
+# JAX ends all processes when one of them has been silent for so long. ZeroMQ's heartbeats detect this earlier.
 JAX_SILENCE_S = 30
 LEAVE_S = 5
-# Each host has its own folders. What the model is, the hosts compare once they have read it.
+# These settings may differ, because each host has its own folders. The hosts compare their models after reading them.
 OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder", "kv_events_config")
 
 

@@ -27,7 +27,7 @@ from server.engine.client import EngineClient
 Kind = type[Counter] | type[Gauge] | type[Histograms]
 Row = tuple[Sequence[object], Any]  # the values of a family's labels, and the figure
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
-NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")  # the process's own, also if there are others
+NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")  # not summed over the HTTP processes
 
 # vLLM's labels of cache_config_info -> ours with the same meaning
 CACHE_ALIASES = {"block_size": "page_size", "num_gpu_blocks": "num_pages"}

@@ -1,1 +1,1 @@
-"""From the body of a request to a running generation: fields, checks, the prompt, tools, the grammar, submission."""
+"""Turns the body of a request into a running generation: fields, checks, prompt, tools, grammar and submission."""

@@ -1,12 +1,12 @@
 """Decodes request bodies: the first step of a request.
 
-Declared fields are decoded; a table decides about all other fields. Fields of arbitrary JSON are kept as they came, and
-`read_raw` decodes them within their own bounds.
+Declared fields are decoded. The table of fields decides about all other fields. Fields with arbitrary JSON are kept as
+bytes, and `read_raw` decodes them within their own bounds.
 
 The entries of a long body are counted before it is decoded, and its lists of numbers are decoded in pieces. Decoding is
-one call that holds the interpreter's lock, in a thread too. So a call decodes no more entries than a body may have
-marks: brackets, colons and commas outside strings. The commas of lists of numbers do not count. Such a list has its
-type's bound, and each call decodes PIECE_BYTES of it.
+one call that holds the interpreter's lock, even in a thread. So the number of marks in a body is limited: brackets,
+colons and commas outside strings. The commas of lists of numbers do not count. The type of such a list has a bound, and
+each call decodes PIECE_BYTES of it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class BodyReader[T: msgspec.Struct]:
         self._warned: set[str] = set()
 
     async def read(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> tuple[T, bytes]:
-        """The body, and its bytes as they came. Raises RequestError for an unreadable body, a refused field, or a value
-        of a wrong type."""
+        """The body, and its unchanged bytes. Raises RequestError for an unreadable body, a refused field, or a value of
+        a wrong type."""
         body = await read_body(request, limits)
         if len(body) >= LONG_BODY:
             return await threads.in_thread(len(body), self._read_long, body, limits.max_marks), body
@@ -86,12 +86,12 @@ class BodyReader[T: msgspec.Struct]:
         return read
 
     def _raw_objects(self, read: T) -> dict[str, msgspec.Raw]:
-        """The fields kept as they came whose types are known."""
+        """The undecoded fields whose types are known."""
         given = {name: getattr(read, name) for name in self._raw_types}
         return {name: raw for name, raw in given.items() if isinstance(raw, msgspec.Raw)}
 
     def _clean(self, read: T) -> None:
-        """Removes undeclared fields from these."""
+        """Removes undeclared fields from the undecoded fields whose types are known."""
         for name, raw in self._raw_objects(read).items():
             setattr(read, name, msgspec.Raw(self._declared(bytes(raw), self._raw_types[name], f"{name}.")))
 
@@ -99,7 +99,7 @@ class BodyReader[T: msgspec.Struct]:
         """The JSON of an object, or of a list of objects or of such lists, without the fields that their type does not
         declare.
 
-        Anything else comes back as it is: what reads it reports the wrong type.
+        Any other JSON is returned unchanged; its reader reports the wrong type.
         """
         value = value.lstrip()
         try:
@@ -157,8 +157,7 @@ class BodyReader[T: msgspec.Struct]:
 
 
 def _renamed(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct], path: str) -> dict[str, msgspec.Raw]:
-    """The fields with declared names in place of other names of them. Raises RequestError 400 for one field with two
-    values."""
+    """The fields under their declared names. Raises RequestError 400 for a field with two values under two names."""
     renamed = dict(fields)
     for name in fields.keys() & SYNONYMS.keys() - set(kind.__struct_fields__):
         served, raw = served_name(kind, name), bytes(fields[name])
@@ -194,7 +193,7 @@ def _list(items: Any) -> bytes:
 
 
 class LongBodyReader[T: msgspec.Struct]:
-    """Decodes long bodies of the struct `kind`. The work is for a thread: the lock is free between two calls.
+    """Decodes long bodies of the struct `kind`. It runs in a thread, and releases the lock between two calls.
 
     Raises ValueError for a list of numbers without a bound.
     """
@@ -237,7 +236,7 @@ class LongBodyReader[T: msgspec.Struct]:
         raise RequestError(400, message, param=param)
 
     def decode(self, body: bytes) -> T:
-        """The body, which `check` has accepted. Raises as `decode_body`."""
+        """Decodes a body that `check` has accepted. Raises RequestError 400 with the path of the first wrong field."""
         rest = decode_body(self._rest, body)
         values = {name: getattr(rest, name) for name in self._kind.__struct_fields__}
         for name in self._bounds:
@@ -268,7 +267,7 @@ class LongBodyReader[T: msgspec.Struct]:
 
 
 def count_marks(json: bytes, most: int) -> int:
-    """The brackets, colons and commas outside strings. Counting ends above `most`."""
+    """The number of brackets, colons and commas outside strings. Counting ends above `most`."""
     count, in_string = 0, False
     start = 0
     while start < len(json) and count <= most:
@@ -293,12 +292,12 @@ def _pieces_at_commas(raw: bytes) -> Iterator[bytes]:
 
 
 def _is_list_of_numbers(raw: bytes) -> bool:
-    """Whether it is a list without any string. There may be lists in it."""
+    """Whether the JSON is a list without any string. It may contain lists."""
     return raw.lstrip()[:1] == b"[" and b'"' not in raw
 
 
 def _bound_of_numbers(type: inspect.Type) -> int | None:
-    """The most entries of the list of whole numbers that a field may have; None: it may have none."""
+    """The most entries of the list of integers that a field may have; None: it may not have such a list."""
     if isinstance(type, inspect.UnionType):
         return next((bound for option in type.types if (bound := _bound_of_numbers(option)) is not None), None)
     if not isinstance(type, inspect.ListType):
@@ -312,7 +311,7 @@ def _bound_of_numbers(type: inspect.Type) -> int | None:
 
 
 def read_raw[T](param: str, raw: RawField, decoder: msgspec.json.Decoder[T | None], *, max_bytes: int) -> T | None:
-    """None if the field was not given. Raises RequestError 400."""
+    """Decodes an undecoded field. Returns None if it was not given. Raises RequestError 400."""
     if raw is msgspec.UNSET:
         return None
     if len(raw) > max_bytes:

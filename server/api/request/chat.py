@@ -1,7 +1,7 @@
-"""The steps of a chat, from its decoded body to a running generation: check, render, constrain, fit, submit.
+"""The steps from a chat's decoded body to a running generation: check, render, constrain, fit, submit.
 
-Chat completions, the Responses API and Anthropic's Messages API take them. Each step reads the plan and adds its part.
-Nothing after the first step reads the body.
+Chat completions, the Responses API and Anthropic's Messages API use them. Each step reads the plan and adds its part.
+Only the first step reads the body.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from server.text.stream import decode_text
 
 PROMPT_END = 16  # tokens that are read to see whether the prompt opens the reasoning
 MOST_THINKING = 2**31
-UNLIMITED_THINKING = -1  # in vLLM
+UNLIMITED_THINKING = -1  # vLLM's value for no budget
 
 
 @dataclass(kw_only=True, slots=True)
 class ChatPlan:
-    """A chat on its way to the engine."""
+    """The plan of a chat, which the steps fill in."""
 
     generation: GenerationPlan
     conversation: Conversation
-    tools: Tools | None  # those that the model may call
+    tools: Tools | None  # the tools that the model may call
     constraint: Constraint | None  # on an answer without calls
     truncation: Truncation
     max_tokens: int | None  # None: up to the end of the context
@@ -54,7 +54,7 @@ class ChatPlan:
 
     @property
     def options(self) -> ChatOptions:
-        """What the answer is written with."""
+        """The options with which the answer is written."""
         return ChatOptions(
             prompt=self.generation.prompts[0],
             top_logprobs=self.generation.logprobs,
@@ -70,7 +70,7 @@ async def start_chat(
 ) -> tuple[Generation, ChatPlan]:
     """Makes the checks of a chat, renders the prompt and submits it. Raises RequestError.
 
-    `lowers_max_tokens`: where the context has less room than `max_tokens`, the output ends with the context.
+    With `lowers_max_tokens` a `max_tokens` that does not fit is lowered to the end of the context.
     """
     generation, (plan,) = await start_chats(
         state, [body], request, id_prefix=id_prefix, lowers_max_tokens=lowers_max_tokens
@@ -129,19 +129,19 @@ async def check_chat(
 
 
 async def count_tokens(state: ServerState, body: ChatRequest) -> int:
-    """The tokens of the prompt that the same body would give. Raises RequestError."""
+    """The number of tokens of the body's prompt. Raises RequestError."""
     tools = await usable_tools(state, body)
     return len(await encode_conversation(state, Conversation.of(body), tools))
 
 
 async def render(state: ServerState, plan: ChatPlan) -> None:
-    """The conversation becomes the prompt."""
+    """Renders the conversation to the prompt."""
     prompt = await encode_conversation(state, plan.conversation, plan.tools)
     plan.generation.prompts = [prompt[plan.truncation.kept(least_output=plan.max_tokens or 1)]]
 
 
 async def constrain(state: ServerState, plan: ChatPlan) -> None:
-    """The form of the output becomes a grammar, and a parser of tool calls."""
+    """Makes the grammar of the output and the parser of tool calls."""
     generation, tools, reasoning = plan.generation, plan.tools, state.reasoning
     if state.settings.reasoning_parser is None and reasoning is None:
         reasoning = reasoning_format_asked(plan.conversation.system_texts)
@@ -167,8 +167,8 @@ async def constrain(state: ServerState, plan: ChatPlan) -> None:
 
 
 def fit(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
-    """Prompt and output must fit into the context, and the log-probabilities into the answer, of which the chat has one
-    part in `share`."""
+    """Checks that prompt and output fit into the context, and the log-probabilities into the chat's share of the
+    answer, which is one part in `share`."""
     generation = plan.generation
     num_prompt, max_model_len = len(generation.prompts[0]), state.client.info.max_model_len
     asked = plan.max_tokens
@@ -189,7 +189,7 @@ def fit(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
 
 
 def _echo(body: ChatRequest) -> str:
-    """With `echo`, the text of the last message if it is the assistant's: the answer continues it."""
+    """The text before the answer: with `echo`, the text of the last message if it is the assistant's."""
     last = body.messages[-1]
     return content_text(last) if body.echo and last.role == "assistant" else ""
 

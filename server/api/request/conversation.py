@@ -37,19 +37,20 @@ _documents = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The fields of a request that its prompt is made of."""
+    """The fields of a request from which its prompt is rendered."""
 
     messages: Sequence[Message]
     generates: bool  # the template opens the assistant's message
     continues: bool  # the prompt ends within the last message
-    template: str | None  # the request's own
+    template: str | None  # the request's own template
     variables: RawField
     documents: RawField
     adds_affixes: bool  # templates write their own; this adds the tokenizer's, too
 
     @classmethod
     def of(cls, body: ChatRequest | TokenizeRequest) -> Self:
-        """Raises RequestError 400 if there are no messages, or fields contradict each other."""
+        """The conversation of a body. Raises RequestError 400 if there are no messages, or fields contradict each
+        other."""
         if not body.messages:
             raise invalid("messages", "must not be empty")
         continues = bool(body.continue_final_message)
@@ -79,7 +80,8 @@ class Conversation:
 
 
 async def encode_conversation(state: ServerState, conversation: Conversation, tools: Tools | None = None) -> list[int]:
-    """The prompt's ids. Raises RequestError 400 for messages or variables that the template cannot render."""
+    """The token ids of the prompt. Raises RequestError 400 for messages or variables that the template cannot
+    render."""
     template = await _template_of(state, conversation, tools)
     max_model_len = state.client.info.max_model_len
     check_num_messages(len(conversation.messages), max_model_len)
@@ -116,8 +118,8 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
 
 
 async def _template_of(state: ServerState, conversation: Conversation, tools: Tools | None) -> ServedTemplate:
-    """Raises RequestError 400 if there is no template, if it does not show the tools, or if the request's own is not
-    allowed or not valid."""
+    """The template of a conversation. Raises RequestError 400 if there is none, if it does not show the tools, or if
+    the request's own is not allowed or not valid."""
     own = conversation.template
     template = _of_the_model(state, tools) if own is None else await _own(state, own)
     if tools is not None and not template.reads("tools"):
@@ -149,7 +151,8 @@ async def _own(state: ServerState, source: str) -> ServedTemplate:
 
 @contextlib.contextmanager
 def _template_errors(param: str, limits_param: str | None = None) -> Iterator[None]:
-    """Raises the errors of running a template as RequestError. `limits_param`: of too much work; by default `param`."""
+    """Raises the errors of running a template as RequestError, which names `param`. An error about too much work names
+    `limits_param`, if that is given."""
     try:
         yield
     except TemplateLimitError as error:

@@ -1,11 +1,11 @@
-"""The table of the fields that a request type does not declare: another name of a declared field, refused, or ignored.
+"""The table of fields that request types do not declare. They are other names of declared fields, refused, or ignored.
 
 A field is refused if the answer would be wrong without it. It is accepted with a value that changes nothing: null,
 false, 0, an empty text or list, or a value of HARMLESS. A field that only tunes an answer, such as a level of effort,
-is accepted with any value, and has no effect. So is a field that is not in the table. The log names both the first
-time, and a server with `--strict-fields` refuses them.
+is accepted with any value and has no effect. The same applies to a field that is not in the table. The log names both
+kinds once, and a server with `--strict-fields` refuses them.
 
-A field of an inner object has its path as its name in the table, without places in lists.
+The name of an inner object's field in the table is its path, without positions in lists.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Refusal(NamedTuple):
     tunes: bool = False  # an answer without it is not wrong: only a strict server refuses the field
 
     def concerns(self, value: Any) -> bool:
-        """Whether the value changes the answer. An empty object may: it can be a schema."""
+        """Whether the value changes the answer. An empty object does, because it may be a schema."""
         if value is None or value in self.harmless:
             return False
         return bool(value) or value == {} or any(harmless is True for harmless in self.harmless)
@@ -248,7 +248,7 @@ _OF_OTHER_ROUTES = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_
 
 
 def served_name(kind: type[msgspec.Struct], name: str) -> str | None:
-    """The declared field that `name` is another name of."""
+    """The declared field for which `name` is another name; None: there is none."""
     return next((other for other in SYNONYMS.get(name, ()) if other in kind.__struct_fields__), None)
 
 
@@ -258,7 +258,7 @@ def is_ignored(path: str, name: str) -> bool:
 
 
 def refusal(kind: type[msgspec.Struct], path: str, name: str) -> Refusal | None:
-    """Why an object of the type `kind` may not have the field, which it does not declare. None: it is unknown."""
+    """The refusal of an undeclared field in an object of the type `kind`; None: the field is unknown."""
     full = _PLACE.sub("", path) + name
     generates = issubclass(kind, Generates)
     names = (full, name) if generates or not path else (full,)

@@ -1,7 +1,7 @@
-"""The grammar of an output: structured output in OpenAI's or vLLM's fields, tool calls, or both.
+"""Makes the grammar of an output: structured output in OpenAI's or vLLM's fields, tool calls, or both.
 
-A call that must be made is JSON as the model writes it (`JsonCallParser.written`), or as Llama 3 does if its own format
-is not JSON. A model that may choose writes calls in its own format.
+A required call is JSON in the model's own format (`JsonCallParser.written`), or in Llama 3's if that is not JSON. A
+model that may choose whether to call writes calls in its own format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from server.text.reasoning import ReasoningFormat
 from server.text.tool_calls.json_calls import JsonCallParser, WrittenForm
 from server.text.tool_calls.parser import CallParser
 
-MAX_BYTES = 4 * MAX_GRAMMAR_CHARS  # of one field
+MAX_BYTES = 4 * MAX_GRAMMAR_CHARS  # the size limit of a field
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")  # of `structured_outputs`
 ONE_LINE = JSON_OPTIONS | {"whitespace_pattern": " ?"}
 ANY_TEXT = r"(.|\n)*"
@@ -46,7 +46,8 @@ class Constraint(NamedTuple):
 
 
 def asked_constraint(body: SamplingFields) -> Constraint | None:
-    """None: the output is free. Raises RequestError 400 if there are several constraints, or one is invalid."""
+    """The constraint that a body asks for; None: the output is free. Raises RequestError 400 if there are several
+    constraints, or one is invalid."""
     asked = _constraints(body)
     if len(asked) > 1:
         message = f"{asked[1].field}: there is {asked[0].field} already; one constraint on the output is allowed."
@@ -60,8 +61,8 @@ async def make_grammar(state: ServerState, constraint: Constraint | None) -> Gra
 
 
 async def compiled(state: ServerState, constraint: Constraint | None) -> Grammar | None:
-    """The constraint's grammar, which is compiled once in a thread to check it. Raises RequestError 400 with the field:
-    the compiler's message has the place in the schema."""
+    """The constraint's grammar, after it was compiled once in a thread to check it. Raises RequestError 400 with the
+    field. The compiler's message has the place in the schema."""
     grammar = await make_grammar(state, constraint)
     if grammar is not None and constraint is not None:
         await state.grammars.check(grammar.text, param=constraint.field)
@@ -69,8 +70,8 @@ async def compiled(state: ServerState, constraint: Constraint | None) -> Grammar
 
 
 async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | None) -> Grammar | None:
-    """The grammar of an answer that may contain, or must be, tool calls. `answer` is that of an answer without calls.
-    It is not checked yet.
+    """The unchecked grammar of an answer that may contain, or must be, tool calls. `answer` is the grammar of an answer
+    without calls.
 
     Raises RequestError 400 for a schema that is not supported.
     """
@@ -94,8 +95,8 @@ async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | 
 async def after_reasoning(
     state: ServerState, grammar: Grammar | None, form: ReasoningFormat, *, is_open: bool, budget: int | None, field: str
 ) -> Grammar | None:
-    """The grammar of an answer that follows reasoning. Reasoning is free, up to `budget` tokens if that is not None.
-    It is not checked yet."""
+    """The unchecked grammar of an answer that follows reasoning. Reasoning is free, up to `budget` tokens if that is
+    not None."""
     answer, unenforced = grammar or Grammar("")
     if not answer and budget is None:
         return grammar
@@ -131,7 +132,7 @@ def _read(param: str, raw: RawField) -> Any:
 
 
 def _response_format(value: Any) -> Made | None:
-    """None for the type `text`: the output is free."""
+    """The constraint of `response_format`; None: the type is `text`, and the output is free."""
     param = "response_format"
     match value:
         case {"type": "text"}:
@@ -189,7 +190,7 @@ def _made(param: str, form: str, content: Any, *, strict: bool = False) -> Made:
 
 
 def _from_text(param: str, content: Any) -> Any:
-    """A schema or tag may be given as JSON text."""
+    """The content of a field, decoded if it is JSON text."""
     if not isinstance(content, str):
         return content
     try:
@@ -228,7 +229,7 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
 
 
 def _held(spec: FunctionSpec, options: Mapping[str, Any], prefix: str) -> HeldSchema:
-    """What is held of the schema of the arguments object. A tool without a schema takes no arguments."""
+    """The part of the arguments' schema that the grammar enforces. A tool without a schema takes no arguments."""
     schema = {"additionalProperties": False} if spec.parameters is None else spec.parameters
     try:
         return held_schema({**schema, "type": "object"}, options, prefix=prefix, strict=bool(spec.strict))
@@ -237,7 +238,7 @@ def _held(spec: FunctionSpec, options: Mapping[str, Any], prefix: str) -> HeldSc
 
 
 def _begun_calls(specs: Sequence[FunctionSpec]) -> list[str]:
-    """The rules of a text up to and with one call of a strict tool. The name comes before the arguments."""
+    """The rules of a text that ends with one call of a strict tool. The name comes before the arguments."""
     lines = []
     for i, spec in enumerate(specs):
         name = re.escape(spec.name)
@@ -252,7 +253,7 @@ def _begun_calls(specs: Sequence[FunctionSpec]) -> list[str]:
 def _calls(
     specs: Sequence[FunctionSpec], options: Mapping[str, Any], written: WrittenForm, *, parallel: bool
 ) -> list[str]:
-    """The rules of calls. `options` of white space must be the same in a grammar of other JSON next to it."""
+    """The rules of calls. Other JSON in the same grammar must have the same `options` of white space."""
     start, before, between, after, end = (f" {json.dumps(text)} " if text else "" for text in written[1:])
     lines = [
         f"calls:{start} call {f'({between} call)*' if parallel else ''} {end}",

@@ -1,4 +1,4 @@
-"""What requests about responses, files and batches share: the metadata that is kept, and the pages of lists."""
+"""Fields that requests about responses, files and batches share: metadata, and the pages of lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORDERS = ("asc", "desc")
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """Raises RequestError 400 for more than an object of the API keeps."""
+    """Raises RequestError 400 if there are too many entries, or one is too long."""
     if metadata is None:
         return
     key_chars, value_chars = MAX_METADATA_CHARS
@@ -25,7 +25,7 @@ def check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 
 def page_size(query: Mapping[str, str], *, most: int, default: int) -> int:
-    """`limit`, the objects on a page of a list. Raises RequestError 400."""
+    """The parameter `limit`: the number of objects on a page of a list. Raises RequestError 400."""
     text = query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
         raise invalid("limit", f"must be between 1 and {most}, got {text[:40]!r}")
@@ -33,7 +33,7 @@ def page_size(query: Mapping[str, str], *, most: int, default: int) -> int:
 
 
 def is_ascending(query: Mapping[str, str]) -> bool:
-    """Whether `order` is `asc` and not `desc`, newest first. Raises RequestError 400."""
+    """Whether the parameter `order` is `asc`; `desc` is newest first. Raises RequestError 400 for other values."""
     order = query.get("order", "desc")
     if order not in ORDERS:
         raise invalid("order", f"must be one of {', '.join(ORDERS)}, got {order[:40]!r}")

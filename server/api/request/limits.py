@@ -1,9 +1,9 @@
-"""Whether prompts and their outputs fit: the model's context, the output limits, and the log-probabilities asked for.
+"""Checks that prompts and outputs fit: the model's context, the output limits, and the number of log-probabilities.
 
 Each log-probability takes about eighty bytes of the answer. Each output token of each choice counts `logprobs` (or
 `top_logprobs`) + 1, and one more with `sampled_logprobs`. Prompt tokens count in the same way if `prompt_logprobs`, or
-`echo` with `logprobs`, is given. A request without `max_tokens` is not refused for its output: the output ends at the
-limit, as with a full context.
+`echo` with `logprobs`, is given. A request without `max_tokens` is not refused because of its output. The output then
+ends at the limit, as with a full context.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def listed(param: str, value: Given) -> list[str | list[int]]:
 
 
 def check_kinds(param: str, value: Given) -> None:
-    """Raises RequestError 400 where a list holds items of several kinds."""
+    """Raises RequestError 400 if a list has items of several kinds."""
     if isinstance(value, list) and len(set(map(type, value))) > 1:
         raise invalid(param, "must be a text, a list of texts, a list of token ids or a list of such lists")
 
@@ -41,7 +41,7 @@ def check_kinds(param: str, value: Given) -> None:
 def check_text_length(
     num_chars: int, tokenizer: ByteLevelTokenizer, max_model_len: int, *, least_output: int = 1
 ) -> None:
-    """Refuses a text that cannot fit in any tokenization, before it is encoded."""
+    """Raises RequestError 400 for a text that cannot fit in any tokenization. Called before the text is encoded."""
     least = -(-num_chars // tokenizer.max_token_chars)
     if least + least_output > max_model_len:
         raise too_long(
@@ -52,7 +52,8 @@ def check_text_length(
 
 
 def check_num_messages(count: int, max_model_len: int) -> None:
-    """Refuses a conversation that would not fit even with one token per message, before the template is rendered."""
+    """Raises RequestError 400 for a conversation that would not fit even with one token per message. Called before the
+    template is rendered."""
     if count >= max_model_len:
         raise too_long(
             f"This model's maximum context length is {max_model_len} tokens. However, your conversation has {count} "
@@ -74,7 +75,7 @@ class Truncation:
 
     @classmethod
     def of(cls, wanted: int | None, side: str | None, max_model_len: int, *, default: Side = "left") -> Self:
-        """From the fields of a request. Raises RequestError 400."""
+        """The truncation that the fields of a request ask for. Raises RequestError 400."""
         if side not in (None, "left", "right"):
             raise invalid("truncation_side", f"must be left or right, got {side[:40]!r}")
         if wanted is not None and (wanted < -1 or wanted == 0):
@@ -94,10 +95,10 @@ class Truncation:
 
 
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str, most: int | None = None) -> int:
-    """The most tokens of output; `asked` None fills the context. Raises RequestError 400 if none fits: a prompt is
-    followed by one token at least, which is hidden if 0 are asked for.
+    """The most tokens of output. With `asked` None the output may fill the context. It is at most `most`.
 
-    `param` is the name of the field with `asked`. The server gives no request more than `most`.
+    Raises RequestError 400 if no token fits. A prompt is followed by at least one token, which is hidden if 0 are asked
+    for. `param` is the name of the field with `asked`.
     """
     if num_prompt < 1:
         raise RequestError(400, "The prompt is empty.", param="prompt")

@@ -1,4 +1,4 @@
-"""The plan of a generation: what a request asks of the engine. It begins with the checks, and ends with `submit`."""
+"""The plan of a generation: the work that a request asks of the engine, from the checks to `submit`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _log = ThrottledLog(logging.getLogger("pallas_serve"))
 
 MAX_ID_CHARS = 200
 TIMEOUT_HEADER = "X-Request-Timeout"
-MAX_ALLOWED_IDS = 2**20  # of all sequences of a request
-LEAST_LEFT_S = 0.001  # left if the deadline has passed while the prompt was encoded
+MAX_ALLOWED_IDS = 2**20  # the most allowed token ids of all sequences of a request
+LEAST_LEFT_S = 0.001  # the time that is left if the deadline has passed while the prompt was encoded
 
 
 @dataclass(kw_only=True, slots=True)
 class GenerationPlan:
-    """What a request asks of the engine. `check_generation` makes it; the steps after it fill in the rest.
+    """The work that a request asks of the engine. `check_generation` makes the plan, and later steps fill in the rest.
 
     Without streaming, only the first choice of each prompt has the prompt's log-probabilities.
     """
@@ -46,7 +46,7 @@ class GenerationPlan:
     sampling: Sampling
     stream: bool
     adapter: int  # the identity of its LoRA adapter; 0: the base model
-    has_own_id: bool  # the request has chosen the answer's id
+    has_own_id: bool  # whether the request has chosen the answer's id
     priority: int
     cache_salt: int
     shows_text: bool = True
@@ -65,7 +65,7 @@ class GenerationPlan:
 async def check_generation(
     state: ServerState, body: SamplingFields, *, id_prefix: str, timeout_header: str | None
 ) -> GenerationPlan:
-    """Raises RequestError for an unknown model or an invalid sampling field."""
+    """Reads the model and the sampling fields of a body. Raises RequestError if one is unknown or invalid."""
     model = await state.find_model(body.model)
     sampling = await read_sampling(state, body)
     head = AnswerHead(
@@ -95,7 +95,7 @@ async def check_generation(
 async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPlan) -> Generation:
     """Submits `head.n` sequences for each prompt, prompt by prompt. Raises RequestError.
 
-    The `others` are of the same request. They differ in their prompts, limits, grammars, reasoning and calls only.
+    The `others` belong to the same request. They differ in their prompts, limits, grammars, reasoning and calls only.
     """
     plans = (plan, *others)
     head, sampling = plan.head, plan.sampling
@@ -171,7 +171,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
 
 
 async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[bytes]) -> Sequence[PageSource | None]:
-    """Where the pages of each prompt are. A prompt whose tokens are all scored is computed here."""
+    """The source of each prompt's pages; None: the prompt is computed here, as all prompts with log-probabilities."""
     if state.prefills is None or plan.prompt_logprobs is not None:
         return [None] * len(packed)
     return await state.prefills.sources(
@@ -185,7 +185,7 @@ async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[by
 
 
 def times_left(state: ServerState, deadline: float | None) -> tuple[float | None, float | None]:
-    """Seconds that are left to a request, and those for which it may wait in the engine's queue; None: any number."""
+    """(seconds that a request has left, seconds for which it may wait in the engine's queue); None: any number."""
     left_s = None if deadline is None else max(LEAST_LEFT_S, deadline - time.monotonic())
     return left_s, min((s for s in (left_s, state.settings.queue_timeout_s) if s is not None), default=None)
 
@@ -229,7 +229,7 @@ def _usage_options(state: ServerState, body: SamplingFields) -> UsageOptions:
 
 
 def _check_allowed_ids(sampling: Sampling, num_sequences: int) -> None:
-    """Raises RequestError 400 if there are too many: each sequence brings its own to the engine."""
+    """Raises RequestError 400 for too many allowed token ids. Each sequence sends its own list to the engine."""
     allowed = sampling.values["allowed_token_ids"]
     if allowed is not None and len(allowed) * num_sequences > MAX_ALLOWED_IDS:
         most = MAX_ALLOWED_IDS // num_sequences
@@ -237,8 +237,9 @@ def _check_allowed_ids(sampling: Sampling, num_sequences: int) -> None:
 
 
 def cache_salt_of(state: ServerState, salt: str | None) -> int:
-    """Requests with different salts share no cached prefixes, so timing a request reveals no other client's prompt.
-    With `prefix_caching_per_key`, the API key is part of the salt. Raises RequestError 400."""
+    """The salt of a request's prefix. Requests with different salts share no cached prefixes, so timing a request
+    reveals no other client's prompt. With `prefix_caching_per_key` the API key is part of the salt. Raises RequestError
+    400."""
     if salt == "":
         raise invalid("cache_salt", "must not be empty: leave it out to share cached prefixes")
     key = current_key.get() if state.settings.prefix_caching_per_key else b""

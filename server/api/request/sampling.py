@@ -29,18 +29,19 @@ Ids = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How a request's tokens are drawn, and where its texts end."""
+    """A request's sampling parameters and stop strings."""
 
-    values: Mapping[str, Any]  # of SamplingParams, without `LATER`
+    values: Mapping[str, Any]  # the fields of SamplingParams except those of `LATER`
     seed: int | None  # None: the engine draws one
     stops: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool
 
     def params(self, choice: int, **later: Any) -> SamplingParams:
-        """The parameters of choice number `choice`; `later` are those of `LATER`.
+        """The parameters of choice number `choice`. `later` has the fields of `LATER`.
 
-        Choice i of a request with a seed gets the seed + i: choices differ, and a repeated request gives the same ones.
+        Choice i of a request with a seed gets the seed + i. So choices differ, and a repeated request gives the same
+        choices.
         """
         seed = None if self.seed is None else (self.seed + choice) % 2**SEED_BITS
         return SamplingParams(**self.values, seed=seed, **later)
@@ -111,7 +112,7 @@ def _allowed_ids(ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] 
 
 
 def check_priority(priority: int | None) -> None:
-    """Raises RequestError 400 where it is out of range."""
+    """Raises RequestError 400 if the priority is out of range."""
     if priority is not None and abs(priority) > 2**31:
         raise invalid("priority", f"must fit in 32 bits, got {priority}")
 
@@ -164,9 +165,8 @@ def check_counts(max_tokens: int | None, min_tokens: int | None, *, param: str, 
 
 
 def check_num_choices(num_prompts: int, n: int | None, *, most: int, prompts: str = "prompt") -> None:
-    """Raises RequestError 400. Call it before prompts are encoded: a body has room for millions of prompts.
-
-    `prompts` is the name of the field with them."""
+    """Raises RequestError 400 if there are too many choices. Call it before prompts are encoded, because a body has
+    room for millions of prompts. `prompts` is the name of the field with them."""
     if num_prompts * (n or 1) > most:
         param = "n" if num_prompts == 1 else prompts
         raise invalid(param, f"at most {most} sequences per request are allowed, prompts times n")
@@ -201,10 +201,10 @@ async def _bad_word_ids(state: ServerState, words: Sequence[str]) -> Ids:
 
 
 def _encoded_bad_words(tokenizer: ByteLevelTokenizer, words: Sequence[str]) -> Ids:
-    """In vLLM's way, each word as it stands where a text begins, and after a space.
+    """The token ids of each word at the start of a text and after a space, as in vLLM.
 
-    The form after a space counts where it begins with another token and is no longer: otherwise the space is a token
-    of its own, and the word after it is barred already."""
+    The form after a space is included if it begins with another token and is no longer. Otherwise the space is a
+    separate token, and the word after it is barred already."""
     bare = [word.lstrip() for word in words]
     at_start = tokenizer.encode_plain(bare)
     after_space = tokenizer.encode_plain([" " + word for word in bare])

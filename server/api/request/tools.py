@@ -1,4 +1,4 @@
-"""The tools of a request: the tools that the model may or must call, and their form in the template."""
+"""The tools of a request, which the model may or must call, and their form in the template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = ThrottledLog(logging.getLogger("pallas_serve"))
 
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 256 * 1024  # the template reads every string of them, several times
-MAX_DEPTH = 32  # of a tool's JSON schema, and of the arguments of a call: templates indent what they print
+MAX_DEPTH = 32  # of a tool's JSON schema and of a call's arguments, because templates indent them
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)
 
 
@@ -38,7 +38,7 @@ class ToolChoice(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
-    """The checked tools of one request. `specs` are those that may be called."""
+    """The checked tools of one request. `specs` are the tools that may be called."""
 
     specs: tuple[FunctionSpec, ...]
     choice: ToolChoice
@@ -51,12 +51,12 @@ class Tools:
 
     @property
     def are_strict(self) -> bool:
-        """Whether some tool is strict: its arguments must be valid by its schema, even if the model may choose."""
+        """Whether a tool is strict. Its arguments must then match its schema, even if the model need not call it."""
         return any(spec.strict for spec in self.specs)
 
     def call_format(self, own: type[CallParser], *, is_free: bool) -> type[CallParser]:
-        """The format of calls: the model's `own` if it may choose between calls and free text, or if its own is JSON.
-        Otherwise it is Llama 3's JSON. `is_free`: no grammar constrains an answer without calls."""
+        """The format of calls. It is the model's `own` if it may choose between calls and free text, or if that is
+        JSON. Otherwise it is Llama 3's JSON. `is_free`: no grammar constrains an answer without calls."""
         chooses = self.choice is ToolChoice.AUTO and is_free
         return own if chooses or issubclass(own, JsonCallParser) else JsonCallParser
 
@@ -67,8 +67,8 @@ class Tools:
         return self.call_format(own, is_free=is_free)(self.names, most_calls=most_calls, must_call=must_call)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form, which templates print, without fields that were not given. `strict` is not shown
-        to the model: it constrains the answer."""
+        """The tools in OpenAI's form, which templates print, without fields that were not given. `strict` is left out,
+        because it only constrains the answer."""
         shown = [{**msgspec.structs.asdict(spec), "strict": None} for spec in self.specs]
         tools = [{name: value for name, value in fields.items() if value is not None} for fields in shown]
         return [{"type": "function", "function": fields} for fields in tools]
@@ -90,9 +90,9 @@ class OtherTool(Protocol):
 def served_tools[T: OtherTool](
     where: str, tools: Sequence[T], kinds: Collection[str | None], left_out: set[str], *, strict: bool
 ) -> list[T]:
-    """The tools of these types. The types of the others are added to `left_out`, or refused by a `strict` server.
+    """The tools of the types `kinds`. Other types are added to `left_out`; a `strict` server refuses them.
 
-    Raises RequestError 400, also for a tool without a name.
+    Raises RequestError 400 for a refused type and for a tool without a name.
     """
     served = []
     for i, tool in enumerate(tools):
@@ -108,20 +108,20 @@ def served_tools[T: OtherTool](
 
 
 def log_left_out(types: Collection[str]) -> None:
-    """Logs which types of a request's tools its prompt does not have."""
+    """Logs the types of tools that were left out of a request's prompt."""
     if types:
         names = ", ".join(sorted(types)[:MAX_TOOLS])
         _log.warning("tools of these types cannot be served, and are left out of the prompt: %s", names)
 
 
 def function_tool(name: str | None, description: str | None, parameters: Any, strict: bool | None) -> dict[str, Any]:
-    """A tool as chats have it."""
+    """A tool in the form of chat requests."""
     function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
     return {"type": "function", "function": function}
 
 
 def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, parallel: bool | None) -> Tools | None:
-    """The request's `tools`, `tool_choice` and `parallel_tool_calls`. None: no tool may be called.
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls`. None: no tool may be called.
 
     Raises RequestError 400 if they are invalid.
     """
@@ -157,7 +157,7 @@ async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
 
 
 def _read_specs(raw: RawField) -> list[FunctionSpec] | None:
-    """None if `tools` is not given. An empty list is valid with every `tool_choice`, since there is nothing to call."""
+    """The functions of `tools`; None: it was not given. An empty list is valid with every `tool_choice`."""
     tools = read_raw("tools", raw, _decoder, max_bytes=MAX_TOOLS_BYTES)
     if tools is None:
         return None
@@ -189,7 +189,7 @@ def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
 
 
 def _read_choice(choice: str | Mapping[str, Any] | None) -> tuple[ToolChoice, set[str] | None]:
-    """(the kind of choice, the names of the functions that it is about; None: all)"""
+    """(the kind of choice, the names of the functions to which it applies; None: all)"""
     match choice:
         case None:
             return ToolChoice.AUTO, None

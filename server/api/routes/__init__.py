@@ -1,1 +1,1 @@
-"""The routes, each with its endpoint: OpenAI's, Anthropic's in `messages`, and those of an operator."""
+"""The routes and their endpoints: OpenAI's API, Anthropic's in `messages`, and the routes for operators."""

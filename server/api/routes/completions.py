@@ -74,8 +74,8 @@ class Completions:
     ) -> tuple[Generation, AnswerHead, list[Prompt]]:
         """Makes the checks, encodes the prompts and submits them. Raises RequestError.
 
-        `fills_context`: a body without `max_tokens` generates up to the end of the context.
-        `shows_text`: otherwise tokens are not decoded, unless there are stop strings to look for.
+        With `fills_context` a body without `max_tokens` generates up to the end of the context.
+        Without `shows_text` tokens are decoded only if there are stop strings.
         """
         state = self._state
         header = request.headers.get(TIMEOUT_HEADER)

@@ -1,8 +1,8 @@
-"""Embeddings, and what is made of them: /v1/embeddings, /pooling, /score and /rerank.
+"""The routes of embeddings and of scores from them: /v1/embeddings, /pooling, /score and /rerank.
 
-A vector has the length 1 and is pooled from the model's hidden states. A text is only text: the name of a special token
-in it is no token. The tokenizer's begin-of-text is put before it, unless `add_special_tokens` is false. Token ids are
-taken as they are. The score of two texts is the cosine of their vectors, as vLLM's is for embedding models.
+A vector has the length 1 and is pooled from the model's hidden states. The name of a special token in a text stays
+text. The tokenizer's begin-of-text is added before a text, unless `add_special_tokens` is false. Token ids are used
+unchanged. The score of two texts is the cosine of their vectors, as in vLLM for embedding models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Fields = dict[str, Any]
 
 
 class Started(NamedTuple):
-    """Inputs that the engine embeds."""
+    """The embeddings of a request, which the engine computes."""
 
     embeddings: Embeddings
     id: str
@@ -50,7 +50,7 @@ class Started(NamedTuple):
 
 
 class EmbeddingRoutes:
-    """Answers the routes of embeddings. An engine without them answers 404 there, in words."""
+    """Answers the routes of embeddings. Without --enable-embeddings they answer 404, with the reason."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -127,8 +127,8 @@ class EmbeddingRoutes:
             raise RequestError(404, message, type=NOT_FOUND)
 
     def _answer(self, started: Started, fields: Callable[[Sequence[bytes]], Fields]) -> Response:
-        """Waits for all vectors, or for the client to go away. `fields` makes the answer of them, in a thread if they
-        are many."""
+        """Waits for all vectors, or until the client disconnects. `fields` makes the answer from them, in a thread if
+        there are many."""
         state, embeddings = self._state, started.embeddings
 
         async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
@@ -235,7 +235,7 @@ def _encoded(vector: bytes, *, as_base64: bool) -> Any:
 
 
 def _check_format(body: EmbeddingRequest, size: int | None) -> None:
-    """Raises RequestError 400 for vectors that cannot be had."""
+    """Raises RequestError 400 for a format or a size of vectors that is not supported."""
     if body.encoding_format not in (None, *FORMATS):
         raise invalid("encoding_format", f"must be one of {', '.join(FORMATS)}, got {body.encoding_format[:40]!r}")
     if body.dimensions not in (None, size):

@@ -5,9 +5,9 @@
         async def set_log_level(self, request: Request, body: LogLevelRequest) -> Response:
             '''Sets the level of the log.'''
 
-The first line of the docstring is the route's summary in `/openapi.json`. The class may have `route_options`, fields of
-all its routes, and a method `check_served`. That is called before a body is read, and raises RequestError if the server
-does not serve these routes.
+The first line of the docstring is the route's summary in `/openapi.json`. The class may have `route_options`, with
+fields of all its routes, and a method `check_served`. This method is called before a body is read, and raises
+RequestError if the server does not serve these routes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def route[F: Callable[..., Any]](
     is_kept: bool = False,
     **options: Any,
 ) -> Callable[[F], F]:
-    """Declares the route of an endpoint, which is called with the request and what was read of it.
+    """Declares the route of an endpoint, which is called with the request and its decoded body.
 
     Args:
         target: the method and the path.
         fields: the type of the body, which the endpoint gets. None: there is no body, or the endpoint reads it.
-        with_bytes: the endpoint gets the body as it came, too.
-        is_kept: the path has the `id` of what one HTTP process keeps. Another process sends the request on to that one.
+        with_bytes: whether the endpoint also gets the undecoded body.
+        is_kept: whether the path has the `id` of an object that one HTTP process keeps. Other processes forward the
+            request to that process.
         options: further fields of the `ApiRoute`.
     """
     method, path = target.split()

@@ -1,8 +1,8 @@
 """POST /inference/v1/generate: vLLM's route from token ids to token ids, for training and for clients that render and
-decode by themselves.
+decode themselves.
 
-As in vLLM, a sampling parameter that is left out has vLLM's default and not the model's; without `max_tokens` the
-output may fill the context. Each choice has `weight_versions`, asked for or not.
+As in vLLM, a sampling parameter that is not given has vLLM's default and not the model's, and without `max_tokens` the
+output may fill the context. Each choice always has `weight_versions`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class GenerateWriter(ChoicesWriter):
         self._shows_prompt = shows_prompt
 
     def _chunk(self, choice: Choice, fields: Fields, *, opens: bool = False) -> Fields:
-        """The first chunk of a stream also has the prompt, if it is asked for."""
+        """A chunk with one choice. The first chunk of a stream also has the prompt, if the request asks for it."""
         chunk = super()._chunk(choice, fields, opens=opens) | self._shown_prompt()
         self._shows_prompt = False
         return chunk
@@ -128,7 +128,8 @@ class GenerateWriter(ChoicesWriter):
         return {"content": list_of(self._entries(scored), len(scored))}
 
     def _entries(self, scored: Iterable[ScoredToken]) -> Iterator[Fields]:
-        """A token has its name of vLLM's older form, and its id. It is the first of its `top_logprobs`."""
+        """The entries of `logprobs`. A token has its name in vLLM's older form and its id, and is the first of its
+        `top_logprobs`."""
 
         def entry(id: int, logprob: float, rank: int | None) -> Fields:
             return {"token": f"token_id:{id}", "token_id": id, "logprob": finite(logprob), "rank": rank}

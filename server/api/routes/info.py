@@ -1,4 +1,4 @@
-"""The routes besides generation: models, health, version, load, metrics, and the tokenizer's routes."""
+"""The routes that generate nothing: models, health, version, load, metrics, and the tokenizer's routes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Info:
         return Response(metrics.render(others), headers={"content-type": CONTENT_TYPE})
 
     def _served(self) -> dict[str, Adapter | None]:
-        """The names of the model and of its adapters, with these."""
+        """The names of the model and of its adapters, each with its adapter; None: it is the model."""
         names: dict[str, Adapter | None] = dict.fromkeys(self._state.settings.model_names)
         return names | {name: own for name, own in self._state.client.adapters.items() if name not in names}
 
@@ -180,7 +180,7 @@ class Info:
         return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
     def _model(self, request: Request, name: str, adapter: Adapter | None) -> dict[str, Any]:
-        """Only administrators see an absolute path as its `root`."""
+        """The object of a model. Only administrators see an absolute path in `root`."""
         state = self._state
         root = (state.settings.model_root or name) if adapter is None else adapter.path
         if Path(root).is_absolute() and self._administrators.number(request.scope["headers"]) is None:
@@ -198,7 +198,7 @@ class Info:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """An object of OpenAI's first API; some clients still read it."""
+    """The permission object of OpenAI's first API, which some clients still read."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -37,7 +37,7 @@ def invocation_route(state: ServerState, endpoints: Mapping[str, Endpoint]) -> A
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Returns the body again, which has already been read, and then the messages after it."""
+    """A `receive` that returns a body again that has already been read, and then the messages after it."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -52,7 +52,7 @@ def docs_routes(routes: Sequence[ApiRoute], settings: Settings) -> list[ApiRoute
 
 
 def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
-    """An OpenAPI 3.1 document of the routes as this server has them: a key is asked for only if the server has keys."""
+    """An OpenAPI 3.1 document of this server's routes. They need a key only if the server has keys."""
     bodies = sorted({route.body for route in routes if route.body is not None}, key=lambda body: body.__name__)
     references, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     for schema in components.values():

@@ -1,7 +1,7 @@
-"""The planner of the page at `/`: choices go to processes that estimate and simulate, because the planner needs jax.
+"""The planner of the page at `/`. It runs in separate processes, which estimate and simulate, because it needs jax.
 
-One process answers all estimates. It is started for the first of them, and ends when it has been idle for a while. A
-search runs in a process of its own, one at a time, which is killed when its client goes away.
+One process answers all estimates. It is started for the first one, and ends after it has been idle for a while. A
+search runs in a separate process, which is killed when its client disconnects. Only one search runs at a time.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class PlannerProcess:
         return self._process.returncode is None and not self._aborted and not self._stdin.is_closing()
 
     async def answers(self, request: PlanRequest | None) -> AsyncIterator[dict[str, Any] | None]:
-        """The progress of a search, and in the end the answer; None where nothing has come for BEAT_S. The request None
-        asks for the options.
+        """Yields the progress of a search, and at the end the answer. Yields None after BEAT_S without a line. The
+        request None asks for the options.
 
         Raises RequestError if the planner refuses, the error of `fail`, or ConnectionError if the process has ended.
         """
@@ -107,7 +107,7 @@ class PlannerProcess:
                 return
 
     def fail(self, error: Exception) -> None:
-        """Ends it; who reads its answers gets the error."""
+        """Ends the process. The reader of its answers gets the error."""
         self.error = error
         self.abort()
 
@@ -174,7 +174,7 @@ class Plan:
         return PlannerProcess(process)
 
     async def _search(self, body: PlanRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        """Streams a search in a process of its own, which ends with the client."""
+        """Streams a search in a separate process, which ends when the client disconnects."""
         if self._searches:
             raise overloaded("Another search runs on this server. Please try again when it has ended.", 10)
         self._searches = True

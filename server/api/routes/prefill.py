@@ -31,7 +31,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 
 
 def prefill_routes(state: ServerState) -> list[ApiRoute]:
-    """None, unless this server computes prompts for others."""
+    """The routes of prompts for other servers; empty unless this server computes prompts for others."""
     return routes_of(PrefillRoute(state), state) if state.settings.computes_for_others else []
 
 
@@ -89,7 +89,7 @@ class PrefillRoute:
 
 
 class _Prefill(Embeddings):
-    """A prompt that the engine computes, in the place of one that it embeds: its result is that it is there."""
+    """A prompt that the engine computes instead of embedding it. Its result is empty."""
 
     def result_of(self, output: wire.Output) -> bytes | None:
         """None: it has failed."""

@@ -1,7 +1,7 @@
 """The page at `/`: a chat, a dashboard and a planner, served from `server/ui`, and the dashboard's numbers.
 
-The page needs no key, because it holds no data; the routes that it calls need one. Its files are read once, at start.
-They load nothing from other hosts, and the content security policy enforces this in the browser.
+The page needs no key, because it has no data. The routes that it calls need one. Its files are read once, at the start.
+They load nothing from other hosts, which the content security policy enforces in the browser.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ from server.http.request_error import RequestError, invalid, truth
 logger = logging.getLogger("pallas_serve")
 
 MOST_DIMENSIONS = msgspec.Meta(max_length=8)
-MOST_NUMBERS = msgspec.Meta(ge=0, le=2**40)  # along one dimension
-MAX_VERSION_CHARS = 256  # answers may have it
+MOST_NUMBERS = msgspec.Meta(ge=0, le=2**40)  # the range of an array's dimension
+MAX_VERSION_CHARS = 256  # a version is short because answers may have it
 Backend = Literal["shared_memory", "path"]
 BACKENDS: tuple[Backend, ...] = ("shared_memory", "path")
 
@@ -90,7 +90,7 @@ class FinishRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Weights:
-    """Answers the routes that change weights, and those that tell about them."""
+    """Answers the routes that change weights or report their state."""
 
     route_options: ClassVar = {"access": Access.ADMIN}
 
@@ -238,7 +238,8 @@ class Weights:
         return json_response({"world_size": chips * len(state.engines) if includes_all else chips})
 
     async def _change(self, command: WeightsCommand, problem: str) -> None:
-        """Raises RequestError 400, which begins with the problem, if nothing has changed."""
+        """Sends a command to the engines. Raises RequestError 400, which begins with `problem`, if nothing has
+        changed."""
         peers = self._state.peers
         try:
             await (change_weights(self._engines(), command) if peers is None else peers.change_weights(command))
@@ -250,7 +251,7 @@ class Weights:
         return standing_of(self._engines()) if peers is None else await peers.standing()
 
     def _engines(self) -> Engines:
-        """This process's engines, whose weights it can change. With several HTTP processes it asks the parent."""
+        """The engines whose weights this process can change. With several HTTP processes the parent has them."""
         client = self._state.client
         if not isinstance(client, Engines):
             raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
@@ -258,7 +259,7 @@ class Weights:
 
 
 def source_of(info: UpdateInfo) -> WeightsSource:
-    """Where weights are. Raises RequestError 400 with all that is wrong."""
+    """The source of an update's weights. Raises RequestError 400 with everything that is wrong."""
     ways = [name for name in BACKENDS if getattr(info, name) is not None]
     counts = {name: len(getattr(info, name)) for name in ("names", "dtype_names", "shapes")}
     problems = []
