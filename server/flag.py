@@ -24,9 +24,9 @@ class Flag:
     help: str  # without the default
     group: str
     unset: str | None = None  # the default in words, if it has no value
-    type: Callable[[str], Any] | None = None  # of the flag's text
+    type: Callable[[str], Any] | None = None  # converts the flag's text
     metavar: str | None = None
-    nargs: str | None = None  # of a list; the values of each time count
+    nargs: str | None = None  # for a list, to which each use of the flag adds
     choices: Collection[str] = ()
     least: float | None = None
     most: float = MOST_COUNT

@@ -1,4 +1,4 @@
-"""Batch files: their lines, the journal of a run, the folder that keeps files and batches, and one batch's work.
+"""Batch files: their lines, the journal of a run, and the folder that keeps files and batches.
 
-It knows no engine and no routes. `scripts.offline` uses the lines and the journal, too.
+The package does not depend on the engine or the routes. `scripts.offline` also uses the lines and the journal.
 """

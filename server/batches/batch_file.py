@@ -26,11 +26,11 @@ URL_BY_FIELD = {"prompt": COMPLETIONS, "messages": CHAT, "input": EMBEDDINGS}  #
 _LIMITS = "max_tokens max_completion_tokens max_output_tokens max_new_tokens num_predict n_predict".split()
 
 
-INVALID_LINE = "invalid_line"  # the code of a line that is no request
+INVALID_LINE = "invalid_line"  # the error code of a line that is not a request
 
 
 class _Named(msgspec.Struct):
-    """What is read of an answer."""
+    """The fields of an answer that are read here."""
 
     id: str | None = None
 
@@ -49,8 +49,8 @@ class Line:
 
 
 def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
-    """A line as a request. `number` counts from 1; `defaults` are body fields for lines that generate and do not set
-    them."""
+    """Reads a line as a request. `number` counts from 1. `defaults` are body fields for lines that generate and do not
+    set these fields."""
     try:
         item = json.loads(text.encode())
     except ValueError as error:
@@ -89,8 +89,8 @@ def parse_line(text: str, number: int, defaults: Mapping[str, Any]) -> Line:
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
-    """The lines from here on that are not blank, with their numbers from 1. A line that is not UTF-8 is no request, and
-    the others are read."""
+    """Yields the remaining lines that are not blank, with their numbers from 1. A line that is not UTF-8 is an invalid
+    request, and does not affect the others."""
     for number, raw in enumerate(file, 1):
         text = raw.decode(errors="surrogateescape").strip()
         if text:
@@ -98,7 +98,8 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
 
 
 def _defaults_of(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields for a body of this route. The limit of the output has the route's name, if the body has none."""
+    """The default fields of a body for this route. The limit of the output has the route's name for it, and is left out
+    if the body has one."""
     if url == EMBEDDINGS:
         return {}
     fields = {name: value for name, value in defaults.items() if name not in _LIMITS}
@@ -109,21 +110,22 @@ def _defaults_of(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any])
 
 
 def answer_record(line: Line, status: int, answer: bytes) -> bytes:
-    """The record of the server's answer, which may be a refusal. Both are JSON: an answer may be long."""
+    """The record of the server's answer, which may be an error. Answer and record are JSON bytes, because an answer may
+    be long."""
     request_id = _decode_named(answer).id or f"req-{uuid.uuid4().hex}"
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(answer)}
     return encode_json({"id": _record_id(), "custom_id": line.custom_id, "response": response, "error": None})
 
 
 def num_output_tokens(answer: Mapping[str, Any]) -> int:
-    """The tokens that an answer has cost, by the name of its route."""
+    """The number of output tokens of an answer."""
     usage = answer.get("usage") or {}
     found: int = usage.get("completion_tokens", usage.get("output_tokens", 0))
     return found
 
 
 def problem_record(line: Line, code: str = INVALID_LINE, message: str | None = None) -> bytes:
-    """The error record of a line without an answer. The message is by default the problem of the line."""
+    """The error record of a line without an answer. By default the message is the problem of the line."""
     error = {"code": code, "message": line.problem if message is None else message}
     return encode_json({"id": _record_id(), "custom_id": line.custom_id, "response": None, "error": error})
 
@@ -133,12 +135,12 @@ def _record_id() -> str:
 
 
 def digest(text: str) -> str:
-    """Identifies a line."""
+    """A digest that identifies a line."""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def input_digest(lines: Iterable[tuple[int, str]]) -> str:
-    """Identifies an input by the numbers and the digests of its lines."""
+    """A digest that identifies an input, from the numbers and the digests of its lines."""
     found = hashlib.blake2b(digest_size=16)
     for number, line_digest in lines:
         found.update(f"{number} {line_digest}\n".encode())

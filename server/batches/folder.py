@@ -1,10 +1,10 @@
-"""The folder of files and batches: what belongs to each API key lies in a folder of its own.
+"""The folder of files and batches. Each API key has its own subfolder.
 
     KEY/files/file-...         a file, and next to it file-....json, its description
     KEY/batches/batch_....json a batch, and batch_....journal while it runs, batch_....cancel if it is to end
 
-KEY is the digest of an API key. All files are written under another name and then renamed. So several processes may
-read the folder while one of them runs the batches. Ids are in the order of their creation.
+KEY is the digest of an API key. All files are written under another name and then renamed. So several processes can
+read the folder while one of them runs the batches. Ids sort in the order of their creation.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ INPUT, OUTPUT = "batch", "batch_output"  # purposes of files
 JSON, JOURNAL, CANCEL = ".json", ".journal", ".cancel"
 OVER = ("completed", "failed", "cancelled", "expired")  # statuses of batches
 COPY_BYTES = 2**20  # of a file, at once
-COUNT_INTERVAL_S = 1.0  # between two looks at the sizes of all files
-ABANDONED_S = 3600.0  # a file that was written so long ago under another name will not get its own
+COUNT_INTERVAL_S = 1.0  # between two counts of the sizes of all files
+ABANDONED_S = 3600.0  # the age at which a file that was not renamed counts as incomplete
 _NO_KEY = "no-key"
 _FIELDS = {FILE: ("id", "filename", "purpose"), BATCH: ("id", "status", "input_file_id")}  # some that are read
 _log = ThrottledLog(logging.getLogger("pallas_serve"))
@@ -52,11 +52,11 @@ class FullError(Exception):
 
 
 class BatchFolder:
-    """The folder of `--batch-folder`, which is made if it is absent.
+    """The folder of `--batch-folder`, which is created if it does not exist.
 
     Raises:
-        ValueError: other users may enter it, or it is another's.
-        OSError: it cannot be made.
+        ValueError: other users may enter it, or it belongs to another user.
+        OSError: it cannot be created.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -69,7 +69,7 @@ class BatchFolder:
         check_closed(path, "--batch-folder")
 
     def of_key(self, key: bytes) -> KeyFolder:
-        """What belongs to the key with this digest; it is empty if the server has no keys."""
+        """The subfolder of the key with this digest, which is empty if the server has no keys."""
         return KeyFolder(self, self._path / (key.hex() or _NO_KEY))
 
     def check_room(self, num_bytes: int = 0) -> None:
@@ -78,7 +78,7 @@ class BatchFolder:
             self._check_room(num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
-        """Keeps room for a file that will come. Raises FullError."""
+        """Reserves room for a file that is being received. Raises FullError."""
         with self._lock:
             self._check_room(num_bytes)
             self._reserved += num_bytes
@@ -141,11 +141,11 @@ class KeyFolder:
         self._batches = path / "batches"
 
     def file_ids(self) -> list[str]:
-        """In the order of their creation."""
+        """The ids of all files, in the order of their creation."""
         return _ids(self._files)
 
     def batch_ids(self) -> list[str]:
-        """In the order of their creation."""
+        """The ids of all batches, in the order of their creation."""
         return _ids(self._batches)
 
     def file(self, id: str) -> Fields | None:
@@ -153,11 +153,11 @@ class KeyFolder:
         return _read(self._files, id, FILE)
 
     def content(self, id: str) -> Path:
-        """Where a file is."""
+        """The path of a file."""
         return self._files / id
 
     def reserve(self, num_bytes: int) -> None:
-        """Keeps room for a file until `release`. Raises FullError."""
+        """Reserves room for a file until `release`. Raises FullError."""
         if len(self.file_ids()) >= MAX_FILES:
             raise FullError(f"There are {MAX_FILES} files already. Please delete some.")
         self._whole.reserve(num_bytes)
@@ -180,7 +180,7 @@ class KeyFolder:
             path.unlink(missing_ok=True)
 
     def put_file(self, written: Path, filename: str, purpose: str, id: str) -> Fields:
-        """Makes a file of what lies in the folder of files under another name."""
+        """Makes a file of `written`, which is in the folder of files under another name."""
         fields = {
             "id": id,
             "object": "file",
@@ -197,7 +197,7 @@ class KeyFolder:
         return fields
 
     def delete_file(self, id: str) -> None:
-        """Forgets a file. A process that reads it goes on."""
+        """Deletes a file. A process that reads it can continue."""
         for name in (f"{id}{JSON}", id):
             (self._files / name).unlink(missing_ok=True)
 
@@ -211,8 +211,8 @@ class KeyFolder:
         self._whole.check_room(num_bytes)
 
     def batch(self, id: str) -> Fields | None:
-        """A batch. One that is to be cancelled has the status `cancelling` until it is over. Raises ValueError if it is
-        damaged."""
+        """Reads a batch; None: there is none. After `cancel` it has the status `cancelling` until it is over. Raises
+        ValueError if it is damaged."""
         fields = _read(self._batches, id, BATCH)
         if fields is not None and fields["status"] not in OVER:
             with contextlib.suppress(FileNotFoundError):
@@ -237,19 +237,19 @@ class KeyFolder:
         self.put_batch(fields)
 
     def journal(self, id: str) -> Path:
-        """Where the journal of a batch is while it runs."""
+        """The path of a batch's journal, which exists while the batch runs."""
         return self._batches / f"{id}{JOURNAL}"
 
     def cancel(self, id: str) -> None:
-        """The batch is to end."""
+        """Marks a batch as cancelled. Its process then ends it."""
         (self._batches / f"{id}{CANCEL}").touch()
 
     def is_cancelled(self, id: str) -> bool:
-        """Whether the batch is to end."""
+        """Whether `cancel` was called for the batch."""
         return (self._batches / f"{id}{CANCEL}").exists()
 
     def clear(self, id: str) -> None:
-        """Removes what only a batch that is not over has."""
+        """Removes the files of a batch that it needs only until it is over."""
         for end in (JOURNAL, CANCEL):
             (self._batches / f"{id}{end}").unlink(missing_ok=True)
 
@@ -260,7 +260,7 @@ def new_id(prefix: str) -> str:
 
 
 def whole(read: Callable[[str], Fields | None], id: str) -> Fields | None:
-    """What `read` finds; None if it is damaged, which the log says."""
+    """The result of `read`; None if the object is damaged, which is logged."""
     try:
         return read(id)
     except ValueError as error:
@@ -277,7 +277,7 @@ def _ids(folder: Path) -> list[str]:
 
 
 def _read(folder: Path, id: str, prefix: str) -> Fields | None:
-    """None: there is no such object. The id is a client's. Raises ValueError if the object is damaged."""
+    """Reads an object; None: there is none. The id comes from a client. Raises ValueError if the object is damaged."""
     if not _ID.fullmatch(id) or not id.startswith(prefix):
         return None
     try:

@@ -1,4 +1,4 @@
-"""A request to the application without a socket: a batch file's line means the same as its body sent to the server."""
+"""Sends requests to the application without a socket, so a batch line has the same effect as its body over HTTP."""
 
 from __future__ import annotations
 

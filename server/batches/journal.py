@@ -18,7 +18,7 @@ class Header:
     """The run that a journal belongs to."""
 
     input: str  # a digest of the lines
-    settings: dict[str, Any]  # what changes answers, by flag
+    settings: dict[str, Any]  # the settings that change answers, by flag
     replaces: str | None  # the version of the output that the run may replace; None: it may replace none
 
 
@@ -30,7 +30,7 @@ class Journal:
     leaves no file.
 
     Args:
-        name: what messages call the file, in place of `path`.
+        name: the name of the file in messages, in place of `path`.
 
     Raises:
         BlockingIOError: another process holds the journal; nothing was changed.
@@ -56,7 +56,7 @@ class Journal:
 
     @property
     def header(self) -> Header:
-        """The run whose records these are. There is one after `begin`, or if there are records."""
+        """The run to which the records belong. It is set after `begin`, or if there are records."""
         assert self._header is not None
         return self._header
 
@@ -74,14 +74,15 @@ class Journal:
         return number in self._places
 
     def begin(self, header: Header) -> None:
-        """Starts over. Earlier records stay in the file until this run adds its first one."""
+        """Begins a new run. Earlier records stay in the file until this run adds its first one."""
         self._header = header
         self._places.clear()
         self._errors.clear()
         self._is_new = True
 
     def check_belongs_to(self, run: Header) -> None:
-        """Raises ValueError, with what to do, if the records are of another input or were made with other settings."""
+        """Raises ValueError if the records belong to another input or to other settings. The message says what to
+        do."""
         own, asked = self.header, run.settings
         if own.input != run.input:
             difference = "another input"
@@ -138,21 +139,21 @@ class Journal:
         return num_errors
 
     def is_error(self, number: int) -> bool:
-        """Whether the record of this line has no answer, or a refusal."""
+        """Whether the record of this line is an error: it has no answer, or an error as its answer."""
         return number in self._errors
 
     @property
     def numbers(self) -> Collection[int]:
-        """The lines that are finished."""
+        """The numbers of the finished lines."""
         return self._places.keys()
 
     @property
     def num_errors(self) -> int:
-        """How many of them have records that are errors."""
+        """The number of finished lines whose records are errors."""
         return len(self._errors)
 
     def finish(self) -> None:
-        """Removes the journal: its records are in the output."""
+        """Removes the journal, whose records are now in the output."""
         self._is_finished = True
         self._close(remove=True)
 
@@ -164,7 +165,7 @@ class Journal:
             self._close(remove=self._end == 0)
 
     def _close(self, *, remove: bool) -> None:
-        """Closes the file. It is removed while it is locked: a process that has just opened it sees the removal."""
+        """Closes the file. It is removed while it is locked, so a process that has just opened it sees the removal."""
         if remove:
             self._path.unlink()
         self._file.close()
@@ -174,7 +175,7 @@ class Journal:
         return os.pread(self._file.fileno(), size, offset)
 
     def _note(self, number: int, record: _Record, offset: int, raw: bytes) -> None:
-        """Remembers where a record is: `raw` is its line, which begins at `offset`."""
+        """Notes the position of a record. `raw` is its line, which begins at `offset`."""
         head, tail = len(_entry(number, b"")) - len(_TAIL), len(_TAIL)
         self._places[number] = (offset + head, len(raw) - head - tail)
         self._errors.discard(number)
@@ -234,7 +235,7 @@ class _Record(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """What is read of a record's line."""
+    """The fields of a record's line that are read here."""
 
     line: int
     record: _Record
@@ -252,7 +253,7 @@ def _json_line(item: Any) -> bytes:
 
 
 def _parsed(raw: bytes) -> Any:
-    """None: it is not JSON."""
+    """The decoded JSON of a line; None: it is not JSON."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):

@@ -228,9 +228,9 @@ _PLACE = re.compile(r"(?:^|(?<=\.))\d+\.")  # in a list
 class Refusal(NamedTuple):
     """Why a field is not served."""
 
-    why: str  # ends the sentence "FIELD: ..."
+    why: str  # the rest of the sentence "FIELD: ..."
     harmless: tuple[Any, ...]
-    tunes: bool = False  # an answer without it is not wrong: only a strict server refuses the field
+    tunes: bool = False  # whether an answer without it is not wrong: only a strict server refuses the field
 
     def concerns(self, value: Any) -> bool:
         """Whether the value changes the answer. An empty object does, because it may be a schema."""

@@ -18,7 +18,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow, and no draw would differ
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORD_CHARS = 256
-ALL_LOGPROBS = -1  # in vLLM
+ALL_LOGPROBS = -1  # vLLM's value for all log-probabilities
 SEED_BITS = 63
 # these depend on the prompt, or the routes spell them differently
 LATER = {"max_tokens", "logprobs", "prompt_logprobs", "grammar"}

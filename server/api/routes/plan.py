@@ -28,11 +28,11 @@ from server.http.request_error import RequestError, internal, overloaded, unavai
 
 logger = logging.getLogger("pallas_serve")
 
-ESTIMATE_TIMEOUT_S = 60.0  # with the start of the process
+ESTIMATE_TIMEOUT_S = 60.0  # including the start of the process
 SEARCH_TIMEOUT_S = 600.0
 IDLE_S = 300.0
-BEAT_S = 0.2  # between two signs of life in a stream: only a write shows that its client is gone
-LINE_BYTES = 16 * 2**20  # of an answer
+BEAT_S = 0.2  # between two writes to a stream: only a write shows that its client has disconnected
+LINE_BYTES = 16 * 2**20  # the size limit of an answer
 
 Name = Annotated[str, msgspec.Meta(max_length=200)]
 Tokens = Annotated[int, integer(1, 2**20)]
@@ -112,7 +112,7 @@ class PlannerProcess:
         self.abort()
 
     def abort(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         if self._process.returncode is None and not self._aborted:
             self._aborted = True
             self._process.kill()

@@ -92,5 +92,5 @@ class _Prefill(Embeddings):
     """A prompt that the engine computes instead of embedding it. Its result is empty."""
 
     def result_of(self, output: wire.Output) -> bytes | None:
-        """None: it has failed."""
+        """An empty result; None: the prompt was not computed."""
         return None if output.error is not None or output.finish_reason == FinishReason.ABORT else b""

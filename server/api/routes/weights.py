@@ -251,7 +251,7 @@ class Weights:
         return standing_of(self._engines()) if peers is None else await peers.standing()
 
     def _engines(self) -> Engines:
-        """The engines whose weights this process can change. With several HTTP processes the parent has them."""
+        """The engines of this process. Raises RequestError 501 if their weights cannot be changed."""
         client = self._state.client
         if not isinstance(client, Engines):
             raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")

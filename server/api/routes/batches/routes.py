@@ -1,6 +1,6 @@
 """/v1/files and /v1/batches, in OpenAI's forms. A file or a batch belongs to the API key that made it.
 
-Every process of the server answers them: what they say lies in the folder.
+Every process of the server answers these routes from the contents of the folder.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BatchRequest(Declared, kw_only=True):
 
 
 class Batches:
-    """Answers the routes of files and batches. A server without a folder answers 404 there, in words."""
+    """Answers the routes of files and batches. Without --batch-folder they answer 404, with the reason."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -177,7 +177,7 @@ class Batches:
         self._folder()
 
     def _folder(self) -> KeyFolder:
-        """Raises RequestError 404 if there is none."""
+        """The folder of the request's key. Raises RequestError 404 if there is none."""
         if self._state.batch_folder is None:
             message = "This server keeps no files and runs no batches: start it with --batch-folder DIR."
             raise RequestError(404, message, type=NOT_FOUND)
@@ -216,7 +216,7 @@ class Batches:
 
 @contextlib.contextmanager
 def _room_in_words() -> Iterator[None]:
-    """Raises RequestError 507 where there is no room."""
+    """Raises RequestError 507 in place of FullError."""
     try:
         yield
     except FullError as error:
@@ -229,7 +229,7 @@ def _room_in_words() -> Iterator[None]:
 
 
 def _file_of(form: FormData) -> UploadFile:
-    """The file of a form that asks for what is served."""
+    """The file of an upload. Raises RequestError 400 for a form that is not supported."""
     file, purpose = given("file", form.get("file")), form.get("purpose", "")
     if not isinstance(file, UploadFile):
         raise invalid("file", "must have a filename")

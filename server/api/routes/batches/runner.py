@@ -1,7 +1,7 @@
-"""Answers the requests of batches, in one process of the server: the one that holds the folder's lock.
+"""Answers the requests of batches. Only the process of the server that holds the folder's lock does this.
 
-The requests go to the server's own routes, after all others in the engine's queue (`PRIORITY`). Their number is
-bounded, and all batches that run share it. Batches of the key that has fewest running begin first.
+The requests go to the server's own routes, after all other requests in the engine's queue (`PRIORITY`). Running batches
+share a bounded number of requests. Batches of the key with the fewest running batches begin first.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from server.logs import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
 
-POLL_S = 0.5  # between two looks at the folder
+POLL_S = 0.5  # between two checks of the folder
 NUM_THREADS = 4
 MOST_RUNNING = 16  # batches; each has files open
 RETRY_S = 10.0  # after an error of the disk
-FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0  # before a request that the engine had no room for is sent again
+FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0  # the waits before a request is sent again, if the engine had no room for it
 BUSY = (429, 503)
 
 _Id = tuple[bytes, str]  # a key and a batch
@@ -41,7 +41,7 @@ class BatchRunner:
     """Runs the batches of a folder.
 
     Args:
-        app: the routes that batches may name, without the gate: a batch has passed it.
+        app: the routes that batches may name, without the gate, which a batch has passed already.
     """
 
     def __init__(self, state: ServerState, folder: BatchFolder, app: ASGIApp) -> None:
@@ -60,7 +60,7 @@ class BatchRunner:
         self._log = ThrottledLog(logger)
 
     async def run(self) -> None:
-        """Runs until it is cancelled. What it leaves is taken up by the next process that gets the lock."""
+        """Runs until it is cancelled. The next process that gets the lock continues the batches."""
         lock: BinaryIO | None = None
         try:
             while True:
@@ -79,7 +79,7 @@ class BatchRunner:
                 lock.close()
 
     async def _in_thread[*P, R](self, function: Callable[[*P], R], *args: *P) -> R:
-        """For work on the disk. Other threads answer what clients ask meanwhile."""
+        """Runs work on the disk in a thread of its own pool, so that it does not delay clients' requests."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def _begin(self, waiting: list[_Id]) -> None:
@@ -90,7 +90,7 @@ class BatchRunner:
             self._running[batch] = asyncio.create_task(self._run(batch))
 
     def _waiting(self) -> list[_Id]:
-        """The batches that are not over and do not run."""
+        """The batches that are neither over nor running."""
         found = []
         for key in self._keys:
             folder = self._folder.of_key(key)

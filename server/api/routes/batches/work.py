@@ -46,12 +46,12 @@ class Asked(NamedTuple):
 
 
 class BatchWork:
-    """A batch that is not over. Its methods are for threads: they take the time of the disk.
+    """A batch that is not over. Its methods wait for the disk and are called in threads.
 
-    What was answered is in the journal, so the work can end anywhere and begin again.
+    The journal has all answers, so the work can stop at any time and be continued.
 
     Args:
-        limits: of the body of a request.
+        limits: the limits of the body of a request.
     """
 
     def __init__(self, folder: KeyFolder, id: str, limits: BodyLimits) -> None:
@@ -75,7 +75,7 @@ class BatchWork:
         self._remaining = self._unanswered()
 
     def begin(self) -> bool:
-        """Whether the batch goes on: its lines are requests. Otherwise it is over, or `close` was called meanwhile."""
+        """Checks the lines. Returns whether the batch goes on. Otherwise it is over, or `close` was called."""
         with self._lock:
             problems, total = self._check() if self._batch["request_counts"]["total"] == 0 else ([], None)
             if self._is_closing:
@@ -93,7 +93,7 @@ class BatchWork:
             return True
 
     def next(self) -> Asked | None:
-        """A line without an answer, each once. None: there are no more."""
+        """The next line without an answer; None: there are no more. Each line is returned once."""
         with self._lock:
             return next(self._remaining, None)
 
@@ -109,18 +109,18 @@ class BatchWork:
                 self._save()
 
     def early_end(self) -> str | None:
-        """The status with which the batch is to end now, if it is."""
+        """The status with which the batch must end now; None: it goes on."""
         if self._folder.is_cancelled(self._batch["id"]):
             return CANCELLED
         return EXPIRED if time.time() > self._batch["expires_at"] else None
 
     def end(self, status: str, problem: str | None = None) -> None:
-        """Makes files of the answers. `problem` is why there are no more of them."""
+        """Writes the answers to files. `problem` is the reason why the batch ends early."""
         with self._lock:
             self._end(status, [] if problem is None else [_problem("storage_full", problem)])
 
     def close(self) -> None:
-        """The rest of the batch is left for later."""
+        """Leaves the rest of the batch for later."""
         self._is_closing = True
         with self._lock:
             self._close()
@@ -230,7 +230,7 @@ class BatchWork:
 
 
 def new_batch(id: str, input_file_id: str, endpoint: str, window: str, seconds: int, metadata: Any) -> Fields:
-    """A batch whose lines have not been looked at."""
+    """The fields of a new batch, whose lines are not checked yet."""
     created = _now()
     return {
         "id": id,

@@ -23,16 +23,17 @@ from server.api.routes.messages.schemas import (
 from server.http.request_error import given, invalid, unsupported
 
 _tools = msgspec.json.Decoder(list[MessageTool] | None)
-# Claude Code's first block. Its value changes with each request, and no cached prefix would be found after it.
+# Claude Code's first block. Its value changes with each request, so no cached prefix would be found after it.
 BILLING = "x-anthropic-billing-header:"
 _SAME = "stream temperature top_p top_k seed ignore_eos cache_salt priority timeout_s".split()  # in both routes
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(body: CountRequest, *, strict: bool) -> ChatRequest:
-    """The same request to chat. Raises RequestError 400; a `strict` server refuses tools that it would leave out.
+    """The chat request for a request of the Messages API. Raises RequestError 400. A `strict` server refuses tools that
+    others leave out.
 
-    If the last message is the assistant's, the answer continues it. An empty one is no beginning, and is left out.
+    If the last message is the assistant's, the answer continues it. An empty last message is left out.
     """
     system = [] if body.system is None else [Message("system", _system(body.system))]
     turns = [message for i, turn in enumerate(body.messages) for message in _messages(f"messages.{i}", turn)]
@@ -88,7 +89,7 @@ def _response_format(body: CountRequest) -> msgspec.Raw | msgspec.UnsetType:
 
 
 def _messages(where: str, turn: InputMessage) -> Iterable[Message]:
-    """The messages of one turn. Tool results come before the turn's text: they must follow the calls."""
+    """The messages of one turn. Tool results come before the turn's text, because they must follow the calls."""
     if turn.role not in ("user", "assistant", "system"):
         raise invalid(f"{where}.role", f"must be user or assistant, got {turn.role[:40]!r}")
     if isinstance(turn.content, str):
@@ -132,13 +133,13 @@ def _result(where: str, block: Block) -> str:
 
 
 def _block_text(where: str, block: Block, *, is_result: bool = False) -> str:
-    """The text that the template shows of a block. Raises RequestError 400 for a block that has none.
+    """The text of a block for the template. Raises RequestError 400 for a block without text.
 
-    A document is its title, its context and its text, line by line; a search result its title, its source and its
-    texts; a reference to a tool the tool's name.
+    The text of a document has its title, its context and its text, line by line. That of a search result has its title,
+    its source and its texts. That of a reference to a tool is the tool's name.
 
     Args:
-        is_result: the block is what a tool gave. What is not text is left out in words: the rest may be enough.
+        is_result: whether the block is the result of a tool. A note then replaces parts that are not text.
     """
     source = given(f"{where}.source", block.source) if block.type == "document" else block.source
     match block.type:
@@ -183,7 +184,8 @@ def _lines(*parts: str | None) -> str:
 
 
 def _chat_tools(body: CountRequest, *, strict: bool) -> msgspec.Raw | msgspec.UnsetType:
-    """Tools that Anthropic's own server runs, or whose parameters only its models know, are left out."""
+    """The tools in chat's form. Tools that Anthropic's server runs, or whose parameters only its models know, are left
+    out."""
     tools = read_raw("tools", body.tools, _tools, max_bytes=MAX_TOOLS_BYTES)
     if not tools:
         return msgspec.UNSET

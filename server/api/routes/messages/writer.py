@@ -42,7 +42,7 @@ _ERROR_SCHEMA = {
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """A refusal in Anthropic's form."""
+    """The body of an error in Anthropic's form."""
     return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
 
 
@@ -131,8 +131,8 @@ def _call_block(name: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """`input` must be an object. Arguments with half of a surrogate pair, which UTF-8 does not have, become the text
-    field of one."""
+    """The field `input` of a call, which must be an object. Arguments with half of a surrogate pair, which UTF-8 does
+    not have, become a text field of the object."""
     raw = arguments.encode()
     try:
         msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

@@ -1,4 +1,4 @@
-"""A conversation: items that requests for responses continue, kept under an id of its own."""
+"""A conversation: items that are kept under an id and that requests for responses continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.api.routes.responses.items import KeptItem, joined, message_size, on
 from server.http.request_error import invalid
 
 MAX_ITEMS = 10_000
-BYTES_OF_A_CONVERSATION = 2000  # in memory, besides its items and its metadata
+BYTES_OF_A_CONVERSATION = 2000  # in memory, without its items and its metadata
 
 
 class Conversation:
@@ -38,23 +38,23 @@ class Conversation:
         return BYTES_OF_A_CONVERSATION + self._bytes_of_items + sum(map(getsizeof, texts))
 
     def check_room(self, num_items: int, param: str) -> None:
-        """Raises RequestError 400 if that many more items would be too many."""
+        """Raises RequestError 400 if there is no room for `num_items` more items."""
         if len(self.items) + num_items > MAX_ITEMS:
             raise invalid(param, f"a conversation has at most {MAX_ITEMS} items")
 
     def add(self, items: Iterable[KeptItem]) -> None:
-        """Call `ResponseStore.add_items` if it is kept."""
+        """Adds items. For a conversation in a store, call `ResponseStore.add_items` instead."""
         for item in items:
             self.items[item.id] = item
             self._bytes_of_items += item.num_bytes
 
     def remove(self, item: KeptItem) -> None:
-        """Call `ResponseStore.remove_item` if it is kept."""
+        """Removes an item. For a conversation in a store, call `ResponseStore.remove_item` instead."""
         del self.items[item.id]
         self._bytes_of_items -= item.num_bytes
 
     def messages(self) -> list[Message]:
-        """What the template shows of it."""
+        """The messages that the template shows."""
         return joined(item.message for item in self.items.values() if item.message is not None)
 
     def body(self) -> dict[str, Any]:
@@ -63,5 +63,5 @@ class Conversation:
 
 
 def new_items(messages: Sequence[Message]) -> list[KeptItem]:
-    """Items of a conversation, with ids of their own."""
+    """The messages as items of a conversation, with new ids."""
     return [KeptItem(f"item_{uuid.uuid4().hex}", message, message_size(message)) for message in one_by_one(messages)]

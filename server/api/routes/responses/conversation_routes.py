@@ -126,7 +126,7 @@ class Conversations:
 
 
 def find_conversation(store: ResponseStore, id: str, param: str) -> Conversation:
-    """Raises RequestError 404, which names the field `param`."""
+    """The conversation with this id. Raises RequestError 404, which names the field `param`, if there is none."""
     conversation = store.conversation(id, current_key.get())
     if conversation is None:
         message = f"Conversation with id {id[:100]!r} not found. It is not kept, or not any more."

@@ -1,4 +1,4 @@
-"""The events of a response that is made in the background. Any connection may read them, from any event on."""
+"""The events of a response in the background. Any connection can read them, from any event on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from server.api.answers.answer import STREAM_HEADERS, Sent, unenforced_header, while_connected
 
 END = b"\n\n"  # of an event; JSON has no line feeds
-BYTES_OF_AN_EVENT = 150  # in memory, besides its text
+BYTES_OF_AN_EVENT = 150  # in memory, without its text
 
 
 class EventLog:
@@ -25,7 +25,7 @@ class EventLog:
         self._changed = asyncio.Event()
 
     def add(self, block: bytes) -> None:
-        """Adds events, or a part of one. No block ends within an event's END."""
+        """Adds events, or a part of one. A block must not end within an event's END."""
         at = block.find(END)
         num_ends = 0
         while at >= 0:
@@ -37,17 +37,17 @@ class EventLog:
         self._wake()
 
     def close(self) -> None:
-        """No more events come."""
+        """Ends the log."""
         self._is_closed = True
         self._wake()
 
     def _wake(self) -> None:
-        """Only those who wait now."""
+        """Wakes the readers that wait now."""
         self._changed.set()
         self._changed.clear()
 
     async def read_from(self, number: int) -> AsyncIterator[bytes]:
-        """The events from this number on, until the last one has come."""
+        """Yields the events from this number on, until the log is closed."""
         while number >= len(self._starts) and not self._is_closed:
             await self._changed.wait()
         if number >= len(self._starts):
@@ -64,7 +64,7 @@ class EventLog:
 
 
 def logged_events(log: EventLog, first: int = 0, *, unenforced: Sequence[str] = ()) -> Response:
-    """The events of a log from a number on. The response goes on if the client goes away."""
+    """An answer with the events of a log from a number on. The response goes on if the client disconnects."""
     headers = [*STREAM_HEADERS, *unenforced_header(unenforced)]
 
     async def send_all(scope: Scope, receive: Receive, send: Send) -> None:

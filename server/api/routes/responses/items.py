@@ -1,4 +1,4 @@
-"""Items: the parts of an input or of a conversation as the API shows them, one by one or page by page."""
+"""Items, which are the parts of an input or of a conversation in the API, and the pages of their lists."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class KeptItem:
     """An item that is kept.
 
     Args:
-        message: what the template shows of it, with at most one call. None: nothing.
+        message: the message that the template shows, with at most one call; None: it shows nothing.
         num_bytes: its size in memory, approximately.
-        own_fields: its JSON object; None: that of the message.
+        own_fields: its JSON object; None: it follows from the message.
     """
 
     id: str
@@ -59,7 +59,7 @@ class KeptItem:
 
 
 def one_by_one(messages: Iterable[Message]) -> Iterator[Message]:
-    """A message for each item: each has at most one call."""
+    """Splits messages into one message for each item. Each has at most one call."""
     for message in messages:
         calls = message.tool_calls or ()
         if message.content or not calls:
@@ -69,7 +69,7 @@ def one_by_one(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def joined(messages: Iterable[Message]) -> list[Message]:
-    """The messages of items. Consecutive calls are put in one."""
+    """The messages of items, with consecutive calls in one message."""
     found: list[Message] = []
     of_own: list[ToolCall] | None = None  # the calls of the last message, which is then not the caller's
     for message in messages:
@@ -85,7 +85,7 @@ def joined(messages: Iterable[Message]) -> list[Message]:
 
 
 def message_size(message: Message) -> int:
-    """Its size in memory, approximately."""
+    """The message's size in memory, approximately."""
     parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
     calls = [call.function.arguments for call in message.tool_calls or ()]
     return BYTES_OF_A_MESSAGE + sum(getsizeof(text) for text in (*parts, *calls) if isinstance(text, str))
@@ -95,7 +95,7 @@ def items_page(items: Sequence[KeptItem], query: Mapping[str, str]) -> dict[str,
     """The list object of one page, as JSON that may hold long texts.
 
     Args:
-        items: all, the oldest first.
+        items: all items, the oldest first.
         query: `limit`, `order` (`desc`: newest first, the default) and `after`, the id of an item.
 
     Raises:

@@ -35,7 +35,7 @@ from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 INCOMPLETE, CANCELLED, FAILED = "incomplete", "cancelled", "failed"
 RESPONSE_PREFIX = "resp-"  # of its id
-BYTES_OF_A_TOKEN = 300  # about what a scored token takes in memory besides its most likely tokens
+BYTES_OF_A_TOKEN = 300  # of a scored token in memory, approximately, without its most likely tokens
 LIMIT_REACHED = {"reason": "max_output_tokens"}
 
 
@@ -47,11 +47,11 @@ class ScoreWriter:
         self.num_top = num_top
 
     def whole(self, scored: Sequence[ScoredToken]) -> list[Any] | LongList:
-        """`logprobs` of a whole text."""
+        """The field `logprobs` of a whole text."""
         return list_of(chat_entries(self._tokenizer, scored, self.num_top), len(scored))
 
     def in_event(self, scored: Sequence[ScoredToken]) -> list[Any] | LongList:
-        """`logprobs` of an event. Tokens are without their bytes."""
+        """The field `logprobs` of an event, without the bytes of tokens."""
         return list_of(self._without_bytes(scored), len(scored))
 
     def _without_bytes(self, scored: Sequence[ScoredToken]) -> Iterator[dict[str, Any]]:
@@ -66,7 +66,7 @@ def item_id(prefix: str, response_id: str, number: int) -> str:
 
 
 def response_of_item(id: str) -> str:
-    """The id of the response that an item of a response has come from or with. Other ids give an id of nothing."""
+    """The id of the response to which an item belongs. For other ids the result is no response's id."""
     return RESPONSE_PREFIX + id.partition("_")[2].rpartition("_")[0]
 
 
@@ -118,7 +118,7 @@ class TextItem(_GrowingItem):
 
 
 class ReasoningItem(_GrowingItem):
-    """What the model thinks before its answer."""
+    """The model's reasoning before its answer."""
 
     ID_PREFIX = "rs"
 
@@ -165,7 +165,8 @@ class CustomCallItem(CallItem):
 
     @property
     def input(self) -> str:
-        """The text for the tool. Arguments that are cut have no text yet; what else the model wrote is the text."""
+        """The text for the tool. Arguments that were cut have no text yet. Arguments of another form are the text
+        themselves."""
         try:
             return str(msgspec.json.decode(self.text)[CUSTOM_INPUT])
         except (ValueError, KeyError, TypeError):
@@ -237,7 +238,7 @@ class ResponseRecord:
         return self.status not in (QUEUED, IN_PROGRESS)
 
     def begin(self) -> None:
-        """Call it when the engine has begun the answer."""
+        """Notes that the engine has begun the answer."""
         if self.status == QUEUED:
             self.status = IN_PROGRESS
 
@@ -287,8 +288,8 @@ class ResponseRecord:
         return own
 
     def add_rest(self) -> Added:
-        """Adds what is left when all pieces are added: a text keeps the tokens after it, such as the end of the turn.
-        Even an empty answer has one item."""
+        """Adds the remaining tokens after the last piece, such as the end of the turn, to the last text. An empty
+        answer also gets one item."""
         added = self.add(Content("", 0)) if not self.items else Added(self.items[-1], "", [], False)
         rest = [*self._unclaimed] if isinstance(added.item, TextItem) else []
         if isinstance(added.item, TextItem):
@@ -297,7 +298,7 @@ class ResponseRecord:
         return replace(added, scored=rest)
 
     def finish(self, choice: Choice) -> None:
-        """Call it when the choice has ended and all of it is added."""
+        """Ends the response. The choice must have ended, and all its pieces must have been added."""
         self._usage = _usage(choice)
         self._ends_in_half_call = sum(isinstance(item, CallItem) for item in self.items) > choice.num_calls
         self.status = INCOMPLETE if choice.finish_reason in CUT else COMPLETED
@@ -315,7 +316,7 @@ class ResponseRecord:
             self.status = CANCELLED
 
     def item_status(self, item: Item) -> str:
-        """The status of an item that does not grow any more."""
+        """The status of an item that no longer grows."""
         is_cut = self._ends_in_half_call or (self.is_over and self.status != COMPLETED)
         return INCOMPLETE if is_cut and item is self.items[-1] else COMPLETED
 
@@ -352,7 +353,7 @@ class ResponseRecord:
         return [*self._messages, *answer]
 
     def output_items(self) -> list[KeptItem]:
-        """The answer. A call that was cut is left out: nothing can be its result."""
+        """The items of the answer. A call that was cut is left out, because it cannot have a result."""
         is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
         items = self.items[:-1] if self.items and is_cut and isinstance(self.items[-1], CallItem) else self.items
         return [self._kept(item) for item in items]
@@ -369,7 +370,7 @@ class ResponseRecord:
 
 
 def _num_bytes_of(scored: Sequence[ScoredToken]) -> int:
-    """Their size in memory, approximately."""
+    """The size of scored tokens in memory, approximately."""
     sizes = (len(token.scores.top_ids) + len(token.scores.top_logprobs) for token in scored if token.scores)
     return BYTES_OF_A_TOKEN * len(scored) + sum(sizes)
 

@@ -1,7 +1,7 @@
 """/v1/responses: create, retrieve, delete, cancel.
 
 With several HTTP processes, each keeps the responses that it has made. A request about a response, or for the next one
-of a conversation, goes on to the process that keeps it.
+of a conversation, is forwarded to the process that keeps it.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Responses:
         record.cancel()
 
     def _stop_unkept(self, kept: Kept) -> None:
-        """Nobody can ask for a response in the background that is not kept any more."""
+        """Ends a response in the background that the store has dropped, because no client can ask for it."""
         if isinstance(kept, ResponseRecord) and kept.is_background:
             self._stop(kept)
 
@@ -252,7 +252,7 @@ class Responses:
     async def _send(
         self, record: ResponseRecord, answer: GenerationAnswer, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """A response that is not complete when its connection has ended is cancelled."""
+        """Sends a response. If it is not complete when the connection ends, it is cancelled."""
         try:
             await answer(scope, receive, send)
         finally:
@@ -260,7 +260,7 @@ class Responses:
 
 
 def _named(body: ResponsesRequest) -> str | None:
-    """The id of what the request continues, or of the first item that it names."""
+    """The id of the response or conversation that the request continues, or of the first item that it names."""
     continued = body.conversation.id if isinstance(body.conversation, ConversationName) else body.conversation
     return continued or body.previous_response_id or first_reference(body.input)
 
@@ -274,7 +274,7 @@ def _translated(
 
 
 def _other_bytes(chat: ChatRequest, instructions: str | None) -> int:
-    """The size in memory of what a record keeps besides the messages, approximately."""
+    """The size of a record in memory without its messages, approximately."""
     parsed = [field for field in (chat.tools, chat.response_format) if isinstance(field, msgspec.Raw)]
     return getsizeof(instructions) + BYTES_OF_A_BYTE * sum(map(len, parsed))
 
@@ -313,11 +313,11 @@ def _repeated(
 async def _make_in_background(
     record: ResponseRecord, answer: GenerationAnswer, writer: ResponsesWriter, store: ResponseStore, place: Place
 ) -> None:
-    """The answer's events go to the record's log, if it has one. The record keeps the result.
+    """Computes a response in the background. The record keeps the result, and its log, if it has one, the events.
 
     Args:
-        store: has the record, and counts its growth.
-        place: is held for it, and released in the end.
+        store: keeps the record, and counts its growth.
+        place: the request's place in the counts. It is held already, and is released at the end.
     """
     log = record.log
     num_counted = 0  # bytes of the log
@@ -351,6 +351,6 @@ async def _make_in_background(
 
 
 async def _never() -> AsgiMessage:
-    """The messages of a client that is not there."""
+    """A `receive` that never returns, because there is no client."""
     forever: asyncio.Future[AsgiMessage] = asyncio.get_running_loop().create_future()
     return await forever

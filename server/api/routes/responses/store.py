@@ -1,5 +1,5 @@
-"""Responses and conversations in memory, with limits on their number and on their bytes. Each belongs to the API key
-that made it. With several HTTP processes, each keeps its own."""
+"""Keeps responses and conversations in memory, with limits on their number and their bytes. Each belongs to the API key
+that made it. With several HTTP processes, each process keeps its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Kept = ResponseRecord | Conversation
 
 
 class ResponseStore:
-    """Keeps responses and conversations. If there are too many or they take too much memory, drops the oldest of the
-    key that has most: no key can displace those of another one that has fewer.
+    """Keeps responses and conversations. If there are too many, or they take too much memory, it drops the oldest one
+    of the key that has most. So no key can displace those of a key that has fewer.
 
-    `on_drop` is called with what is dropped.
+    `on_drop` is called with each dropped object.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ResponseStore:
         self._conversations: dict[str, str] = {}  # their ids, by those of their items
 
     def put(self, kept: Kept) -> None:
-        """Stores it as the newest. Call it again when it has grown."""
+        """Stores an object as the newest. Call it again when the object has grown."""
         if kept.id not in self._kept and isinstance(kept, Conversation):
             self._conversations |= dict.fromkeys(kept.items, kept.id)
         self._kept[kept.id] = kept
@@ -52,7 +52,7 @@ class ResponseStore:
             self._drop_oldest(self._sizes.__getitem__)
 
     def put_again(self, kept: Kept) -> None:
-        """Stores what has grown, unless it has been removed meanwhile."""
+        """Stores an object that has grown, unless it has been removed meanwhile."""
         if kept.id in self._kept:
             self.put(kept)
 
@@ -70,8 +70,8 @@ class ResponseStore:
         self.put(conversation)
 
     def find_items(self, ids: Iterable[str], owner: bytes) -> dict[str, KeptItem]:
-        """The items with these ids, of conversations and of responses that are over, as far as they are kept and belong
-        to `owner`. A thread may call it."""
+        """The items with these ids that are kept and belong to `owner`. They are items of conversations, or of
+        responses that are over. May be called from any thread."""
         found: dict[str, KeptItem] = {}
         seen: set[str] = set()  # responses
         for id in ids:
@@ -103,11 +103,11 @@ class ResponseStore:
         return None if kept is None or kept.owner != owner else kept
 
     def __contains__(self, id: str) -> bool:
-        """Whether it is kept, whoever made it: a response, a conversation, or an item of one."""
+        """Whether a response, a conversation or an item of one with this id is kept, for any owner."""
         return id in self._kept or id in self._conversations or response_of_item(id) in self._kept
 
     def remove(self, id: str) -> bool:
-        """Returns whether it was there."""
+        """Removes an object. Returns whether it was kept."""
         kept = self._kept.pop(id, None)
         if kept is None:
             return False

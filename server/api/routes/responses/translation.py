@@ -76,8 +76,8 @@ class SeenTool:
 
 
 def read_function_tools(body: ResponsesRequest, *, strict: bool) -> list[FunctionTool]:
-    """The request's functions, custom tools and namespaces of both. Tools of other types are left out, or refused by a
-    `strict` server.
+    """The request's functions, custom tools, and namespaces of both. Other types of tools are left out; a `strict`
+    server refuses them.
 
     Raises RequestError 400.
     """
@@ -92,8 +92,8 @@ def read_function_tools(body: ResponsesRequest, *, strict: bool) -> list[Functio
 
 
 def seen_tools(tools: Iterable[FunctionTool]) -> list[SeenTool]:
-    """The tools as the model sees them. Templates have no namespaces: the names of a namespace's tools begin with its
-    name, and the description of the first begins with its description."""
+    """The tools as the model sees them. Templates have no namespaces, so the names of a namespace's tools begin with
+    the namespace's name, and the description of the first tool begins with the namespace's description."""
     seen = []
     for tool in tools:
         if tool.type != "namespace":
@@ -125,13 +125,13 @@ def _included(parts: Sequence[str]) -> list[str]:
 
 
 def check_included(query: QueryParams) -> None:
-    """Raises RequestError 400 if a part is asked for that no item has."""
+    """Raises RequestError 400 if the query includes a part that no item has."""
     _included([*query.getlist("include"), *query.getlist("include[]")])
 
 
 def first_event(query: QueryParams) -> int | None:
-    """The number of the first event to send of a stored response; None: it is asked for whole. Raises RequestError
-    400."""
+    """The number of the first event to send of a stored response; None: the response itself is requested. Raises
+    RequestError 400."""
     check_included(query)
     stream, after = query.get("stream", "false").lower(), query.get("starting_after")
     if stream not in ("true", "false"):
@@ -146,7 +146,8 @@ def first_event(query: QueryParams) -> int | None:
 
 
 def chat_request(body: ResponsesRequest, tools: Sequence[SeenTool], messages: Sequence[Message]) -> ChatRequest:
-    """The same request to chat. `messages` are the conversation without the instructions. Raises RequestError 400."""
+    """The chat request for this request. `messages` are the conversation without the instructions. Raises RequestError
+    400."""
     instructions = [] if body.instructions is None else [Message("system", body.instructions)]
     return ChatRequest(
         messages=[*instructions, *messages],
@@ -162,7 +163,7 @@ def chat_request(body: ResponsesRequest, tools: Sequence[SeenTool], messages: Se
 
 
 def _truncation(body: ResponsesRequest) -> dict[str, int]:
-    """With `auto`, the beginning of a prompt that is too long is cut off."""
+    """Chat's field for `truncation`. With `auto` the beginning of a prompt that is too long is cut off."""
     if body.truncation not in (None, "auto", "disabled"):
         raise invalid("truncation", f"must be auto or disabled, got {body.truncation[:40]!r}")
     return {"truncate_prompt_tokens": -1} if body.truncation == "auto" and body.truncate_prompt_tokens is None else {}
@@ -177,7 +178,7 @@ def _continues(items: str | list[InputItem]) -> bool:
 
 
 def _chat_tools(body: ResponsesRequest, tools: Sequence[SeenTool]) -> msgspec.Raw | msgspec.UnsetType:
-    """An empty list is one: with it, every `tool_choice` is valid."""
+    """The tools in chat's form. An empty list stays one, because every `tool_choice` is valid with it."""
     if body.tools is msgspec.UNSET:
         return msgspec.UNSET
     return msgspec.Raw(msgspec.json.encode([_chat_tool(tool.function) for tool in tools]))
@@ -216,7 +217,7 @@ def _response_format(text_format: TextFormat | None) -> msgspec.Raw | msgspec.Un
 
 
 def format_fields(text_format: TextFormat) -> dict[str, Any]:
-    """The fields that were given."""
+    """The fields of a format that were given."""
     return {name: value for name, value in msgspec.structs.asdict(text_format).items() if value is not None}
 
 
@@ -232,7 +233,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -> 
 
 
 def _named_tool(tool: Any) -> Any:
-    """A tool that a choice names, in chat's form. Anything else is left for chat to refuse."""
+    """A tool that a choice names, in chat's form. Other values are returned unchanged, and chat refuses them."""
     match tool:
         case {"type": "function" | "custom", "name": name}:
             return {"type": "function", "function": {"name": seen_name(name, tool.get("namespace"))}}
@@ -251,8 +252,8 @@ def first_reference(items: str | Sequence[InputItem] | None) -> str | None:
 
 
 def items_work(items: str | Sequence[InputItem]) -> int:
-    """The work on the items, in characters. Texts do not count: they are not copied. What a reference needs is always
-    long work."""
+    """The work on the items, in characters. Texts do not count, because they are not copied. A reference always counts
+    as long work."""
     if isinstance(items, str):
         return 0
     return CHARS_OF_AN_ITEM * len(items) + (0 if first_reference(items) is None else LONG_WORK)
@@ -265,12 +266,12 @@ def item_messages(
     *,
     strict: bool,
 ) -> list[Message]:
-    """A message for each item. Items that only a model of OpenAI's reads, such as reasoning, are left out.
+    """A message for each item. Items that only OpenAI's models read, such as reasoning, are left out.
 
     Args:
         param: the name of the field.
-        find: gives the kept items with these ids.
-        strict: items that are not served are refused, not left out.
+        find: returns the kept items with these ids.
+        strict: whether items that are not supported are refused and not left out.
 
     Raises:
         RequestError: 400, or 404 for an item that is not kept.
@@ -292,7 +293,7 @@ def item_messages(
 
 
 def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Message | None:
-    """None: the template shows nothing of it."""
+    """The message of a kept item; None: the template shows nothing of it."""
     id = given(where, id)
     if id not in kept:
         message = f"Item with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
@@ -301,7 +302,7 @@ def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Mes
 
 
 def call_message(id: str, name: str, arguments: str, namespace: str | None) -> Message:
-    """A message of the assistant: a call."""
+    """A message of the assistant with one call."""
     function = FunctionCall(name, arguments)
     if namespace is not None:
         function = NamespacedCall(seen_name(name, namespace), arguments, namespace=namespace)
@@ -333,7 +334,7 @@ def _message(where: str, item: InputItem) -> Message:
 
 
 def _readable(part: InputPart) -> InputPart:
-    """What a tool gave besides text is left out in words: the rest of its output may be enough."""
+    """A part of a tool's output. A note replaces a part that is not text, because the other parts may be enough."""
     return part if part.type in _PART_TYPES else InputPart("text", LEFT_OUT_IN_WORDS.format(part.type))
 
 
