@@ -1,6 +1,6 @@
 """Wires the packages together. Each module here is a command, `python -m scripts.NAME`, except `llm` and
 `weight_sender`: import them.
 
-`flags` reads the command line, `building` makes a running engine of its settings, `offline` answers without HTTP, and
-`lab` measures.
+`flags` reads the command line, `building` builds a running engine from settings, `offline` answers requests without
+HTTP, and `lab` measures.
 """

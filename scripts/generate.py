@@ -47,7 +47,7 @@ from server.http.encoding import encode_json
 
 STDIN = Path("-")
 Key = tuple[int, str]  # a line's number and its digest
-# A journal's records are taken up only by a run with the same: they change answers. The others change speed.
+# Settings that change answers. A run continues a journal only if they are the same. Other settings change the speed.
 ANSWERING = ("model", "load_format", "dtype", "quantization", "kv_cache_dtype", "calculate_kv_scales", "seed")
 
 
@@ -81,8 +81,8 @@ def generate(
     """Answers the lines that the journal lacks, writes the output, and returns the number of error records.
 
     Args:
-        keys: of the lines of `batch`.
-        load: makes the LLM; not called if no line is left.
+        keys: the keys of the lines of `batch`.
+        load: makes the LLM. It is not called if no line is left.
     """
     bar = tqdm(total=len(keys), initial=sum(number in journal for number, _ in keys), unit="line", smoothing=0.05)
     asked: dict[int, tuple[int, Line]] = {}
@@ -133,10 +133,10 @@ def generate(
 
 
 def begin(journal: Journal, output: Output, run: Header, keys: Sequence[Key], *, overwrite: bool) -> bool:
-    """Prepares the journal: an interrupted run goes on, or a new one begins. Returns whether there is anything to do.
+    """Prepares the journal to continue an interrupted run or to begin a new one. Returns whether there is work to do.
 
     Raises:
-        ValueError: the journal is another run's, or an output is there that this run must not replace.
+        ValueError: the journal belongs to another run, or an output exists that this run must not replace.
     """
     if overwrite:
         output.forget_journal()

@@ -47,8 +47,8 @@ FOLLOWER = "scripts.building.several_hosts:build_follower"
 MOST_REPLICAS = 1024
 _PLAN = (sys.executable, "-m", "scripts.lab", "plan")  # `scripts/plan`, which plans for the page
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
-VLLM_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's: the default of --api-key
-# Those of `--help` without a group.
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's variable with the default of --api-key
+# The flags that `--help` shows without a group.
 COMMON_FLAGS = (
     "--model --max-model-len --quantization --kv-cache-dtype --tensor-parallel-size --data-parallel-size "
     "--memory-utilization --max-num-seqs --host --port --api-key --config"
@@ -172,7 +172,7 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
 
 
 def _check_role(args: argparse.Namespace) -> None:
-    """Raises ValueError if a role and its flags do not go together."""
+    """Raises ValueError if the role and its flags contradict each other."""
     if (args.kv_role == "decode") != bool(args.prefill_url):
         raise ValueError(
             "--kv-role decode and --prefill-url need each other: the URLs are those of its prefill servers"
@@ -185,7 +185,8 @@ def _check_role(args: argparse.Namespace) -> None:
 
 
 def _batch_concurrency(args: argparse.Namespace) -> int:
-    """Raises ValueError if batches would fill the queue: other requests would be refused."""
+    """The number of batch requests at once. Raises ValueError if they would fill the queue, because other requests
+    would then be refused."""
     if args.batch_concurrency is None:
         return max(1, min(DEFAULT_BATCH_CONCURRENCY, args.max_queue // 2))
     if args.batch_folder is not None and args.batch_concurrency > args.max_queue:
@@ -216,7 +217,8 @@ def _generation_defaults(args: argparse.Namespace, source: ModelSource) -> Gener
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """The API keys from flags and environment. Raises ValueError if a given source has no key: access would be open."""
+    """The API keys from flags and environment. Raises ValueError if a given source has no key, because access would be
+    open."""
     keys = list(args.api_key)
     for file in args.api_key_file:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -263,7 +265,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, router: Router | None = None) -> int:
-    """The command; returns its exit code. `router` is as of `run`."""
+    """Runs the command and returns its exit code. `router` chooses among several engines; None: the usual one does."""
     started = time.perf_counter()
     open_standard_streams()
     try:
@@ -305,7 +307,7 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
 
 
 def say(line: str) -> None:
-    """Prints a line at once, also into a pipe. The server goes on if it cannot be written."""
+    """Prints a line at once, even into a pipe. The server continues if the line cannot be written."""
     try:
         print(line, flush=True)
     except OSError as error:

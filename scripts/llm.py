@@ -74,7 +74,7 @@ class LLM(EngineForTraining):
     """Loads, compiles and warms up at construction. Close it, or use it as a context manager.
 
     Args:
-        model: as `--model` of the server.
+        model: the value of the server's `--model`.
         tokenizer: a folder, here or in a bucket, with a tokenizer that replaces the model's own.
         served_model_name: the model's name in request bodies; by default `model`.
         report: is called with the lines of the start-up report.
@@ -200,12 +200,12 @@ class LLM(EngineForTraining):
         use_tqdm: bool = False,
         lora_request: LoraRequests = None,
     ) -> list[Embedding]:
-        """The vectors of one prompt or several, given as to `generate`. Needs `enable_embeddings=True`. Errors are as
-        with `generate`.
+        """The vectors of one prompt or several, in the forms of `generate`. Needs `enable_embeddings=True`. Raises the
+        errors of `generate`.
 
         Args:
             pooling_params: fields of the request bodies.
-            lora_request: as of `generate`.
+            lora_request: the LoRA adapter of all prompts, or one for each. Needs `enable_lora=True`.
             use_tqdm: shows a bar on stderr.
         """
         self._check_awake()
@@ -278,7 +278,7 @@ class LLM(EngineForTraining):
             raise EngineDeadError(f"the engine has died: {self._client.death}")
 
     def _with_adapters(self, bodies: list[dict[str, Any]], requests: LoraRequests) -> list[dict[str, Any]]:
-        """The bodies with their adapters as models, which are loaded if need be."""
+        """The bodies with their adapters as models. Adapters that are not loaded yet are loaded."""
         adapters = adapters_of(requests, len(bodies))
         for request in dict.fromkeys(filter(None, adapters)):
             if request.lora_name == self.model_name:
@@ -303,8 +303,8 @@ class LLM(EngineForTraining):
         use_tqdm: bool,
         as_ids: bool = False,
     ) -> Pending:
-        """Sends completions. With `detokenize` false they go to a route on which no text is made of the tokens, and
-        which takes ids; with `as_ids` all of them are sent as ids."""
+        """Sends completions. With `detokenize` false they go to a route that takes ids and makes no text. With `as_ids`
+        all prompts are sent as ids."""
         given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
         bodies = self._with_adapters([own | prompt | _TOLD for prompt, own in given], lora_request)
         texts = [body["prompt"] if isinstance(body["prompt"], str) else None for body in bodies]
@@ -318,7 +318,7 @@ class LLM(EngineForTraining):
         return self._begin(requests, texts, use_tqdm=use_tqdm)
 
     def _tokenize(self, bodies: list[dict[str, Any]]) -> None:
-        """Puts token ids in the place of texts."""
+        """Replaces texts by token ids."""
         bodies = [body for body in bodies if isinstance(body["prompt"], str)]
         for body, answer in zip(bodies, self._tokenized(bodies), strict=True):
             body["prompt"] = answer["tokens"]
@@ -329,7 +329,7 @@ class LLM(EngineForTraining):
         return self._send(asked, use_tqdm=False).wait_or_end()
 
     def _set_open_limits(self, bodies: list[dict[str, Any]]) -> None:
-        """Where `max_tokens` is None, as many as fit. In the API it would be 16."""
+        """Sets a `max_tokens` of None to the number of tokens that fit. In the API it would be 16."""
         bodies = [body for body in bodies if body.get("max_tokens", 0) is None]
         texts = [body for body in bodies if isinstance(body["prompt"], str)]
         counts = iter(answer["count"] for answer in self._tokenized(texts))
@@ -342,7 +342,7 @@ class LLM(EngineForTraining):
     def _begin(
         self, requests: list[tuple[str, dict[str, Any]]], texts: Sequence[str | None], *, use_tqdm: bool
     ) -> Pending:
-        """Sends the requests, of which `texts` are the prompts that were given as texts."""
+        """Sends the requests. `texts` has the prompt of each request that was given as a text."""
         asked = []
         for (path, body), text in zip(requests, texts, strict=True):
             id = body.setdefault("request_id", uuid.uuid4().hex)

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def precompile(settings: EngineSettings, topology: TpuTopology, report: Report) -> None:
-    """Compiles what is not there yet. It must be called before jax is imported.
+    """Compiles the programs that are not in the cache yet. It must be called before jax is imported.
 
     Raises:
         ValueError: the settings cannot be used, or the compiler for the target is missing.
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _precompile(args: argparse.Namespace) -> int:
-    """The command without its errors."""
+    """Runs the command. Errors are raised."""
     if ":" not in args.target:
         raise ValueError(
             f"--target {args.target}: only TPUs are compiled for elsewhere, such as v6e:1x1. On a GPU, XLA chooses "

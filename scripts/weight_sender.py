@@ -1,12 +1,12 @@
-"""The trainer's side of an update of weights: gives arrays to a server of this machine, or names a folder to any.
+"""Sends new weights from a trainer to a server: arrays to a server on this machine, or the path of a folder to any.
 
     from scripts.weight_sender import WeightSender
 
     with WeightSender("http://127.0.0.1:8000", "ADMIN KEY") as sender:
         sender.send(arrays, version="step-40")  # by their Hugging Face names
 
-The old weights serve until all new ones have come and are found to be right. If the trainer is killed, they go on
-serving, and the next `send` begins anew. One trainer at a time may send to a server.
+The old weights serve until all new ones have arrived and have been checked. If the trainer is killed, the old weights
+stay, and the next `send` begins a new update. Only one trainer at a time may send to a server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SendError(RuntimeError):
-    """The server has not taken the weights, and serves those it had. The message has its words."""
+    """The server has refused the weights and keeps the old ones. The message has its reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class WeightSender:
     """Sends weights to a server on this machine, and pauses it. A server elsewhere reads a folder (`send_folder`).
 
     Args:
-        base_url: of the server, such as "http://127.0.0.1:8000".
-        admin_api_key: one of its `--admin-api-key`.
-        piece_bytes: weights are sent in pieces of this many bytes, or of one array if it is larger. This is what they
-            take in the memory of this host besides themselves.
+        base_url: the URL of the server, such as "http://127.0.0.1:8000".
+        admin_api_key: one of its keys of `--admin-api-key`.
+        piece_bytes: weights are sent in pieces of this many bytes, or of one array if it is larger. A piece takes this
+            much additional memory of this host.
         timeout_s: seconds to wait for an answer of the server.
     """
 
@@ -104,12 +104,12 @@ class WeightSender:
         self._ask("/finish_weight_update", {} if version is None else {"weight_version": version})
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", *, clear_cache: bool = True) -> None:
-        """No request runs until `resume`. Requests that run end with what they have, end first, or stop where they
-        are. With `clear_cache` no later prompt finds the pages of the earlier ones. Raises SendError."""
+        """Holds all requests until `resume`. Running requests are aborted with their output so far, finish first, or
+        stop and continue later. `clear_cache` empties the prefix cache. Raises SendError."""
         self._ask(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
 
     def resume(self) -> None:
-        """Requests run again. Raises SendError."""
+        """Lets requests run again. Raises SendError."""
         self._ask("/resume")
 
     @property
@@ -118,7 +118,7 @@ class WeightSender:
         return str(self._ask("/get_weight_version", method="GET")["weight_version"])
 
     def close(self) -> None:
-        """Gives the shared memory back."""
+        """Frees the shared memory."""
         self._block.close()
 
     def __enter__(self) -> Self:
@@ -148,7 +148,7 @@ class _Block:
         self._block: SharedMemory | None = None
 
     def put(self, arrays: Sequence[np.ndarray | jax.Array], named: Sequence[_Named]) -> str:
-        """The block's name."""
+        """Copies arrays into the block. Returns the block's name."""
         starts, size = places(named)
         if self._block is None or self._block.size < size:
             self.close()

@@ -1,15 +1,15 @@
-"""What replicas are chosen by: the begin of a request's prompt, as far as its body tells it."""
+"""Reads the beginning of a prompt from a request's body. Replicas are chosen by it."""
 
 from __future__ import annotations
 
 import json
 
-UNIT = 4  # bytes of text that stand for a token, of which they are about as many
+UNIT = 4  # bytes of text that count as a token: a token has about as many
 
 
 def prompt_of(body: bytes) -> bytes:
-    """The body's prompt in whole units, with the client's own key before it: bodies whose prompts begin alike begin
-    alike. Empty for a body that has no prompt; the server says what is wrong with it."""
+    """The body's prompt in whole units, after the client's own key. If two prompts begin alike, so do the results. It
+    is empty for a body without a prompt, which the server refuses."""
     try:
         request = json.loads(body)
         key = request.get("prompt_cache_key")

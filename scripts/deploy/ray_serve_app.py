@@ -1,13 +1,12 @@
-"""Replicas behind one endpoint, on Ray Serve: each has the server's own application over an engine of its own.
+"""Replicas behind one endpoint on Ray Serve. Each replica has the server's application and its own engine.
 
     serve run scripts.deploy.ray_serve_app:build flags="--model meta-llama/Llama-3.1-8B-Instruct --device cuda" \
         resource=GPU max_replicas=8
 
 Run it in the checkout with PYTHONPATH=$PWD, and `ray[serve]` next to the server's own packages (the extra `ray`).
-Requests go to the replica that has been sent the begin of their prompt, weighed against its load as in
-`server/engine/routing.py`. If a replica dies, its streams
-end with an error event, and requests that had no answer yet are sent to another one. `/metrics` and
-`previous_response_id` are those of one replica.
+A request goes to a replica that has had the beginning of its prompt, unless the replica's load is too high, as in
+`server/engine/routing.py`. If a replica dies, its streams end with an error event, and requests without an answer yet
+are sent to another one. `/metrics` and `previous_response_id` work within one replica only.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Options:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica whose prefix cache may have the begin of its prompt."""
+    """Sends a request to the replica whose prefix cache may have the beginning of its prompt."""
 
     def initialize_state(self) -> None:
         """Called by Ray. There is one ingress, so this router knows all requests."""
@@ -81,8 +80,8 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas in the order in which they are tried: the router's choice, then the others by their loads. The
-        request's second argument is its body."""
+        """The replicas in the order in which they are tried: the router's choice, then the others by their load. The
+        second argument of the request is its body."""
         if len(self.numbers) + len(candidate_replicas) > MOST_ENGINES:
             self.numbers.clear()
             self.router.forget()
@@ -116,14 +115,14 @@ class Replica:
         self._name = f"{serve.get_replica_context().replica_id.unique_id}/{os.getpid()}"
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the engine is dead or silent: Ray then replaces this replica."""
+        """Raises RuntimeError if the engine is dead or silent. Ray then replaces this replica."""
         if self._client.death is not None:
             raise RuntimeError(self._client.death)
         if time.monotonic() - self._client.last_heartbeat > self._timeout_s:
             raise RuntimeError("the engine is silent")
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Any]:
-        """The status and headers, then the bytes of the body."""
+        """Yields the status and headers, then the bytes of the body."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         coming = [{"type": "http.request", "body": body, "more_body": False}]
@@ -154,13 +153,13 @@ class Replica:
 
 
 class Ingress:
-    """Takes requests, passes them to a replica and its bytes back."""
+    """Forwards requests to a replica, and returns the bytes of its answers."""
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas.options(stream=True)
 
     async def __call__(self, request: Request) -> Response:
-        """Raises nothing for a lost replica: the answer is an error, or ends with one."""
+        """Answers a request. If the replica is lost, the answer is an error or ends with one."""
         body = await request.body()
         names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope} | {"root_path": ""}
@@ -178,7 +177,7 @@ class Ingress:
 
 
 async def _rest(answer: Any, content_type: str) -> AsyncIterator[bytes]:
-    """The body. A stream of events whose replica is lost ends with an error event, as one whose engine is."""
+    """Yields the body. If the replica is lost, a stream of events ends with an error event."""
     try:
         async for piece in answer:
             yield piece

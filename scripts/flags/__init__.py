@@ -1,1 +1,1 @@
-"""From the command line to settings: the flags of the commands, their files and their errors. It has no jax."""
+"""Reads settings from the command line: the flags of the commands, their files and their errors. It imports no jax."""

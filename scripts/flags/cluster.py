@@ -1,4 +1,4 @@
-"""The hosts of one engine: from flags, or from the environment of the machines' manager."""
+"""Reads the hosts of one engine from flags, or from the environment that a cluster manager sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METADATA_TIMEOUT_S = 5.0
 
 
 class Place(NamedTuple):
-    """This host among the hosts, as a manager of machines tells."""
+    """This host's place among the hosts, from a cluster manager."""
 
     manager: str
     coordinator: str  # HOST or HOST:PORT
@@ -84,9 +84,9 @@ def cluster_of(
 
 
 def find_place(environment: Mapping[str, str], *, has_tpu: Callable[[], bool]) -> Place | None:
-    """This host's place as the first manager says that has left its mark; None: there is none.
+    """This host's place, from the first cluster manager whose variables are set; None: there is none.
 
-    Raises ValueError if what a manager says is incomplete.
+    Raises ValueError if a manager's variables are incomplete.
     """
     for manager, (mark, read) in MANAGERS.items():
         if mark in environment:

@@ -1,4 +1,4 @@
-"""How a command reports a failure: one line on stderr and an exit code. --debug prints the traceback first."""
+"""Reports the failure of a command: one line on stderr and an exit code. --debug prints the traceback first."""
 
 from __future__ import annotations
 

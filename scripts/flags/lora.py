@@ -23,7 +23,7 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def lora_modules(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> list[LoraModule]:
-    """The adapters, in their order. Raises ValueError, with the flag's name, for what names none."""
+    """The adapters, in their order. Raises ValueError, with the flag's name, for a value that does not name one."""
     modules = [module for item in ([given] if isinstance(given, str | Mapping) else given) for module in _each(item)]
     names: set[str] = set()
     for module in modules:

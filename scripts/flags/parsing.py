@@ -1,4 +1,4 @@
-"""What argparse does not have: help in parts, shell completion, flags that are given more than once, and JSON."""
+"""Extensions of argparse: help in groups, shell completion, flags that are given more than once, and JSON values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PrintCompletion(argparse.Action):
 
 
 def completion(parser: argparse.ArgumentParser) -> str:
-    """The shell code. Suppressed flags are left out; the value of a flag with choices is one of them."""
+    """The shell code of the completion. Suppressed flags are left out. A flag with choices completes to these."""
     shown = [action for action in parser._actions if action.option_strings and action.help != argparse.SUPPRESS]
     flags = [flag for action in shown for flag in action.option_strings]
     choices = [

@@ -40,8 +40,8 @@ GROUPS = {
 _of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in GROUPS)
 _KV_EVENTS_EXAMPLE = """'{"enable_kv_cache_events": true, "topic": "kv@POD@MODEL"}'"""
 ROLES = ("both", "prefill", "decode")
-# Of counts without a limit of their own. No machine has so many: a larger number is a slip of the pen, which would
-# become an error of memory.
+# The limit of counts that have no other limit. No machine has so many. A larger number is a typing error, and would
+# cause an error of memory.
 _MANY = 2**31 - 1
 
 
@@ -284,7 +284,7 @@ class EngineSettings:
 
     @property
     def num_adapter_slots(self) -> int:
-        """LoRA adapters that run at once; 0: requests have none."""
+        """The number of LoRA adapters that run at once; 0: requests have none."""
         return self.max_loras if self.enable_lora else 0
 
     @property

@@ -30,8 +30,8 @@ _LookupLength = Annotated[int, msgspec.Meta(ge=1, le=32)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Drafts from the request's own text, of a second model, or of a head on the model's hidden states. Of
-    `prompt_lookup_max` and `prompt_lookup_min`, one alone stands for both."""
+    """Drafts from the request's own text, from a second model, or from a head on the model's hidden states. If only one
+    of `prompt_lookup_max` and `prompt_lookup_min` is given, it is the value of both."""
 
     method: str
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=15)]
@@ -42,7 +42,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def looks_up(self) -> bool:
-        """Whether the drafts are from the request's own text; otherwise they are a draft model's or a head's."""
+        """Whether the drafts come from the request's own text; otherwise they come from a draft model or a head."""
         return self.method == _NGRAM
 
     @property
@@ -51,7 +51,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lookup(self) -> tuple[int, int]:
-        """The fewest and the most last tokens that are looked up."""
+        """The least and the largest number of last tokens that are looked up."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is None and most is None:
             return _LOOKUP_MIN, _LOOKUP_MAX
@@ -96,8 +96,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 def merged(
     config: str | Mapping[str, Any] | None, *, method: str | None, model: str | None, tokens: int | None
 ) -> str | Mapping[str, Any] | None:
-    """The config, or that of the plain flags `--spec-method`, `--spec-model` and `--spec-tokens`. Raises ValueError if
-    both are given."""
+    """The config, or the config of the plain flags `--spec-method`, `--spec-model` and `--spec-tokens`. Raises
+    ValueError if both are given."""
     plain = {"method": method, "model": model, "num_speculative_tokens": tokens}
     plain = {name: value for name, value in plain.items() if value is not None}
     if plain and config is not None:

@@ -42,7 +42,7 @@ _FLAGS = {
 
 
 def tls_files(args: argparse.Namespace) -> TlsFiles | None:
-    """None: plain HTTP. Raises ValueError for a flag without those that it needs."""
+    """The TLS files of the flags; None: plain HTTP. Raises ValueError for a flag without the flags that it needs."""
     given = {field: getattr(args, flag) for field, flag in _FLAGS.items()}
     if args.ssl_certfile is not None:
         return TlsFiles(certfile=args.ssl_certfile, **given)

@@ -1,4 +1,4 @@
-"""Requests without HTTP: the server's application in this process, and files of requests with a journal of answers.
+"""Answers requests without HTTP: the server's application in this process, and files of requests with a journal.
 
-It imports `batcher` and `server`, and no other package of `scripts`.
+The package imports `batcher` and `server`, and no other package of `scripts`.
 """

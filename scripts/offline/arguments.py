@@ -1,4 +1,4 @@
-"""What `LLM`'s methods take, as request bodies: prompts, conversations and parameters in the forms that vLLM knows."""
+"""Converts the arguments of `LLM`'s methods, which have vLLM's forms, to request bodies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LEFT_OUT = ("skip_special_tokens", "include_stop_str_in_output", "return_weight
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """vLLM's parameters of a request, with vLLM's names and defaults. The server's checks are made of the values.
+    """vLLM's parameters of a request, with vLLM's names and defaults. The server checks the values.
 
-    A mapping of an OpenAI body's fields may stand in its place: then the model's own defaults (generation_config) are
-    taken for what it does not hold.
+    A mapping of an OpenAI body's fields may be used instead. Fields that are not in it then have the model's own
+    defaults (generation_config).
     """
 
     n: int = 1
@@ -40,7 +40,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: as many as fit
     min_tokens: int = 0
-    logprobs: int | None = None  # the most likely tokens to be told with each token
+    logprobs: int | None = None  # the number of most likely tokens that are reported with each token
     prompt_logprobs: int | None = None
     sampled_logprobs: bool = False  # of each token, under the distribution that it was drawn from
     skip_special_tokens: bool = True
@@ -48,10 +48,10 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     structured_outputs: dict[str, Any] | None = None
-    detokenize: bool = True  # False: the results have no texts, and none are made
+    detokenize: bool = True  # False: the results have no texts
 
     def body(self, *, is_chat: bool) -> dict[str, Any]:
-        """The fields of a request body. Raises ValueError if a chat is to have no texts."""
+        """The fields of a request body. Raises ValueError for a chat with `detokenize` false."""
         if is_chat and not self.detokenize:
             raise ValueError("detokenize=False: a chat is answered with texts: give generate() token ids")
         # Not `asdict`, which would copy long lists.
@@ -66,8 +66,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """vLLM's name of a LoRA adapter: `lora_path` is loaded when the name is first used, or is used with another path.
-    `load_inplace` loads it in any case. `lora_int_id` is vLLM's; here names are enough."""
+    """A LoRA adapter of a request, with vLLM's fields. `lora_path` is loaded when the name is first used, or is used
+    with another path. With `load_inplace` it is always loaded. `lora_int_id` has no effect here."""
 
     lora_name: str
     lora_int_id: int
@@ -81,9 +81,9 @@ LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, Any]]:
-    """One prompt or several, each as the fields of its body: text or ids in the field `name`, and perhaps `cache_salt`.
+    """The body fields of one prompt or several: text or ids in the field `name`, and `cache_salt` if it is given.
 
-    Raises ValueError, with the type or the field, for what is no prompt.
+    Raises ValueError, with the type or the field, for a value that is not a prompt.
     """
     several: Any = asked
     if isinstance(asked, str | Mapping) or (_is_list(asked) and len(asked) > 0 and isinstance(asked[0], int)):
@@ -94,14 +94,14 @@ def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, An
 
 
 def tokens_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a completion of token ids, as the route takes it that makes no text of tokens."""
+    """The body of a completion of token ids, for the route that makes no text of tokens."""
     own = {name: body[name] for name in GenerateRequest.__struct_fields__ if name in body}
     params = {name: value for name, value in body.items() if name not in {"prompt", *own, *_LEFT_OUT}}
     return own | {"token_ids": body["prompt"], "sampling_params": params}
 
 
 def conversations_of(asked: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """One conversation or several. Raises ValueError for what is none."""
+    """One conversation or several, as a list. Raises ValueError for a value that is not a conversation."""
     is_one = _is_list(asked) and len(asked) > 0 and isinstance(asked[0], Mapping)
     several: Any = [asked] if is_one else asked
     if not _is_list(several):
@@ -114,7 +114,8 @@ def conversations_of(asked: Sequence[Message] | Sequence[Sequence[Message]]) -> 
 
 
 def paired(items: Sequence[Any], params: Params | Sequence[Params | None] | None, *, is_chat: bool) -> list[Any]:
-    """Each item with the body fields of its parameters, which are one for all or one for each."""
+    """Each item with the body fields of its parameters. There is one set of parameters for all items, or one for
+    each."""
     if params is None or isinstance(params, SamplingParams | Mapping):
         own = [_fields(params, is_chat)] * len(items)
     elif _is_list(params):
@@ -127,7 +128,8 @@ def paired(items: Sequence[Any], params: Params | Sequence[Params | None] | None
 
 
 def adapters_of(requests: LoraRequests, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of `count` prompts, which is one for all or one for each. Raises ValueError."""
+    """The adapter of each of `count` prompts. There is one adapter for all prompts, or one for each. Raises
+    ValueError."""
     if requests is None or isinstance(requests, LoRARequest):
         return [requests] * count
     if not _is_list(requests) or not all(isinstance(one, LoRARequest | None) for one in requests):

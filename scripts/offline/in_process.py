@@ -38,7 +38,7 @@ from server.engine.wire import Adapters as AdaptersEvent
 
 
 class InProcessEngineClient:
-    """`server.engine.client.EngineClient` over an engine in this process, which has its own threads.
+    """A `server.engine.client.EngineClient` over an engine in this process, which has its own threads.
 
     Receivers are called on the event loop's thread, as with an engine in another process.
     """
@@ -114,11 +114,11 @@ class InProcessEngineClient:
         self.adapters, self.num_adapter_loads = {own.name: own for own in news.adapters}, news.num_loads
 
     def note_weight_version(self, version: str) -> None:
-        """Later tokens are of these weights. Runs on the engine's thread, between two steps."""
+        """Notes the version of the weights of later tokens. Runs on the engine's thread, between two steps."""
         self._hear(WeightVersion(version))
 
     def _hear(self, news: RequestOutput | Tokens | WeightVersion) -> None:
-        """Runs on the engine's thread. All that a step has wakes the event loop once."""
+        """Queues an output for the event loop. Runs on the engine's thread. A step wakes the event loop once."""
         with self._lock:
             self._arrived.append(news)
             if len(self._arrived) > 1:

@@ -1,13 +1,12 @@
-"""The output of a batch run: a file, or an object in a bucket, which is worked at on this machine.
+"""The output of a batch run: a file, or an object in a bucket, whose contents are prepared on this machine.
 
-An object cannot grow. So the journal of a run that writes to a bucket is a file of this machine, and from time to time
-a copy of it goes to OUTPUT.partial in the bucket: another machine can continue from there when this one is taken away.
+An object cannot grow. So the journal of a run that writes to a bucket is a file on this machine. It is regularly copied
+to OUTPUT.partial in the bucket, so another machine can continue the run when this one is gone.
 
-An output that is there is replaced only by a run with --overwrite, and only the version that was there when that run
-began. Two machines may be told to write the same output. The one that began last goes on: the other ends when it finds
-that a copy or the output is not the one that it knows. It looks before each write. Only the creation of an object is
-one operation for the bucket, so two machines that replace one within milliseconds may both believe that they were
-first.
+An existing output is replaced only by a run with --overwrite, and only if it is the version that existed when the run
+began. If two machines write the same output, the one that began last continues. The other one checks before each write,
+and ends when it finds a copy or an output that it does not know. Only the creation of an object is atomic in a bucket,
+so two machines that replace an object within milliseconds may both believe that they were first.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _SHARE_OF_COPYING = 0.05  # at most, of the time
 
 
 class Output:
-    """Where the records of a run go.
+    """The output of a run.
 
     Args:
-        place: as it was asked for.
-        work: a folder of this machine, for the journals of runs that write to buckets.
+        place: the path of a file, or the URL of an object.
+        work: a folder on this machine, for the journals of runs that write to buckets.
 
     Raises:
-        ValueError: no file can be written there.
+        ValueError: no file can be written at this place.
     """
 
     def __init__(self, place: Place, work: Path) -> None:
@@ -58,7 +57,7 @@ class Output:
         self.ordered = ordered_path(local)
 
     def version(self) -> str | None:
-        """A text that changes when the output does. None: it is not there."""
+        """A text that changes when the output changes; None: there is no output."""
         return _version(self.place)
 
     def local_files(self) -> tuple[Path, ...]:
@@ -66,8 +65,8 @@ class Output:
         return own if isinstance(self.place, RemotePath) else (self.place, *own)
 
     def fetch_journal(self, journal: Journal) -> None:
-        """Adds to the journal what another machine has left in the bucket. Raises ValueError if that is of another
-        run."""
+        """Adds the records that another machine has left in the bucket to the journal. Raises ValueError if they belong
+        to another run."""
         copy = self._copy()
         if copy is None:
             return
@@ -83,24 +82,25 @@ class Output:
             fetched.unlink(missing_ok=True)
 
     def forget_journal(self) -> None:
-        """The copy in the bucket is replaced by this run's own."""
+        """Lets this run replace the copy in the bucket."""
         copy = self._copy()
         self._copy_version = None if copy is None else _version(copy)
 
     def check_way_is_free(self) -> None:
-        """Raises ValueError if something lies where the records are put in order, and no interrupted run has left it
+        """Raises ValueError if the path of the ordered records is in use and no interrupted run has left the file
         there."""
         if self.ordered.exists():
             raise ValueError(f"{self.ordered} is in the way: move it, or name another --output")
 
     def check_may_go_on(self, replaces: str | None) -> None:
-        """Raises ValueError if an output is there that is not the version `replaces`."""
+        """Raises ValueError if an output exists that is not the version `replaces`."""
         if self.version() not in (None, replaces):
             raise ValueError(self._objection())
 
     @contextmanager
     def kept(self, journal: Journal) -> Iterator[None]:
-        """Until its end copies of the journal go to the bucket. A run that ends early leaves the last one there."""
+        """Copies the journal to the bucket regularly while the context is open. A run that ends early leaves the last
+        copy there."""
         copy = self._copy()
         if copy is None:
             yield
@@ -125,7 +125,7 @@ class Output:
             replaces: the version of the output that may be replaced; None: none.
 
         Raises:
-            ValueError: another run has written the output, or works at it.
+            ValueError: another run has written the output, or is writing it.
         """
         version = self.version()
         if version not in (None, replaces):
@@ -178,7 +178,8 @@ class Output:
                 wait_s = max(SECONDS_BETWEEN_COPIES, (time.monotonic() - started) / _SHARE_OF_COPYING)
 
     def _upload(self, copy: RemotePath, journal: Journal) -> None:
-        """A failure is a line on stderr: the journal itself is on this machine."""
+        """Copies the journal to the bucket. A failure is only reported on stderr, because the journal is on this
+        machine."""
         still = self.partial.with_name(f"{self.partial.name}.copy")
         try:
             if self._is_taken(copy):

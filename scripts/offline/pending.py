@@ -70,7 +70,7 @@ class Sent:
         self._news.set()
 
     def is_open(self, index: int) -> bool:
-        """Whether there is no answer yet."""
+        """Whether the request has no answer yet."""
         return index not in self.answers and index not in self._refused
 
     async def next_answer(self) -> None:
@@ -87,7 +87,7 @@ class Sent:
         """Waits until all are answered.
 
         Raises:
-            RefusedError: of the first request that was refused.
+            RefusedError: a request was refused; the error is that of the first one.
             EngineDeadError: the engine has died.
         """
         if not self.is_done:
@@ -129,9 +129,9 @@ class Asked:
         """The result so far.
 
         Args:
-            generation: None: it has not begun.
+            generation: the running generation; None: it has not begun.
             end: the finish reason of the choices that end here; None: they go on.
-            weight_version: the present one.
+            weight_version: the present version of the weights.
         """
         choices: Sequence[Choice | None] = [None] * self.n if generation is None else generation.choices
         outputs = []

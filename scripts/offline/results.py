@@ -1,4 +1,4 @@
-"""What `LLM`'s methods return, read from the server's answers. The names are vLLM's."""
+"""The results of `LLM`'s methods, read from the server's answers. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Embedding:
 
 
 def request_output(answer: Mapping[str, Any], prompt: str | None = None) -> RequestOutput:
-    """From the answer of a chat, a completion or token ids that had one prompt and `return_token_ids`."""
+    """Reads the answer of a chat, a completion or token ids. The request had one prompt and `return_token_ids`."""
     first = answer["choices"][0]
     told = first if "prompt_token_ids" in first else answer  # of a completion, each choice has its prompt
     return RequestOutput(
@@ -87,7 +87,7 @@ def request_output(answer: Mapping[str, Any], prompt: str | None = None) -> Requ
 
 
 def embedding(answer: Mapping[str, Any]) -> Embedding:
-    """From the answer with one vector in base64."""
+    """Reads the answer with one vector in base64."""
     (entry,), usage = answer["data"], answer["usage"]
     vector = array("f", base64.b64decode(entry["embedding"]))
     if sys.byteorder == "big":

@@ -1,10 +1,8 @@
-"""What a training loop does with an LLM: it takes the model, gives new weights, and borrows the device's memory.
+"""The methods of `LLM` for training loops: they take the model, give new weights, and borrow the device's memory.
 
-    model = llm.model()                                  # flax.nnx, float32, the engine's present weights
-    ...                                                  # steps of an optimizer on the model
-    llm.update_weights(nnx.state(model), names="own")    # the next token is of these weights
-
-These are methods of `LLM`.
+model = llm.model()                                  # flax.nnx, float32, the engine's present weights
+...                                                  # steps of an optimizer on the model
+llm.update_weights(nnx.state(model), names="own")    # the next token is of these weights
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ if TYPE_CHECKING:
 
 Names = Literal["hf", "own", "maxtext", "tunix"]
 Requests = Literal["abort", "wait", "keep"]
-LOOK_S = 1.0  # between looks whether the engine still lives
+LOOK_S = 1.0  # between two checks whether the engine still lives
 
 
 class EngineForTraining:
-    """The weights of an engine of this process. Its methods may be called from any thread, and each waits until the
-    engine has done what it says.
+    """Changes the weights of an engine in this process. Methods may be called from any thread, and return when the
+    engine has done the work.
 
     Args:
-        client: hears of new weights.
+        client: is told of new weights.
     """
 
     def __init__(self, engine: Engine, built: Built, client: InProcessEngineClient) -> None:
@@ -53,7 +51,7 @@ class EngineForTraining:
 
     @property
     def weight_version(self) -> str:
-        """The name of the present weights: `default` at first, and then that of the last update."""
+        """The name of the present weights: `default` at first, and then the version of the last update."""
         return self._version
 
     @property
@@ -67,13 +65,13 @@ class EngineForTraining:
         return bool(self._weights.missing)
 
     def model(self, dtype: str = "float32") -> Llama:
-        """The model with arrays of its own, on one device: a `flax.nnx` module (`model/network/llama.py`), to be
-        trained. Its weights are those of the checkpoint, or the engine's once others were given by `update_weights`.
+        """A copy of the model to train, on one device: a `flax.nnx` module (`model/network/llama.py`). Its weights are
+        those of the checkpoint, or the engine's after `update_weights` has given others.
 
         Give `nnx.state(model)` back to `update_weights` with `names="own"`.
 
         Args:
-            dtype: "float32" or "bfloat16", of weights and activations.
+            dtype: the dtype of weights and activations, "float32" or "bfloat16".
 
         Raises:
             ValueError: the dtype has another name, or the engine's weights are quantised or not on the device.
@@ -100,17 +98,17 @@ class EngineForTraining:
         donate: bool = False,
         version: str | None = None,
     ) -> None:
-        """Replaces the weights between two steps. No later token is of the old ones, and cached prefixes are forgotten.
-        Drafts and LoRA adapters stay. The engine's programs are not compiled again.
+        """Replaces the weights between two steps. All later tokens use the new weights, and cached prefixes are
+        forgotten. Drafts and LoRA adapters stay. The engine's programs are not compiled again.
 
         Args:
-            arrays: all of the model's, NumPy's or JAX's: a mapping of names, a nested one, or an `nnx.State`. Arrays
-                on devices go from there to the engine's layout, and not through the host.
-            names: whose the names and layouts are: Hugging Face's, this project's own (`model`), MaxText's or Tunix's.
-            requests: what becomes of those that run or wait: `abort` ends them with what they have, `wait` lets those
-                that run end with the old weights, and `keep` goes on with the new ones where they are.
-            donate: the engine may delete the arrays as it takes them, which saves the memory of a copy.
-            version: the new weights' name, which results tell; None: the number of the update.
+            arrays: all arrays of the model, from NumPy or JAX: a mapping by name, a nested mapping, or an `nnx.State`.
+                Arrays on devices are converted to the engine's layout there, and do not go through the host.
+            names: the kind of names and layouts: Hugging Face's, this project's own (`model`), MaxText's or Tunix's.
+            requests: the treatment of running and waiting requests. `abort` ends them with their output so far, `wait`
+                lets the running ones finish with the old weights, and `keep` continues them with the new weights.
+            donate: whether the engine may delete the arrays after it has read them, which saves the memory of a copy.
+            version: the name of the new weights in results; None: the number of the update.
 
         Raises:
             ValueError: the arrays cannot be used. The message lists all problems, and the old weights stay.
@@ -136,11 +134,11 @@ class EngineForTraining:
             self._num_updates, self._version = self._num_updates + 1, name
 
     def pause(self, mode: Requests = "abort", *, clear_cache: bool = True) -> None:
-        """No request runs from now on until `resume`; those that come wait.
+        """Holds all requests until `resume`. New requests wait.
 
         Args:
-            mode: what becomes of the others, as `requests` of `update_weights`.
-            clear_cache: cached prefixes are forgotten.
+            mode: the treatment of the other requests, like `requests` of `update_weights`.
+            clear_cache: whether cached prefixes are forgotten.
         """
         if mode not in get_args(Requests):
             raise ValueError(f"mode: {', '.join(get_args(Requests))}, not {mode!r}")
@@ -155,13 +153,13 @@ class EngineForTraining:
             self._is_paused = True
 
     def resume(self) -> None:
-        """Requests run again."""
+        """Lets requests run again."""
         with self._changing:
             self._done(self.engine.resume)
             self._is_paused = False
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the device's memory of weights and K/V pages, for others. Running requests stop, and go on later.
+        """Frees the device's memory of weights and K/V pages for others. Running requests stop, and continue later.
 
         Args:
             level: 1 keeps the weights in the host's memory. 2 drops them: `update_weights` must give others.
@@ -175,7 +173,7 @@ class EngineForTraining:
             self._change_weights(ChangeWeights(WeightsChange.SLEEP, level=level))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Takes the memory back.
+        """Brings the weights and the K/V pages back to the device.
 
         Args:
             tags: `["weights"]` or `["kv_cache"]` for one of the two, such as the weights alone while a trainer still
@@ -193,14 +191,14 @@ class EngineForTraining:
                 self._change_weights(ChangeWeights(WeightsChange.WAKE_UP, parts=parts))
 
     def _abort_unsent(self) -> None:
-        """Ends the requests that the engine has not been given yet."""
+        """Ends the requests that the engine does not have yet."""
 
     def _end_pending(self) -> None:
-        """Ends those, too, that were on their way to the engine when it paused."""
+        """Ends all pending requests, including those that were being sent to the engine when it paused."""
 
     @contextmanager
     def _paused(self, requests: Requests) -> Iterator[None]:
-        """A pause for a change, which by itself keeps the requests."""
+        """A pause for a change of the weights, which itself keeps the requests."""
         if requests == "keep":
             yield
             return
@@ -222,7 +220,7 @@ class EngineForTraining:
         self._done(lambda on_done: self.engine.change(Change(work=work, on_done=on_done, serves_after=is_awake)))
 
     def _done(self, ask: Callable[[OnDone], None]) -> None:
-        """Waits until the engine has done what it is asked for. Raises its error, or EngineDeadError."""
+        """Waits until the engine has done the work. Raises the error of the work, or EngineDeadError."""
         answer: Future[None] = Future()
 
         def on_done(error: Exception | None) -> None:

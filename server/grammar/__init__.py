@@ -1,4 +1,5 @@
-"""Structured output: makes grammars of clients' requests, and computes which tokens a grammar allows next.
+"""Structured output: makes grammars from clients' requests, and computes which tokens a grammar allows next.
 
-Depends on llguidance, `batcher` and the rooms `text` and `http.request_error`, not on routes and schemas of requests.
+The package depends on llguidance, `batcher`, `server.text` and `server.http.request_error`, not on routes and the
+schemas of requests.
 """

@@ -20,7 +20,7 @@ CACHE_SIZE = 1024  # verdicts, of at most a thousand characters each
 
 
 class GrammarChecker:
-    """Makes and compiles grammars in separate threads: a costly grammar delays only other grammars."""
+    """Makes and compiles grammars in separate threads, so a costly grammar delays only other grammars."""
 
     def __init__(self, *, timeout_s: float = 10.0) -> None:
         self._timeout_s = timeout_s
@@ -36,10 +36,10 @@ class GrammarChecker:
             raise invalid(param, str(error)) from error
 
     async def check(self, grammar: str, *, param: str, parts: Sequence[tuple[str, str]] = ()) -> None:
-        """Raises RequestError 400 if the grammar cannot be compiled, or not in time.
+        """Raises RequestError 400 if the grammar cannot be compiled in time.
 
-        `parts` are fields and the grammars made of them, which are in this one. They are compiled only if this one
-        cannot be: then the error is that of the first part that cannot be compiled either.
+        `parts` are fields and their grammars, which this grammar contains. They are compiled only if this grammar
+        cannot be compiled. The error is then that of the first part that cannot be compiled.
         """
         fault = await self._fault_of(grammar, param)
         if not fault:

@@ -1,4 +1,4 @@
-"""Compiles grammars to llguidance's matchers, within limits: a costly grammar fails only its own request."""
+"""Compiles grammars to llguidance's matchers, within limits, so a costly grammar fails only its own request."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Vocabulary:
     """A tokenizer in llguidance's form.
 
     Args:
-        token_bytes: by id; b"" for tokens that no grammar allows: special tokens and ids without a meaning.
+        token_bytes: the bytes of each token by id; b"": no grammar allows it, such as special tokens and unused ids.
         end_ids: the tokens that may follow a complete text.
-        encode: a text's ids. Bytes that a grammar forces are then drawn as the tokens that the model has learnt.
+        encode: returns a text's ids, so that bytes that a grammar forces become the tokens that the model has learnt.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Vocabulary:
     @staticmethod
     @cache
     def of_bytes() -> Vocabulary:
-        """The 256 bytes and an end token: enough to check whether a grammar can be compiled."""
+        """A vocabulary of the 256 bytes and an end token. It is enough to check whether a grammar can be compiled."""
         return Vocabulary(
             [*(bytes([i]) for i in range(256)), b""], end_ids=[256], encode=lambda text: list(text.encode())
         )

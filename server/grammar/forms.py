@@ -29,40 +29,41 @@ _BUDGET = "%thinking_budget "
 
 
 class Grammar(NamedTuple):
-    """A grammar's text ("": any text), and the keywords of a JSON schema that it does not hold."""
+    """A grammar's text ("": any text), and the keywords of a JSON schema that it does not enforce."""
 
     text: str
     unenforced: tuple[str, ...] = ()
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """Texts that are JSON and valid by the part of `schema` that a grammar can hold."""
+    """A grammar of JSON texts that match the part of `schema` that a grammar can enforce."""
     return held_schema_grammar(schema).text
 
 
 def held_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
-    """Texts that are JSON and valid by the part of `schema` that a grammar can hold, and the keywords of the rest.
+    """A grammar of JSON texts that match the part of `schema` that a grammar can enforce, and the other keywords.
 
-    Raises GrammarError as `held_schema` does.
+    Raises GrammarError if the schema is too large or wrong, or if `strict` and a keyword cannot be enforced.
     """
     held = held_schema(schema, JSON_OPTIONS, strict=strict)
     return Grammar(lark_grammar("\n".join([f"start: {held.expression}", *held.lines]), foreign=False), held.unenforced)
 
 
 def json_object_grammar() -> str:
-    """Texts that are any JSON object."""
+    """A grammar of all JSON objects."""
     return json_schema_grammar({"type": "object"})
 
 
 def regex_grammar(pattern: str) -> str:
-    """Texts that match the whole pattern, in the syntax of Rust's `regex`: without look-around and back-references."""
+    """A grammar of texts that match the whole pattern. Its syntax is that of Rust's `regex`, without look-around and
+    back-references."""
     from llguidance import LLMatcher
 
     return str(LLMatcher.grammar_from_regex(_checked_nesting(_checked_size(pattern))))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of the texts."""
+    """A grammar of the given texts."""
     if not choices:
         raise GrammarError("there must be at least one choice")
     return lark_grammar("start: " + " | ".join(json.dumps(choice) for choice in choices), foreign=False)
@@ -85,9 +86,9 @@ def lark_grammar(text: str, *, foreign: bool = True) -> str:
 
 
 def reasoned_grammar(answer: str | None, *, start: str, end: str, is_open: bool) -> str:
-    """Free text up to `end`, and then a text of the grammar `answer`; None: any text.
+    """A grammar of free text up to `end`, and then a text of the grammar `answer`; None: any text.
 
-    `is_open`: the text begins inside the reasoning. Otherwise it has reasoning only if it begins with `start`.
+    With `is_open` the text begins inside the reasoning. Otherwise it has reasoning only if it begins with `start`.
     """
     begin = "" if is_open else rf"\s{{0,8}}{_in_regex(start)}"
     rules = [
@@ -135,7 +136,7 @@ class ThinkingBudget(NamedTuple):
 
 
 def _check_schemas(text: str) -> None:
-    """Raises GrammarError for a schema of a Lark grammar that is not held whole."""
+    """Raises GrammarError for a schema in a Lark grammar that cannot be enforced completely."""
     if text.lstrip().startswith("{"):
         raise GrammarError("must be in Lark, GBNF or EBNF")
     for found in re.finditer(r"%json\s*", text):
@@ -154,7 +155,8 @@ def _checked_size(text: str) -> str:
 
 
 def _checked_nesting(text: str) -> str:
-    """The text, if its brackets are not nested too deeply: the compiler's recursion could end the process."""
+    """Returns the text unchanged. Raises GrammarError if its brackets are nested too deeply, because the compiler's
+    recursion could end the process."""
     depth = deepest = 0
     for mark in text:
         if mark in "([{":

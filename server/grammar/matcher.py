@@ -1,4 +1,4 @@
-"""Matchers over the model's own tokens: each request's state in its grammar, and its masks."""
+"""Matchers over the model's tokens. A matcher has the state of a request in its grammar, and computes masks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from server.text.tokenizer import ByteLevelTokenizer
 
 CACHE_SIZE = 64  # compiled grammars
-MAX_NUMBER_CHARS = 40  # of a JSON number: `{"type": "integer"}` allows digits without end
+MAX_NUMBER_CHARS = 40  # of a JSON number, because `{"type": "integer"}` allows any number of digits
 _NUMBER_BYTES = frozenset(b"0123456789.eE+-")
 
 
 def vocabulary_of(tokenizer: ByteLevelTokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-    """The model's tokens without the special ones: of these, a grammar allows only the end tokens."""
+    """The model's tokens without the special ones, of which a grammar allows only the end tokens."""
     tokens = [b"" if id in tokenizer.special_ids else text for id, text in enumerate(tokenizer.token_bytes)]
     tokens = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
     return Vocabulary(tokens, end_ids=end_ids, encode=lambda text: tokenizer.encode_plain([text])[0])
 
 
 class TokenGrammars:
-    """`batcher.grammar.Grammars`. The first matcher loads the vocabulary, unless `load` has been called before."""
+    """A `batcher.grammar.Grammars`. The first matcher loads the vocabulary, unless `load` was called before."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._load = vocabulary
@@ -40,7 +40,7 @@ class TokenGrammars:
         self.compiled = lru_cache(CACHE_SIZE)(self._compile)  # each at its start; never advanced
 
     def load(self) -> Vocabulary:
-        """Blocks until the vocabulary is loaded: a second for a hundred thousand tokens."""
+        """Loads the vocabulary, which takes a second for a hundred thousand tokens."""
         with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
@@ -74,7 +74,7 @@ class NumberBound:
         return length + own if own == len(text) else own
 
     def apply(self, mask: np.ndarray) -> None:
-        """Removes the tokens that continue a number. None is removed in a string, where a quotation mark may follow."""
+        """Removes the tokens that continue a number. Removes none in a string, where a quotation mark may follow."""
         if self._quote is not None and not mask[self._quote // 32] >> (self._quote % 32) & 1:
             bounded = mask & self._others
             if bounded.any():
@@ -95,7 +95,7 @@ class Thinking:
         self.is_over = False
 
     def take(self, token: int) -> None:
-        """Takes in a token that was drawn."""
+        """Adds a token that was drawn."""
         if self._closing:
             self._closing.pop(0)
         elif self._counts:
@@ -108,7 +108,7 @@ class Thinking:
         self._text = self._text[-len(self._end) - len(self._mark) :]
 
     def apply(self, mask: np.ndarray) -> None:
-        """Leaves nothing in the mask but the next token of the end, if the budget is spent."""
+        """Leaves only the next token of the end in the mask, if the budget is spent."""
         if not self._counts or (self._left > 0 and not self._closing):
             return
         if not self._closing:
@@ -119,7 +119,7 @@ class Thinking:
 
 
 class TokenMatcher:
-    """`batcher.grammar.Matcher`."""
+    """The `batcher.grammar.Matcher` of one request."""
 
     def __init__(self, grammars: TokenGrammars, grammar: str) -> None:
         self._grammars = grammars
@@ -154,7 +154,7 @@ class TokenMatcher:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Why a matcher cannot go on. Its own words for a limit of its work are those of its parser."""
+    """The reason why a matcher cannot continue. llguidance's own message about a limit only names its parser."""
     error = error_of(matcher)
     if "satisfy the grammar" in error:
         return f"a token that the grammar does not allow was drawn: {error}"

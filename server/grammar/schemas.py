@@ -1,4 +1,4 @@
-"""JSON schemas as people write them, as expressions of a Lark grammar.
+"""Converts JSON schemas to expressions of a Lark grammar.
 
     held = held_schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, JSON_OPTIONS)
     held.expression  # '%json {"type": "array", ...}'
@@ -49,7 +49,8 @@ Schema = dict[str, Any]
 
 
 class HeldSchema(NamedTuple):
-    """What stands for a schema in a Lark grammar, the rules that it needs, and the keywords that are not held."""
+    """The expression for a schema in a Lark grammar, the rules that it needs, and the keywords that it does not
+    enforce."""
 
     expression: str
     lines: tuple[str, ...]
@@ -57,15 +58,15 @@ class HeldSchema(NamedTuple):
 
 
 def held_schema(schema: Any, options: Mapping[str, Any], *, prefix: str = "json", strict: bool = False) -> HeldSchema:
-    """The part of `schema` that a grammar can hold. It has been compiled.
+    """The part of `schema` that a grammar can enforce. It has been compiled.
 
     Args:
-        options: the compiler's, for example for white space.
-        prefix: the names of the rules begin with it.
-        strict: asks for the whole schema.
+        options: options of the compiler, for example for white space.
+        prefix: the beginning of the names of rules.
+        strict: whether the whole schema must be enforced.
 
-    Raises GrammarError if the schema is too large or wrong, with the place, and if `strict` asks for more than can be
-    held, with the keyword.
+    Raises GrammarError if the schema is too large or wrong, with the place, or if `strict` and a keyword cannot be
+    enforced, with the keyword.
     """
     if not isinstance(schema, Mapping | bool):
         raise GrammarError("a schema must be an object or a boolean")
@@ -133,7 +134,7 @@ def _keywords(warnings: Iterable[str]) -> Iterator[str]:
 
 
 class _Reader:
-    """Takes out of schemas what the compiler fails on."""
+    """Removes the parts of schemas on which the compiler fails."""
 
     def __init__(self, root: Any, *, keeps_long_constants: bool) -> None:
         self._keeps_long_constants = keeps_long_constants

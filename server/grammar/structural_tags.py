@@ -49,9 +49,9 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def structural_tag_grammar(tag: Mapping[str, Any]) -> Grammar:
-    """The texts of a structural tag in either form, and what its JSON schemas ask for beyond that.
+    """The grammar of a structural tag in either form, and the keywords of its JSON schemas that it does not enforce.
 
-    Raises GrammarError, which names the place of a format that cannot be served.
+    Raises GrammarError, which names the place of a format that is not supported.
     """
     match tag:
         case {"format": dict(format)}:
@@ -90,7 +90,7 @@ class _Writer:
         self._num_names = 0
 
     def write(self, format: Any, place: str, ends: Ends) -> str:
-        """The rule of a format and of what ends it."""
+        """The rule of a format and of the text that ends it."""
         kind, fields = _read(format, place)
         match kind:
             case "any_text":
@@ -130,7 +130,8 @@ class _Writer:
         return self._rule(f"{self.write(fields['content'], f'{place}.content', (fields['end'],))} {_one_of(ends)}")
 
     def _triggered(self, fields: dict[str, Any], place: str, ends: Ends) -> str:
-        """Tags in free text. Of several triggers that begin a tag, the shortest counts: it is complete first."""
+        """The rule of tags in free text. The shortest of several triggers of a tag counts, because it is complete
+        first."""
         at_least_one, stops = fields["at_least_one"], fields["stop_after_first"]
         triggers = fields["triggers"]
         if not all(isinstance(trigger, str) for trigger in triggers):
@@ -163,7 +164,7 @@ class _Writer:
         return name
 
     def _text_until(self, text: str, place: str, ends: Ends) -> str:
-        """Free text up to and with the first of the ends."""
+        """The rule of free text that ends with the first of the ends."""
         if ends is None:
             raise GrammarError(f"{place}: free text must be the last of a sequence, or in a tag with an `end`")
         return self._rule(f"{text} {_one_of(ends)}", is_lazy=bool(ends))

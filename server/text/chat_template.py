@@ -1,6 +1,6 @@
 """Renders a conversation with the tokenizer's chat template. The users' text never becomes a control token.
 
-This runs in a process that may be killed (`template_process`), never in the server's own.
+Rendering runs in a process that may be killed (`template_process`), never in the server's own.
 
 A template is a program that joins its own control tokens and the users' text into one string. In that string the two
 look the same. So the template runs twice: on the conversation itself, and on the conversation with its text masked.
@@ -103,7 +103,7 @@ class ChatTemplate:
         return [part if part.special else Part(substitution.undo(part.text), False) for part in parts]
 
     def _cut_like(self, plain: str, masked: str) -> list[Part] | None:
-        """`plain`, cut at the control tokens of `masked`. None if the mask is not the only difference of the two."""
+        """`plain`, cut at the control tokens of `masked`; None: the two differ by more than the mask."""
         if self._mask(plain) != self._mask(masked):
             return None
         parts, at = [], 0
@@ -186,8 +186,8 @@ def _with_end(message: Mapping[str, Any], end: str) -> dict[str, Any]:
 
 
 def _cut_at(text: str, end: str) -> str:
-    """The text before the end mark. If the space after the mark is gone, the template trims, and the result is trimmed
-    as well."""
+    """The text before the end mark. If the space after the mark is missing, the template trims text, and the result is
+    trimmed as well."""
     at = text.rfind(end)
     if at < 0:
         raise TemplateError("The chat template leaves out the message that is to be continued.")
@@ -195,7 +195,8 @@ def _cut_at(text: str, end: str) -> str:
 
 
 def _merge_marked(parts: list[Part], mark: str) -> list[Part]:
-    """Joins special tokens that follow a mark to the text before them, and removes the marks. They are user text."""
+    """Joins special tokens that follow a mark to the text before them, because they are user text. Removes the
+    marks."""
     merged: list[Part] = []
     for part in parts:
         text = merged[-1].text if merged and not merged[-1].special else None

@@ -17,7 +17,7 @@ from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.words import shown
 from server.text.tokenizer_files import TOOL_USE, ChatTemplates
 
-# Three names of one pre-tokenizer in llama.cpp. A word of the vocabulary is not merged, and BOS begins every text.
+# llama.cpp's three names of one pre-tokenizer. A word of the vocabulary is not merged, and BOS begins every text.
 LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -36,7 +36,7 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
-    """Reads the file's metadata. ValueError if the tokenizer is missing, damaged or of another kind than Llama 3's."""
+    """Reads the file's metadata. Raises ValueError if the tokenizer is missing, damaged or not of Llama 3's kind."""
     metadata = GgufFile.read(path).metadata
     try:
         tokens, merges, types = _vocabulary(metadata)
@@ -55,8 +55,8 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
 
 
 def added_gguf_tokens(path: Path) -> tuple[dict[str, int], tuple[str, int] | None]:
-    """The ids of control tokens and of the user's tokens, by text, and the `eos_token` with its id. Both are empty if
-    the file has no tokenizer. ValueError if the metadata are damaged."""
+    """The ids of control tokens and user-defined tokens by text, and the `eos_token` with its id. There are none if the
+    file has no tokenizer. Raises ValueError if the metadata are damaged."""
     metadata = GgufFile.read(path).metadata
     if "tokenizer.ggml.tokens" not in metadata:
         return {}, None
@@ -104,7 +104,8 @@ def _parts(merge: str) -> tuple[str, str]:
 def _backend(
     tokens: list[str], merges: list[tuple[str, str]], types: list[int], metadata: Mapping[str, Any]
 ) -> Tokenizer:
-    """The same tokenizer as from `tokenizer.json`. The BPE vocabulary has no control tokens: no text becomes one."""
+    """The tokenizer that `tokenizer.json` would give. The BPE vocabulary has no control tokens, so no text becomes
+    one."""
     added = [id for id, type in enumerate(types) if type in (CONTROL, USER_DEFINED)]
     first = added[0] if added else len(tokens)
     if any(type not in (CONTROL, USER_DEFINED, UNUSED) for type in types[first:]):

@@ -1,4 +1,4 @@
-"""Masks for text, and texts that a template sees as they are and shows masked."""
+"""Masks for text, and strings that a template compares unmasked and prints masked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Change = Callable[[str], str]
 
 
 class MaskedText(str):
-    """A text that is shown masked and compared unmasked: a template takes the same branches as for the text itself.
+    """A string that is printed masked and compared unmasked, so a template takes the same branches as for the text.
 
-    Everything that joins, prints or encodes strings reads the masked text, as does all of C. Comparisons, hashes and
-    searches are answered for the text. A piece of the text (a slice, a strip, a split) is such a text again. The names
-    begin with an underscore, which the sandbox forbids to templates.
+    Code that joins, prints or encodes strings reads the masked text, and so does all C code. Comparisons, hashes and
+    searches use the unmasked text. A piece of the text (a slice, a strip, a split) is a MaskedText as well. The names
+    of its attributes begin with an underscore, so the sandbox hides them from templates.
     """
 
     __slots__ = ("_change", "_text")
@@ -66,8 +66,8 @@ for _name in (
 
 
 class Mask:
-    """Replaces each of `letters` by the same other character. It cannot be undone. It is fast: ASCII letters are
-    replaced in the UTF-8 bytes. Masking a masked text changes nothing."""
+    """Replaces all of `letters` by one other character, which cannot be undone. ASCII letters are replaced in the UTF-8
+    bytes, which is fast. Masking a masked text changes nothing."""
 
     def __init__(self, letters: Collection[str]) -> None:
         candidates = [char for char in (*string.punctuation, "\x1a", "\x7f") if char not in letters]
@@ -101,7 +101,7 @@ class Substitution:
 
 
 def translated(text: str, table: Mapping[int, str]) -> str:
-    """`str.translate` in slices: a call is slow and holds the interpreter's lock until it returns."""
+    """Calls `str.translate` on slices, because a call is slow and holds the interpreter's lock until it returns."""
     return "".join([part.translate(table) for part in _slices(text)])
 
 
@@ -122,7 +122,7 @@ def free_characters(value: Any, count: int) -> list[str]:
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """Every string in a JSON-like value, keys too."""
+    """Yields every string in a JSON-like value, including keys."""
     stack = [value]
     while stack:
         item = stack.pop()

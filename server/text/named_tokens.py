@@ -21,7 +21,7 @@ from server.text.tokenizer_files import special_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTokens:
-    """Tokens with names. An id may be one that the model does not know."""
+    """A tokenizer's named tokens. An id may be outside the model's vocabulary."""
 
     added: Mapping[str, int]  # the tokens that are added to the vocabulary of text, by text
     eos: tuple[str, int] | None  # None: the tokenizer names no eos_token, or does not have the one that it names

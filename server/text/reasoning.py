@@ -6,8 +6,8 @@
     reader.push(" is four.\\n</think>\\n\\n4")         # "4"
     reader.take(), reader.answer_start                # [Reasoning(" is four.")], 30
 
-The tags and the white space next to them belong to neither. Text that may be the beginning of a tag is held back until
-it is certain. The pieces do not depend on how the text is cut.
+The tags and the white space next to them belong to neither part. Text that may begin a tag is held back until it is
+certain. The result does not depend on how the text is cut.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_HELD_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models marks its reasoning.
+    """The tags with which a family of models marks its reasoning.
 
-    `is_open`: the model reasons from its first token on, even if neither the prompt nor the text opens a tag.
+    With `is_open` the model reasons from its first token on, even if neither the prompt nor the text opens a tag.
     """
 
     start: str = "<think>"
@@ -39,19 +39,18 @@ REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
     "deepseek_r1": ReasoningFormat(is_open=True),
     "qwen3": ReasoningFormat(),
 }
-# DeepHermes and Nemotron v1 reason if the system message has one of these, and their templates do not show it.
+# DeepHermes and Nemotron v1 reason if the system message has one of these. Their templates do not show it.
 SWITCHES = ("</think>", "detailed thinking on")
 _SHOWN = re.compile(r"think>|\b(enable_)?thinking\b")  # a tag, or a variable that switches reasoning on as in Hermes 4
 
 
 def reasoning_format_in(template: str) -> str | None:
-    """The name of the format that a chat template shows: one that opens, asks for or removes reasoning. None: it shows
-    none."""
+    """The name of the format that a chat template opens, asks for or removes. None: the template shows no reasoning."""
     return "qwen3" if _SHOWN.search(template) else None
 
 
 def reasoning_format_asked(system_texts: Iterable[str]) -> ReasoningFormat | None:
-    """The format of a model that reasons because these system messages ask for it. None: they do not."""
+    """The format of the reasoning that these system messages ask for; None: they do not ask for it."""
     is_asked = any(switch in text.lower() for text in system_texts for switch in SWITCHES)
     return REASONING_FORMATS["qwen3"] if is_asked else None
 
@@ -63,12 +62,12 @@ def is_open_after(format: ReasoningFormat, prompt_end: str) -> bool:
 
 
 class ReasoningReader:
-    """Reads one text.
+    """Separates one text into reasoning and answer.
 
     Args:
         format: the tags.
         prompt_end: the last characters of the prompt, at least as many as the tags and the white space after them have.
-        is_shown: whether the reasoning is among the pieces.
+        is_shown: whether `take` returns the reasoning.
     """
 
     def __init__(self, format: ReasoningFormat, *, prompt_end: str = "", is_shown: bool = True) -> None:
@@ -79,11 +78,11 @@ class ReasoningReader:
         self._read: Callable[[str], str] = self._read_start
         self._held = ""  # white space, or the beginning of a tag
         self._reasoning: list[str] = []
-        self._num_chars = 0  # read
-        self.answer_start = 0  # the place of the answer in the text
+        self._num_chars = 0  # the number of characters that have been read
+        self.answer_start = 0  # the position of the answer in the text
 
     def push(self, text: str) -> str:
-        """The new part of the answer."""
+        """Reads text. Returns the new part of the answer."""
         self._num_chars += len(text)
         return self._read(text) if text else ""
 

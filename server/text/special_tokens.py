@@ -1,4 +1,4 @@
-"""Splits text at special tokens. Encodes text with special tokens only at the places that the caller marks."""
+"""Splits text at special tokens, and encodes text with special tokens only where the caller marks them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WINDOW = 8192  # characters per search; a search holds the interpreter's lock, f
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a text: plain, or a special token."""
+    """A part of a text: plain text, or one special token."""
 
     text: str
     special: bool
 
 
 class SpecialTokens:
-    """Finds special tokens: the leftmost first, and the longest of several at one position."""
+    """Finds special tokens in texts: the leftmost one first, and the longest of several at one position."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         longest_first = sorted(tokens, key=len, reverse=True)

@@ -108,8 +108,8 @@ class StopFinder:
     """Searches one growing text for stop strings. `push` returns the text that may be shown.
 
     Text is released as soon as it can no longer become part of a stop string. The first complete stop string ends the
-    text. If several are complete at the same character, the longest one does. So the result does not depend on how the
-    text was cut into pieces.
+    text. If several are complete at the same character, the longest one counts. So the result does not depend on how
+    the text was cut into pieces.
     """
 
     __slots__ = ("_held", "_include", "_state", "_stops", "matched")

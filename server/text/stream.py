@@ -1,4 +1,4 @@
-"""Turns token ids into text one by one: joins bytes into characters, takes out the reasoning, and searches the answer
+"""Converts token ids to text one by one: joins bytes to characters, separates the reasoning, and searches the answer
 for stop strings."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from server.text.tokenizer import ByteLevelTokenizer
 
 
 class Detokenizer:
-    """Ids to characters. A character whose bytes are spread over tokens appears with its last byte. Bytes that are not
-    UTF-8 become U+FFFD, exactly as if the whole text were decoded at once."""
+    """Converts ids to characters. A character whose bytes are in several tokens appears with its last byte. Bytes that
+    are not UTF-8 become U+FFFD, exactly as if the whole text were decoded at once."""
 
     __slots__ = ("_decoder", "_partial", "_skip", "_table", "num_before")
 
@@ -45,12 +45,12 @@ class Detokenizer:
 
 
 class TextStream:
-    """One sequence's text. `num_chars` is the number of characters decoded so far, shown or not.
+    """The text of one sequence. `num_chars` is the number of characters decoded so far, including hidden ones.
 
-    `start` is the offset of the last token's text. Tokens that make one character together all have its offset, and so
-    has a token that ends one character and begins another. A token that is not shown stands for no characters.
+    `start` is the offset of the last token's text. Tokens that form one character together all have its offset, and so
+    does a token that ends one character and begins another. A token that is not shown has no characters.
 
-    `reasoning` takes the text first; None: all of it is the answer. Stop strings are searched for in the answer, except
+    `reasoning` reads the text first; None: all of it is the answer. Stop strings are searched for in the answer, except
     in the first `min_tokens` tokens.
     """
 
@@ -89,7 +89,8 @@ class TextStream:
         return self._stops.matched if self._stops else None
 
     def push(self, token_id: int) -> str:
-        """The part of the answer that may be shown after this token. Must not be called once `matched_stop` is set."""
+        """Adds a token. Returns the part of the answer that may now be shown. Must not be called once `matched_stop` is
+        set."""
         text = self._detokenizer.push(token_id)
         self._num_tokens += 1
         self.start = self.num_chars + self._detokenizer.num_before
@@ -111,7 +112,8 @@ class TextStream:
         return rest + self._stops.flush() if self._stops is not None else rest
 
     def _searched(self, text: str) -> str:
-        """The text without a stop string, and without what may become one. It is the last that has been decoded."""
+        """The given text without a stop string, and without the characters that may become one. The text has just been
+        decoded."""
         if self._stops is None or not text:
             return text
         at = max(0, self._searched_from - (self.num_chars - len(text)))
@@ -119,7 +121,7 @@ class TextStream:
 
 
 class NoText(TextStream):
-    """In the place of a text that nobody reads, and in which no stop string is looked for."""
+    """A TextStream that decodes nothing, for sequences whose text is not shown and that have no stop strings."""
 
     __slots__ = ()
 

@@ -1,5 +1,5 @@
-"""The Jinja environment that Hugging Face chat templates are written for, with the tags, filters and globals that
-`transformers` gives to templates. It is made anew here because the import of `transformers` takes most of a second."""
+"""The Jinja environment of Hugging Face chat templates, with the tags, filters and globals that `transformers` gives to
+templates. It is implemented here because the import of `transformers` takes most of a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from jinja2.utils import Namespace
 
 
 def template_environment() -> Environment:
-    """A sandbox: templates reach no attribute of Python's own and change no value that they are given."""
+    """A sandboxed environment. Templates cannot reach Python's internal attributes or change the values that they
+    get."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
     )
@@ -32,7 +33,7 @@ def template_environment() -> Environment:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, which marks the assistant's text for training: here it means nothing."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -52,7 +53,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes `<`, `>`, `&` and `'`."""
+    """The filter `tojson`. Unlike Jinja's own it does not escape `<`, `>`, `&` and `'`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -61,7 +62,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _Dict:
-    """`dict` without the attributes of the class."""
+    """The function `dict`, without the attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the server and the processes that run templates say to each other: frames of bytes over a socket."""
+"""The messages between the server and the processes that run templates: frames of bytes over a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 _LENGTH = struct.Struct("<Q")
-_PIECE = 1 << 20  # a frame's memory is allocated as its bytes come
+_PIECE = 1 << 20  # a frame's memory is allocated in pieces while its bytes arrive
 
 
 class TemplateError(ValueError):
@@ -18,7 +18,8 @@ class TemplateError(ValueError):
 
 
 class Job(NamedTuple):
-    """A template to run. It is pickled: the process trusts the server, which does not trust the process."""
+    """A template to run. It is pickled, because the process trusts the server. The server does not trust the
+    process."""
 
     program: bytes  # a pickled Program: the process keeps compiled programs by these bytes
     timeout_s: float
@@ -27,7 +28,7 @@ class Job(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A template's source, and what its tokenizer gives to it."""
+    """A template's source, and the values that its tokenizer gives to it."""
 
     source: str
     special_tokens: tuple[str, ...]
@@ -35,7 +36,7 @@ class Program(NamedTuple):
 
 
 class Fault(enum.StrEnum):
-    """Why there is no rendering."""
+    """The reason why there is no rendering."""
 
     NONE = "none"
     REFUSED = "refused"  # by the template; `error` says why
@@ -43,7 +44,7 @@ class Fault(enum.StrEnum):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """The rendering: stretches of text, and for each whether it is a special token."""
+    """The rendering as parts of text, each marked as plain or as a special token; or a fault."""
 
     fault: Fault = Fault.NONE
     error: str = ""
@@ -53,7 +54,7 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 def send(channel: socket.socket, frame: bytes) -> None:
-    """Raises TimeoutError or OSError."""
+    """Sends a frame. Raises TimeoutError or OSError."""
     channel.sendall(_LENGTH.pack(len(frame)))
     channel.sendall(frame)
 

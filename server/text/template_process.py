@@ -1,8 +1,8 @@
 """The process that runs chat templates: `python -m server.text.template_process`, with a socket as its stdin.
 
-Templates are programs, and a client's input decides how much they compute. Here they have bounded memory, and the
-server kills the process at the deadline. A timer does so if there is no server any more. The process has no secrets:
-its environment is nearly empty, and of the server's descriptors it has this socket only.
+Templates are programs, and a client's input decides how much they compute. This process has bounded memory, and the
+server kills it at the deadline. A timer ends it if the server is gone. The process has no secrets: its environment is
+nearly empty, and it inherits only this socket from the server.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from server.text.chat_template import ChatTemplate
 from server.text.template_messages import Fault, Job, Program, Reply, TemplateError, receive, send
 
-MEMORY_BYTES = 256 << 20  # beyond what the process has at its start
-MEMORY_PER_BYTE = 64  # of the conversation, which several renderings hold, each with up to four bytes a character
+MEMORY_BYTES = 256 << 20  # in addition to the memory of the process at its start
+MEMORY_PER_BYTE = 64  # of the conversation, because several renderings have it, with up to four bytes a character
 KEPT_TEMPLATES = 16
 TIMER_SLACK_S = 5.0  # the server's own deadline comes first
 MAX_ERROR_CHARS = 2000
@@ -74,7 +74,7 @@ def _compiled(program: bytes, templates: dict[bytes, ChatTemplate]) -> ChatTempl
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped; 0 on systems that do not say so."""
+    """The bytes that this process has mapped; 0 on systems that do not report them."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[0]
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def _address_space() -> int:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Only on Linux: macOS has no such limit."""
+    """Limits the memory of this process. Has an effect on Linux only: macOS has no such limit."""
     if sys.platform == "linux":
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if most < 0 or num_bytes < most else most, most))

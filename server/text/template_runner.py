@@ -1,9 +1,9 @@
 """Runs chat templates in processes that can be killed, with bounded memory and time.
 
-A template's work is bounded by nothing that the server could check before: `{{ 'a' | center(300000000) }}` is one call
-into C that takes gigabytes and holds the interpreter's lock. So no template runs in the server's own process. The
-processes are started when they are first needed and stay. Nothing that happens in one of them ends the server: at the
-deadline it is killed, and where it has died the next job starts another.
+The server cannot check a template's work in advance: `{{ 'a' | center(300000000) }}` is one call into C that takes
+gigabytes and holds the interpreter's lock. So no template runs in the server's own process. The processes are started
+when they are first needed, and are kept. A failure in one of them does not end the server: a process is killed at the
+deadline, and the next job starts another one if it has died.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from server.text.tokenizer import ByteLevelTokenizer
 
 START_TIMEOUT_S = 60.0  # for the imports, on a busy machine
 MIN_TIMEOUT_S = 1e-3  # 0 would mean a socket that does not wait
-BYTES_OF_REPLY = 1 << 20  # without a rendering: the names of a template's variables, or an error
-BYTES_PER_CHAR = 16  # of a rendering, in which each character may be a part
+BYTES_OF_REPLY = 1 << 20  # of a reply without its rendering: the names of a template's variables, or an error
+BYTES_PER_CHAR = 16  # of a rendering, in which each character may be a separate part
 FLAGS = ("-S", "-P", "-m", "server.text.template_process")  # -S: of the installed packages only their files are used
 KEPT_ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH")  # templates may show the date
 
@@ -44,14 +44,15 @@ class TemplateLimitError(TemplateError):
 
 
 class TooManyTemplatesError(Exception):
-    """More conversations wait to be rendered than may wait."""
+    """Too many conversations wait to be rendered."""
 
 
 class Lane(enum.Enum):
-    """Who waits for whom. A slow template of a request delays other such requests, and no ordinary conversation."""
+    """The queues of conversations. A request's own slow template delays other such requests, but no ordinary
+    conversation."""
 
     ORDINARY = "ordinary"  # the model's template, with messages, tools and documents
-    SPECIAL = "special"  # a template of the request's own, or with variables that the request sets
+    SPECIAL = "special"  # the request's own template, or variables that the request sets
 
 
 NUM_THREADS = {Lane.ORDINARY: 2, Lane.SPECIAL: 1}  # each waits for a process
@@ -59,9 +60,9 @@ MAX_WAITING = {Lane.ORDINARY: 8192, Lane.SPECIAL: 64}
 
 
 class TemplateRunner:
-    """A few processes, and for each a thread of the server that waits for it.
+    """A few processes, and a thread of the server for each, which waits for it.
 
-    `in_thread` is for the event loop's thread. The functions that it runs may call `ask`.
+    `in_thread` is called on the event loop's thread. The functions that it runs may call `ask`.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,8 @@ class TemplateRunner:
             self._num_waiting[lane] -= 1
 
     def ask(self, job: Job) -> Reply:
-        """What a process answers. Blocks. Raises TemplateLimitError, and OSError if no process can be started."""
+        """Sends a job to a process and waits for the reply. Raises TemplateLimitError, and OSError if no process can be
+        started."""
         frame = pickle.dumps(tuple(job))
         for is_last in (False, True):
             try:
@@ -101,7 +103,7 @@ class TemplateRunner:
         raise AssertionError("the second try returns or raises")
 
     def close(self) -> None:
-        """Kills the processes. What runs ends with an error."""
+        """Kills the processes. Running jobs end with an error."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -140,7 +142,7 @@ class TemplateRunner:
 
 
 class _EndedError(Exception):
-    """The process has ended by itself, with this exit code."""
+    """The process has ended without being killed here. The argument is its exit code."""
 
 
 class _Process:
@@ -225,7 +227,7 @@ class _Process:
 
 
 class ServedTemplate:
-    """A template that is compiled and rendered in the processes of a runner. Its methods, and the construction, block.
+    """A template that is compiled and rendered in the processes of a runner. Its construction and its methods block.
 
     Raises TemplateError if the source is not valid Jinja.
     """
@@ -241,8 +243,8 @@ class ServedTemplate:
         return variable in self._variables
 
     def render(self, max_chars: int, **call: Any) -> tuple[int, list[Part]]:
-        """The number of characters, and the parts, of `ChatTemplate.render(**call)`. There are no parts if there are
-        more characters than `max_chars`. Raises TemplateError."""
+        """Calls `ChatTemplate.render(**call)`. Returns the number of characters and the parts. There are no parts if
+        there are more than `max_chars` characters. Raises TemplateError."""
         reply = self._ask(max_chars, call)
         return reply.num_chars, [Part(text, special) for text, special in reply.parts]
 

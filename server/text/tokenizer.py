@@ -1,7 +1,7 @@
-"""Text to ids and ids to bytes, from a checkpoint's `tokenizer.json`.
+"""Converts text to ids and ids to bytes, from a checkpoint's `tokenizer.json`.
 
-Special tokens are never recognised inside plain text: the caller marks their places (`encode_parts`). So users cannot
-type them. Every id has a fixed byte string: decoding takes one look-up per token and decodes no text twice.
+Special tokens are never recognised inside plain text, so users cannot type them. The caller marks their positions
+(`encode_parts`). Every id has a fixed byte string, so decoding takes one look-up per token and decodes no text twice.
 """
 
 from __future__ import annotations

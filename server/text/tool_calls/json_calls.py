@@ -1,9 +1,9 @@
 """Calls as JSON, such as Llama 3's: `{"name": "f", "parameters": {"a": 1}}`, several of them separated by `;` or in a
 list.
 
-"arguments" is read like "parameters". The keys may have any order, and "type" and "id" are allowed too. An object is
-not a call if it has another key, if its name is not a tool's, or if its arguments are not an object. The arguments may
-be a string that holds an object. They are then sent when the string is complete.
+"arguments" is read like "parameters". The keys may have any order, and "type" and "id" are also allowed. An object is
+not a call if it has another key, if its name is not that of a tool, or if its arguments are not an object. The
+arguments may be a string with the JSON of an object. They are then sent when the string is complete.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CALL_TAG, CALL_END_TAG = "<tool_call>", "</tool_call>"
 
 
 class WrittenForm(NamedTuple):
-    """How a model writes calls: `start`, then calls with `between` between them, then `end`. Of a call, `before` and
-    `after` stand around the object, in which `key` has the arguments."""
+    """The form in which a model writes calls: `start`, then calls separated by `between`, then `end`. A call is
+    `before`, an object whose field `key` has the arguments, and `after`."""
 
     key: str
     start: str = ""
@@ -66,7 +66,7 @@ class JsonCallParser(CallParser):
             self._held.clear()
 
     def _read_object(self, text: str, at: int) -> int:
-        """Reads until it is certain whether the object is a call."""
+        """Reads an object until it is certain whether it is a call."""
         scanner, expected = self._scanner, self._scanner.expects
         if expected is Expects.VALUE and self._key in ARGUMENT_KEYS and not text[at].isspace():
             return self._begin_arguments(text[at], at)

@@ -1,4 +1,4 @@
-"""Converts literals to JSON piece by piece: JSON itself, Python's literals, and what models write between the two.
+"""Converts literals to JSON piece by piece: JSON, Python's literals, and the mixtures of both that models write.
 
 Strings are in '...' or "...". Control characters in them, such as a line feed, are escaped. Numbers are decimal.
 `True`, `False` and `None` may stand for `true`, `false` and `null`, and a comma may follow the last item. A key that is
@@ -94,11 +94,11 @@ class LiteralReader:
 
     @property
     def depth(self) -> int:
-        """How many lists and objects are open."""
+        """The number of open lists and objects."""
         return len(self._stack)
 
     def skip_value(self) -> None:
-        """Goes on after a value that the caller has read."""
+        """Continues after a value that the caller has read."""
         self.expects = Expects.COMMA_OR_END
 
     def begin_rest(self) -> str:
@@ -166,13 +166,13 @@ class LiteralReader:
         return None
 
     def _taken_comma(self) -> str:
-        """The comma before an item, which is written when the item begins: JSON allows none after the last item."""
+        """The comma before an item. It is written when the item begins: JSON allows none after the last item."""
         comma = "".join(self._comma)
         self._comma.clear()
         return comma
 
     def _spaces_after_comma(self) -> str:
-        """What is left of a comma after the last item."""
+        """The spaces after a comma that follows the last item. The comma itself is dropped."""
         spaces = "".join(self._comma[1:])
         self._comma.clear()
         return spaces

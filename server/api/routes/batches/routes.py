@@ -216,7 +216,7 @@ class Batches:
 
 @contextlib.contextmanager
 def _room_in_words() -> Iterator[None]:
-    """Raises RequestError 507 in place of FullError."""
+    """Raises RequestError 507 in place of FullError and of the errors of a full disk."""
     try:
         yield
     except FullError as error:
@@ -229,7 +229,7 @@ def _room_in_words() -> Iterator[None]:
 
 
 def _file_of(form: FormData) -> UploadFile:
-    """The file of an upload. Raises RequestError 400 for a form that is not supported."""
+    """The file of an upload. Raises RequestError 400 for a form that is not supported, or 413 for a large file."""
     file, purpose = given("file", form.get("file")), form.get("purpose", "")
     if not isinstance(file, UploadFile):
         raise invalid("file", "must have a filename")

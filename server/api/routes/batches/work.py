@@ -22,10 +22,10 @@ from server.batches.folder import FILE, OUTPUT, Fields, KeyFolder, new_id
 from server.batches.journal import Header, Journal
 from server.http.body import BodyLimits
 
-PRIORITY = 1_000_000  # after all requests that name no higher number
+PRIORITY = 1_000_000  # after all requests without a higher number
 MAX_LINES = 50_000
-MAX_PROBLEMS = 100  # lines that a batch names when it fails
-LINES_AT_ONCE = 32  # are checked before other threads have a turn
+MAX_PROBLEMS = 100  # the most lines that a failed batch names
+LINES_AT_ONCE = 32  # lines that are checked before other threads have a turn
 PAUSE_S = 0.001
 SAVE_INTERVAL_S = 1.0  # between two writes of a batch's counts
 

@@ -13,10 +13,10 @@ from server.api.request.schemas import ContentPart, FunctionCall, Message, ToolC
 from server.http.encoding import LongText
 from server.http.request_error import invalid
 
-MAX_SHOWN = 100  # of one page
+MAX_SHOWN = 100  # items on a page
 DEFAULT_SHOWN = 20
-CHARS_OF_AN_ITEM = 40  # the work on it is that of such a text
-BYTES_OF_A_MESSAGE = 300  # in memory, besides its texts
+CHARS_OF_AN_ITEM = 40  # the work on an item equals that on a text of this length
+BYTES_OF_A_MESSAGE = 300  # in memory, without its texts
 
 
 class NamespacedCall(FunctionCall, kw_only=True):

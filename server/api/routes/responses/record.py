@@ -165,8 +165,8 @@ class CustomCallItem(CallItem):
 
     @property
     def input(self) -> str:
-        """The text for the tool. Arguments that were cut have no text yet. Arguments of another form are the text
-        themselves."""
+        """The text for the tool: the one parameter of the arguments, or all of the arguments if they have another
+        form."""
         try:
             return str(msgspec.json.decode(self.text)[CUSTOM_INPUT])
         except (ValueError, KeyError, TypeError):
