@@ -193,7 +193,8 @@ def _small_files(source: ModelSource) -> tuple[dict[str, Any], dict[str, bytes]]
 
 
 def _gguf_small_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """As `_small_files`, of a GGUF file. ValueError if its metadata cannot be used."""
+    """The content of `config.json`, and the other small files by name, of a GGUF file. Raises ValueError if its
+    metadata cannot be used."""
     from server.text.gguf_tokenizer import read_gguf_tokenizer
 
     tokenizer = read_gguf_tokenizer(path)

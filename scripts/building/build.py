@@ -191,7 +191,7 @@ def warm_engine(
         read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them. This
             holds the interpreter's lock for most of a second; while serving, it would delay steps.
         runner: replaces the runner of `built`, which it wraps.
-        publisher: of K/V events, which ends with the engine.
+        publisher: the publisher of K/V events, which ends with the engine.
     """
     grammars = None
     if tokenizer is not None and built.eos_token_ids:  # the text of a grammar ends with an end token

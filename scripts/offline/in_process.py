@@ -100,7 +100,7 @@ class InProcessEngineClient:
         answered: asyncio.Future[AdapterAnswer] = self._loop.create_future()
 
         def on_answer(answer: AdapterAnswer) -> None:
-            if not answered.done():  # else whoever asked has been interrupted
+            if not answered.done():  # else the caller has been interrupted
                 answered.set_result(answer)
 
         self._adapters.ask(change, lambda answer: self._loop.call_soon_threadsafe(on_answer, answer))

@@ -46,7 +46,7 @@ class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
         self._router = router or Router()
         self._row = row
         self._sent: dict[str, _Sent] = {}  # by request id
-        self._num_queued = [0] * len(engines)  # tokens, as of `Load`
+        self._num_queued = [0] * len(engines)  # tokens, for `Load.num_queued`
         for engine in engines:
             engine.on_output = self._hear
         self._watchers: list[asyncio.Task[None]] = []

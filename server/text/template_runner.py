@@ -200,7 +200,8 @@ class _Process:
         self._is_new = False
 
     def _answer(self, frame: bytes, timeout_s: float, max_bytes: int) -> bytes | None:
-        """None if the process has ended. Raises TemplateLimitError at the deadline."""
+        """Sends a frame and returns the reply; None: the process has ended. Raises TemplateLimitError at the
+        deadline."""
         try:
             deadline = time.monotonic() + timeout_s
             self._channel.settimeout(max(timeout_s, MIN_TIMEOUT_S))

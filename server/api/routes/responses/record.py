@@ -199,7 +199,7 @@ class ResponseRecord:
         messages: the conversation up to the answer, without the instructions.
         num_bytes: the size of `messages` in memory, approximately.
         scores: writes the log-probabilities of the text.
-        tools: those that the model may call, by the names that it sees.
+        tools: the tools that the model may call, by the names that it sees.
         is_background: whether it is made without a connection. It begins as `queued`.
     """
 

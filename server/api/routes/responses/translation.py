@@ -55,7 +55,7 @@ _tools = msgspec.json.Decoder(list[FunctionTool] | None)
 
 @contextlib.contextmanager
 def own_names() -> Iterator[None]:
-    """In errors of the chat, replaces its field names by those of this route."""
+    """Replaces chat's field names in errors by this route's names."""
     try:
         yield
     except RequestError as error:
