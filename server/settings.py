@@ -58,7 +58,7 @@ class GenerationDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None  # as in vLLM no default, but the most that any request gets
+    max_new_tokens: int | None = None  # the most that any request gets, and not a default, as in vLLM
 
     @classmethod
     def from_folder(cls, folder: Path) -> GenerationDefaults:
@@ -100,7 +100,7 @@ class TlsFiles:
     keyfile_password: str | None = None
     ca_certs: Path | None = None  # the authorities of the clients' certificates
     cert_reqs: int = 0  # a client's certificate is not asked for (0), checked if it has one (1), or required (2)
-    ciphers: str | None = None  # of TLS 1.2, in OpenSSL's notation; None: Python's choice
+    ciphers: str | None = None  # for TLS 1.2, in OpenSSL's notation; None: Python's choice
     refresh: bool = False  # changed files are loaded while the server runs
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class Settings:
     debug: bool = False  # whether the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams
-    max_embedding_inputs: int = 2048  # of one HTTP request
+    max_embedding_inputs: int = 2048  # inputs of one HTTP request
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
     template_timeout_s: float = 10.0  # for the chat template of one conversation
     grace_period_s: float = 30.0  # after SIGTERM, for running requests

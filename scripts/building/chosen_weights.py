@@ -33,13 +33,13 @@ class ChosenWeights:
     end_tokens: tuple[EndToken, ...]
     stored: StoredWeights | None  # None: they are random
     config: LlamaConfig  # the checkpoint's own
-    dtype: str  # of the computation
+    dtype: str  # the dtype of the computation
     quantization: WeightForm | None  # the form of the projections and the head
     rounding: Rounding | None  # how the inputs of these are rounded
     dtype_reason: str
     quantization_remark: str | None
     rounding_remark: str | None
-    seed: int  # of random weights
+    seed: int  # for random weights
 
     def load(self, form: dict[str, Any]) -> Llama:
         """The model in the form of a `ModelOnChips`, with its weights."""

@@ -30,7 +30,7 @@ class Link:
     """A device's bandwidth to its neighbours, and the least time of a collective."""
 
     bytes_per_s: float  # in one direction, over all of the device's links
-    latency_s: float  # of an all-reduce
+    latency_s: float  # the least time of an all-reduce
 
 
 # Published bandwidths of both directions, halved. TPUs: "ICI bandwidth per chip" on Google Cloud's page of the
@@ -64,7 +64,7 @@ class Products:
     flops_per_s: float
     link_bytes_per_s: float
     link_latency_s: float
-    hidden_bytes: float  # of one token's hidden state
+    hidden_bytes: float  # the bytes of one token's hidden state
     num_reduces: int  # per step
     num_devices: int
 

@@ -51,9 +51,9 @@ logger = logging.getLogger("ray.serve")
 class Options:
     """The arguments of `build`, all texts on the command line of `serve run`."""
 
-    flags: str = ""  # of scripts/serve
-    resource: str = "CPU"  # of a replica: GPU, TPU or CPU
-    amount: float = 1.0  # of that resource
+    flags: str = ""  # the flags of scripts/serve
+    resource: str = "CPU"  # the resource of a replica: GPU, TPU or CPU
+    amount: float = 1.0  # the amount of that resource
     min_replicas: int = 1
     max_replicas: int = 1
     target_ongoing_requests: int = 64  # per replica: above it replicas are added

@@ -35,8 +35,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=15)]
-    model: str | None = None  # of the drafts, or the head; None: the demo's own draft model
-    quantization: str | None = None  # of the draft model's weights, as `--quantization`; None: as they are stored
+    model: str | None = None  # the draft model or the head; None: the demo's own draft model
+    quantization: str | None = None  # of the draft model, like `--quantization`; None: its stored form
     prompt_lookup_max: _LookupLength | None = None
     prompt_lookup_min: _LookupLength | None = None
 

@@ -42,7 +42,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # the number of most likely tokens that are reported with each token
     prompt_logprobs: int | None = None
-    sampled_logprobs: bool = False  # of each token, under the distribution that it was drawn from
+    sampled_logprobs: bool = False  # of each token, in the distribution from which it was drawn
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None

@@ -20,8 +20,8 @@ class CompletionOutput:
     finish_reason: str | None  # None: it has not finished
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None  # in the API's form
-    sampled_logprobs: tuple[float, ...] | None  # of `token_ids`; None: not asked for
-    tool_calls: tuple[dict[str, Any], ...]  # of a chat, in the API's form
+    sampled_logprobs: tuple[float, ...] | None  # one for each of `token_ids`; None: not requested
+    tool_calls: tuple[dict[str, Any], ...]  # the calls of a chat, in the API's form
     weight_versions: tuple[tuple[str, int], ...]  # (version of the weights, number of tokens), in order
 
     @property
@@ -39,7 +39,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: list[Any] | None  # in the API's form
     outputs: tuple[CompletionOutput, ...]  # `n` of them
-    num_cached_tokens: int  # of the prompt, from the prefix cache
+    num_cached_tokens: int  # tokens of the prompt that came from the prefix cache
     finished: bool = True
 
     @property
@@ -69,7 +69,7 @@ class Embedding:
 
     vector: array[float]  # f32[D], of length 1
     num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, from the prefix cache
+    num_cached_tokens: int  # tokens of the prompt that came from the prefix cache
 
 
 def request_output(answer: Mapping[str, Any], prompt: str | None = None) -> RequestOutput:

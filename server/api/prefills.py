@@ -59,7 +59,7 @@ class Prefilled(msgspec.Struct, kw_only=True, frozen=True):
 
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    key: Annotated[str, msgspec.Meta(min_length=KEY_CHARS, max_length=KEY_CHARS)]  # of the socket at the port
+    key: Annotated[str, msgspec.Meta(min_length=KEY_CHARS, max_length=KEY_CHARS)]  # the key of the socket at the port
     keep_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
 
 

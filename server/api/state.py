@@ -47,7 +47,7 @@ class ServerState:
     chat_template: ServedTemplate | None  # None: the tokenizer has none
     tool_template: ServedTemplate | None  # for conversations with tools
     templates: TemplateRunner
-    call_format: type[CallParser]  # of the model's tool calls
+    call_format: type[CallParser]  # the format of the model's tool calls
     reasoning: ReasoningFormat | None  # None: the whole text is the answer, unless the system message asks for it
     metrics: ServerMetrics
     history: StatsHistory
@@ -61,7 +61,7 @@ class ServerState:
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes, of this process
     num_forwarded: int = 0  # requests that this process answers for another one
-    keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key; of one HTTP process
+    keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key, in this process
     peers: Peers | None = None  # None: there is one HTTP process
     prefills: RemotePrefills | None = None  # None: no other server computes prompts for this one
     adapter_folder: AdapterFolder | None = None  # None: a request's adapter must have been loaded

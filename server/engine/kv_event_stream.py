@@ -28,7 +28,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_id: int | None
     medium: str
     lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None  # of each page
+    extra_keys: list[tuple[str, ...] | None] | None = None  # one entry for each page
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 

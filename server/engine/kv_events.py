@@ -57,7 +57,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     hwm: _Count = 100_000  # messages that wait for a slow reader; it misses further ones
     max_queue_size: _Count = 100_000  # steps whose events wait for their publishing; further ones are lost
     topic: str = ""
-    key_file: str | None = None  # with the keys of the sockets, as `zmq.auth.create_certificates` writes them
+    key_file: str | None = None  # the keys of the sockets, written by `zmq.auth.create_certificates`
     show_prompts_to_network: bool = False  # allows every client that reaches the ports to read the events
 
     @property

@@ -42,7 +42,7 @@ class KeepingEngine(Protocol):
 class _Question(NamedTuple):
     peer: bytes
     token: bytes
-    number: int  # of the page in its prompt
+    number: int  # the index of the page in its prompt
 
 
 class PageServer:

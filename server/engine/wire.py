@@ -113,7 +113,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
     """An array from a trainer, with its Hugging Face name."""
 
     name: str
-    dtype: str  # of NumPy or ml_dtypes, such as "bfloat16"
+    dtype: str  # a name in NumPy or ml_dtypes, such as "bfloat16"
     shape: tuple[int, ...]
 
 
@@ -326,14 +326,14 @@ class Changed(msgspec.Struct, tag=True):
 
     error: str | None = None
     missing: list[str] | None = None  # the PARTS that are not on the device from now on; None: as before
-    number: int = 0  # of the command
+    number: int = 0  # the number of the command
 
 
 class Adapter(msgspec.Struct, frozen=True):
     """A LoRA adapter with its name."""
 
     name: str
-    identity: int  # of its weights
+    identity: int  # the identity of its weights
     path: str
     base_model: str | None = None
 
@@ -351,8 +351,8 @@ class AdapterAnswer(msgspec.Struct, tag=True):
 
     adapter: Adapter | None = None  # the adapter that was loaded or unloaded
     error: str | None = None
-    status: int = 400  # of an error
-    number: int = 0  # of the command
+    status: int = 400  # the HTTP status of an error
+    number: int = 0  # the number of the command
 
 
 class Stats(msgspec.Struct, tag=True):

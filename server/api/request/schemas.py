@@ -121,7 +121,7 @@ class CommonFields(SamplingParameters, kw_only=True):
 class SamplingFields(CommonFields, kw_only=True):
     """What chat and completions share."""
 
-    raw_types: ClassVar[RawTypes] = {"response_format": ResponseFormat}  # of Raw fields
+    raw_types: ClassVar[RawTypes] = {"response_format": ResponseFormat}  # the types of Raw fields
 
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
     n: int | None = None
@@ -194,7 +194,7 @@ class ChatFields(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # read by `template_variables`
-    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # as above
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # read by `template_variables`
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # `read_tools` reads them
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -45,14 +45,14 @@ class PlanRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     model: Name
     target: Name
     workload: Name
-    prompt_tokens: Tokens | None = None  # of the workload `custom`, as the next one
+    prompt_tokens: Tokens | None = None  # for the workload `custom`, like the next field
     output_tokens: Tokens | None = None
     request_rate: Positive | None = None  # per second; None: the highest within the limits of latency
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
     quantization: Name | None = None
     kv_cache_dtype: Name | None = None
-    price_per_hour: Positive | None = None  # of all chips together
+    price_per_hour: Positive | None = None  # for all chips together
     api_prices: Annotated[list[Name], msgspec.Meta(max_length=16)] = []  # NAME=IN/OUT, of a million tokens
     simulate: bool = False  # searches in simulated time, and streams the progress
 

@@ -28,10 +28,10 @@ class Block(Declared):
     tool_use_id: str | None = None
     content: str | Annotated[list[Block], ITEMS] | None = None
     is_error: bool | None = None
-    title: str | None = None  # of a document or a search result
-    context: str | None = None  # of a document
-    source: str | Source | None = None  # of a document; a search result has its address
-    tool_name: str | None = None  # of a reference to a tool
+    title: str | None = None  # for a document or a search result
+    context: str | None = None  # for a document
+    source: str | Source | None = None  # for a document; for a search result, its address
+    tool_name: str | None = None  # for a reference to a tool
 
 
 class InputMessage(Declared):

@@ -25,12 +25,12 @@ class InputItem(Declared):
     content: str | Annotated[list[InputPart], ITEMS] | None = None
     call_id: str | None = None
     name: str | None = None
-    namespace: str | None = None  # of the function
+    namespace: str | None = None  # the namespace of the function
     arguments: str | None = None
-    input: str | None = None  # of a custom tool
+    input: str | None = None  # for a call of a custom tool
     output: str | Annotated[list[InputPart], ITEMS] | None = None
-    id: str | None = None  # of the item that an `item_reference` names; the ids of other items have no effect
-    status: str | None = None  # of a message of the assistant that is not complete: the answer continues it
+    id: str | None = None  # for an `item_reference`, the item that it names; other items' ids have no effect
+    status: str | None = None  # the answer continues a message of the assistant that is not complete
 
 
 class TextFormat(Declared):
@@ -57,8 +57,8 @@ class FunctionTool(Declared):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: dict[str, Any] | None = None  # of a custom tool's input
-    tools: Annotated[list[FunctionTool], ITEMS] | msgspec.UnsetType | None = msgspec.UNSET  # of a namespace
+    format: dict[str, Any] | None = None  # for a custom tool, the form of its input
+    tools: Annotated[list[FunctionTool], ITEMS] | msgspec.UnsetType | None = msgspec.UNSET  # for a namespace
 
 
 class ConversationName(Declared):
