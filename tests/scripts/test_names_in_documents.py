@@ -27,7 +27,7 @@ INSTRUMENT = re.compile(r"(?:`|scripts\.)lab ([a-z]\w+)")
 IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`")
 RESULTS = ROOT / "scripts/lab/results"  # have options of other programs, too
 CHANGELOG = ROOT / ".github/CHANGELOG.md"  # has the former names of commands, too
-# Made by the set-up, on the hub, in a folder of Hugging Face, of a conversion, of llama.cpp, written by a test; weights.
+# Made by the set-up, on the hub, by a conversion, of llama.cpp, written by a test; names of weights.
 ELSEWHERE = (
     ".venv/",
     "yuhuili/",
