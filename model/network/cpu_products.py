@@ -18,11 +18,12 @@ from jax import lax
 MAX_ROWS_FROM_LEFT = 32
 STREAMS = 4
 MAX_ROWS_INT8_STREAMED = 8
-BLOCK_WEIGHTS = 1 << 19  # 2 MiB in float32
+BLOCK_WEIGHTS = 1 << 19  # weights of a block, which takes 2 MiB in float32
 
 
 def multiply_few(inputs: jax.Array, kernel: jax.Array, out_dtype: Any) -> jax.Array | None:
-    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. None if T is too large for a gain."""
+    """inputs [T, in] times the transpose of kernel [out, in]: [T, out]. None if T is too large for these forms to be
+    faster."""
     rows = inputs.shape[0]
     if rows <= max_rows_streamed(kernel.dtype) and kernel.shape[0] % STREAMS == 0:
         return _streamed(inputs, kernel).astype(out_dtype)
@@ -47,7 +48,7 @@ def multiply_int8(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=2)  # traced once for all layers
 def _in_blocks(inputs: jax.Array, kernel: jax.Array, block: int) -> jax.Array:
-    """f32[T, out], `block` rows of the kernel at a time."""
+    """The product f32[T, out]. `block` rows of the kernel are converted and multiplied at a time."""
     inputs = inputs.astype(jnp.float32)
     num_blocks, num_out = kernel.shape[0] // block, kernel.shape[0]
 
@@ -61,14 +62,14 @@ def _in_blocks(inputs: jax.Array, kernel: jax.Array, block: int) -> jax.Array:
 
 
 def max_rows_streamed(dtype: Any) -> int:
-    """The most rows for `_streamed`. Reading a small weight takes less time, and hides less arithmetic."""
+    """The most rows of inputs for `_streamed`. A small weight takes less time to read, which hides less arithmetic."""
     return 8 if jnp.dtype(dtype).itemsize >= 4 else 2
 
 
 @jax.jit  # traced once for all layers
 def _streamed(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
-    """f32[T, out], by multiplications and additions. One loop reads `STREAMS` parts of the kernel side by side, which
-    uses more of the memory's bandwidth than one part would. It multiplies each weight with every row of the inputs."""
+    """The product f32[T, out], by multiplications and additions. One loop reads `STREAMS` parts of the kernel at the
+    same time, which uses more of the memory's bandwidth. It multiplies each weight with every row of the inputs."""
     rows, width = inputs.shape
     parts = kernel.reshape(STREAMS, -1, width).astype(jnp.float32)
     inputs = lax.optimization_barrier(inputs).astype(jnp.float32)  # without it, each output computes them again

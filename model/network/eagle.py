@@ -3,7 +3,7 @@
 At position p the head reads the token at p + 1 and the model's features at p, and its output predicts the token at
 p + 2. For the next token, the head reads its own output in place of features.
 
-Shape legend: as in `layers`; `B` tokens that the head can draft.
+The shape legend of `layers` applies. `B` is the number of tokens that the head can draft.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from model.network.layers import Attend, AttendProjected, Attention, MakeLinear,
 from model.network.linear import Linear, normal_param, rows_of
 from model.network.llama import Llama, rotation_of
 
-# The logit of a token that the head cannot draft. It is finite, so that no sum or product with it is NaN.
+# The logit of a token that the head cannot draft. It is finite: sums and products with it are not NaN.
 LEAST_LOGIT = -1e30
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The tokens that a head can draft, among those of the model."""
+    """The tokens that a head can draft, if these are not all tokens of the model."""
 
-    to_model: jax.Array  # i32[B], the model's tokens
-    to_draft: jax.Array  # i32[V], the head's number of each token; -1: none
+    to_model: jax.Array  # i32[B], the model's token of each of the head's
+    to_draft: jax.Array  # i32[V], the head's token of each of the model's; -1: none
 
     def spread(self, logits: jax.Array) -> jax.Array:
-        """f32[S, V] of logits f32[S, B]."""
+        """The logits f32[S, V] of all tokens, from the head's logits f32[S, B]. Others have `LEAST_LOGIT`."""
         spread = logits.at[:, jnp.maximum(self.to_draft, 0)].get(mode="clip")
         return jnp.where(self.to_draft >= 0, spread, LEAST_LOGIT)
 
 
 class EagleLayer(nnx.Module):
-    """The layer of a head. That of EAGLE has no norm before its attention: features are normed. That of EAGLE-3 attends
-    with the embedding and the features, each normed, next to each other."""
+    """The layer of a head. In EAGLE it has no norm before its attention, because features are normed. In EAGLE-3 the
+    input of its attention is the normed embedding and the normed features, concatenated."""
 
     def __init__(self, config: EagleConfig, linear: MakeLinear, *, dtype: Any, num_shards: int):
         layer, has_norms = config.layer, config.form is EagleForm.EAGLE3
@@ -73,11 +73,11 @@ class EagleLayer(nnx.Module):
 
 
 class EagleHead(nnx.Module):
-    """A head. Parameters that it shares with the model are passed to its methods.
+    """An EAGLE or EAGLE-3 head. Its methods take the model, because a head may share the model's embedding and head.
 
     Args:
-        config: with the stored number of KV heads.
-        dtype, rngs, num_shards: as for `Llama`.
+        config: the head's config with the stored number of KV heads (`sharding.stored_config`).
+        dtype, rngs, num_shards: the same as for `Llama`.
         has_embedding: the head has an embedding of its own.
     """
 
@@ -108,13 +108,13 @@ class EagleHead(nnx.Module):
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
-        """None: the head drafts all tokens of the model."""
+        """The tokens that the head drafts; None: all tokens of the model."""
         if self.to_model is None or self.to_draft is None:
             return None
         return DraftVocabulary(self.to_model[...], self.to_draft[...])
 
     def features(self, hidden: jax.Array, tapped: Sequence[jax.Array]) -> jax.Array:
-        """What the head reads of the model [T, D], from the results of `Llama.run` with `EagleConfig.taps`."""
+        """The model's features [T, D] that the head reads, from the results of `Llama.run` with `EagleConfig.taps`."""
         return hidden if self.norm is None else self.fc(jnp.concatenate(tapped, axis=-1))
 
     def __call__(
@@ -122,7 +122,7 @@ class EagleHead(nnx.Module):
         model: Llama,
         tokens: jax.Array,  # i32[T], at the positions after `positions`
         positions: jax.Array,  # i32[T]
-        features: jax.Array,  # [T, D], of the model at `positions`, or the head's own
+        features: jax.Array,  # [T, D], the model's features at `positions`, or the head's own
         kv: Any,
         attend: Attend | AttendProjected,
     ) -> tuple[jax.Array, Any]:
@@ -136,12 +136,12 @@ class EagleHead(nnx.Module):
         return self.layer(embedded, x, cos, sin, kv, attend)
 
     def logits(self, model: Llama, features: jax.Array) -> jax.Array:
-        """f32[S, B] of the head's own features [S, D]."""
+        """The logits f32[S, B] of the head's own features [S, D]."""
         if self.norm is None or self.head is None:
             return model.logits(features)
         return self.head(self.norm(features), out_dtype=jnp.float32)
 
 
 def _whole(shape: tuple[int, ...]) -> nnx.Param[jax.Array]:
-    """Token ids, which every chip has whole."""
+    """A table of token ids, initially 0. Every chip has all of it."""
     return nnx.Param(jnp.zeros(shape, jnp.int32), axes=("rows",))

@@ -3,11 +3,12 @@
 A weight is `kernel * scale`. Each output has one scale, so a product is scaled after its sum. Rows of fused projections
 keep their own scales. Scales are split over chips in the same way as the outputs.
 
-If the inputs are rounded inside the program, both sides have 8 bits: matrix units
-multiply int8 or fp8 faster than bfloat16.
+If the inputs are rounded inside the program, both sides of a product have 8 bits: matrix units multiply int8 or fp8
+faster than bfloat16.
 
-Every token has its own scale, or all tokens have a stored one. The result of a token does not depend on the other
-tokens of the step. Sums of int8 are exact integers, so their bits do not depend on the number of rows, either.
+The scale of rounded inputs is either computed for each token, or stored and the same for all tokens. The result of a
+token does not depend on the other tokens of the step. Sums of int8 are exact integers, so their bits do not depend on
+the number of rows, either.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from model.network.linear_method import Axes, LinearMethod, Weights, multiply
 from model.quantization.forms import EightBit, Rounding
 from pallas_kernels.cpu import products
 
-MIN_ROWS = 16  # GPUs: as a product with a vector, XLA would write the kernel in float32 first
-LEAST_RANGE = np.float32(1e-30)  # of a token's inputs; the quotient of two float32 stays finite
+MIN_ROWS = 16  # on GPUs, XLA turns fewer rows into products with vectors, and writes the kernel in float32 first
+LEAST_RANGE = np.float32(1e-30)  # the least range of a token's inputs: the quotient of two float32 stays finite
 
 
 @dataclass(frozen=True)
 class EightBitMethod(LinearMethod):
-    """An 8-bit kernel with a scale f32[out], and with `rounding.is_static` an `input_scale` f32[]. The scale is split
-    over chips in the same way as the outputs."""
+    """An 8-bit kernel with a scale f32[out]. With `rounding.is_static` it also has an `input_scale` f32[]. The scale is
+    split over chips in the same way as the outputs."""
 
     form: EightBit
     rounding: Rounding | None = None
     for_cpu: bool = False
 
     def can_pack(self, kernel: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """As `LinearMethod.can_pack`. The C code rounds the inputs of all steps or of none."""
+        """Whether the C code of CPUs reads a kernel [out, in]. Raises ValueError if only some steps round inputs: the C
+        code rounds them in all steps or in none."""
         return products.can_pack(kernel, self._together())
 
     def pack(self, name: str, value: jax.Array) -> jax.Array:
         return products.pack(value, self._together()) if name == "kernel" else value
 
     def _together(self) -> int | None:
-        """As for `products.pack`."""
+        """The layout argument of `products.pack`; None for inputs that are not rounded, or a kernel that is not int8."""
         if self.rounding is None or self.form is not EightBit.INT8:
             return None
         if (rows := self.rounding.min_rows) > 1:
@@ -101,8 +103,8 @@ def multiply_rounded(
     """inputs [T, in] times the transpose of an 8-bit kernel [out, in]: f32[T, out].
 
     Args:
-        scale: f32[out], of the kernel.
-        input_scale: f32[], of all inputs; larger inputs are clipped. None: each token has its own scale.
+        scale: the scale f32[out] of the kernel.
+        input_scale: the scale f32[] of all inputs; larger inputs are clipped. None: each token has its own scale.
     """
     rows, form = inputs.shape[0], EightBit.of(kernel.dtype)
     inputs = jnp.pad(inputs, ((0, max(0, MIN_ROWS - rows)), (0, 0)))
@@ -116,7 +118,7 @@ def multiply_rounded(
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.int32 if form is EightBit.INT8 else jnp.float32,
     )
-    return (sums.astype(jnp.float32) * scale * input_scale)[:rows]  # the inputs' last: they may be of any size
+    return (sums.astype(jnp.float32) * scale * input_scale)[:rows]  # `input_scale` is last: it may be of any size
 
 
 def round_rows(inputs: jax.Array, form: EightBit) -> tuple[jax.Array, jax.Array]:
@@ -128,6 +130,6 @@ def round_rows(inputs: jax.Array, form: EightBit) -> tuple[jax.Array, jax.Array]
 
 
 def _round(scaled: jax.Array, form: EightBit) -> jax.Array:
-    """To nearest even, within the range."""
+    """The values, clipped to the range of `form` and rounded to nearest even."""
     clipped = jnp.clip(scaled.astype(jnp.float32), -form.largest, form.largest)
     return (jnp.round(clipped) if form is EightBit.INT8 else clipped).astype(form.dtype)

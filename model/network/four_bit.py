@@ -3,16 +3,16 @@
 A weight is `(kernel - zero) * scale`; without zeros, `kernel * scale`. Kernels are `jnp.int4`: two weights in a byte of
 a device's memory, and one in a byte of NumPy's. Scales and zeros are bfloat16.
 
-CPUs also read the numbers of GGUF, GPTQ and their like as they are stored (`forms.Numbers`). Zeros are then uint8, with
-8 added to them. In place of a zero, a weight may have an offset: it is `(kernel + 8) * scale - offset`. The C code of
-`pallas_kernels.cpu.four_bit` multiplies with all of these.
+CPUs also read the scales and zeros of GGUF, GPTQ and similar formats as they are stored (`forms.Numbers`). Zeros are
+then uint8, with 8 added to them. A group may have an offset in place of a zero: a weight is then
+`(kernel + 8) * scale - offset`. The C code of `pallas_kernels.cpu.four_bit` multiplies with all of these.
 
-XLA's GPU compiler dequantises inside the product, if the kernel is multiplied with its scales in bfloat16, and if the
-option for sub-channel dequantisation is set (`compiler_options`). It has no such form for zeros that are subtracted
-from the weights. Their part is subtracted afterwards: it is a product of the sums of each group's inputs.
+XLA's GPU compiler dequantises inside the product if the kernel is multiplied with its scales in bfloat16, and if the
+option for sub-channel dequantisation is set (`compiler_options`). It cannot do this for zeros that are subtracted from
+the weights. The part of the zeros is subtracted afterwards: it is a product with the sums of each group's inputs.
 
-For TPUs, XLA has no form that dequantises inside a product. A kernel of our own does it on each chip's part of the
-weights (`pallas_kernels.tpu.int4_product`). XLA cannot split a Pallas kernel over chips, so the split is written here.
+XLA's TPU compiler cannot dequantise int4 inside a product. A Pallas kernel does it on each chip's part of the weights
+(`pallas_kernels.tpu.int4_product`). XLA cannot split a Pallas kernel over chips, so this module splits it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from model.network.linear_method import Axes, LinearMethod, Weights
 from model.quantization.forms import GROUPS_OF_A_UNIT, EightBit, FourBit, Numbers, Rounding
 from pallas_kernels.cpu import four_bit
 
-LEAST = -8  # of -8 to 7
+LEAST = -8  # the least int4; the largest is 7
 STEPS = 15  # from the least value to the largest
 _LARGEST_OF_6_BITS = 63
 _LAST = (((1,), (1,)), ((), ()))
@@ -40,17 +40,17 @@ _LAST = (((1,), (1,)), ((), ()))
 
 @dataclass(frozen=True)
 class FourBitMethod(LinearMethod):
-    """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets, which are split as the kernel is.
+    """An int4 kernel with scales [out, in / group] and perhaps zeros or offsets. All are split as the kernel is.
 
     Args:
-        rounding: of the inputs (`round_blocks`); None: they keep their type.
+        rounding: if given, inputs are rounded (`round_blocks`); None: they keep their type.
     """
 
     form: FourBit
     rounding: Rounding | None = field(default=None, kw_only=True)
 
     def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:
-        """As `LinearMethod.quantize`. Zeros are 0: only a checkpoint has others."""
+        """The parameters for a kernel [out, in], by name. All zeros are 0: only a checkpoint has others."""
         numbers = self.form.numbers
         if numbers.has_offsets:
             return quantize_with_offsets(kernel, self.form)
@@ -79,7 +79,7 @@ class FourBitMethod(LinearMethod):
         return multiply_groups(inputs, kernel, scale, zero).astype(out_dtype)
 
     def _in_c(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
-        """Of packed weights."""
+        """The product [T, out] with packed weights, by the C code."""
         kernel, scale, zero = weights["kernel"], weights["scale"], weights.get("zero")
         if zero is not None and zero.dtype != jnp.uint8:
             zero = (four_bit.MIDDLE + zero.astype(jnp.float32)) * scale.astype(jnp.float32)
@@ -100,19 +100,19 @@ class FourBitMethod(LinearMethod):
         return FourBitTpuMethod(self.form, mesh=mesh, out_axis=out_axis, in_axis=in_axis, interpret=interpret)
 
     def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """As `LinearMethod.shapes`: whole, and cut into groups."""
+        """The shapes of dequantised weights in a program: the whole kernel, and the kernel cut into groups."""
         num_out, width = kernel
         return kernel, (num_out, width // self.form.group, self.form.group)
 
 
 @dataclass(frozen=True)
 class FourBitTpuMethod(FourBitMethod):
-    """For a kernel that is stored as [in, out], with scales and zeros [in / group, out].
+    """An int4 kernel that is stored as [in, out], with scales and zeros [in / group, out].
 
     Args:
-        mesh: the chips; None: one.
+        mesh: the chips; None: one chip.
         out_axis: the axis of the mesh over which the outputs are split; None: each chip has all.
-        in_axis: likewise of the inputs. The chips' products are then summed.
+        in_axis: the axis over which the inputs are split; the products of the chips are then summed.
         interpret: runs the kernel on a CPU.
     """
 
@@ -123,8 +123,8 @@ class FourBitTpuMethod(FourBitMethod):
     is_turned = True
 
     def apply(self, inputs: jax.Array, weights: Weights, out_dtype: Any) -> jax.Array:
-        """As `LinearMethod.apply`. Chips' products are summed in `out_dtype`."""
-        from pallas_kernels.tpu import int4_product  # which a GPU or a CPU need not import
+        """inputs [T, in] times the kernel [in, out]: [T, out]. The products of the chips are summed in `out_dtype`."""
+        from pallas_kernels.tpu import int4_product  # only TPUs import it
 
         def on_one(inputs: jax.Array, *values: jax.Array) -> jax.Array:
             product = int4_product.multiply(inputs, *values, out_dtype=out_dtype, interpret=self.interpret)
@@ -142,7 +142,7 @@ class FourBitTpuMethod(FourBitMethod):
         )(inputs, *values)
 
     def on_tpu(self, *_: Any, **__: Any) -> None:
-        """As `LinearMethod.on_tpu`: this is the one for TPUs."""
+        """None: this method is already the one for TPUs."""
 
     def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return super().shapes(kernel[::-1])
@@ -152,8 +152,8 @@ def quantize_groups(weights: jax.Array, group: int, scale_dtype: Any = jnp.bfloa
     """weights [out, in] of any float type -> kernel int4[out, in], scale [out, in / group]. Each weight is rounded to
     the nearest multiple of its scale.
 
-    The weight of the largest magnitude in a group becomes -8 (of two, the positive one), so a scale may be negative.
-    The other sign has one step less, and its weights beyond that are clipped to 7. A group with a non-finite weight
+    The weight of the largest magnitude in a group becomes -8, so a scale may be negative. If two weights have this
+    magnitude, the positive one becomes -8. Weights of the other sign are clipped to 7. A group with a non-finite weight
     gets a non-finite scale.
     """
     grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, group)
@@ -165,9 +165,12 @@ def quantize_groups(weights: jax.Array, group: int, scale_dtype: Any = jnp.bfloa
 
 
 def quantize_with_offsets(weights: jax.Array, form: FourBit) -> dict[str, jax.Array]:
-    """weights [out, in] of any float type -> the parameters of a form with offsets. Each weight is rounded to the
-    nearest of 16 steps between the least and the largest of its group, or zero if all have one sign. In `Q4_K`, scales
-    and offsets are rounded to 6 bits first. A group with a non-finite weight gets numbers that are not finite."""
+    """weights [out, in] of any float type -> the parameters of a form with offsets.
+
+    Each weight is rounded to the nearest of 16 equal steps. They go from the least weight of the group, or 0 if that is
+    less, to the largest weight, or 0 if that is larger. In `Q4_K`, scales and offsets are rounded to 6 bits first. A
+    group with a non-finite weight gets numbers that are not finite.
+    """
     grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, form.group)
     offset = -jnp.minimum(jnp.min(grouped, axis=2), 0)
     scale = (jnp.maximum(jnp.max(grouped, axis=2), 0) + offset) * np.float32(1 / STEPS)
@@ -182,7 +185,7 @@ def quantize_with_offsets(weights: jax.Array, form: FourBit) -> dict[str, jax.Ar
 
 
 def _in_6_bits(name: str, values: jax.Array) -> dict[str, jax.Array]:
-    """f32[out, groups] as whole numbers with units."""
+    """f32[out, groups] -> u8[out, groups], 0 to 63, and their float16 units [out, groups / 8]."""
     blocks = values.reshape(values.shape[0], -1, GROUPS_OF_A_UNIT)
     unit = (jnp.max(blocks, axis=2, keepdims=True) * np.float32(1 / _LARGEST_OF_6_BITS)).astype(jnp.float16)
     steps = jnp.round(blocks / jnp.where(unit == 0, 1.0, unit.astype(jnp.float32)))
@@ -191,7 +194,7 @@ def _in_6_bits(name: str, values: jax.Array) -> dict[str, jax.Array]:
 
 
 def scale_and_offset(weights: Weights) -> tuple[jax.Array, jax.Array]:
-    """f32[out, in / group] each, exact, of a form with offsets."""
+    """The exact scales and offsets, f32[out, in / group] each, of a form with offsets."""
     scale, offset = (weights[name].astype(jnp.float32) for name in ("scale", "offset"))
     if "scale_unit" not in weights:
         return scale, offset
@@ -201,8 +204,8 @@ def scale_and_offset(weights: Weights) -> tuple[jax.Array, jax.Array]:
 
 
 def round_blocks(inputs: jax.Array) -> jax.Array:
-    """inputs [T, in], each block of 256 neighbours rounded to int8 with a scale of its own, and widened again:
-    f32[T, in]. The last block may have fewer."""
+    """Rounds each block of 256 neighbouring inputs of inputs [T, in] to int8 with its own scale, and widens the result:
+    f32[T, in]. The last block may have fewer inputs."""
     rows, width = inputs.shape
     whole = jnp.pad(inputs.astype(jnp.float32), ((0, 0), (0, -width % four_bit.PART)))
     rounded, scale = round_rows(whole.reshape(-1, four_bit.PART), EightBit.INT8)
@@ -213,7 +216,7 @@ def multiply_with_offsets(inputs: jax.Array, kernel: jax.Array, scale: jax.Array
     """inputs [T, in] times the transpose of a kernel int4[out, in] with offsets: f32[T, out].
 
     Args:
-        scale, offset: f32[out, in / group].
+        scale, offset: the exact values, f32[out, in / group] each.
     """
     values = (kernel.astype(jnp.float32) - LEAST).reshape(*scale.shape, -1)
     weights = (values * scale[:, :, None] - offset[:, :, None]).reshape(kernel.shape)
@@ -223,10 +226,10 @@ def multiply_with_offsets(inputs: jax.Array, kernel: jax.Array, scale: jax.Array
 def multiply_groups(inputs: jax.Array, kernel: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> jax.Array:
     """inputs [T, in] times the transpose of a kernel of small integers [out, in]: f32[T, out].
 
-    Weights are rounded to the inputs' type, as are weights that are not quantised.
+    The dequantised weights are rounded to the inputs' type.
 
     Args:
-        scale: [out, in / group], of a type that is exact in the inputs' type.
+        scale: [out, in / group]; the inputs' type holds its values exactly.
         zero: bf16[out, in / group], in units of the scale; None: there are none.
     """
     num_out, groups = scale.shape

@@ -24,7 +24,7 @@ from model.network.row_ops import BY_XLA, RowOps
 
 @dataclass(frozen=True)
 class AttendProjected:
-    """Attention of the fused projection as it is: a chip's kernel rotates and splits the heads as it reads them."""
+    """Attention that takes the output of the fused projection. The kernel rotates and splits the heads as it reads."""
 
     # [T, (N + 2K) * H] (the output of `Attention.qkv`), cos, sin, one layer's K/V -> output [T, N * H], the layer's K/V
     attend: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -45,11 +45,11 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype), axes=("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, D] -> the same."""
+        """The norm of x [T, D], with the shape and dtype of x."""
         return self.ops.norm(x, self.scale[...], self.eps)
 
     def of_sum(self, x: jax.Array, added: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x + added, [T, D] each, and the norm of the sum."""
+        """x + added, and the norm of the sum, [T, D] each."""
         return self.ops.norm_of_sum(x, added, self.scale[...], self.eps)
 
 
@@ -82,7 +82,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """
         Args:
-            only: the tokens that go on, as of `tokens_at`; None: all.
+            only: the tokens i32[S] whose outputs are computed (`tokens_at`); None: all. K/V are computed for all.
         """
         columns = with_adapters(adapters, "attention.qkv", x, self.qkv(x))
         if isinstance(attend, AttendProjected):
@@ -111,7 +111,7 @@ class Mlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer: both halves read a normed copy of the residual stream and add to it."""
+    """One layer. Attention and MLP each read a normed copy of the residual stream and add their output to it."""
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, dtype: Any, num_shards: int):
         self.attention_norm = RMSNorm(config, dtype=dtype)
@@ -131,7 +131,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """
         Args:
-            only: the tokens i32[S] whose outputs [S, D] are computed, as of `tokens_at`; None: all. K/V have all.
+            only: the tokens i32[S] whose outputs [S, D] are computed (`tokens_at`); None: all. K/V are computed for all.
         """
         attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend, adapters, only)
         if only is not None:
@@ -141,5 +141,5 @@ class DecoderLayer(nnx.Module):
 
 
 def tokens_at(x: jax.Array, only: jax.Array) -> jax.Array:
-    """[S, D] of x [T, D], at the tokens i32[S]: zeros for T, which is past the end."""
+    """The rows [S, D] of x [T, D] at the tokens i32[S]. A token of T is past the end and gives zeros."""
     return x.at[only].get(mode="fill", fill_value=0)

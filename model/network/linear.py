@@ -29,7 +29,7 @@ def normal_param(
 
 
 def linear_method(form: OneForm | None, rounding: Rounding | None = None) -> LinearMethod:
-    """The method of the form of one kernel; arguments as for `Linear`."""
+    """The method for one kernel of this form. `None` is a kernel that is not quantised."""
     if form is None:
         return Unquantized()
     if isinstance(form, EightBit):
@@ -43,14 +43,14 @@ class Linear(nnx.Module):
     """Inputs [T, in] times the transpose of a kernel [out, in]: [T, out].
 
     Args:
-        shape: of the kernel, (out, in).
+        shape: the shape (out, in) of the kernel.
         axes: the logical names of both dimensions; `sharding.RULES` maps them to the mesh.
-        dtype: of the kernel if it is not quantised.
+        dtype: the dtype of a kernel that is not quantised.
         quantization: the form of the kernel; None: it is not quantised.
-        rounding: of the inputs of a quantised kernel; None: they keep their type.
+        rounding: how the inputs of a quantised kernel are rounded; None: they keep their type.
 
     Attributes:
-        method: says which parameters there are (`kernel` is always one), and multiplies with them.
+        method: decides which parameters there are (`kernel` is always one), and multiplies with them.
     """
 
     def __init__(
@@ -74,16 +74,17 @@ class Linear(nnx.Module):
         return self.method.apply(inputs, weights, out_dtype or inputs.dtype)
 
     def parameters(self) -> dict[str, nnx.Param[jax.Array]]:
-        """By name."""
+        """The kernel and the other parameters of the form, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, nnx.Param)}
 
 
 class SplitLinear(nnx.Module):
-    """A fused projection whose tensors have several forms: each one is a `Linear`, an attribute of the tensor's name.
+    """A fused projection whose tensors have several forms. Each tensor is a `Linear`, and the attribute that holds it
+    has the tensor's name.
 
     Args:
-        parts: in the order of the outputs.
-        num_shards: groups into which the outputs are divided (`layers.Attention`).
+        parts: the projection of each tensor, by its name, in the order of the outputs.
+        num_shards: the number of groups into which the outputs are divided (`layers.Attention`).
     """
 
     def __init__(self, parts: Mapping[str, Linear], num_shards: int):
@@ -99,11 +100,11 @@ class SplitLinear(nnx.Module):
 
 
 def methods_of(model: nnx.Module) -> dict[str, LinearMethod]:
-    """The methods of all `Linear` of a model, by their paths, such as "layers.3.mlp.down"."""
+    """The method of each `Linear` of a model, by the module's path, such as "layers.3.mlp.down"."""
     modules = ((".".join(map(str, path)), module) for path, module in nnx.iter_graph(model))
     return {path: module.method for path, module in modules if isinstance(module, Linear)}
 
 
 def rows_of(kernel: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows [T, in] of a kernel [out, in], which may be packed. Numbers that it does not have give any row."""
+    """The rows [T, in] of a kernel [out, in], which may be packed. A number out of range gives an arbitrary row."""
     return products.rows_of(kernel, rows) if kernel.ndim == 3 else kernel.at[rows].get(mode="clip")

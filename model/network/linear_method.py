@@ -1,4 +1,4 @@
-"""How a `Linear` keeps its kernel and multiplies with it: one method for each form of weights."""
+"""How a `Linear` stores its kernel and multiplies with it: one method for each form of weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Axes = tuple[str, ...]  # the logical names of an array's dimensions
 
 
 class LinearMethod(ABC):
-    """A value: modules with equal methods trace the same program, and its `repr` is part of a program's identity."""
+    """How one form of weights is stored and multiplied. A method is a value: modules with equal methods trace the same
+    program, and its `repr` is part of a program's identity."""
 
     form: WeightForm | None  # None: the kernel is not quantised
     is_turned = False  # all parameters are transposed
 
     @abstractmethod
     def quantize(self, kernel: jax.Array) -> dict[str, jax.Array]:
-        """The parameters that follow from a kernel [out, in] of any float type, by name."""
+        """The parameters, by name, that are computed from a kernel [out, in] of any float type."""
 
     @abstractmethod
     def create(self, kernel: jax.Array, axes: Axes) -> dict[str, tuple[jax.Array, Axes]]:
@@ -42,17 +43,18 @@ class LinearMethod(ABC):
         return products.can_pack(kernel)
 
     def pack(self, name: str, value: jax.Array) -> jax.Array:
-        """A parameter as the C code reads it. It has three dimensions then, or is unchanged."""
+        """A parameter in the layout that the C code reads. A packed parameter has three dimensions; others are
+        unchanged."""
         return products.pack(value) if name == "kernel" else value
 
     def on_tpu(
         self, mesh: Mesh | AbstractMesh | None, axes: tuple[str | None, str | None], *, interpret: bool
     ) -> LinearMethod | None:
-        """The method for parameters that are all transposed, with which a TPU multiplies; None: it uses this one.
+        """The method by which a TPU multiplies; all of its parameters are transposed. None: a TPU uses this method.
 
         Args:
-            mesh: the chips; None: one.
-            axes: of the mesh, over which outputs and inputs are split; None: each chip has all.
+            mesh: the chips; None: one chip.
+            axes: the axes of the mesh over which outputs and inputs are split; None: each chip has all.
             interpret: a CPU computes what the TPU would.
         """
         return None

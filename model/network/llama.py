@@ -1,7 +1,7 @@
 """Llama 3 over a flat row of tokens.
 
-The model has constants, arrays, and an `attend` argument. It knows nothing of pages, batches or devices. Serving passes
-paged attention; training and tests pass plain causal attention.
+The model does not know about pages, batches or devices. Attention is a function that the caller passes as `attend`:
+serving passes paged attention, and training and tests pass plain causal attention.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Llama(nnx.Module):
     """The decoder. Its layers are unrolled, not scanned (`scripts/lab/results/decisions.md`).
 
     Args:
-        config: with the stored number of KV heads, after replication over chips (`sharding.stored_config`).
-        dtype: of weights and activations. Rotary embeddings, norm statistics and logits are always float32.
-        rngs: for random weights; None: zeros, which `nnx.eval_shape` traces faster.
-        num_shards: chips over which the heads are split. The order of rows in the fused projections (`layers`) depends
-            on it, so weights stored for one number of chips do not fit another.
-        quantization: of the projections and the head. A tied head then becomes a separate kernel; the embedding stays
-            unquantised. Some forms keep the head in another form (`in_head`).
-        rounding: of the inputs of quantised products.
+        config: the config with the stored number of KV heads, repeated over chips (`sharding.stored_config`).
+        dtype: the dtype of weights and activations. Rotary embeddings, norm statistics and logits are always float32.
+        rngs: the source of random weights; None: zeros, which `nnx.eval_shape` traces faster.
+        num_shards: the number of chips over which the heads are split. The order of rows in the fused projections
+            (`layers`) depends on it, so weights stored for one number of chips do not fit another.
+        quantization: the form of the projections and the head. If it is given, a tied head becomes a separate kernel,
+            and the embedding is not quantised. Some forms keep the head in another form (`in_head`).
+        rounding: how the inputs of quantised products are rounded; None: they are not.
 
     Attributes:
-        embedding_method: multiplies with the embedding, if it is also the head's kernel.
-        ops: of the rows of the model's steps. All of its modules have the same.
+        embedding_method: multiplies with the embedding if it is also the head's kernel.
+        ops: the operations on rows (`row_ops`). All modules of the model have the same.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Llama(nnx.Module):
     def __call__(
         self,
         tokens: jax.Array,  # i32[T]
-        positions: jax.Array,  # i32[T], of each token in its own sequence
+        positions: jax.Array,  # i32[T], each token's position in its own sequence
         kv: Sequence[Any],  # one pytree per layer; `attend` takes it and returns it
         attend: Attend | AttendProjected,
     ) -> tuple[jax.Array, list[Any]]:
@@ -110,13 +110,13 @@ class Llama(nnx.Module):
         adapters: StepAdapters | None = None,
         only: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
-        """As `__call__`, and the inputs [T, D] of the layers `taps`, in that order. The input of a layer behind the
-        last one is the last one's output.
+        """The results of `__call__`, and the inputs [T, D] of the layers in `taps`, in that order.
 
         Args:
-            adapters: of the tokens; None: they have none.
-            only: the tokens i32[S] whose hidden states [S, D] are wanted, as of `tokens_at`; None: all. The last layer
-                computes K/V for the others, and nothing else. There are no taps then.
+            taps: numbers of layers, from 0. The number of layers itself stands for the output of the last layer.
+            adapters: the LoRA adapters of the tokens; None: they have none.
+            only: the tokens i32[S] whose hidden states [S, D] are computed (`tokens_at`); None: all. The last layer
+                computes only K/V for the other tokens. `taps` must be empty then.
         """
         if len(kv) != self.config.num_layers:
             raise ValueError(f"one K/V per layer is needed: {len(kv)=} {self.config.num_layers=}")
@@ -133,21 +133,21 @@ class Llama(nnx.Module):
         return self.norm(x), new_kv, [tapped[number] for number in taps]
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The first layer's x [T, D], and cos and sin of the rotation. Padding tokens may have any id. In C,
-        those below 0 have x = 0, and so in every layer: products skip them (`pallas_kernels/cpu/panels.h`)."""
+        """The first layer's input x [T, D], and cos and sin of the rotation. Padding tokens may have any id. In C, x is
+        0 for tokens below 0, in this and every layer: products skip them (`pallas_kernels/cpu/panels.h`)."""
         cos, sin = rotation_of(self.config, positions)
         x = rows_of(self.embedding[...], tokens)
         return jnp.where(tokens[:, None] < 0, 0, x) if self.ops.are_in_c else x, cos, sin
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[S, V] of hidden [S, D] as `__call__` returned it."""
+        """The logits f32[S, V] of hidden states [S, D] that `__call__` returned."""
         if self.head is None:
             return self.embedding_method.apply(hidden, {"kernel": self.embedding[...]}, jnp.float32)
         return self.head(hidden, out_dtype=jnp.float32)
 
 
 def rotation_of(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the rotation at positions i32[T]."""
+    """cos and sin of the rotation at positions i32[T], each f32[T, 1, H / 2]."""
     frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     # Without the barrier XLA computes sines and cosines again in every layer's kernels.
     cos, sin = jax.lax.optimization_barrier(rotation(positions, frequencies))

@@ -1,7 +1,7 @@
-"""The forms of weights that one platform's own products read: the C code of a CPU (`products` and `four_bit` of
-`pallas_kernels.cpu`), and the int4 product of TPUs (`pallas_kernels.tpu.int4_product`).
+"""Packs the weights of a model for the products of one platform: the C code of a CPU (`products` and `four_bit` of
+`pallas_kernels.cpu`), or the int4 product of TPUs (`pallas_kernels.tpu.int4_product`).
 
-A model is packed once, after it is loaded: checkpoints and the code that loads them know one form only.
+A model is packed once, after it is loaded. Checkpoints and the code that loads them know the unpacked layout only.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from model.network.row_ops import RowOps, RowOpsInC
 from model.network.sharding import RULES, sharding_of
 from pallas_kernels.cpu import huge_pages
 
-_EMBEDDED = Unquantized(for_cpu=True)  # of an embedding that is also the head
+_EMBEDDED = Unquantized(for_cpu=True)  # the method for an embedding that is also the head
 
 
 def use_cpu_products[M: nnx.Module](model: M, ops: RowOps | None = None) -> M:
-    """Lets the model, in place, multiply a few rows in forms that XLA's CPU backend runs well (`cpu_products`), and
-    use operations for a CPU. Returns the model.
+    """Changes the model in place so that it uses products and operations for a CPU. Products of a few rows are written
+    in forms that XLA's CPU backend runs well (`cpu_products`). Returns the model.
 
     Args:
-        ops: None: those of XLA.
+        ops: the operations of the model; None: XLA computes them.
 
     Raises:
-        ValueError: the model is divided over several devices. Such products split a kernel's rows in another way.
+        ValueError: the model is divided over several devices. Its products split the rows of kernels in another way.
     """
     ops = ops or RowOps(gates_in_float32=True)
     for _, module in nnx.iter_graph(model):
@@ -52,14 +52,15 @@ def use_cpu_products[M: nnx.Module](model: M, ops: RowOps | None = None) -> M:
 
 
 def pack[M: Llama | EagleHead](model: M) -> M:
-    """Packs the kernels of the projections and of the head for C, in place and one by one; of an abstract model, their
-    shapes. Kernels that have no packed form, such as those whose outputs are not whole panels, stay as they are, and
-    XLA multiplies them. Returns the model. An embedding that is also the head is packed, too. What is between the
-    products is then also computed in C, so that the bits of a token do not depend on the others.
+    """Packs the kernels of the projections and of the head for C, in place and one by one. Returns the model.
+
+    An embedding that is also the head is packed, too. In an abstract model, the shapes change. Kernels that have no
+    packed form stay as they are, and XLA multiplies them: for example, kernels whose outputs are not whole panels. The
+    operations between the products are then also computed in C, so the bits of a token do not depend on other tokens.
 
     Raises:
-        ValueError: the model is divided over several devices, or inputs are rounded in some steps only. The packed
-            kernels are for all steps or for none.
+        ValueError: the model is divided over several devices, or inputs are rounded in some steps only. All steps
+            multiply with the same packed kernels.
     """
     use_cpu_products(model, RowOpsInC())
     for linear in [x for _, x in nnx.iter_graph(model) if isinstance(x, Linear)]:
@@ -73,11 +74,11 @@ def pack[M: Llama | EagleHead](model: M) -> M:
 
 
 def pack_for_tpu[M: nnx.Module](model: M, mesh: Mesh | AbstractMesh | None, *, interpret: bool = False) -> M:
-    """Transposes the parameters of those `Linear` for which TPUs have a method of their own (`LinearMethod.on_tpu`), in
-    place and one by one; of an abstract model, their shapes. Returns the model.
+    """Transposes the parameters of each `Linear` for which TPUs have another method (`LinearMethod.on_tpu`), in place
+    and one by one. In an abstract model, the shapes change. Returns the model.
 
     Args:
-        mesh: on which the model is; None: on one chip.
+        mesh: the chips that hold the model; None: one chip.
         interpret: a CPU computes what the TPU would.
     """
     for module in [module for _, module in nnx.iter_graph(model) if isinstance(module, Linear)]:
@@ -93,8 +94,8 @@ def pack_for_tpu[M: nnx.Module](model: M, mesh: Mesh | AbstractMesh | None, *, i
 
 
 def packer(planned: nnx.Module) -> Callable[[str, Mapping[str, jax.Array]], dict[str, jax.Array]]:
-    """A function of a module's path and its parameters: it gives the form that they have in `planned`, a model that
-    has been packed. Modules can then be replaced one by one."""
+    """A function that packs the parameters of one module. It takes the module's path and its parameters, and returns
+    them in the layout that they have in `planned`, a packed model. Modules can then be replaced one by one."""
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_graph(planned)}
     return lambda path, values: {name: _as_in(modules[path], name, value) for name, value in values.items()}
 
@@ -109,16 +110,16 @@ def _as_in(module: Any, name: str, value: jax.Array) -> jax.Array:
 
 
 def _packed(method: LinearMethod, name: str, value: Any) -> Any:
-    """A parameter, or its shape."""
+    """The packed parameter; for a ShapeDtypeStruct, the shape of the packed parameter."""
     if isinstance(value, jax.ShapeDtypeStruct):
         like = jax.eval_shape(partial(method.pack, name), value)
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=value.sharding)
-    # One at a time: the memory of the other form is then free again.
+    # Waiting frees the memory of the unpacked parameter before the next one is packed.
     return jax.block_until_ready(method.pack(name, value))
 
 
 def _turned(value: Any, axes: tuple[str, ...], mesh: Mesh | AbstractMesh | None) -> Any:
-    """A matrix, transposed. `axes`: the logical names of its dimensions afterwards."""
+    """The transposed matrix, or its shape. `axes`: the logical names of the dimensions after the transposition."""
     sharding = value.sharding if mesh is None else sharding_of(axes, mesh)
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape[::-1], value.dtype, sharding=sharding)

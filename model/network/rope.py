@@ -12,7 +12,7 @@ from model.config import FactorScaling, LinearScaling, Llama3Scaling, RopeScalin
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians per position of each pair: f32[H / 2]. Computed in float64 and rounded once."""
+    """The radians per position of each pair, f32[H / 2]. They are computed in float64 and rounded once."""
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     match scaling:
         case None:
@@ -35,7 +35,7 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def rotation(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each f32[T, 1, H / 2], of positions i32[T]. Computed once per step and shared by the layers."""
+    """cos and sin for positions i32[T], each f32[T, 1, H / 2]. A step computes them once for all layers."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -1,10 +1,10 @@
-"""What a step computes of each row of tokens or logits besides products and attention.
+"""The operations of a step on each row of tokens or logits, other than products and attention.
 
-A model holds its operations, and all parts of its steps take them from there: `packed` alone chooses them. Results by
-XLA are right on any number of chips; on a CPU their bits depend on the number of rows. Those in C do not, and are of
-one device.
+A model holds its operations, and all parts of a step use them. Only `packed` chooses them. `RowOps` computes in XLA, on
+any number of chips. On a CPU, the bits of its results depend on the number of rows. `RowOpsInC` computes in C, on one
+device, and its bits do not depend on the number of rows.
 
-Shape legend: as in `layers`.
+The shape legend of `layers` applies.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Adapters(Protocol):
 
 @dataclass(frozen=True)
 class RowOps:
-    """The operations by XLA. A value: its `repr` is part of a program's identity.
+    """The operations in XLA. An object is a value: its `repr` is part of a program's identity.
 
     Args:
-        gates_in_float32: in bfloat16 a CPU rounds after every operation, which takes most of its time.
+        gates_in_float32: computes `gate` in float32. In bfloat16 a CPU rounds after every operation, which is slow.
     """
 
     gates_in_float32: bool = False
-    are_in_c = False  # products then skip rows of zeros at the end of a step, too
+    are_in_c = False  # if True, products also skip rows of zeros at the end of a step
 
     def norm(self, x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
         """The root-mean-square norm of x [T, D], times scale [D]. Statistics are in float32."""
@@ -53,10 +53,10 @@ class RowOps:
     def rotate(
         self, columns: jax.Array, cos: jax.Array, sin: jax.Array, heads: tuple[int, int], num_shards: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The rotated queries [T, N, H] and keys [T, K, H], and the values, of columns [T, (N + 2K) * H].
+        """Splits columns [T, (N + 2K) * H] into rotated queries [T, N, H], rotated keys [T, K, H] and values [T, K, H].
 
         Args:
-            heads: N and K of one of the `num_shards` groups of columns (`layers.Attention`).
+            heads: N and K in one of the `num_shards` groups of columns (`layers.Attention`).
         """
         num_rows, dim, (num_heads, num_kv_heads) = columns.shape[0], 2 * cos.shape[-1], heads
         groups = columns.reshape(num_rows, num_shards, -1)
@@ -65,22 +65,22 @@ class RowOps:
         return rotate(queries, cos, sin), rotate(keys, cos, sin), values
 
     def gate(self, x: jax.Array, columns: jax.Array, num_shards: int, adapters: Adapters | None = None) -> jax.Array:
-        """silu(gate) * up, [T, F], of columns [T, 2F], the product "mlp.gate_up" of x [T, D] without its adapters."""
+        """silu(gate) * up, [T, F]. `columns` [T, 2F] is the product of "mlp.gate_up" with x [T, D], without adapters."""
         groups = columns.reshape(columns.shape[0], num_shards, -1)
         if self.gates_in_float32:
             groups = groups.astype(jnp.float32)
         gate, up = jnp.split(groups, 2, axis=-1)
-        if adapters is not None:  # added to each half: joined first, both would be written and read once more
+        if adapters is not None:  # added to each half: joining the halves first would write and read both once more
             parts = adapters.parts("mlp.gate_up", x)
             gate, up = (half + part.reshape(half.shape) for half, part in zip((gate, up), parts, strict=True))
         return (jax.nn.silu(gate) * up).reshape(x.shape[0], -1).astype(x.dtype)
 
     def log_sum_exp(self, logits: jax.Array) -> jax.Array:
-        """The logarithm of the sum of e^logit, f32[S] of f32[S, V]; -inf if all logits are."""
+        """The logarithm f32[S] of the sum of e^logit over f32[S, V]; -inf if all logits are -inf."""
         return jax.nn.logsumexp(logits, axis=-1)
 
     def temper(self, logits: jax.Array, greatest: jax.Array, temperature: jax.Array) -> jax.Array:
-        """exp of (logit - greatest) / temperature, f32[S, V] of f32[S, V] and two f32[S]."""
+        """exp((logit - greatest) / temperature), f32[S, V]; `greatest` and `temperature` are f32[S]."""
         return jnp.exp((logits - greatest[:, None]) / temperature[:, None])
 
 
@@ -89,7 +89,7 @@ BY_XLA = RowOps()
 
 @dataclass(frozen=True)
 class RowOpsInC(RowOps):
-    """The operations in C, of a model on one device: `packed.pack` refuses others."""
+    """The operations in C, for a model on one device. `packed.pack` refuses a model on several."""
 
     are_in_c = True
 

@@ -1,4 +1,4 @@
-"""Sharding: one mesh axis, the table from logical axes to it, and the resulting stored form of the model."""
+"""Sharding: one mesh axis, the table that maps logical axes to it, and the model's stored form on a mesh."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def make_mesh(num_shards: int, devices: Sequence[jax.Device] | None = None) -> M
 
 
 def num_shards_of(mesh: Mesh | AbstractMesh | None) -> int:
-    """Chips over which the heads are split."""
+    """The number of chips over which the heads are split; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[TENSOR_AXIS]
 
 
 def partition(axes: Sequence[str]) -> P:
-    """The canonical PartitionSpec: without trailing Nones, since P('x') and P('x', None) compile twice."""
+    """The PartitionSpec of these logical axes, without trailing Nones: P('x') and P('x', None) would compile twice."""
     entries = [RULES[axis] for axis in axes]
     while entries and entries[-1] is None:
         entries.pop()
@@ -63,7 +63,7 @@ def sharding_of(axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> Shardi
 
 
 def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
-    """`config`, with KV heads repeated if there are more chips than KV heads: each chip then has one.
+    """The config with KV heads repeated if there are more chips than KV heads. Each chip then has one KV head.
 
     The queries of a repeated head are split among its copies. The results stay the same; only K/V memory grows.
 
@@ -86,8 +86,8 @@ def stored_config(config: LlamaConfig, num_shards: int) -> LlamaConfig:
 
 
 def check_groups(config: LlamaConfig, form: WeightForm, num_shards: int) -> None:
-    """Raises ValueError if a chip's inputs of a kernel are no whole groups. The outputs of a layer's second products
-    are summed over the chips, so these products are split by inputs."""
+    """Raises ValueError if the inputs of a kernel on one chip are no whole groups. The second product in each half of a
+    layer is split by inputs, because its outputs are summed over the chips."""
     hidden, attended, mlp = config.projection_inputs
     inputs = {"hidden_size": hidden, "num_heads * head_dim": attended // num_shards}
     inputs["intermediate_size"] = mlp // num_shards
@@ -109,10 +109,10 @@ def abstract_model(
 ) -> Llama:
     """The model in its stored form on `mesh`. Every parameter is a ShapeDtypeStruct with its sharding.
 
-    Programs can be compiled from it before the weights are loaded into it.
+    Programs can be compiled from it before the weights are loaded.
 
     Raises:
-        ValueError: sizes do not divide over the chips, or groups of weights that share a scale would be cut.
+        ValueError: sizes do not divide over the chips, or a group of weights that share a scale would be split.
     """
     num_shards = num_shards_of(mesh)
     stored = stored_config(config, num_shards)
@@ -129,7 +129,8 @@ def abstract_head(
     mesh: Mesh | AbstractMesh | None = None,
     has_embedding: bool = False,
 ) -> EagleHead:
-    """An EAGLE head, as `abstract_model` describes a model. Raises ValueError if it does not divide over the chips."""
+    """An EAGLE head in its stored form on `mesh`. Every parameter is a ShapeDtypeStruct with its sharding. Raises
+    ValueError if the head does not divide over the chips."""
     num_shards = num_shards_of(mesh)
     if (NUM_TAPS * config.model_width) % num_shards or config.draft_vocab_size % num_shards:
         sizes = f"width {config.model_width} and draft_vocab_size {config.draft_vocab_size}"

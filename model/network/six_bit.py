@@ -60,15 +60,18 @@ class SixBitMethod(LinearMethod):
         return _pack_upper(value) if name == "kernel_upper" else four_bit.pack_groups(value)
 
     def shapes(self, kernel: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """As `LinearMethod.shapes`: whole, and cut into groups."""
+        """The shapes of dequantised weights in a program: the whole kernel, and the kernel cut into groups."""
         num_out, width = kernel
         return kernel, (num_out, width // self.form.group, self.form.group)
 
 
 def quantize(weights: jax.Array) -> dict[str, jax.Array]:
-    """weights [out, in] of any float type -> the parameters. Each weight is rounded to the nearest multiple of its
-    scale, of which the weight of the largest magnitude in the group is -32 (as in `four_bit.quantize_groups`). Scales
-    are rounded to 8 bits first. A group with a non-finite weight gets numbers that are not finite."""
+    """weights [out, in] of any float type -> the parameters, by name.
+
+    Each weight is rounded to the nearest multiple of its scale. The weight of the largest magnitude in a group is -32
+    times the scale. Scales are rounded to 8 bits first. A group with a non-finite weight gets numbers that are not
+    finite.
+    """
     grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, SixBit.group)
     high, low = (extreme(grouped, axis=2) for extreme in (jnp.max, jnp.min))
     scale = (jnp.where(high >= -low, high, low) * (1 / LEAST)).reshape(weights.shape[0], -1, _GROUPS_OF_A_UNIT)
@@ -83,7 +86,7 @@ def quantize(weights: jax.Array) -> dict[str, jax.Array]:
 
 
 def cut(values: jax.Array) -> dict[str, jax.Array]:
-    """i8[out, in], -32 to 31 -> `kernel` and `kernel_upper`."""
+    """Splits i8[out, in], -32 to 31, into `kernel` i4[out, in] and `kernel_upper` u8[out, in / 4]."""
     stored = (values - LEAST).astype(jnp.uint8)
     upper = (stored >> 4).reshape(values.shape[0], -1, len(_SHIFTS)) << _SHIFTS
     kernel = (stored & 15).astype(jnp.int8) - four_bit.MIDDLE
@@ -91,12 +94,12 @@ def cut(values: jax.Array) -> dict[str, jax.Array]:
 
 
 def joined(kernel: jax.Array, upper: jax.Array) -> jax.Array:
-    """i8[out, in], -32 to 31: what `cut` has cut."""
+    """The values i8[out, in], -32 to 31, that `cut` has split."""
     return kernel.astype(jnp.int8) + four_bit.MIDDLE + LEAST + _upper_bits(upper) * 16
 
 
 def scale_of(weights: Weights) -> jax.Array:
-    """f32[out, in / 16], exact."""
+    """The exact scales, f32[out, in / 16]."""
     units = jnp.repeat(weights["scale_unit"].astype(jnp.float32), _GROUPS_OF_A_UNIT, axis=1)
     return weights["scale"].astype(jnp.float32) * units
 
@@ -108,6 +111,6 @@ def _upper_bits(upper: jax.Array) -> jax.Array:
 
 @jax.jit
 def _pack_upper(upper: jax.Array) -> jax.Array:
-    """As `four_bit.pack_six` gives it: the lower bits do not matter."""
+    """The upper bits as the C code reads them. `four_bit.pack_six` packs them; it ignores the lower bits here."""
     _, high = four_bit.pack_six(_upper_bits(upper) * 16 + LEAST)
     return high

@@ -1,4 +1,4 @@
-"""The names of the forms of weights and activations. No jax here: configs and options name a form without computing."""
+"""The forms of weights and activations, and their names. This module does not import jax: configs and options use it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class EightBit(StrEnum):
 
     @property
     def kind(self) -> str:
-        """The name by which a user asks for it."""
+        """The name of the form in `--quantization`."""
         return str(self)
 
     @property
     def product(self) -> str:
-        """The name by which `pallas_kernels.chips` says which chips read it."""
+        """The name of the form in `pallas_kernels.chips`, which says which chips multiply with it."""
         return self.kind
 
     @property
     def bits(self) -> int:
-        """Of a weight."""
+        """Bits of one weight, without scales."""
         return 8
 
     @property
     def whole(self) -> int:
-        """The number of inputs that a chip's part of a kernel is a multiple of."""
+        """A kernel that is split by inputs over chips has a multiple of this many inputs on each chip."""
         return 1
 
     @property
@@ -43,47 +43,47 @@ class EightBit(StrEnum):
         return self
 
     def at(self, path: str) -> EightBit:
-        """The form of the projection at `path`, such as "layers.3.mlp.down"."""
+        """The form of the projection at `path`, such as "layers.3.mlp.down". Here all projections have the same form."""
         return self
 
     def in_words(self) -> str:
-        """For messages."""
+        """The description of the form in messages."""
         return str(self)
 
     @classmethod
     def of(cls, dtype: object) -> EightBit:
-        """The form of a kernel, by the kernel's dtype in numpy or jax."""
+        """The form of a kernel with this dtype of numpy or jax."""
         return next(form for form in cls if form.dtype == dtype)
 
     @property
     def dtype(self) -> str:
-        """As numpy and jax name it."""
+        """The kernel's dtype, by its name in numpy and jax."""
         return "int8" if self is EightBit.INT8 else "float8_e4m3fn"
 
     @property
     def largest(self) -> float:
-        """The kernel's value for the largest weight of a row."""
+        """The largest value of a kernel. The scale of a row maps the row's largest weight to it."""
         return 127.0 if self is EightBit.INT8 else 448.0
 
 
 class Numbers(StrEnum):
-    """What a 4-bit kernel has for each output and group. Chips read the first one, and CPUs read all of them."""
+    """The numbers that a 4-bit kernel stores for each output and group. Chips read `CHIP` only. CPUs read all of them."""
 
     CHIP = "chip"  # a scale in bfloat16, and perhaps a zero in bfloat16
     BFLOAT16 = "bf16"  # a scale, and perhaps a zero in uint8
-    FLOAT16 = "f16"  # the same
-    FLOAT32 = "f32"  # the same
+    FLOAT16 = "f16"  # a scale, and perhaps a zero in uint8
+    FLOAT32 = "f32"  # a scale, and perhaps a zero in uint8
     Q4_1 = "q4_1"  # a scale and an offset in float16
-    Q4_K = "q4_k"  # a scale and an offset of 6 bits, and their float16 units, which eight groups share
+    Q4_K = "q4_k"  # a scale and an offset of 6 bits; eight groups share the float16 units of both
 
     @property
     def has_offsets(self) -> bool:
-        """Whether an offset is subtracted from the weights, in place of a zero from their values."""
+        """Whether a group has an offset, which is subtracted after scaling. A zero is subtracted before scaling."""
         return self in (Numbers.Q4_1, Numbers.Q4_K)
 
     @property
     def scale_dtype(self) -> str:
-        """As numpy and jax name it."""
+        """The dtype of the scales, by its name in numpy and jax."""
         others = {
             Numbers.FLOAT32: "float32",
             Numbers.FLOAT16: "float16",
@@ -93,22 +93,22 @@ class Numbers(StrEnum):
         return others.get(self, "bfloat16")
 
 
-GROUPS_OF_A_UNIT = 8  # in `Numbers.Q4_K`
+GROUPS_OF_A_UNIT = 8  # groups that share one float16 unit in `Numbers.Q4_K`
 
 
 @dataclass(frozen=True, kw_only=True)
 class FourBit:
-    """Kernels of the projections in int4, with a scale for each output and each group of neighbouring inputs. The head
-    is in int8: in int4 it would lose more than all projections of a layer.
+    """Projections in int4, with a scale for each output and each group of neighbouring inputs. The head is in int8: in
+    int4 it would lose more accuracy than all projections of a layer.
 
     Raises:
-        ValueError: the group has fewer than `MIN_GROUP` inputs, or it has zeros and offsets.
+        ValueError: the group has fewer than `MIN_GROUP` inputs, or the form has both zeros and offsets.
     """
 
     group: int  # inputs that share a scale
-    has_zeros: bool = False  # each group has a zero, too, which is subtracted from its values
+    has_zeros: bool = False  # each group also has a zero, which is subtracted from the kernel's values
     numbers: Numbers = Numbers.CHIP
-    # As of `EightBit`.
+    # The properties that `EightBit` describes.
     kind: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
     in_head: ClassVar[EightBit] = EightBit.INT8
@@ -125,21 +125,21 @@ class FourBit:
 
     @property
     def product(self) -> str:
-        """As of `EightBit`. Groups of 16 have products of their own."""
+        """The name of the form in `pallas_kernels.chips`. Groups that are no multiple of 32 have names of their own."""
         small = "" if self.group % 32 == 0 else "-g16"
         return f"{self.kind}{small}" + ("" if self.numbers is Numbers.CHIP else "-exact")
 
     @property
     def whole(self) -> int:
-        """As of `EightBit`."""
+        """A chip's part of a kernel has whole groups, and whole units of groups in `Q4_K`."""
         return self.group * (GROUPS_OF_A_UNIT if self.numbers is Numbers.Q4_K else 1)
 
     def at(self, path: str) -> FourBit:
-        """As of `EightBit`."""
+        """The form of the projection at `path`, which is the same for all."""
         return self
 
     def in_words(self) -> str:
-        """For messages."""
+        """The description of the form in messages."""
         groups = f"{self.kind}, groups of {self.group}"
         if self.numbers.has_offsets:
             return f"{groups} as in {self.numbers.name}"
@@ -150,10 +150,10 @@ class FourBit:
 
 @dataclass(frozen=True)
 class SixBit:
-    """Kernels of the projections and the head as in GGUF's `Q6_K`: int6, with a scale of 8 bits for each output and
-    group of 16 neighbouring inputs, and a float16 unit for 16 scales. CPUs read it."""
+    """Projections and a head as in GGUF's `Q6_K`: int6, with a scale of 8 bits for each output and group of 16
+    neighbouring inputs. 16 scales share a float16 unit. Only CPUs read this form."""
 
-    # As of `EightBit`.
+    # The properties that `EightBit` describes.
     kind: ClassVar[str] = "int6"
     product: ClassVar[str] = "int6"
     bits: ClassVar[int] = 6
@@ -165,19 +165,19 @@ class SixBit:
 
     @property
     def in_head(self) -> SixBit:
-        """As of `EightBit`."""
+        """The form of the head, which is the same as that of the projections."""
         return self
 
     def at(self, path: str) -> SixBit:
-        """As of `EightBit`."""
+        """The form of the projection at `path`, which is the same for all."""
         return self
 
     def in_words(self) -> str:
-        """For messages."""
+        """The description of the form in messages."""
         return f"{self.kind}, groups of {self.group} as in Q6_K"
 
 
-OneForm = EightBit | FourBit | SixBit  # of one kernel
+OneForm = EightBit | FourBit | SixBit  # the form of one kernel
 HEAD_PATH = "head"
 
 
@@ -185,12 +185,12 @@ HEAD_PATH = "head"
 class Mixed:
     """Projections of several forms, as in many GGUF files, and a head that may have another form than `most.in_head`.
 
-    The path of a projection is "layers.3.mlp.down", or that of one tensor of a fused projection whose tensors have
-    several forms: "layers.3.attention.qkv.v_proj".
+    A path names a projection ("layers.3.mlp.down"). If the tensors of a fused projection have several forms, a path
+    names one of these tensors ("layers.3.attention.qkv.v_proj").
     """
 
-    most: FourBit | SixBit  # of the projections that are not in `others`
-    # path of a projection, or of the head -> its form, in the order of the paths
+    most: FourBit | SixBit  # the form of the projections that are not in `others`
+    # (path of a projection or of the head, its form), sorted by path
     others: tuple[tuple[str, OneForm], ...]
 
     def __str__(self) -> str:
@@ -198,31 +198,31 @@ class Mixed:
 
     @property
     def kind(self) -> str:
-        """As of `EightBit`."""
+        """The `kind` of the form that most projections have."""
         return self.most.kind
 
     @property
     def product(self) -> str:
-        """As of `EightBit`. Chips that read the most exactly read the others, too."""
+        """The `product` of the form that most projections have. Chips that read it exactly read the others, too."""
         return self.most.product
 
     @property
     def bits(self) -> int:
-        """As of `EightBit`, of most projections."""
+        """Bits of one weight in most projections, without scales."""
         return self.most.bits
 
     @property
     def whole(self) -> int:
-        """As of `EightBit`. The head is never split by inputs."""
+        """The largest `whole` of all projections. The head does not count: it is never split by inputs."""
         return max([self.most.whole, *(form.whole for path, form in self.others if path != HEAD_PATH)])
 
     @property
     def in_head(self) -> OneForm:
-        """As of `EightBit`."""
+        """The form of the head."""
         return self.at(HEAD_PATH)
 
     def at(self, path: str) -> OneForm:
-        """As of `EightBit`, also of the head."""
+        """The form of the projection at `path`, or of the head at `HEAD_PATH`."""
         return self._forms.get(path, self.most.in_head if path == HEAD_PATH else self.most)
 
     def is_split(self, path: str) -> bool:
@@ -230,7 +230,7 @@ class Mixed:
         return any(other.startswith(f"{path}.") for other, _ in self.others)
 
     def in_words(self) -> str:
-        """For messages. The head is left out."""
+        """The description of the projections' forms in messages. The head is left out."""
         counts = {form: len(set(paths) - {HEAD_PATH}) for form, paths in self._paths.items()}
         others = [f"{count} in {form.in_words()}" for form, count in counts.items() if count]
         return self.most.in_words() + (f" ({'; '.join(others)})" if others else "")
@@ -248,8 +248,8 @@ class Mixed:
 
 
 WeightForm = OneForm | Mixed
-FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # as a user names them
-# Of inputs. With larger groups hardly any bytes are saved: a scale has 16 bits, and 128 weights have 512.
+FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # the values of `--quantization`
+# Inputs of a group. Larger groups save hardly any bytes: a scale has 16 bits, and 128 weights have 512.
 MAX_GROUP, MIN_GROUP = 128, 16
 
 
@@ -264,8 +264,16 @@ _PATHS = re.compile(r"[\w.]+(?:,[\w.]+)*")
 
 
 def form_named(name: str, widths: Iterable[int]) -> WeightForm:
-    """The form of a name: "int8", "fp8", "int4" with the largest group for kernels of these numbers of inputs, or as
-    `str` writes a `FourBit`, a `SixBit` or a `Mixed`. ValueError if there is none."""
+    """The form with this name.
+
+    Args:
+        name: "int8", "fp8", "int4", or what `str` gives for a `FourBit`, a `SixBit` or a `Mixed`. "int4" takes the
+            largest group that divides all `widths`.
+        widths: the numbers of inputs of the model's kernels.
+
+    Raises:
+        ValueError: no form has this name, or kernels with these `widths` cannot have it.
+    """
     widths = tuple(widths)
     most, *others = name.split("+")
     form = _one_named(most, widths)
@@ -301,26 +309,26 @@ def _one_named(name: str, widths: tuple[int, ...]) -> OneForm:
 
 
 def described(form: WeightForm) -> str:
-    """Of a model with projections in `form`, in words."""
+    """A clause for messages that says in which forms the projections and the head are."""
     if form.in_head == form:
         return f"projections and head are {form.in_words()}"
     return f"projections are {form.in_words()}, and the head is {form.in_head.in_words()}"
 
 
 class Activations(StrEnum):
-    """What a quantised checkpoint says of the inputs of its projections."""
+    """How a quantised checkpoint wants the inputs of its projections to be rounded."""
 
     EXACT = "exact"  # only the weights are quantised
-    BLOCKS = "blocks"  # the same; but a CPU may round inputs, as llama.cpp does: GGUF
+    BLOCKS = "blocks"  # GGUF: only the weights are quantised, but a CPU may round inputs, as llama.cpp does
     DYNAMIC = "dynamic"  # each token is rounded to the weights' type, with a scale of its own
     STATIC = "static"  # all tokens are rounded with one scale, which is stored for each projection
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits. Of
-    kernels in 4 or 6 bits they are rounded to int8, and each block of 256 inputs of a token has a scale of its own."""
+    """Rounds the inputs of products to the 8-bit type of the kernel, so that both sides of a product have 8 bits. The
+    inputs of kernels in 4 or 6 bits are rounded to int8, with a scale for each token and block of 256 inputs."""
 
-    min_rows: int = 1  # products of fewer rows keep the activations' type
+    min_rows: int = 1  # the inputs of products with fewer rows are not rounded
     is_static: bool = False  # each projection has an `input_scale`; the head has none
-    with_head: bool = False  # otherwise the head's inputs keep their type
+    with_head: bool = False  # whether the inputs of the head are rounded, too
