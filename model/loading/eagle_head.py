@@ -1,8 +1,8 @@
 """Loads an EAGLE head from the folder of its public checkpoint: safetensors files, or `pytorch_model.bin`.
 
-The trainers' names differ: EAGLE calls the layer `layers.0`, EAGLE-3 `midlayer`, and some write `model.` before all
-names. Tables of a smaller draft vocabulary are `d2t`, what to add to a draft's number to get the model's token, and
-`t2d`, whether a token of the model can be drafted.
+The names of tensors differ: EAGLE calls the layer `layers.0`, EAGLE-3 calls it `midlayer`, and some trainers write
+`model.` before all names. A smaller draft vocabulary has two tables. `d2t` is what to add to a draft token to get the
+model's token. `t2d` says whether a token of the model can be drafted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TORCH_FILE = "pytorch_model.bin"
 EMBEDDING = "embed_tokens.weight"
 _TO_MODEL, _TO_DRAFT = "d2t", "t2d"
 _PREFIXES = re.compile(r"(model\.)?(midlayer\.|layers\.0\.)?")
-_IGNORED = re.compile(r"layer\.self_attn\.rotary_emb\.inv_freq")  # the config has it, too
-_ROWS_COMPARED = 4096  # of two embeddings at once; bounds the host's memory
+_IGNORED = re.compile(r"layer\.self_attn\.rotary_emb\.inv_freq")  # computed from the config
+_ROWS_COMPARED = 4096  # rows of two embeddings that are compared together; bounds the host's memory
 
 _OF_LLAMA = [(name, parts) for name, parts in LAYER.items() if name != "attention_norm.scale"]
 # Parameter -> the tensors that fill it, joined along the rows.
@@ -53,15 +53,15 @@ class HeadFiles:
     """The tensors of a head, under the names of `_SOURCES`.
 
     Raises:
-        ValueError, on entering: there are no files, a file cannot be read, or the tensors are not those of `config`:
-        each one that is missing, repeated, unexpected, mis-shaped or of an unreadable type is named.
+        ValueError, on entering: there are no files, a file cannot be read, or the tensors are not those of `config`.
+        The message names each tensor that is missing, repeated, unexpected, mis-shaped or of an unreadable type.
     """
 
     def __init__(self, folder: Path, config: EagleConfig):
         self._folder = folder
         self._config = config
         self._slices: dict[str, RemoteSlice] = {}
-        self._names: dict[str, str] = {}  # as they are stored
+        self._names: dict[str, str] = {}  # name in `_SOURCES` -> stored name
         self._versions: dict[File, str] = {}
 
     def __enter__(self) -> Self:
@@ -71,7 +71,7 @@ class HeadFiles:
     def __exit__(self, *exc: object) -> None: ...
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if another head has taken this one's place since it was opened."""
+        """Raises ValueError if a file was replaced since it was opened."""
         for file, version in self._versions.items():
             check_unchanged(file, version)
 
@@ -92,7 +92,7 @@ class HeadFiles:
         return self._slices[key].rows(start, stop).__getitem__
 
     def tokens(self) -> np.ndarray:
-        """i32[draft_vocab_size]: the model's token of each draft token. ValueError if the tables contradict."""
+        """The model's token of each draft token, i32[draft_vocab_size]. ValueError if the tables are inconsistent."""
         count, vocab = self._config.draft_vocab_size, self._config.layer.vocab_size
         tokens = np.arange(count, dtype=np.int64)
         if _TO_MODEL in self._slices:
@@ -108,7 +108,7 @@ class HeadFiles:
         return tokens.astype(np.int32)
 
     def shares_embedding(self, model: Tensors, key: str) -> bool:
-        """Whether the embedding is a copy of the model's, the tensor `key`, up to the rounding of 16-bit types."""
+        """Whether the head's embedding equals the model's tensor `key`, up to the rounding of 16-bit types."""
         if self.shape(EMBEDDING) != model.shape(key):
             return False
         for start in range(0, self.shape(EMBEDDING)[0], _ROWS_COMPARED):
@@ -159,7 +159,7 @@ class HeadFiles:
 
 
 def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that the files of a head may hold; all but the embedding and the tables must be there."""
+    """The names and shapes of a head's tensors. All except the embedding and the tables must be in the files."""
     layer, is_third = config.layer, config.form is EagleForm.EAGLE3
     embed, vocab, inputs = layer.hidden_size, layer.vocab_size, (1 + is_third) * layer.hidden_size
     shapes = {f"layer.{name}.weight": shape for name, shape in layer_shapes(layer).items() if name != "input_layernorm"}
@@ -184,7 +184,7 @@ class StoredHead:
     folder: Path
     config: EagleConfig
     dtypes: tuple[str, ...]
-    has_embedding: bool  # one of its own is loaded
+    has_embedding: bool  # the head's own embedding is loaded
 
     def load(self, *, dtype: Any, mesh: Mesh | None = None) -> EagleHead:
         """The head on `mesh`, cast to `dtype`. Raises ValueError if the files are damaged."""
@@ -204,8 +204,8 @@ class StoredHead:
 
 
 def random_head(config: EagleConfig, *, seed: int, **form: Any) -> EagleHead:
-    """A head of random weights, made on the chips. It drafts the first tokens of the vocabulary. `form`: as of
-    `abstract_head`."""
+    """A head with random weights, which are made on the chips. It drafts the first tokens of the vocabulary. `form`:
+    arguments of `abstract_head`."""
     head = abstract_head(config, **form)
     seeds = seeds_of(head, seed)
 
@@ -218,7 +218,8 @@ def random_head(config: EagleConfig, *, seed: int, **form: Any) -> EagleHead:
 def _filled(
     head: EagleHead, tokens: np.ndarray, make: Callable[[str, jax.ShapeDtypeStruct], jax.Array], **options: int
 ) -> EagleHead:
-    """As `fill_each`, and `EagleHead.vocabulary` is that of the `tokens`, i32[draft_vocab_size]."""
+    """Fills the head's parameters by `make`, and its vocabulary tables from `tokens`, i32[draft_vocab_size]: the model's
+    token of each draft token."""
     to_draft = np.full(head.eagle.layer.vocab_size, -1, np.int32)
     to_draft[tokens] = np.arange(len(tokens), dtype=np.int32)
     tables = {"to_model": tokens, "to_draft": to_draft}

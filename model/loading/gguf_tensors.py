@@ -1,6 +1,6 @@
 """The tensors of a GGUF file under their names in the Hugging Face form, read by slices.
 
-Import this module only for a GGUF file: the package `gguf`, which dequantises the blocks, takes half a second.
+Import this module only for a GGUF file: importing `gguf`, the package that dequantises the blocks, takes half a second.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_ROWS_AT_ONCE = 1024  # dequantised together; bounds the temporary memory
+_ROWS_AT_ONCE = 1024  # rows that are dequantised together; bounds the temporary memory
 
 
 class GgufTensors(Checkpoint):
     """The tensors of a file by name, with the interface of `TensorFiles`.
 
     Raises:
-        ValueError, on entering: the file is incomplete, or its tensors are not those of `config`. Each one that is
-        missing, unexpected, mis-shaped or of an unreadable type is named.
+        ValueError, on entering: the file is incomplete, or its tensors are not those of `config`. The message names
+        each tensor that is missing, unexpected, mis-shaped or of an unreadable type.
     """
 
     def __init__(self, path: Path, config: LlamaConfig):
@@ -98,11 +98,12 @@ class GgufTensors(Checkpoint):
 
     @property
     def form(self) -> EightBit | None:
-        """The form to which the projections are requantised; None if they are of a float type."""
+        """The form to which quantised projections are requantised; None if all have a float type."""
         return EightBit.INT8 if self._block_types() else None
 
     def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """As `Checkpoint.in_four_bits`."""
+        """The form by which chips hold the projections without requantising them, or the reason why there is none. Both
+        are None if no projection has 4 bits."""
         kernels = expected_kernels(self._config).keys() - {HEAD.key}
         types = {self._type(key) for key in kernels}
         if not types & _OF_FOUR_BITS:
@@ -114,7 +115,8 @@ class GgufTensors(Checkpoint):
         return (form, None) if is_whole else (None, f"groups of {form.group} do not divide the numbers of inputs")
 
     def in_exact_form(self) -> FourBit | SixBit | Mixed | None:
-        """As `Checkpoint.in_exact_form`. Tensors of other types are in int8."""
+        """The form of 4 and 6 bits that keeps all stored numbers; None if no projection has one. Tensors of other types
+        become int8."""
         forms = dict(self._exact_forms())
         counts = Counter(form for form in forms.values() if isinstance(form, FourBit | SixBit))
         if not counts:
@@ -126,7 +128,7 @@ class GgufTensors(Checkpoint):
         return Mixed(most=most, others=tuple(sorted(others.items()))) if others else most
 
     def _exact_forms(self) -> Iterator[tuple[str, OneForm]]:
-        """The paths of the projections, as `Mixed` has them, and their forms."""
+        """Each projection's path, as in `Mixed`, and its form."""
         for module in fused_projections(self._config):
             forms = {source.key: self._exact_form_of(source.key) for source in sources(f"{module}.kernel")}
             if len(set(forms.values())) == 1:
@@ -135,8 +137,8 @@ class GgufTensors(Checkpoint):
             yield from ((f"{module}.{key.split('.')[-2]}", form) for key, form in forms.items())
 
     def _exact_form_of(self, key: str, *, panels_only: bool = False) -> OneForm:
-        """Of a tensor. `panels_only`: if its outputs are no whole panels of C, it is in int8, which XLA multiplies
-        faster."""
+        """The form that keeps a tensor's numbers, or int8. With `panels_only`, a tensor whose outputs are no whole
+        panels of the C code is in int8, which XLA multiplies faster."""
         form = EXACT.get(self._type(key), EightBit.INT8)
         is_cut = any(width % form.whole for width in self._config.projection_inputs) and key != HEAD.key
         is_slow = panels_only and self.shape(key)[0] % PANEL != 0
@@ -144,28 +146,29 @@ class GgufTensors(Checkpoint):
 
     @property
     def activations(self) -> Activations | None:
-        """Only the weights are quantised. llama.cpp rounds blocks of the inputs."""
+        """`BLOCKS` if projections are quantised: llama.cpp rounds blocks of their inputs. None if they are not."""
         return Activations.BLOCKS if self._block_types() else None
 
     @property
     def packing(self) -> str | None:
-        """The stored types of quantised projections, in words."""
+        """The stored types of quantised projections, such as "GGUF Q4_K and Q6_K"; None if none are quantised."""
         types = self._block_types()
         return f"GGUF {' and '.join(types)}" if types else None
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The stored types, those of quantised projections excluded, each type once: ("Q6_K", "float32")."""
+        """The stored types, each once, such as ("Q6_K", "float32"). If projections are quantised, the types of the
+        projections and the head are left out."""
         kernels = expected_kernels(self._config).keys() if self._block_types() else set()
         used = {self._type(key) for key in expected_shapes(self._config).keys() - kernels}
         return tuple(sorted(FLOATS[type].name if type in FLOATS else type.name for type in used))
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor, without its values."""
+        """The shape of a tensor. Its values are not read."""
         return self._tensor(key).shape
 
     def reader(self, key: str, rows: slice) -> Reader:
-        """Reads parts of a tensor."""
+        """A function that reads the part of a tensor at an index."""
         return partial(self._read, key)
 
     def check_unchanged(self) -> None:
@@ -180,13 +183,13 @@ class GgufTensors(Checkpoint):
         return values if rows else values[0]
 
     def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
-        """Reads as `PackedKernel.part`."""
+        """A function that reads the part at an index of the parameter `name` of a kernel in `form`."""
         return partial(self._read_kept, name, key, form)
 
     def _read_kept(self, name: str, key: str, form: FourBit | SixBit, index: tuple[slice, ...]) -> np.ndarray:
         tensor = self._tensor(key)
         num_out, num_in = tensor.shape
-        # Inputs of a number. Whole groups are read: a shard of a kernel holds them, too (`sharding.check_groups`).
+        # Inputs that share a number. Whole groups are read: a shard of a kernel has them (`sharding.check_groups`).
         size = {"kernel": 1, "kernel_upper": 4}.get(name, form.whole if name.endswith("_unit") else form.group)
         rows = stored_rows(key, self._config, np.arange(num_out)[index[0]])
         columns = np.arange(num_in // size)[index[1]] * size
@@ -208,7 +211,7 @@ class GgufTensors(Checkpoint):
         return Type(self._tensor(key).type)
 
     def _tensor(self, key: str) -> GgufTensor:
-        """The stored tensor. A head that is tied to the embedding is not stored."""
+        """The stored tensor for a name in Hugging Face's form. A tied head gives the embedding."""
         is_tied = key == HEAD.key and self._config.tie_word_embeddings
         return self._tensors[name_of(EMBEDDING.key if is_tied else key)]
 
@@ -225,8 +228,8 @@ class GgufTensors(Checkpoint):
 
 
 def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
-    """Where these rows of the tensor `key` are. In q and k, llama.cpp rotates pairs of neighbouring rows of a head, and
-    Hugging Face its two halves."""
+    """The indices at which these rows of the tensor `key` are stored. The rows of q and k differ: the pairs that are
+    rotated are neighbours in llama.cpp, and in Hugging Face's form they are in the two halves of a head."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
     if heads is None:
         return rows
@@ -235,11 +238,14 @@ def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
 
 
 def check_places(file: GgufFile, num_bytes: int) -> None:
-    """By the format, a tensor begins at the first aligned byte after the tensor before it. A tensor at another place
-    would be read from the bytes of other tensors.
+    """Checks that each tensor begins at the first aligned byte after the tensor before it, as the format requires. A
+    tensor at another place would be read from the bytes of other tensors.
 
     Args:
-        num_bytes: of the file. ValueError if it is cut off.
+        num_bytes: the size of the file.
+
+    Raises:
+        ValueError: a tensor is at another place, or the file is cut off.
     """
     begin = end = file.start
     for name, tensor in file.tensors.items():
@@ -255,7 +261,7 @@ def check_places(file: GgufFile, num_bytes: int) -> None:
 
 
 def faults_of(tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
-    """What is wrong with a tensor that should have this shape."""
+    """The faults of a tensor that should have this shape, each as words that follow the tensor's name."""
     readable = (*FLOATS, *BLOCKS)
     if tensor.type not in readable:
         name = Type(tensor.type).name if tensor.type in Type else tensor.type
@@ -268,7 +274,7 @@ def faults_of(tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
 
 
 def name_of(key: str) -> str:
-    """The name in GGUF."""
+    """The name in GGUF of a tensor with this name in Hugging Face's form."""
     if key in _TOP:
         return _TOP[key]
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", key)
@@ -277,7 +283,7 @@ def name_of(key: str) -> str:
 
 
 def num_bytes_of(tensor: GgufTensor) -> int:
-    """Of the values of a tensor whose type is known."""
+    """The number of bytes of a tensor's values. Its type must be known."""
     per_block, block_bytes = GGML_QUANT_SIZES[Type(tensor.type)]
     return math.prod(tensor.shape) // per_block * block_bytes
 
@@ -289,13 +295,13 @@ def _blocks(file: LocalFile, tensor: GgufTensor, rows: np.ndarray) -> Iterator[n
     row_bytes = num_blocks * block_bytes
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[start : start + _ROWS_AT_ONCE]
-        low, high = int(some.min()), int(some.max()) + 1  # neighbours but for the order within heads of q and k
+        low, high = int(some.min()), int(some.max()) + 1  # the rows are adjacent, except for the order in q and k
         stored = file.read_range(tensor.offset + low * row_bytes, tensor.offset + high * row_bytes)
         yield stored.reshape(high - low, num_blocks, block_bytes)[some - low]
 
 
 def values_of(file: LocalFile, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
-    """[rows, end - first]: these columns of these rows."""
+    """The values [rows, end - first] of these rows, from column `first` up to `end`. Blocks are dequantised."""
     type = Type(tensor.type)
     per_block, _ = GGML_QUANT_SIZES[type]
     first_block, end_block = first // per_block, -(-end // per_block)
@@ -303,7 +309,7 @@ def values_of(file: LocalFile, tensor: GgufTensor, rows: np.ndarray, first: int,
     parts = []
     for blocks in _blocks(file, tensor, rows):
         flat = blocks[:, first_block:end_block].reshape(len(blocks), -1)
-        with np.errstate(invalid="ignore", over="ignore"):  # of infinite scales, which make NaN as in other formats
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite scales make NaN, as in other formats
             wide = flat.view(FLOATS[type]) if type in FLOATS else dequantize(flat, type)
         parts.append(np.asarray(wide)[:, within])
     return np.concatenate(parts)

@@ -1,7 +1,7 @@
 """Weights that a trainer gives as arrays, in place of files.
 
-Arrays of JAX go from their devices to the chips, and the host sees none of their values. Arrays of NumPy are read as
-files are. All that can be wrong with them is found before the first of them is used.
+JAX arrays are copied from their devices to the chips, without the host. NumPy arrays are read as files are. All arrays
+are checked before the first of them is used.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _LAYOUTS: dict[str, Callable[[LlamaConfig, Mapping[str, Any]], Layout]] = {
     "maxtext": trainer_layouts.maxtext,
 }
 _OUTER = ("params", "base", "model")  # collections and wrappers around the arrays of MaxText and Tunix
-_LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite on a chip
+_LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite in bfloat16
 _OF_A_LAYER = re.compile(r"layers\.\d+\.")
-_BYTES_AT_ONCE = 64 << 20  # of a NumPy array that is checked; bounds the memory of the device
+_BYTES_AT_ONCE = 64 << 20  # bytes of a NumPy array that are checked together; bounds the device's memory
 
 
 class GivenWeights(Checkpoint):
     """The weights of a trainer, for a model that serves.
 
     Args:
-        arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. Of a state, its
-            `nnx.Param` are the weights. Arrays may be on any devices of this process.
-        config: of the model. What it says of quantised files does not count.
-        names: whose names and shapes they have. "hf": Hugging Face's. "own": those of `Llama` on one chip. "tunix",
-            "maxtext": those of these trainers, also below "params", "base" or "model".
+        arrays: a mapping from names to arrays, nested or not, or a module of Flax NNX or its state. The weights in a
+            state are its `nnx.Param`. Arrays may be on any devices of this process.
+        config: the config of the model. Its fields for quantised files are ignored.
+        names: the layout, which gives the names and shapes. "hf": Hugging Face's. "own": that of `Llama` on one chip.
+            "tunix", "maxtext": those of these trainers. Paths may begin with "params", "base" or "model".
         donate: deletes each array once it is no longer needed. Without it the arrays stay as they are.
 
     Raises:
@@ -65,7 +65,7 @@ class GivenWeights(Checkpoint):
             raise ValueError(f"names={names!r} is not one of {', '.join(_LAYOUTS)}")
         self.config = replace(config, quantized=None)
         self._donate = donate
-        self._arrays = flattened(arrays)  # by their names in the layout
+        self._arrays = flattened(arrays)  # name in the layout -> array
         if names not in ("hf", "own"):
             self._arrays = {_inner(path): array for path, array in self._arrays.items()}
         layout = _LAYOUTS[names](self.config, self._arrays)
@@ -76,15 +76,15 @@ class GivenWeights(Checkpoint):
             self._tie()
 
     def check(self, form: Mapping[str, Any]) -> None:
-        """It waits for the arrays, and changes nothing. Values are checked once.
+        """Checks the arrays. It waits for their values, and changes nothing. Values are checked only once.
 
         Args:
             form: the arguments of `abstract_model`.
 
         Raises:
             ValueError: the weights cannot have this form. Or arrays are missing, unexpected, mis-shaped, of a type that
-                cannot be cast, deleted, not of this host alone, not finite, or too large for bfloat16: one message
-                lists all of them.
+                cannot be cast, deleted, partly on other hosts, not finite, or too large for bfloat16. One message lists
+                all of them.
         """
         missing, extra = self._shapes.keys() - self._arrays.keys(), self._arrays.keys() - self._shapes.keys()
         extra = {path for path in extra if not IGNORED.fullmatch(path)}
@@ -106,14 +106,15 @@ class GivenWeights(Checkpoint):
     def modules(
         self, form: Mapping[str, Any], *, rehearses: bool = False
     ) -> Iterator[tuple[str, Mapping[str, jax.Array]]]:
-        """The parameters of each module of the model, with its path, in a form as of `check`. They are in new
-        arrays, made when the module is asked for.
+        """The path of each module of the model, and its parameters in this form. They are new arrays, which are made
+        when the iterator reaches the module.
 
         Args:
-            rehearses: of the layers only the first one with modules of a form, and no array is deleted.
+            form: the arguments of `abstract_model`.
+            rehearses: gives only one module of each kind and form, and deletes no array.
 
         Raises:
-            ValueError, before the first one: as `check`.
+            ValueError: `check` fails. It runs before the first module.
         """
         self.check(form)
         model = abstract_model(self.config, **form)
@@ -134,11 +135,11 @@ class GivenWeights(Checkpoint):
                 array = self._arrays.pop(path)
                 if isinstance(array, jax.Array):
                     array.delete()
-                del array  # one of NumPy is freed before the next module is made
+                del array  # frees a NumPy array before the next module is made
 
     def _last_users(self, modules: Mapping[str, Described]) -> dict[str, list[str]]:
-        """Module -> the names of the arrays that no later one needs. The last module is that of arrays without use."""
-        identities = {path: id(array) for path, array in self._arrays.items()}  # equal for one array's names
+        """Module -> the names of the arrays that no later module needs. The last module has those that none needs."""
+        identities = {path: id(array) for path, array in self._arrays.items()}  # names of one array have the same
         last: dict[int, str] = {}
         for module, likes in modules.items():
             last |= dict.fromkeys(
@@ -151,7 +152,7 @@ class GivenWeights(Checkpoint):
         return users
 
     def _read(self, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
-        """As `read_source`."""
+        """Reads a tensor in the array's dtype, with this sharding. KV heads are repeated if there are more chips."""
         tensor = self._tensor(source.key)
         if not isinstance(tensor, jax.Array):
             return read_source(self, source, config, num_shards, sharding)
@@ -170,7 +171,7 @@ class GivenWeights(Checkpoint):
         return reader
 
     def _tie(self) -> None:
-        """A head that is tied to the embedding need not be given, nor the embedding if the head is."""
+        """If the embedding and the head are tied, either of them may be left out."""
         embedding = self._pieces[EMBEDDING.key]
         head = self._pieces.setdefault(HEAD.key, embedding)
         if head.path != embedding.path and head.path not in self._arrays:
@@ -181,7 +182,7 @@ class GivenWeights(Checkpoint):
             self._pieces[EMBEDDING.key] = head
 
     def _fault(self, path: str) -> str | None:
-        """What is wrong with an array, in words that follow its name."""
+        """What is wrong with an array, in words that follow its name; None if it is right."""
         array: Any = self._arrays[path]
         shape = self._shapes[path]
         if not isinstance(array, jax.Array | np.ndarray):
@@ -202,7 +203,7 @@ class GivenWeights(Checkpoint):
         return None
 
     def _has_another_head(self) -> bool:
-        """Whether a head was given that is tied to the embedding and differs from it."""
+        """Whether the model ties the head to the embedding, but both were given and differ."""
         if not self.config.tie_word_embeddings or self._pieces[HEAD.key].path == self._pieces[EMBEDDING.key].path:
             return False
         head, embedding = (self._tensor(source.key) for source in (HEAD, EMBEDDING))
@@ -212,7 +213,7 @@ class GivenWeights(Checkpoint):
         return not all(_are_equal(*parts) for parts in zip(*both, strict=True))
 
     def _tensor(self, key: str) -> Array:
-        """In Hugging Face's form."""
+        """The tensor with this name, in Hugging Face's form."""
         piece = self._pieces[key]
         array = self._arrays[piece.path]
         if isinstance(array, np.ndarray):
@@ -223,12 +224,13 @@ class GivenWeights(Checkpoint):
 
 
 def flattened(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree as `GivenWeights` takes it, by their paths: "layers.0.mlp.down.kernel"."""
+    """The leaves of a tree that `GivenWeights` accepts, by paths such as "layers.0.mlp.down.kernel"."""
     return dict(_leaves(nnx.state(tree) if isinstance(tree, nnx.Module) else tree, ()))
 
 
 def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Not a recursive closure over a dict: that is a cycle, which keeps the arrays until the next full collection."""
+    """The leaves below `node`, with their paths. A recursive closure would be a reference cycle, which keeps the arrays
+    alive until the next full collection."""
     if isinstance(node, Mapping):
         for key, child in node.items():
             yield from _leaves(child, (*path, *map(str, key if isinstance(key, tuple) else (key,))))
@@ -242,14 +244,14 @@ def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _inner(path: str) -> str:
-    """The path below what a trainer may have put around its arrays."""
+    """The path without the wrappers (`_OUTER`) that a trainer may have put around its arrays."""
     outer, _, inner = path.partition(".")
     return _inner(inner) if outer in _OUTER and inner else path
 
 
 def _automatic(array: jax.Array) -> jax.Array:
-    """The same array on a mesh whose axes are all automatic: programs that mix it with the engine's would not compile
-    with explicit ones."""
+    """The same array on a mesh whose axes are all automatic. Programs that mix arrays with explicit axes and the
+    engine's arrays would not compile."""
     if not isinstance(array.sharding, NamedSharding):
         return array
     mesh = array.sharding.mesh
@@ -261,8 +263,8 @@ def _automatic(array: jax.Array) -> jax.Array:
 
 
 def moved(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """The array on the devices of `sharding`, from device to device. `jax.device_put` alone takes the values by way of
-    the host where the parts of a sharded array are to be cut in another way."""
+    """Copies the array to the devices of `sharding`, from device to device. `jax.device_put` alone would copy through
+    the host if a sharded array is to be split in another way."""
     here = array.sharding
     if here.is_equivalent_to(sharding, array.ndim):
         return array
@@ -287,14 +289,14 @@ def _repeated(array: jax.Array, *, copies: int, head_dim: int, sharding: Shardin
 
 @partial(jax.jit, static_argnames="cut")
 def _cut_on_devices(array: jax.Array, layer: int, *, cut: Cut) -> jax.Array:
-    """One program for all layers."""
+    """The tensor that `cut` makes of the array. All layers use the same program."""
     tensor: jax.Array = cut.of(array, layer)
     return tensor
 
 
 @jax.jit
 def _is_finite(array: jax.Array) -> jax.Array:
-    """Also in bfloat16."""
+    """Whether all values are finite, also after a cast to bfloat16."""
     return jnp.all(jnp.abs(array.astype(jnp.float32)) <= _LARGEST)
 
 
@@ -304,9 +306,9 @@ def _are_equal(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _parts(array: Array) -> Iterator[jax.Array]:
-    """An array of JAX whole, and one of NumPy in parts of bounded size.
+    """A JAX array as a whole, or a NumPy array in JAX arrays of bounded size.
 
-    A compiled function would keep an argument of NumPy until JAX is called again, and with it all that was received.
+    A compiled function would keep a NumPy argument alive until JAX is called again, and with it all received data.
     """
     if isinstance(array, jax.Array):
         yield array

@@ -26,7 +26,7 @@ class Source:
     """One tensor of the checkpoint."""
 
     key: str
-    is_kv: bool = False  # rows are KV heads: repeated if there are more chips than heads
+    is_kv: bool = False  # its rows are KV heads, which are repeated if there are more chips than heads
 
 
 EMBEDDING = Source("model.embed_tokens.weight")
@@ -50,15 +50,15 @@ LAYER: dict[str, tuple[Source, ...]] = {
     "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
     "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
 }
-# The tensors of fused projections as parameters of their own (`network.linear.SplitLinear`).
+# The same for fused projections whose tensors are separate parameters (`network.linear.SplitLinear`).
 _SPLIT = {
     f"{name.removesuffix('kernel')}{source.key.split('.')[1]}.kernel": (source,)
     for name, fused in LAYER.items()
     if len(fused) > 1
     for source in fused
 }
-# Constants that older exporters wrote among the weights; the config has them, too. Also scales that are read only where
-# they are needed: those of K/V (`kv_ranges`), and those of inputs.
+# Constants that older exporters wrote among the weights, although the config has them. Also the scales of K/V
+# (`kv_ranges`) and of inputs, which are read only where they are needed.
 IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|.*\.(input_scale|input_global_scale|output_scale|activation_scale|[qkv]_scale|kv_scale|weight_shape)"
@@ -72,16 +72,17 @@ def is_adapter(folder: Place) -> bool:
 
 
 def adapter_fault(folder: Place) -> str:
-    """The rest of a sentence that begins with the name of an adapter's folder. ValueError if its config is damaged."""
+    """The rest of an error message that begins with the name of an adapter's folder. ValueError if the adapter's config
+    is damaged."""
     base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     return adapter_refusal(base, "FOLDER")
 
 
 def adapter_refusal(base: object, kind: str) -> str:
-    """As `adapter_fault`.
+    """The rest of an error message that begins with the name of an adapter: it was given as a model.
 
     Args:
-        base: the name of the adapter's model, if it is known.
+        base: the name of the adapter's model, if it is a non-empty string.
         kind: "FOLDER" or "FILE".
     """
     of_base = f" of the model {shown(base)}" if isinstance(base, str) and base else ""
@@ -92,8 +93,12 @@ def adapter_refusal(base: object, kind: str) -> str:
 
 
 def sources(path: str) -> tuple[Source, ...]:
-    """The tensors of the parameter at `path` ("layers.3.mlp.down.kernel", or "layers.3.attention.qkv.v_proj.kernel" of
-    one tensor of a fused projection), in the order in which they are joined."""
+    """The tensors that fill the parameter at `path`, in the order in which they are joined.
+
+    Args:
+        path: such as "layers.3.mlp.down.kernel". For one tensor of a fused projection, it is
+            "layers.3.attention.qkv.v_proj.kernel".
+    """
     if path in _TOP:
         return _TOP[path]
     _, layer, name = path.split(".", 2)
@@ -107,7 +112,7 @@ def fused_projections(config: LlamaConfig) -> list[str]:
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this config must hold."""
+    """The name and the shape of every tensor that a checkpoint of this config must hold."""
     embed, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING.key: (vocab, embed), "model.norm.weight": (embed,)}
     if not config.tie_word_embeddings:
@@ -119,7 +124,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The weights of a layer, by the names of their modules in it."""
+    """The shapes of a layer's weights, by the names of their modules in the layer."""
     embed, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
@@ -136,22 +141,22 @@ def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Those of `expected_shapes` that a quantised checkpoint quantises: the projections, and perhaps the head."""
+    """The names and shapes of the tensors that a quantised checkpoint may quantise: the projections and the head."""
     kernels = {f"{module}.weight" for module in projections(config.num_layers)} | {HEAD.key}
     return {key: shape for key, shape in expected_shapes(config).items() if key in kernels}
 
 
 def scale_key(key: str, form: CheckpointForm) -> str:
-    """The tensor with the scales of the kernel at `key`."""
+    """The name of the tensor with the scales of the kernel `key`."""
     return key.removesuffix("weight") + form.scale
 
 
 def input_scale_key(key: str) -> str:
-    """The tensor with the scale of the inputs of the kernel at `key`."""
+    """The name of the tensor with the scale of the inputs of the kernel `key`."""
     return key.removesuffix("weight") + "input_scale"
 
 
 def part_keys(key: str, form: PackedForm, shape: tuple[int, ...]) -> dict[str, Part]:
-    """The tensors that hold the packed kernel at `key`."""
+    """The tensors that hold the packed kernel `key` of this shape (out, in), by name."""
     rows, columns = shape
     return {key.removesuffix("weight") + name: part for name, part in form.parts(rows, columns).items()}

@@ -25,17 +25,17 @@ from model.quantization.forms import Activations, FourBit, Mixed, Rounding, SixB
 class StoredWeights:
     """Weights on a disk or in a bucket that are checked against the model's configuration but not loaded yet."""
 
-    path: Place  # of a folder, or of a GGUF file
+    path: Place  # a folder, or a GGUF file
     is_converted: bool  # in the form of `model.loading.orbax_format`; otherwise safetensors or GGUF
-    config: LlamaConfig  # matches the weights: not tied if they have a head of their own
+    config: LlamaConfig  # matches the weights: not tied if they have their own head
     dtypes: tuple[str, ...]  # the stored types, each once
-    remark: str | None  # how they differ from `config.json`
-    quantization: WeightForm | None = None  # of the projections; in the converted form also of the head
-    activations: Activations | None = None  # of a quantised checkpoint
+    remark: str | None  # how the weights differ from `config.json`
+    quantization: WeightForm | None = None  # the form of the projections; if converted, also that of the head
+    activations: Activations | None = None  # how a quantised checkpoint wants inputs to be rounded
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
-    four_bit: FourBit | None = None  # the form of chips that holds packed projections without quantising them again
-    exact_form: FourBit | SixBit | Mixed | None = None  # of 4 and 6 bits, with all of their numbers as they are stored
-    four_bit_fault: str | None = None  # why packed projections have no form of chips
+    four_bit: FourBit | None = None  # the form by which chips hold packed projections without requantising them
+    exact_form: FourBit | SixBit | Mixed | None = None  # the 4- and 6-bit form with all numbers as they are stored
+    four_bit_fault: str | None = None  # why `four_bit` is None for packed projections
 
     @property
     def exact_dtype(self) -> str:
@@ -43,7 +43,8 @@ class StoredWeights:
         return "bfloat16" if self.dtypes == ("bfloat16",) else "float32"
 
     def kv_ranges(self) -> np.ndarray | None:
-        """As `kv_ranges.read_kv_ranges`; those of a converted checkpoint are its source's."""
+        """The ranges of keys and values, f32[L, 2, K], from the K/V scales of the checkpoint. None if it has no such
+        scales, or if all are 1. A converted checkpoint has the ranges of its source."""
         if self.is_converted:
             from model.loading.orbax_format import Description
 
@@ -61,8 +62,8 @@ class StoredWeights:
         quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
     ) -> Llama:
-        """The model on `mesh`, cast to `dtype`. `quantization` is the form of its projections and head, `rounding` that
-        of their inputs.
+        """Loads the model onto `mesh`, cast to `dtype`. `quantization` is the form of its projections and head.
+        `rounding` says how their inputs are rounded.
 
         Raises:
             ValueError: the weights are damaged, or stored in another form than `quantization` asks for.
@@ -98,7 +99,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
             there is one.
 
     Raises:
-        ValueError: there are no weights, or files are incomplete or of another model. The message names the fault.
+        ValueError: there are no weights, files are incomplete, or they are those of another model.
     """
     if is_gguf(path) and load_format == "orbax":
         raise ValueError(f"{path} is a GGUF file: only a folder can hold converted weights")
@@ -111,7 +112,7 @@ def find_weights(path: Place, config: LlamaConfig, load_format: str = "auto") ->
     remark = None
     if found.tie_word_embeddings != config.tie_word_embeddings:
         remark = f"{HEAD.key} differs from the embedding and is used, although config.json ties them"
-    # As in the reference implementation: the dtype of config.json comes first, then that of the tensors.
+    # The dtype of config.json comes before that of the tensors, as in Hugging Face's implementation.
     stated = config.checkpoint_dtype or (dtypes[0] if len(dtypes) == 1 else None)
     found = replace(found, checkpoint_dtype=stated)
     return StoredWeights(

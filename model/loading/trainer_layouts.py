@@ -1,4 +1,4 @@
-"""How trainers lay out the weights of a Llama, and how a tensor in Hugging Face's form is made out of their arrays."""
+"""How trainers lay out the weights of a Llama, and how their arrays become tensors in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Array = jax.Array | np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What makes a tensor, such as a kernel [out, in], of a trainer's array, in this order."""
+    """The operations, in order, that turn a trainer's array into a tensor, such as a kernel [out, in]."""
 
-    rows: tuple[int, int] | None = None  # the tensor is these rows; None: all
-    scan_axis: int | None = None  # the tensor is one layer of this axis; None: there is no such axis
-    factor: float = 1.0  # by which the tensor is larger
-    has_pairs: bool = False  # the last axis is a head's, whose pairs for the rotation are neighbours and no halves
-    turned: tuple[int, ...] | None = None  # the shape of the tensor, whose inputs come first; None: it has its shape
+    rows: tuple[int, int] | None = None  # takes these rows; None: all
+    scan_axis: int | None = None  # takes one layer of this axis; None: there is no such axis
+    factor: float = 1.0  # multiplies the values
+    has_pairs: bool = False  # the pairs that are rotated are neighbours in the last axis; they become halves of it
+    turned: tuple[int, ...] | None = None  # the array has its inputs first: reshape it to this shape; None: keep it
 
     def of(self, array: Any, layer: Any = 0) -> Any:
-        """The tensor. The array is one of JAX or of NumPy."""
+        """The tensor that is made of the array, which is one of JAX or of NumPy. `layer` is an index of `scan_axis`."""
         if self.rows is not None:
             array = array[slice(*self.rows)]
         if self.scan_axis is not None:
@@ -43,29 +43,29 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Where a trainer has a tensor."""
+    """Where a tensor is in a trainer's arrays."""
 
-    path: str  # of the array
+    path: str  # the path of the array
     cut: Cut = Cut()
-    layer: int = 0  # of the axis of layers
+    layer: int = 0  # index of the axis of layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A trainer's arrays for a model. They have a head of their own, unless there is none in this layout."""
+    """A trainer's arrays for a model. They include a separate head, except in a layout that has none."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # by their paths
-    pieces: Mapping[str, Piece]  # Hugging Face's name -> where it is
+    shapes: Mapping[str, tuple[int, ...]]  # path of an array -> its shape
+    pieces: Mapping[str, Piece]  # Hugging Face's name of a tensor -> where it is
 
 
 def hugging_face(config: LlamaConfig) -> Layout:
-    """Of the tensors of a checkpoint."""
+    """The layout of a Hugging Face checkpoint: names and shapes are those of its tensors."""
     shapes = expected_shapes(replace(config, tie_word_embeddings=False))
     return Layout(shapes=shapes, pieces={key: Piece(path=key) for key in shapes})
 
 
 def own(config: LlamaConfig) -> Layout:
-    """Of the state of a `Llama` on one chip that is not quantised."""
+    """The layout of the state of our `Llama`, on one chip and not quantised."""
     tensors = expected_shapes(config)
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, Piece] = {}
@@ -80,7 +80,7 @@ def own(config: LlamaConfig) -> Layout:
     return Layout(shapes=shapes, pieces=pieces)
 
 
-# The names in a layer, by Hugging Face's.
+# Hugging Face's name in a layer -> the trainer's.
 _TUNIX = {
     "input_layernorm": "input_layernorm.w",
     "self_attn.q_proj": "attn.q_proj.w",
@@ -107,7 +107,7 @@ _SCAN_AXIS = 1  # MaxText's `param_scan_axis`
 
 
 def tunix(config: LlamaConfig) -> Layout:
-    """Of Tunix's `models/llama3`. Kernels have their inputs first, and heads have an axis."""
+    """The layout of Tunix's `models/llama3`. The first axis of a kernel is its inputs. Heads have an axis."""
     top = {
         EMBEDDING.key: "embedder.input_embedding",
         "model.norm.weight": "final_norm.w",
@@ -117,11 +117,13 @@ def tunix(config: LlamaConfig) -> Layout:
 
 
 def maxtext(config: LlamaConfig, paths: Collection[str]) -> Layout:
-    """Of MaxText's Llama, with its layers in one array (`scan_layers`) or in one each. Kernels have their inputs first,
-    and heads have an axis. The scores' factor is in the queries, and rotated pairs are neighbours.
+    """The layout of MaxText's Llama. With `scan_layers` an array holds all layers; otherwise each layer has its own.
+
+    The first axis of a kernel is its inputs. Heads have an axis. The queries' kernels contain the factor of the scores,
+    and the pairs that are rotated are neighbours.
 
     Args:
-        paths: of the arrays that are given.
+        paths: the paths of the given arrays. They decide whether an array holds all layers.
     """
     top = {
         EMBEDDING.key: "token_embedder.embedding",
@@ -145,14 +147,14 @@ def _inputs_first(
     cuts: Mapping[str, Cut] = MappingProxyType({}),
     scan_axis: int | None = None,
 ) -> Layout:
-    """A layout in which every kernel has its inputs first.
+    """A layout in which the first axis of every kernel is its inputs.
 
     Args:
-        top: the paths of what is in no layer, by Hugging Face's names.
-        of_layer: the paths of what is in a layer, by Hugging Face's names there.
-        where: the path, from the number of a layer and a path in it.
-        cuts: of the kernels that are kept in another way, by Hugging Face's names in a layer.
-        scan_axis: of the layers in an array; None: each layer has arrays of its own.
+        top: Hugging Face's name of a tensor outside the layers -> the path of its array.
+        of_layer: Hugging Face's name of a tensor in a layer -> the path of its array in the layer.
+        where: the format of a whole path. Its arguments are the number of a layer and a path in the layer.
+        cuts: Hugging Face's name of a tensor in a layer -> further operations on its array.
+        scan_axis: the axis of layers in an array; None: each layer has its own arrays.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, Piece] = {}
@@ -173,7 +175,7 @@ def _inputs_first(
 
 
 def _with_heads(name: str, shape: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
-    """The shape of a kernel [out, in] that has its inputs first, and an axis for heads of either."""
+    """The shape of the trainer's array for a kernel [out, in]: inputs first, with heads in an axis of their own."""
     num_out, num_in = shape
     if name == "self_attn.o_proj":
         return num_in // head_dim, head_dim, num_out

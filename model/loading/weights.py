@@ -1,7 +1,7 @@
-"""Fills the parameters: from Hugging Face safetensors, read shard by shard, or with random values made on the chips.
+"""Fills a model's parameters from a checkpoint, or with random values that are made on the chips.
 
-`model.loading.hf_format` lists the tensors of each parameter. Each chip's rows are read from the file, copied to the
-chip unchanged, and joined there. The host never holds a whole model.
+`model.loading.hf_format` lists the tensors of each parameter. The rows for each chip are read from the file, copied to
+the chip unchanged, and joined there. The host never holds a whole model.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
 from model.quantization.forms import EightBit, FourBit, SixBit
 
-MAX_PARAMETERS_IN_FLIGHT = 4  # read ahead while earlier ones are joined; bounds the host's memory
+MAX_PARAMETERS_IN_FLIGHT = 4  # parameters that are read and joined at the same time; bounds the host's memory
 
 
 def load_hf(path: Place | str, config: LlamaConfig, *, mesh: Mesh | None = None, **form: Any) -> Llama:
-    """The checkpoint at `path`, a folder or a GGUF file, cast to `dtype` or quantised, in its stored form on `mesh`.
+    """Loads the checkpoint at `path`, a folder or a GGUF file, onto `mesh`. It is cast to `dtype` or quantised.
 
     Args:
-        config: the checkpoint's own, before any replication of KV heads. If it ties the head to the embedding and the
+        config: the checkpoint's own config, without repeated KV heads. If it ties the head to the embedding and the
             files hold another head, the model gets that head.
-        form: `dtype`, `quantization` and `rounding`, as of `abstract_model`.
+        form: the arguments `dtype`, `quantization` and `rounding` of `abstract_model`.
 
     Raises:
         ValueError: a file is incomplete, or tensors are missing, unexpected, mis-shaped or of a type that cannot be
@@ -54,7 +54,7 @@ def load_hf(path: Place | str, config: LlamaConfig, *, mesh: Mesh | None = None,
 
 
 def random_weights(config: LlamaConfig, *, seed: int = 0, **form: Any) -> Llama:
-    """Random weights of the right shapes and spread, made on the chips. `form`: as of `abstract_model`."""
+    """A model with random weights, which are made on the chips. `form`: arguments of `abstract_model`."""
     model = abstract_model(config, **form)
     seeds, methods = seeds_of(model, seed), methods_of(model)
 
@@ -72,7 +72,7 @@ def seeds_of(model: nnx.Module, seed: int) -> Iterator[np.uint32]:
     return iter(seeds.astype(np.uint32))
 
 
-Described = Mapping[str, jax.ShapeDtypeStruct]  # a module's own parameters, by name, each with its sharding
+Described = Mapping[str, jax.ShapeDtypeStruct]  # name -> shape, dtype and sharding of a module's own parameter
 MakeModule = Callable[[str, Described], Mapping[str, jax.Array]]
 # (tensor, the checkpoint's config, chips, sharding) -> the tensor
 ReadSource = Callable[[Source, LlamaConfig, int, Sharding], jax.Array]
@@ -91,11 +91,11 @@ def fill[M: nnx.Module](model: M, make: MakeModule, threads: int = MAX_PARAMETER
     """Replaces every abstract parameter, several modules at a time.
 
     Args:
-        make: (path of a module, its abstract parameters) -> their values. A quantised projection has two or more.
+        make: (path of a module, its abstract parameters) -> their values, by name. Threads call it.
     """
     graphdef, state = nnx.split(model)
     modules = described(model)
-    context = copy_context()  # says who expects programs to be compiled
+    context = copy_context()  # threads inherit who expects programs to be compiled
 
     def made_by(*module: Any) -> Mapping[str, jax.Array]:
         return context.copy().run(make, *module)
@@ -116,7 +116,7 @@ def fill_each[M: nnx.Module](
     make: Callable[[str, jax.ShapeDtypeStruct], jax.Array],
     threads: int = MAX_PARAMETERS_IN_FLIGHT,
 ) -> M:
-    """As `fill`, for parameters that are made one by one: `make(path, abstract value)`."""
+    """Replaces every abstract parameter, several modules at a time. `make(path, abstract value)` gives one of them."""
 
     def module(path: str, likes: Described) -> dict[str, jax.Array]:
         return {name: make(f"{path}.{name}" if path else name, like) for name, like in likes.items()}
@@ -127,11 +127,11 @@ def fill_each[M: nnx.Module](
 def module_reader(
     model: Llama, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None, read: ReadSource
 ) -> MakeModule:
-    """Makes the parameters of an abstract model's modules out of an open checkpoint.
+    """A function for `fill` that reads the parameters of a module from an open checkpoint.
 
     Args:
-        config: the checkpoint's own.
-        read: as `read_source`, of these files.
+        config: the checkpoint's own config, without repeated KV heads.
+        read: reads one tensor of `files`, as `read_source` does.
     """
     is_kept = model.quantization in (files.in_four_bits()[0], files.in_exact_form())
     methods = methods_of(model)
@@ -139,7 +139,7 @@ def module_reader(
 
 
 def sources_of(module: str, likes: Described) -> tuple[Source, ...]:
-    """The tensors of a module's weights. The other parameters are what the weights are quantised with."""
+    """The tensors that fill a module's weights. Its other parameters, such as scales, follow from these tensors."""
     name = next(name for name in likes if name != "input_scale")
     return sources(f"{module}.{name}" if module else name)
 
@@ -155,11 +155,11 @@ def _read_module(
     is_kept: bool,
     read: ReadSource,
 ) -> Mapping[str, jax.Array]:
-    """A module's parameters.
+    """Reads a module's parameters.
 
     Args:
-        methods: of the modules that are a `Linear`.
-        is_kept: kernels of 4 and 6 bits are read as the files hold them.
+        methods: path of a `Linear` -> its method.
+        is_kept: kernels of 4 and 6 bits are read as they are stored.
     """
     parts, likes = sources_of(module, likes), dict(likes)
     of_inputs = likes.pop("input_scale", None)
@@ -183,7 +183,7 @@ def _read_module(
         values = {name: _narrowed(value, likes[name]) for name, value in values.items()}
     else:
         values = {name: join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding)}
-    if of_inputs is not None:  # fused projections have the same inputs, and one scale that is large enough for all
+    if of_inputs is not None:  # fused projections have the same inputs: the largest scale is enough for all
         largest = max(files.input_scale(part.key) for part in parts)
         values["input_scale"] = jax.device_put(largest, of_inputs.sharding)
     # Waiting here limits the parameters in flight to the few that the pool works on.
@@ -191,7 +191,8 @@ def _read_module(
 
 
 def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
-    """The tensor in the file's dtype. Each chip's part is read separately. KV heads repeat if there are more chips."""
+    """Reads a tensor in the file's dtype. Each chip's part is read separately. KV heads are repeated if there are more
+    chips than heads."""
     return _read_rows(partial(files.reader, source.key), files.shape(source.key), source, config, num_shards, sharding)
 
 
@@ -204,7 +205,7 @@ def _read_kept(
     config: LlamaConfig,
     mesh: Mesh | None,
 ) -> list[jax.Array]:
-    """One parameter of `form`, of all `parts`, as `read_source` reads weights."""
+    """Reads the parameter `name` of a kernel as it is stored: one array for each of `parts`, in their order."""
     num_shards = num_shards_of(mesh)
 
     def one(part: Source) -> jax.Array:
@@ -216,14 +217,14 @@ def _read_kept(
 
 
 def join_as(like: jax.ShapeDtypeStruct, raw: list[jax.Array], groups: int) -> jax.Array:
-    """As `join`, in the type of `like`."""
+    """Joins the tensors of a parameter to one array with the dtype and sharding of `like`."""
     dtype = jnp.int8 if _is_narrowed_later(like.dtype, like.sharding) else like.dtype
     return _narrowed(join(raw, groups=groups, dtype=dtype, sharding=like.sharding), like)
 
 
 def _is_narrowed_later(dtype: Any, sharding: Sharding) -> bool:
-    """Whether int4 leaves a program as int8. XLA's CPU backend makes int4 weight by weight. A copy from the host makes
-    it seven times as fast."""
+    """Whether a program returns int8 in place of int4. XLA's CPU backend converts to int4 one weight at a time. A copy
+    by the host is seven times as fast."""
     return dtype == jnp.int4 and jax.default_backend() == "cpu" and sharding.is_fully_addressable
 
 
@@ -234,7 +235,7 @@ def _narrowed(value: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _constrained(made: Mapping[str, jax.Array], shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-    """The results of a program, before they are narrowed."""
+    """The results of a program with their shardings. Some int4 results are int8, and are narrowed later."""
     leaving = {
         name: value.astype(jnp.int8) if _is_narrowed_later(value.dtype, shardings[name]) else value
         for name, value in made.items()
@@ -250,18 +251,18 @@ def _read_rows(
     num_shards: int,
     sharding: Sharding,
 ) -> jax.Array:
-    """`reader` is asked once, for the stored rows that the chips of this host hold."""
+    """Reads the rows that the chips of this host hold, with repeated KV heads. `reader` is called once."""
     rows, *rest = shape
     copies = copies_of(source, config, num_shards)
     shape = (rows * copies, *rest)
 
     def heads_of(index: tuple[slice, ...]) -> np.ndarray:
-        """The stored head of each of the rows' heads."""
+        """The stored head of each head in `index`, which counts repeated heads."""
         start, stop, _ = index[0].indices(rows * copies)
         return np.arange(start, stop, config.head_dim) // (config.head_dim * copies)
 
     def window_of(index: tuple[slice, ...]) -> slice:
-        """The stored rows."""
+        """The stored rows that this part of the array needs."""
         if copies == 1:
             start, stop, _ = index[0].indices(rows)
             return slice(start, stop)
@@ -283,12 +284,12 @@ def _read_rows(
 
 
 def copies_of(source: Source, config: LlamaConfig, num_shards: int) -> int:
-    """How often the chips hold each head of a tensor."""
+    """How many chips hold each head of a tensor; 1 if its rows are no KV heads."""
     return max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
 
 
 def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
-    """f32[out, n] of a quantised checkpoint, rows repeated as `read_source` repeats the kernel's."""
+    """The scales f32[out, n] of a quantised kernel. Rows of KV heads are repeated as the kernel's are."""
     scales = files.row_scales(source.key)
     copies = copies_of(source, config, num_shards)
     heads = scales.reshape(-1, config.head_dim if source.is_kv else 1, scales.shape[1])
@@ -297,7 +298,8 @@ def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_sha
 
 @partial(jax.jit, static_argnames=("groups", "dtype", "sharding"))
 def join(raw: list[jax.Array], *, groups: int, dtype: Any, sharding: Sharding) -> jax.Array:
-    """The tensors of a parameter in one, cast: each chip's rows of all of them, then the next chip's."""
+    """Joins the tensors of a parameter and casts them. The first chip's rows of all tensors come first, then the second
+    chip's, and so on."""
     return jax.lax.with_sharding_constraint(_joined(raw, groups).astype(dtype), sharding)
 
 
@@ -311,15 +313,15 @@ def _join_quantized(
     method: LinearMethod,
     shardings: tuple[tuple[str, Sharding], ...],
 ) -> dict[str, jax.Array]:
-    """The kernel and its scale, from weights, or from kernels and the f32[out, n] scales that they are stored with.
+    """The parameters of a quantised projection, from weights, or from stored kernels and their scales f32[out, n].
 
-    Kernels of the wanted form with one scale per row stay unchanged. Other rows are quantised one by one: the values
-    are the same for any number of chips.
+    Kernels of the wanted form with one scale per row stay unchanged. Others are dequantised, and each row is quantised
+    again. The values are the same for any number of chips.
 
     Args:
-        scales: one for each of `raw`, or none.
-        block: number of weights of a row that share a scale; None: all of them.
-        shardings: of each parameter.
+        scales: the scales of each of `raw`; empty if these are weights.
+        block: the number of weights of a row that share a scale; None: all of them.
+        shardings: the name and the sharding of each parameter.
     """
     if not scales:
         made = method.quantize(_joined(raw, groups))
@@ -332,7 +334,7 @@ def _join_quantized(
 
 
 def _dequantized(kernel: jax.Array, scales: jax.Array | np.ndarray, block: int | None) -> jax.Array:
-    """f32[out, in]"""
+    """The weights f32[out, in] of a kernel with scales [out, n]."""
     if block is not None:
         scales = scales[:, np.arange(kernel.shape[1]) // block]
     return kernel.astype(jnp.float32) * scales

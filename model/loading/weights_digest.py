@@ -1,8 +1,8 @@
-"""A digest of a checkpoint's content: two are equal only if the models compute the same.
+"""A digest of a checkpoint's content. Two digests are equal only if the models compute the same.
 
-Files of this machine are read as a whole, at the speed of the disk or of SHA-256, some at once. Files that the hub's
-client has downloaded have their SHA-256 as their name. Objects of a bucket are not read: they count by their version,
-which every upload changes.
+Files of this machine are read completely, several at a time, at the speed of the disk or of SHA-256. Files that the
+hub's client has downloaded have their SHA-256 as their name. Objects of a bucket are not read: the digest has their
+version, which every upload changes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def weights_digest(stored: StoredWeights) -> str:
-    """Of the weights and of the config that says how they compute. Raises OSError or ValueError if they cannot be
-    read."""
+    """The digest of the weights and of the config, as hexadecimal SHA-256. Raises OSError or ValueError if they cannot
+    be read."""
     return hashlib.sha256(f"{stored.config!r} {files_digest(files_of(stored))}".encode()).hexdigest()
 
 
@@ -40,7 +40,8 @@ def files_of(stored: StoredWeights) -> list[Place]:
 
 
 def files_digest(files: Sequence[Place]) -> str:
-    """Of the names and the content of these files. Raises OSError or ValueError if they cannot be read."""
+    """The digest of the names and the content of these files, as hexadecimal SHA-256. Raises OSError or ValueError if
+    they cannot be read."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         contents = pool.map(_content, files)
         named = sorted((file.name, content) for file, content in zip(files, contents, strict=True))

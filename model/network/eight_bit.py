@@ -26,7 +26,7 @@ from model.network.linear_method import Axes, LinearMethod, Weights, multiply
 from model.quantization.forms import EightBit, Rounding
 from pallas_kernels.cpu import products
 
-MIN_ROWS = 16  # on GPUs, XLA turns fewer rows into products with vectors, and writes the kernel in float32 first
+MIN_ROWS = 16  # inputs are padded to this: on GPUs, XLA's product with a vector writes the kernel in float32 first
 LEAST_RANGE = np.float32(1e-30)  # the least range of a token's inputs: the quotient of two float32 stays finite
 
 
@@ -48,7 +48,7 @@ class EightBitMethod(LinearMethod):
         return products.pack(value, self._together()) if name == "kernel" else value
 
     def _together(self) -> int | None:
-        """The layout argument of `products.pack`; None for inputs that are not rounded, or a kernel that is not int8."""
+        """The `together` of `products.pack`; None if inputs are not rounded or the kernel is not int8."""
         if self.rounding is None or self.form is not EightBit.INT8:
             return None
         if (rows := self.rounding.min_rows) > 1:

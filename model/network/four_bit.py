@@ -153,8 +153,8 @@ def quantize_groups(weights: jax.Array, group: int, scale_dtype: Any = jnp.bfloa
     the nearest multiple of its scale.
 
     The weight of the largest magnitude in a group becomes -8, so a scale may be negative. If two weights have this
-    magnitude, the positive one becomes -8. Weights of the other sign are clipped to 7. A group with a non-finite weight
-    gets a non-finite scale.
+    magnitude, the positive one becomes -8. Values above 7 are clipped to 7. A group with a non-finite weight gets a
+    non-finite scale.
     """
     grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, group)
     high, low = (extreme(grouped, axis=2, keepdims=True) for extreme in (jnp.max, jnp.min))

@@ -131,7 +131,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """
         Args:
-            only: the tokens i32[S] whose outputs [S, D] are computed (`tokens_at`); None: all. K/V are computed for all.
+            only: the tokens i32[S] whose outputs [S, D] are computed (`tokens_at`); None: all. All tokens get K/V.
         """
         attended, kv = self.attention(self.attention_norm(x), cos, sin, kv, attend, adapters, only)
         if only is not None:

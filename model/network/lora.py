@@ -104,8 +104,8 @@ class LayerAdapters:
         return replace(self, step=self.step.at(only))
 
     def parts(self, name: str, inputs: jax.Array) -> list[jax.Array]:
-        """What the tokens' adapters add to the outputs of the `Linear` `name` for inputs [T, D]. Each of the projections
-        that it fuses has an array [T, n]."""
+        """What the tokens' adapters add to the outputs of the `Linear` `name` for inputs [T, D]: an array [T, n] for
+        each of the projections that it fuses."""
         a, of_parts = self.slots[name]
         reduced = multiply(inputs, a.reshape(-1, a.shape[-1])).reshape(-1, *a.shape[:2])
         reduced = jnp.where(self.step.is_own[:, None], reduced, 0)

@@ -53,7 +53,7 @@ class RowOps:
     def rotate(
         self, columns: jax.Array, cos: jax.Array, sin: jax.Array, heads: tuple[int, int], num_shards: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Splits columns [T, (N + 2K) * H] into rotated queries [T, N, H], rotated keys [T, K, H] and values [T, K, H].
+        """Splits columns [T, (N + 2K) * H] into rotated queries [T, N, H], rotated keys and values [T, K, H].
 
         Args:
             heads: N and K in one of the `num_shards` groups of columns (`layers.Attention`).
@@ -65,7 +65,7 @@ class RowOps:
         return rotate(queries, cos, sin), rotate(keys, cos, sin), values
 
     def gate(self, x: jax.Array, columns: jax.Array, num_shards: int, adapters: Adapters | None = None) -> jax.Array:
-        """silu(gate) * up, [T, F]. `columns` [T, 2F] is the product of "mlp.gate_up" with x [T, D], without adapters."""
+        """silu(gate) * up, [T, F]. `columns` [T, 2F]: the output of "mlp.gate_up" for x [T, D], without adapters."""
         groups = columns.reshape(columns.shape[0], num_shards, -1)
         if self.gates_in_float32:
             groups = groups.astype(jnp.float32)

@@ -1,9 +1,10 @@
-"""The 6-bit form of a kernel, that of GGUF's `Q6_K`: 6 bits for each weight, a scale of 8 bits for each output and 16
+"""The 6-bit form of a kernel, which is GGUF's `Q6_K`: 6 bits for each weight, a scale of 8 bits for each output and 16
 neighbouring inputs, and a float16 unit of the scales for each output and 256 inputs.
 
-A weight is `(kernel + 8 + 16 * upper - 32) * scale * scale_unit`. `kernel` has the lower four bits, as that of a 4-bit
-form: it is `jnp.int4`, and packed in the same way. `kernel_upper` has the upper two bits, of four neighbouring inputs
-in a byte, of which the first has the lowest bits. The C code of `pallas_kernels.cpu.four_bit` multiplies with them.
+A weight is `(kernel + 8 + 16 * upper - 32) * scale * scale_unit`. `kernel` has the lower four bits. Like the kernel of
+a 4-bit form, it is `jnp.int4`, and it is packed in the same way. `kernel_upper` has the upper two bits: a byte holds
+those of four neighbouring inputs, and the first input has the lowest bits. The C code of `pallas_kernels.cpu.four_bit`
+multiplies with both.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from model.network.linear_method import Axes, LinearMethod, Weights
 from model.quantization.forms import Rounding, SixBit
 from pallas_kernels.cpu import four_bit
 
-LEAST = -32  # of -32 to 31
+LEAST = -32  # the least value; the largest is 31
 LARGEST_SCALE = 127
 _GROUPS_OF_A_UNIT = SixBit.whole // SixBit.group
-_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)  # of the upper bits of four inputs in their byte
+_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)  # where the upper bits of four inputs are in their byte
 
 
 @dataclass(frozen=True)
 class SixBitMethod(LinearMethod):
-    """A kernel in two parts, with scales [out, in / 16] and their units [out, in / 256], which are split as it is.
+    """A kernel in two parts, with scales [out, in / 16] and their units [out, in / 256]. All are split in the same way.
 
     Args:
-        rounding: of the inputs (`four_bit.round_blocks`); None: they keep their type.
+        rounding: if given, inputs are rounded (`four_bit.round_blocks`); None: they keep their type.
     """
 
     form: SixBit

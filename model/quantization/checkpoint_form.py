@@ -1,9 +1,9 @@
 """The quantised checkpoints that can be read: from `quantization_config` to the layout of their tensors.
 
-Most of them hold an 8-bit `weight` for each projection and, next to it, scales; a value is weight times scale. 4-bit
-weights, and some 8-bit ones, are packed into words (`packed_form`). Of the settings of activations only the cases of
-`Activations` are told apart: zero points of activations, and bounds of their scales, are ignored. Of the settings of
-K/V only the type is read, because the values of K/V scales depend on it.
+Most of them hold an 8-bit `weight` and its scales for each projection; a value is weight times scale. 4-bit weights,
+and some 8-bit ones, are packed into words (`packed_form`). The settings of activations are reduced to `Activations`:
+zero points of activations and bounds of their scales are ignored. The only setting of K/V that is read is the type,
+because the values of K/V scales depend on it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
 
 MAX_BLOCK = 1 << 16
-# Of `actorder`: the inputs were quantised in another order and stay where they are, or a tensor gives their groups.
+# Values of `actorder`: either the inputs were quantised in another order but not moved, or a tensor gives their groups.
 _IN_PLACE = (None, False, "weight", "static")
 _BY_GROUP = ("group", "dynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointForm:
-    """How a checkpoint holds the weights of its projections, one in a byte."""
+    """How a checkpoint stores the weights of its projections, if each weight is one byte."""
 
     form: EightBit
     scale: str = "weight_scale"  # the tensor next to `weight`: one value, or one for each row or block
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one scale per row, or one in all
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one scale per row or tensor
     activations: Activations = Activations.DYNAMIC
 
 
@@ -39,7 +39,7 @@ Stored = CheckpointForm | PackedForm
 
 def read_form(raw: Any, modules: Sequence[str]) -> tuple[Stored | None, list[str]]:
     """The form of the weights that `quantization_config` describes, or every reason why it cannot be read. None without
-    a reason: the weights are not quantised, only K/V have scales.
+    a reason means that the weights are not quantised: only K/V have scales.
 
     Args:
         modules: the names of all projections. A config that leaves one of them unquantised is refused.
@@ -57,7 +57,7 @@ def read_form(raw: Any, modules: Sequence[str]) -> tuple[Stored | None, list[str
 
 
 def _is_of_kv_only(raw: Mapping[str, Any]) -> bool:
-    """Whether only K/V have scales, as llm-compressor and ModelOpt write it, and all weights are as they were."""
+    """Whether only K/V have scales and no weights are quantised, as llm-compressor and ModelOpt describe it."""
     if raw["quant_method"] == "modelopt":
         return raw.get("quant_algo") is None and raw.get("kv_cache_quant_algo") == "FP8"
     is_empty = raw.get("config_groups") in (None, {})
@@ -71,15 +71,15 @@ def _kv_bits(raw: Mapping[str, Any]) -> list[str]:
 
 
 def kv_scale_type(raw: Any) -> EightBit:
-    """The 8-bit type of K/V that the scales of a checkpoint with this `quantization_config` are for."""
+    """The 8-bit type for which a checkpoint with this `quantization_config` stores K/V scales."""
     scheme = raw.get("kv_cache_scheme") if isinstance(raw, Mapping) else None
     is_int = isinstance(scheme, Mapping) and scheme.get("type") == "int"
     return EightBit.INT8 if is_int else EightBit.FP8
 
 
 def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[Stored | None, list[str]]:
-    """https://github.com/neuralmagic/compressed-tensors: FP8 and INT8 with scales of tensors, rows or blocks, and
-    integers packed into words with scales of rows or groups."""
+    """Reads the format of https://github.com/neuralmagic/compressed-tensors: FP8 and INT8 with scales of tensors, rows
+    or blocks, and integers packed into words with scales of rows or groups."""
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         return None, ["config_groups must be one group that quantises every Linear"]
@@ -98,7 +98,8 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[Stored | None, list[str
 
 
 def _activations(group: Mapping[str, Any]) -> Activations:
-    """Rounded activations with zero points are rounded without them here, with a scale for each token."""
+    """How the inputs are rounded. Zero points of activations are not supported: inputs are then rounded without them,
+    with a scale for each token."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, Mapping):
         return Activations.EXACT
@@ -157,7 +158,7 @@ def _packed_rows(weights: Mapping[str, Any]) -> tuple[PackedForm | None, list[st
 
 
 def _gptq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
-    """What AutoGPTQ and GPTQModel write: https://github.com/ModelCloud/GPTQModel."""
+    """Reads the format of AutoGPTQ and GPTQModel: https://github.com/ModelCloud/GPTQModel."""
     problems = _bits(raw.get("bits"), "bits")
     group, problem = _group(raw.get("group_size"), "group_size")
     problems += problem
@@ -184,7 +185,7 @@ def _gptq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
 
 
 def _awq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
-    """What AutoAWQ writes in its "gemm" version: https://github.com/casper-hansen/AutoAWQ."""
+    """Reads the "gemm" version of AutoAWQ's format: https://github.com/casper-hansen/AutoAWQ."""
     problems = [] if raw.get("bits") == 4 else [f"bits={shown(raw.get('bits'))} is not supported (only 4)"]
     group, problem = _group(raw.get("group_size"), "group_size")
     problems += problem
@@ -198,7 +199,8 @@ def _awq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
 
 
 def _fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
-    """AutoFP8's scale of a tensor, or the `weight_scale_inv` of blocks: despite its name, it multiplies."""
+    """Reads AutoFP8's format with one scale per tensor, or the format with a `weight_scale_inv` for each block. Despite
+    its name, a weight is multiplied by `weight_scale_inv`."""
     problems = []
     if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         problems.append(f"fmt={shown(raw['fmt'])} is not supported (only e4m3)")
@@ -242,14 +244,14 @@ def _bits(raw: Any, name: str) -> list[str]:
 
 
 def _group(raw: Any, name: str) -> tuple[int | None, list[str]]:
-    """The size, or None for -1, which means a whole row."""
+    """The size of a group, or None for -1, which means a whole row; and the problem with the setting, if any."""
     if isinstance(raw, int) and not isinstance(raw, bool) and (raw == -1 or 0 < raw <= MAX_BLOCK):
         return (None if raw == -1 else raw), []
     return None, [f"{name}={shown(raw)} is neither -1 nor an integer from 1 to {MAX_BLOCK}"]
 
 
 def _left_out(raw: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
-    """The problems of the lists of unquantised modules. Each method has its own key. The head may be listed."""
+    """The problems with the lists of unquantised modules. Each method has its own key. The head may be listed."""
     problems = []
     for key in ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules"):
         listed = raw.get(key) or []
@@ -267,7 +269,7 @@ def _left_out(raw: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Whether matching takes a bounded time for any checkpoint: only names, `\\.` and at most three `.*`."""
+    """Whether matching takes a bounded time: the pattern has only names, `\\.` and at most three `.*`."""
     return re.fullmatch(r"re:\^?(?:[\w.-]|\\\.|\.\*)*\$?", pattern) is not None and pattern.count("*") <= 3
 
 

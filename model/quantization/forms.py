@@ -1,4 +1,4 @@
-"""The forms of weights and activations, and their names. This module does not import jax: configs and options use it."""
+"""The forms of weights and activations, and their names. Configs and options use this module, so it imports no jax."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EightBit(StrEnum):
         return self
 
     def at(self, path: str) -> EightBit:
-        """The form of the projection at `path`, such as "layers.3.mlp.down". Here all projections have the same form."""
+        """The form of the projection at `path`, such as "layers.3.mlp.down". All projections have the same."""
         return self
 
     def in_words(self) -> str:
@@ -67,7 +67,7 @@ class EightBit(StrEnum):
 
 
 class Numbers(StrEnum):
-    """The numbers that a 4-bit kernel stores for each output and group. Chips read `CHIP` only. CPUs read all of them."""
+    """The numbers that a 4-bit kernel stores for each output and group. Chips read only `CHIP`; CPUs read all."""
 
     CHIP = "chip"  # a scale in bfloat16, and perhaps a zero in bfloat16
     BFLOAT16 = "bf16"  # a scale, and perhaps a zero in uint8

@@ -18,7 +18,7 @@ SCALES = ("F16", "BF16", "F32")
 
 
 class Layout(StrEnum):
-    """The order of the values in the words. The values of the enumeration are shown in messages."""
+    """The order of the values in the words. Messages show the value of a member."""
 
     GPTQ = "GPTQ"  # a word holds neighbouring inputs; the tensors are [in, out]
     AWQ = "AWQ"  # a word holds outputs in the order of `unpack.AWQ_ORDER`; the tensors are [in, out]
@@ -76,7 +76,7 @@ class PackedForm:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the form in messages, such as "GPTQ int4"."""
         return f"{self.layout} int{self.bits}"
 
     @property
@@ -85,8 +85,8 @@ class PackedForm:
         return WORD_BITS // self.bits
 
     def in_four_bits(self, widths: Sequence[int]) -> tuple[FourBit | None, str | None]:
-        """The 4-bit form that holds kernels of these numbers of inputs without quantising them again, or the reason why
-        there is none. Where a group is larger than that form's, its scale is repeated."""
+        """The 4-bit form that holds kernels with these numbers of inputs without requantising them, or the reason why
+        there is none. If stored groups are larger than the form's, their scales are repeated."""
         if self.bits != 4:
             return None, f"it has {self.bits} bits"
         if self.is_ordered:
@@ -97,13 +97,13 @@ class PackedForm:
         return FourBit(group=group, has_zeros=self.zeros is not Zeros.MIDDLE), None
 
     def in_exact_four_bits(self, widths: Sequence[int], scales: Set[str]) -> FourBit | None:
-        """As `in_four_bits`, with scales as they are stored.
+        """The 4-bit form of `in_four_bits` that keeps the scales as they are stored; None if there is none.
 
         Args:
-            scales: their types, of `SCALES`.
+            scales: the types of the stored scales, from `SCALES`.
         """
         form, _ = self.in_four_bits(widths)
-        if form is None or (scales == {"BF16"} and not form.has_zeros):  # that of chips is exact
+        if form is None or (scales == {"BF16"} and not form.has_zeros):  # the form of chips is exact
             return form
         named = {"F16": Numbers.FLOAT16, "BF16": Numbers.BFLOAT16, "F32": Numbers.FLOAT32}
         types = {named[scale] for scale in scales}

@@ -6,8 +6,8 @@ import numpy as np
 
 from model.quantization.packed_form import PackedForm, Zeros
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the n-th value of a word is that of this output, of eight neighbours
-_ROWS_AT_ONCE = 256  # bounds the temporary memory
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the n-th value of a word belongs to this one of eight neighbouring outputs
+_ROWS_AT_ONCE = 256  # rows that are dequantised together; bounds the temporary memory
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
@@ -19,7 +19,7 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_awq(words: np.ndarray) -> np.ndarray:
-    """As `unpack` for 4 bits, in the order of the outputs."""
+    """Unpacks AWQ's words of 4-bit values: i32[..., n] -> u8[..., n * 8], in the order of the outputs."""
     values = unpack(words, 4).reshape(*words.shape, len(AWQ_ORDER))
     return values[..., np.argsort(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
 
@@ -36,12 +36,12 @@ def one_more(words: np.ndarray, bits: int) -> np.ndarray:
 def dequantize_groups(
     form: PackedForm, values: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """f32[out, in], exact where `scales` are 16-bit floats.
+    """The weights f32[out, in]. They are exact if `scales` are 16-bit floats.
 
     Args:
-        values: u8[out, in]
-        zeros: u8[out, n], one for each group; None if they are the middle of the range.
-        scales: [out, n]
+        values: the stored values, u8[out, in].
+        zeros: the zero of each group, u8[out, n]; None if they are the middle of the range.
+        scales: the scale of each group, [out, n].
         groups: i32[in], the group of each input.
     """
     assert (zeros is None) == (form.zeros is Zeros.MIDDLE)
