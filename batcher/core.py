@@ -1,4 +1,5 @@
-"""The engine without threads: it plans and dispatches steps, takes in their results and returns the outputs."""
+"""The part of the engine that has no threads. It plans and dispatches steps, reads their results, and returns
+outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class InFlight:
 
 
 class EngineCore:
-    """Not thread-safe: one thread calls everything here. Only `InFlight.handle.result()` may run elsewhere."""
+    """Plans, dispatches and completes steps. It is not thread-safe: one thread calls all methods. Only
+    `InFlight.handle.result()` may be called on another thread."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class EngineCore:
         self.scheduler = _scheduler(capacity, config, ladder, clock)
         if page_events is not None:
             self.scheduler.record_pages(PageEventRecorder(page_events))
-        self._begun: list[PageLoad | tuple[PageSave, PagesRead]] = []  # for `take_moves`
+        self._begun: list[PageLoad | tuple[PageSave, PagesRead]] = []  # the next result of `take_moves`
         self.in_flight: deque[InFlight] = deque()  # oldest first
         self._runner = runner
         self._clock = clock
@@ -69,13 +71,14 @@ class EngineCore:
         self._step_log = StepLog()
         self.step_watch = StepWatch(config.step_timeout_s, clock)
         self._depth = config.pipeline_depth
-        self._failure: BaseException | None = None  # of a step in flight
-        self._lost: list[StepPlan] = []  # failed steps, and those that were in flight behind them
+        self._failure: BaseException | None = None  # the error of a step in flight
+        self._lost: list[StepPlan] = []  # failed steps, and the steps that were in flight after them
         self._num_compiles_at_start = runner.num_compiles
         self._deferred_programs = DeferredPrograms(ladder, ())
 
     def warmed_up(self, later: DeferredPrograms) -> None:
-        """The warm-up has left these programs. Other compilations are counted in `num_compiles_after_warm_up`."""
+        """Marks the end of the warm-up. `later` are the programs that it has not compiled. All other compilations from
+        now on are counted in `num_compiles_after_warm_up`."""
         self._num_compiles_at_start = self._runner.num_compiles
         self._deferred_programs = later
 
@@ -86,9 +89,9 @@ class EngineCore:
         return len(self.in_flight) < self._depth and self._failure is None
 
     def dispatch(self) -> InFlight | None:
-        """Plans the next step and gives it to the runner. None: nothing can run now.
+        """Plans the next step and gives it to the runner. Returns None if nothing can run now.
 
-        A step that the runner refuses counts as in flight, and its `result()` raises the runner's error.
+        If the runner raises an error, the step still counts as in flight, and its `result()` raises the error.
         """
         plan = self.scheduler.schedule()
         self._begin_moves()
@@ -110,14 +113,15 @@ class EngineCore:
         return self.in_flight[-1]
 
     def complete(self, output: StepOutput) -> StepDelivery:
-        """Takes in the result of the oldest step in flight."""
+        """Handles the result of the oldest step in flight. Returns the outputs of its requests."""
         plan = self._pop_oldest()
         if self._lost:  # an earlier step failed, so this one's result cannot be trusted
             return StepDelivery(self._lose(plan))
         return self._reader.read(plan, output, self._clock())
 
     def fail(self, error: BaseException) -> list[Delivery]:
-        """The oldest step in flight failed. Its requests and those of the steps behind it end with the error.
+        """Handles the failure of the oldest step in flight. Its requests, and those of the steps after it, end with the
+        error.
 
         They end when the last of these steps has returned. Then the runner recovers, and all other running requests
         are recomputed. Raises the runner's error if it cannot recover.
@@ -136,7 +140,7 @@ class EngineCore:
         return plan
 
     def stats(self) -> EngineStats:
-        """A copy of all counts, with the gauges of this moment."""
+        """A copy of all counts and of the present gauges."""
         scheduler, counts = self.scheduler, self._counts
         counts.num_requests_running = len(scheduler.running)
         counts.num_requests_waiting = scheduler.num_waiting + self.requests.num_compiling
@@ -160,12 +164,13 @@ class EngineCore:
         return counts.copy()
 
     def tell_of_pages(self) -> None:
-        """Tells who follows the pages what has become of them since the last call."""
+        """Publishes the page events since the last call, if there are page events."""
         if self.scheduler.page_events is not None:
             self.scheduler.page_events.tell()
 
     def check_integrity(self) -> None:
-        """For an idle engine, which must hold nothing. An inconsistency is logged and counted; serving goes on."""
+        """Checks that an idle engine holds no pages, requests or steps. An inconsistency is logged and counted, and
+        serving goes on."""
         scheduler = self.scheduler
         try:
             scheduler.check_integrity()
@@ -187,7 +192,7 @@ class EngineCore:
     # --- pages that leave the device and come back ---
 
     def _begin_moves(self) -> None:
-        """The pages that leave are read before the step that may write to them."""
+        """Starts the moves of pages. Pages that are saved are read before the step that may write to them."""
         offloaded = self.scheduler.offloaded
         if offloaded is None:
             return
@@ -201,12 +206,12 @@ class EngineCore:
                 self.take_moved(Saved(move, error))
 
     def take_moves(self) -> list[PageLoad | tuple[PageSave, PagesRead]]:
-        """What has been begun since the last call, in the order in which it is to be done."""
+        """The moves that have been started since the last call, in the order in which they must be done."""
         begun, self._begun = self._begun, []
         return begun
 
     def take_moved(self, moved: Moved) -> None:
-        """Pages have come to the host, or to the device."""
+        """Handles the end of a save, or pages of a load that are staged on the device."""
         offloaded = self.scheduler.offloaded
         assert offloaded is not None
         if moved.error is not None:
@@ -225,13 +230,13 @@ class EngineCore:
             self.scheduler.end_load(load)
 
     def next_give_ups(self) -> tuple[float | None, ...]:
-        """When `give_up` has something to do, by the clock."""
+        """The times, by the clock, at which `give_up` has something to do. None: never."""
         offloaded = self.scheduler.offloaded
         return () if offloaded is None else (offloaded.next_deadline(), offloaded.kept.next_deadline())
 
     def give_up(self) -> None:
-        """Rows that have waited for pages for too long go on without the missing ones. Pages that other engines have
-        not taken in time are kept no longer."""
+        """Ends the loads that have taken too long: their rows go on without the missing pages. Drops the kept pages
+        that other engines have not taken in time."""
         offloaded = self.scheduler.offloaded
         if offloaded is not None:
             for load in offloaded.overdue():
@@ -264,13 +269,13 @@ class EngineCore:
             self._recompute()
 
     def _recompute(self) -> None:
-        """The device has lost pages, slots and adapter slots."""
+        """Lets all running requests be recomputed, because the device has lost pages, slots and adapter slots."""
         self._packer.forget()
         self.scheduler.recover()
 
 
 def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> Scheduler:
-    """The scheduler that the settings ask for."""
+    """The scheduler for these settings."""
     if config.scheduling is Scheduling.STATIC:
         return StaticScheduler(capacity, ladder, config)  # a baseline, without drafts
     row_tokens = OneToken()

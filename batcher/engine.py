@@ -73,15 +73,18 @@ from batcher.step import Bucket, Runner
 _log = logging.getLogger(__name__)
 
 MASK_WAIT_S = 0.004  # longest wait of a step for masks; two threads compute about two hundred masks in this time
-DIGESTS_AT_ONCE = 128  # of pages, a tenth of a millisecond
-GIVE_WAY_S = 1e-5  # enough for another thread to take over
+DIGESTS_AT_ONCE = 128  # pages whose digests are computed together, in a tenth of a millisecond
+GIVE_WAY_S = 1e-5  # long enough for another thread to run
 IDLE_CHECK_S = 1.0  # time without requests after which the engine checks its integrity, once
 
 
 class Engine:
-    """See the module's docstring. `clock` gives seconds from any origin and never goes back. Without `grammars`,
-    requests with a grammar are refused. `page_events` hears of stored pages, and is closed at the engine's end. `core`
-    schedules, dispatches and completes steps, in the engine's thread."""
+    """Runs requests on a `Runner`. The module's docstring describes its use and its threads.
+
+    `clock` gives seconds from any origin and never goes back. Without `grammars`, requests with a grammar are refused.
+    `page_events` is told of stored pages, and is closed when the engine ends. `core` schedules, dispatches and
+    completes steps; only the engine's thread uses it.
+    """
 
     def __init__(
         self,
@@ -115,8 +118,8 @@ class Engine:
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _ignore
-        self._news: deque[News] = deque()  # taken from the inbox, and not taken in yet
-        self._changes: deque[Change] = deque()  # to be made when no step is in flight; no other step starts
+        self._news: deque[News] = deque()  # taken from the inbox, but not handled yet
+        self._changes: deque[Change] = deque()  # wait until no step is in flight; no step starts before they are made
         self._is_unable = False  # a change has left the device unable to run steps
         self._pauses = Pauses(self.core.requests, self.core.scheduler)
         self._is_unchecked = False  # steps have run since the last check of integrity
@@ -130,16 +133,16 @@ class Engine:
 
         Args:
             report: is called with a line about each phase, from any thread.
-            may_wait: programs that may be left to a thread that `start` starts, if compiling them takes long. Larger
-                programs stand in for them.
+            may_wait: programs that may be compiled after `start`, by a thread, if compiling them takes long. Until
+                then, larger programs run in their place.
         """
         left = self._runner.warm_up(self.ladder.buckets(), report, may_wait)
         self._deferred_programs, self._report = DeferredPrograms(self.ladder, left), report
         self.core.warmed_up(self._deferred_programs)
 
     def listen(self, on_tokens: Callable[[Tokens], None]) -> None:
-        """From now on the plain tokens of a step go to `on_tokens`, those of all requests together, after the step's
-        other outputs. Call it before the first request. Without it, each request's listener hears its own."""
+        """Sends the plain tokens of all requests in a step to `on_tokens` in one call, after the step's other outputs.
+        Call it before the first request. Without it, the `on_output` of each request gets the request's own tokens."""
         self._on_tokens = on_tokens
 
     def add_request(self, request: Request, on_output: OnOutput) -> None:
@@ -166,8 +169,8 @@ class Engine:
             matcher=None if grammar is None or self._grammars is None else self._grammars.matcher(grammar),
         )
         if self.config.prefix_caching:
-            # On the caller's thread, which gives way between parts: one that computes on would keep the engine's thread
-            # from the interpreter for milliseconds.
+            # The caller's thread sleeps between parts. Without the sleeps it would hold the interpreter for
+            # milliseconds, and the engine's thread could not run.
             while not add_digests(sequence, self._capacity.page_size, DIGESTS_AT_ONCE):
                 time.sleep(GIVE_WAY_S)
         if request.source is not None and self._remote is not None:
@@ -176,14 +179,14 @@ class Engine:
         self._inbox.accept(sequence)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends the request soon, with `reason`: STOP if the caller found a stop string in the text. An id that is
-        unknown or has ended is ignored."""
+        """Ends the request soon, with `reason`. STOP means that the caller found a stop string in the text. The id of
+        an unknown or ended request is ignored."""
         self._inbox.abort(request_id, reason)
 
     def reset_prefix_cache(self, *, reset_external: bool = False) -> None:
         """Empties the prefix cache soon. Running requests keep their pages, and later requests do not find them.
 
-        `reset_external`: also drops the pages in the host's memory and in files, as vLLM's parameter of that name."""
+        `reset_external`: also drops the pages in the host's memory and in files, like vLLM's parameter of this name."""
         self._inbox.put(ForgetPrefixes(reset_external))
 
     def change(self, change: Change) -> None:
@@ -191,19 +194,21 @@ class Engine:
         self._inbox.ask(change)
 
     def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
-        """No request runs from now on until `resume`, and those that arrive wait. Raises EngineClosedError or
-        EngineDeadError.
+        """Pauses the engine: no request runs until `resume`, and new requests wait. Changes are made during a pause.
 
         Args:
-            mode: what becomes of the requests that run. Those that wait go on waiting, or are aborted, too.
+            mode: what happens to running requests. With ABORT, waiting requests are aborted, too.
             clear_cache: empties the prefix cache.
-            on_done: is called on the engine's thread when no request runs any more, or with a ValueError if `resume`
-                was called before. Changes are made during a pause.
+            on_done: is called on the engine's thread when no request runs any more. It gets a ValueError if `resume`
+                was called before that.
+
+        Raises:
+            EngineClosedError, EngineDeadError: the engine takes no more requests.
         """
         self._inbox.ask(Pause(mode=mode, clear_cache=clear_cache, on_done=on_done))
 
     def resume(self, on_done: OnDone) -> None:
-        """Requests run again. `on_done` is called on the engine's thread, also if there was no pause. Raises
+        """Ends a pause. `on_done` is called on the engine's thread, also if there was no pause. Raises
         EngineClosedError or EngineDeadError."""
         self._inbox.ask(Resume(on_done=on_done))
 
@@ -212,8 +217,8 @@ class Engine:
         return set(self._inbox.num_live_of_adapters())
 
     def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage:
-        """A page of the prompt of a request with `keep_as`, which has ended. Its bytes may change once it is kept no
-        longer."""
+        """The page `index` of the prompt that a request with `keep_as` left, or why there is none. The page's bytes may
+        change after the prompt is dropped."""
         offloaded = self.core.scheduler.offloaded
         host = NoPage.NEVER if offloaded is None else offloaded.kept.find(token, index)
         if isinstance(host, NoPage):
@@ -223,7 +228,7 @@ class Engine:
         return NoPage.NEVER if page is None else KeptPage(host.tokens, host.checksum, page)
 
     def drop_kept(self, token: bytes) -> None:
-        """The pages of the prompt are kept no longer."""
+        """Drops the pages that are kept under `token`."""
         self._inbox.put(Taken(token))
 
     def stats(self) -> EngineStats:
@@ -241,7 +246,7 @@ class Engine:
 
     @property
     def num_live(self) -> int:
-        """Accepted requests that have not had their last output."""
+        """The number of accepted requests that have not had their last output."""
         return self._inbox.num_live
 
     @property
@@ -250,7 +255,7 @@ class Engine:
         return self._inbox.death
 
     def start(self) -> None:
-        """Starts the engine's thread and its reader. Once."""
+        """Starts the engine's thread and its reader thread. Raises RuntimeError if they were started before."""
         self._inbox.check_open()
         if self._threads:
             raise RuntimeError("the engine has been started already")
@@ -270,11 +275,12 @@ class Engine:
                 target=compile_while_serving, args=compiling, name="engine-compiler", daemon=True
             )
             compiler.start()
-            # The compiler cannot be interrupted. `shutdown` does not wait for it, but the end of the interpreter must.
+            # A compilation cannot be interrupted. `shutdown` does not wait for it, but the end of the interpreter must.
             atexit.register(_end_compiler, self._inbox, compiler)
 
     def drain(self, timeout_s: float) -> bool:
-        """Accepts no more requests and waits until all others have ended. False if some have not after `timeout_s`."""
+        """Accepts no more requests and waits until all others have ended. Returns False if some have not ended after
+        `timeout_s` seconds."""
         self._inbox.close()
         if self._threads:
             return self._inbox.wait_until_ended(timeout_s)
@@ -284,15 +290,15 @@ class Engine:
         return not self.num_live
 
     def shutdown(self, drain_s: float = 0.0) -> None:
-        """Accepts no more requests, waits `drain_s` seconds for the others to finish and aborts the rest. Then waits
-        for the steps in flight and ends the threads. May be called again, and on a dead engine."""
+        """Accepts no more requests, waits `drain_s` seconds for the others to finish, and aborts the rest. Then it
+        waits for the steps in flight and ends the threads. It may be called several times, and on a dead engine."""
         if self.death is None:
             self.drain(drain_s)
         self._staging.close()
         if self._page_mover is not None:
             self._page_mover.close()
         self._inbox.stop()
-        is_stuck = isinstance(self.death, StepTimeoutError)  # who waits for the device then waits for ever
+        is_stuck = isinstance(self.death, StepTimeoutError)  # a thread that waits for the device would not end
         if self._threads:
             engine, reader = self._threads
             engine.join()
@@ -314,9 +320,9 @@ class Engine:
     # --- without threads ---
 
     def step(self) -> bool:
-        """Does one round of work on the caller's thread. False: every request has had its last output.
+        """Does one round of work on the caller's thread. Returns False if every request has had its last output.
 
-        Raises EngineDeadError if the engine cannot recover from an error. All requests have then had their error.
+        Raises EngineDeadError if the engine cannot recover from an error. All requests have then ended with an error.
         """
         if self._threads:
             raise RuntimeError("the engine runs on its own thread; step() is for an engine that was not started")
@@ -368,12 +374,12 @@ class Engine:
             self._to_read.put(None)
 
     def _read(self) -> None:
-        """The reader thread: blocks on one result after the other."""
+        """The reader thread. It waits for the result of one step after the other."""
         while (step := self._to_read.get()) is not None:
             self._inbox.returned(_result(step))
 
     def _wait(self) -> list[Result]:
-        """Sleeps until there is something to do; takes the results that have arrived."""
+        """Sleeps until there is something to do. Returns the results that have arrived."""
         core = self.core
         core.tell_of_pages()
         is_idle = not core.requests.sequences and not core.in_flight
@@ -402,7 +408,7 @@ class Engine:
                 self._deliver(step.plain_outputs())
 
     def _take_inbox(self) -> None:
-        """Takes in what other threads have told, in the order of its coming."""
+        """Handles the messages of other threads, in the order of their arrival."""
         core = self.core
         self._news.extend(self._inbox.take())
         while self._news:
@@ -431,7 +437,7 @@ class Engine:
         self._deliver(core.requests.expire())
 
     def _dispatch(self) -> InFlight | None:
-        """Dispatches a step, and begins the moves of pages that come before it."""
+        """Dispatches a step, and starts the moves of pages that come before it. None if no step can be dispatched."""
         step = self.core.dispatch() if self._can_dispatch() else None
         if self._page_mover is not None:
             self._page_mover.ask(self.core.take_moves())
@@ -444,7 +450,7 @@ class Engine:
         return not (self._changes or self._is_unable or self._pauses.is_paused)
 
     def _make_changes(self) -> None:
-        """Makes the changes that wait, if no step is in flight."""
+        """Makes the waiting changes, if no step is in flight."""
         while self._changes and not self.core.in_flight:
             change = self._changes.popleft()
             try:
@@ -459,7 +465,7 @@ class Engine:
                 change.on_done(None)
 
     def _make_pauses(self) -> None:
-        """Answers those who wait for a pause, if no request runs any more."""
+        """Calls the `on_done` of each pause that is complete: no request runs any more."""
         made = self._pauses.take_made(is_idle=not self.core.in_flight)
         if any(pause.clear_cache for pause in made):
             self._forget_prefixes(reset_external=True)
@@ -493,14 +499,14 @@ class Engine:
             ask(asks)
 
     def _hurry(self, asks: list[Ask]) -> None:
-        """Asks for the masks after a step's tokens, and waits up to MASK_WAIT_S for the quick ones. The rows of one
-        step then stay together in the next one."""
+        """Asks for the masks after a step's tokens, and waits up to MASK_WAIT_S for those that are computed quickly.
+        The rows of one step then stay together in the next step."""
         self._inbox.hurry(sum(not ask.sequence.is_slow_to_mask for ask in asks))
         self._mask_threads.ask(asks)
         self._inbox.wait_for_masks(MASK_WAIT_S)
 
     def _answer_here(self, asks: list[Ask]) -> None:
-        """Without threads: computes the masks on the caller's thread."""
+        """Computes the masks on the caller's thread, in an engine without threads."""
         for ask in asks:
             self._deliver(self.core.requests.take_mask(answer(ask)))
 
@@ -510,7 +516,8 @@ class Engine:
         return self.core.next_to_stage(may_stage=self._serves()) if self._capacity.max_loras else []
 
     def _stage(self, adapter: int, tell: Callable[[Staged], object]) -> None:
-        """Stages the adapter on this thread. Raises errors that are not of its files."""
+        """Stages the adapter on this thread, and tells the result. ValueError and OSError are faults of the adapter's
+        files and part of the result; other errors are raised."""
         try:
             self._runner.stage_adapter(adapter)
         except (ValueError, OSError) as error:
@@ -519,7 +526,7 @@ class Engine:
             tell(Staged(adapter, None))
 
     def _stage_here(self) -> None:
-        """Without threads: stages the adapters on the caller's thread."""
+        """Stages adapters on the caller's thread, in an engine without threads."""
         while adapters := self._next_to_stage():
             for adapter in adapters:
                 self._stage(adapter, lambda staged: self._deliver(self.core.requests.take_staged(staged)))
@@ -556,7 +563,7 @@ class Engine:
         self._deliver(self.core.requests.end_all(FinishReason.ABORT))
 
     def _refuse_rest(self, error: Exception) -> None:
-        """Answers those who wait for a change or a pause that will not be made."""
+        """Calls the `on_done` of all changes and pauses that will not be made, with `error`."""
         for asked in (*self._changes, *self._news, *self._inbox.take()):
             if isinstance(asked, Change | Pause | Resume):
                 asked.on_done(error)
@@ -577,13 +584,13 @@ class Engine:
         last = partial(RequestOutput, finish_reason=FinishReason.ERROR, error=message, error_code=ErrorCode.ENGINE_DEAD)
         self._deliver([(seq, last(request_id=seq.request_id, number=seq.number)) for seq in orphans])
         self._refuse_rest(EngineDeadError(message))
-        self._inbox.ended(())  # wakes those who wait, even if there was no request
+        self._inbox.ended(())  # wakes waiting threads, even if there was no request
         if self._on_death is not None:
             self._on_death(error)
 
 
 def _result(step: InFlight) -> Result:
-    """A step's output, or the exception it failed with, which the engine's thread handles."""
+    """A step's output, or the exception with which it failed. The engine's thread handles both."""
     try:
         return step.handle.result()
     except BaseException as error:
@@ -591,10 +598,10 @@ def _result(step: InFlight) -> Result:
 
 
 def _ignore(_news: object) -> None:
-    """In place of a listener that has failed, and of a report before the warm-up."""
+    """Does nothing. It replaces a listener that has failed, and a report before the warm-up."""
 
 
 def _end_compiler(inbox: Inbox, compiler: threading.Thread) -> None:
-    """Waits for the program that is being compiled: XLA would crash a process whose interpreter has ended."""
+    """Waits for the program that is being compiled: the process would crash if the interpreter ended before XLA."""
     inbox.stop()
     compiler.join()

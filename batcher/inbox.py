@@ -1,6 +1,8 @@
-"""What other threads tell the engine's thread: arrivals, aborts, results, masks, adapters, changes, pauses, its end.
+"""The messages of other threads to the engine's thread: arrivals, aborts, results, masks, adapters, changes, pauses,
+and its end.
 
-One lock guards all of it. The engine's thread waits here until there is something to do, and takes the news in batches.
+One lock guards all of them. The engine's thread waits here until there is something to do, and takes messages in
+batches.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from batcher.requests.page_mover import Moved
 from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
 
-Result = StepOutput | BaseException  # of a step; the exception that it failed with
+Result = StepOutput | BaseException  # the output of a step, or the exception with which it failed
 
 
 class Abort(NamedTuple):
-    """A request is to end. Not by its id, which may be used again."""
+    """A request is to end. It has the request and not its id, because an id may be used again."""
 
     sequence: RequestState
     reason: FinishReason
@@ -43,22 +45,22 @@ class Inbox:
     """Thread-safe. Every method returns at once, except those whose names begin with `wait`.
 
     Args:
-        max_live: requests that may be accepted and not have ended.
-        max_waiting: of these, those beyond the rows of a step; for the error's text.
+        max_live: the most accepted requests that have not ended.
+        max_waiting: the most of these that are not in the rows of a step. It is used in the error's text only.
     """
 
     def __init__(self, max_live: int, max_waiting: int) -> None:
         self._max_live = max_live
         self._max_waiting = max_waiting
         self._lock = threading.RLock()
-        self._wake = threading.Condition(self._lock)  # for the engine's thread: something below has changed
-        # For those who wait until no request is live, or the engine is dead or about to stop.
+        self._wake = threading.Condition(self._lock)  # wakes the engine's thread: something below has changed
+        # Wakes threads that wait until no request is live, or the engine is dead or about to stop.
         self._idle = threading.Condition(self._lock)
-        self._news: list[News] = []  # in the order of their coming, so an abort is never before its request
-        self._results: list[Result] = []  # of steps in flight, in order
-        self._num_hurried = 0  # masks that the next step waits for
+        self._news: list[News] = []  # in the order of arrival, so an abort never comes before its request
+        self._results: list[Result] = []  # results of steps in flight, in order
+        self._num_hurried = 0  # number of masks for which the next step waits
         self._num_accepted = 0
-        self._live: dict[str, RequestState] = {}  # by request id, from `accept` to `ended`
+        self._live: dict[str, RequestState] = {}  # request id -> request, from `accept` to `ended`
         self._is_closed = False
         self._is_stopping = False
         self._death: BaseException | None = None
@@ -66,7 +68,7 @@ class Inbox:
     # --- requests ---
 
     def accept(self, sequence: RequestState) -> None:
-        """A request arrives. It gets its number.
+        """Accepts a request, and gives it its number.
 
         Raises:
             InvalidRequestError: a request of this id is live.
@@ -85,13 +87,13 @@ class Inbox:
             self.put(sequence)
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
-        """The request is to end. An id that is not live is ignored."""
+        """Asks for the end of a request. An id that is not live is ignored."""
         with self._lock:
             if request_id in self._live:
                 self.put(Abort(self._live[request_id], reason))
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """These requests have had their last output."""
+        """Removes requests that have had their last output."""
         with self._lock:
             for request_id in request_ids:
                 self._live.pop(request_id, None)
@@ -100,43 +102,44 @@ class Inbox:
 
     @property
     def num_live(self) -> int:
-        """Accepted requests that have not had their last output."""
+        """The number of accepted requests that have not had their last output."""
         with self._lock:
             return len(self._live)
 
     @property
     def num_arrived(self) -> int:
-        """Requests that the engine's thread has not taken in."""
+        """The number of requests that the engine's thread has not taken yet."""
         with self._lock:
             return sum(isinstance(news, RequestState) for news in self._news)
 
     def num_live_of_adapters(self) -> Counter[int]:
-        """Identity of a LoRA adapter -> its accepted requests that have not had their last output."""
+        """Identity of a LoRA adapter -> the number of its accepted requests that have not had their last output."""
         with self._lock:
             return Counter(seq.request.adapter for seq in self._live.values() if seq.request.adapter)
 
     # --- other news ---
 
     def put(self, news: News) -> None:
-        """Tells the engine's thread."""
+        """Adds a message, and wakes the engine's thread."""
         with self._lock:
             self._news.append(news)
             self._wake.notify()
 
     def ask(self, asked: Change | Pause | Resume) -> None:
-        """As `put`. Raises EngineClosedError or EngineDeadError."""
+        """Adds a change, a pause or a resume. Raises EngineClosedError or EngineDeadError if the engine will not handle
+        it."""
         with self._lock:
             self.check_open()
             self.put(asked)
 
     def returned(self, result: Result) -> None:
-        """The oldest step whose result was not there has returned."""
+        """Adds the result of the oldest step without one. Results must be added in the order of the steps."""
         with self._lock:
             self._results.append(result)
             self._wake.notify()
 
     def computed(self, masks: list[Answer]) -> None:
-        """These masks have been computed."""
+        """Adds computed masks."""
         with self._lock:
             self._news += masks
             self._num_hurried -= len(masks)
@@ -145,7 +148,7 @@ class Inbox:
     # --- for the engine's thread ---
 
     def wait(self, timeout_s: float | None, *, is_idle: bool) -> bool:
-        """Waits until there is something to do, `timeout_s` seconds at most. Returns whether there is.
+        """Waits until there is something to do, for at most `timeout_s` seconds. Returns whether there is.
 
         Args:
             is_idle: no step is in flight. The engine stops only then.
@@ -157,24 +160,24 @@ class Inbox:
         return bool(self._results or self._news or (is_idle and self._is_stopping))
 
     def take_results(self) -> list[Result]:
-        """The results that have arrived."""
+        """Removes and returns the results that have arrived."""
         with self._lock:
             results, self._results = self._results, []
         return results
 
     def take(self) -> list[News]:
-        """All that has come since the last call, other than results."""
+        """Removes and returns all messages other than results."""
         with self._lock:
             news, self._news = self._news, []
         return news
 
     def hurry(self, num_masks: int) -> None:
-        """So many masks of those asked for next are needed at once."""
+        """Sets the number of masks for which `wait_for_masks` waits. Call it before the masks are asked for."""
         with self._lock:
             self._num_hurried = num_masks
 
     def wait_for_masks(self, timeout_s: float) -> None:
-        """Waits until as many masks are computed as were hurried."""
+        """Waits until the masks of `hurry` are computed, for at most `timeout_s` seconds."""
         with self._lock:
             self._wake.wait_for(lambda: self._num_hurried <= 0, timeout_s)
             self._num_hurried = 0
@@ -187,26 +190,27 @@ class Inbox:
             self._is_closed = True
 
     def stop(self) -> None:
-        """The engine's thread is to end. No more requests are accepted."""
+        """Tells the engine's thread to end. No more requests are accepted."""
         with self._lock:
             self._is_closed = self._is_stopping = True
             self._wake.notify()
             self._idle.notify_all()
 
     def die(self, death: BaseException) -> list[RequestState]:
-        """The engine is dead. Returns the requests that still wait for their last output."""
+        """Marks the engine as dead. Returns the requests that still wait for their last output."""
         with self._lock:
             self._death = death
             self._is_closed = True
             return list(self._live.values())
 
     def wait_until_ended(self, timeout_s: float) -> bool:
-        """Waits until all requests have ended or the engine is dead. False if neither is so after `timeout_s`."""
+        """Waits until all requests have ended or the engine is dead. Returns False if neither has happened after
+        `timeout_s` seconds."""
         with self._lock:
             return self._idle.wait_for(lambda: not self._live or self._death is not None, timeout_s)
 
     def wait_for_pause(self, timeout_s: float) -> None:
-        """Waits until no request is live or the engine is about to stop, `timeout_s` seconds at most."""
+        """Waits until no request is live or the engine is about to stop, for at most `timeout_s` seconds."""
         with self._lock:
             self._idle.wait_for(lambda: not self._live or self._is_stopping, timeout_s)
 

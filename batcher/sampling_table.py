@@ -33,7 +33,7 @@ class Range:
         return above and number <= self.high
 
     def __str__(self) -> str:
-        """As in 'must be {range}'."""
+        """The range in words that follow 'must be', such as "at least 0" or "in (0, 1]"."""
         if self.high == math.inf:
             return f"at least {self.low:g}"
         return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
@@ -62,11 +62,11 @@ class Admitted(Protocol):
 class Parameter:
     """One field of `SamplingParams`."""
 
-    range: Range | None = None  # of a number; for `logit_bias`, of each bias
-    columns: tuple[Column, ...] = ()  # none: only the host reads it
+    range: Range | None = None  # the range of the number, or of each bias of `logit_bias`
+    columns: tuple[Column, ...] = ()  # empty: only the host reads the parameter
     values: Callable[[Admitted], tuple[Value, ...]]  # one for each column
-    off: Any = None  # with this value the parameter needs nothing of the program
-    variant: Variant = Variant.GREEDY  # of the program that a row needs if the value is not `off`
+    off: Any = None  # the value with which the parameter has no effect on the program
+    variant: Variant = Variant.GREEDY  # the program that a row needs if the value is not `off`
     counts_tokens: bool = False  # if it is not `off`, the device counts the request's tokens
 
 
@@ -75,7 +75,7 @@ def _on_host(range: Range | None = None, *, off: Any = None, variant: Variant = 
 
 
 def _number(name: str, dtype: DType, range: Range, **options: Any) -> Parameter:
-    """A number that is sent to the device unchanged."""
+    """A parameter whose number is sent to the device unchanged."""
     return Parameter(
         range=range,
         columns=(Column(name, dtype),),

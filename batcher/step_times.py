@@ -1,4 +1,4 @@
-"""How long a decode takes, by the number of its tokens."""
+"""The time of a decode step, by the number of its tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 class StepTimes:
     """A table of the times of steps that draw after each of their tokens: decodes, with drafts or without.
 
-    Between two entries, time grows evenly; so it does after the last one, at the same pace as before. The times may be
-    in any unit, because they are only compared with each other.
+    Times between two entries are interpolated linearly, and times outside the table are extrapolated linearly. The
+    times may be in any unit, because they are only compared with each other.
     """
 
-    num_tokens: tuple[int, ...]  # padded; rising
+    num_tokens: tuple[int, ...]  # padded numbers of tokens, in ascending order
     times: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -24,7 +24,7 @@ class StepTimes:
             raise ValueError(f"the tokens of a table rise, and steps take some time: {self}")
 
     def __call__(self, num_tokens: int) -> float:
-        """Of a step with so many tokens."""
+        """The time of a step with `num_tokens` tokens."""
         right = min(max(bisect(self.num_tokens, num_tokens), 1), len(self.times) - 1)
         left = right - 1
         pace = (self.times[right] - self.times[left]) / (self.num_tokens[right] - self.num_tokens[left])

@@ -1,8 +1,8 @@
-"""Moves the bytes of pages between the device, the host's memory and a store, on threads of its own.
+"""Moves the bytes of pages between the device, the host's memory and a store, on its own threads.
 
-The moves are done in the order in which they are asked for, because they share the places of the host's memory: a load
-reads a place before a later save writes another page there. What a load reads from the store comes before its turn, on
-a second thread, and a third one writes to the store: a slow disk keeps no other move waiting.
+Moves are done in the order in which they are asked for, because they share the places of the host's memory: a load
+reads a place before a later save writes another page there. A second thread reads from the store ahead of time, and a
+third thread writes to the store, so a slow disk does not delay other moves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batcher.requests.worker import Worker
 from batcher.scheduling.page_moves import HostPage, OffloadingCounts, PageLoad, PageSave
 from batcher.step import MAX_PAGE_COPIES, Capacity, PagesRead, Runner, StagedPages
 
-SMALL_LOAD = 2  # of the largest copies; loads up to it have small ones
+SMALL_LOAD = 2  # a load of up to this many largest copies is cut into small copies
 MAX_UNWRITTEN = 64  # pages that wait to be written to the store; more are not written
 
 
@@ -29,29 +29,30 @@ class Saved(NamedTuple):
     """A save has ended."""
 
     save: PageSave
-    error: Exception | None  # of the device; the pages have not been copied then
+    error: Exception | None  # the device's error; None: the pages have been copied
 
 
 class Loaded(NamedTuple):
-    """Some pages of a load, in its order, are on the device and can be written."""
+    """The next pages of a load are on the device and can be written."""
 
     load: PageLoad
-    staged: StagedPages | None  # None: no more can be read
+    staged: StagedPages | None  # None: no more pages can be read
     num_pages: int
     is_last: bool
-    error: Exception | None = None  # of the device; the pages have not been staged then
+    error: Exception | None = None  # the device's error; None: the pages have been staged
 
 
 Moved = Saved | Loaded
 
 
 class PageMover:
-    """See the module's docstring.
+    """Moves the bytes of pages between the device, the host's memory and a store.
 
     Args:
-        num_pages: places of the host's memory.
-        on_moved, on_failure: are called on a thread of this. For each call of the first, `took` is called later. A
-            failure is an error that ends the engine.
+        num_pages: the number of pages for which the host's memory has room.
+        on_moved: is called on one of the mover's threads with the result of a move. The caller answers each call with
+            `took`.
+        on_failure: is called on one of the mover's threads with an error that ends the engine.
     """
 
     def __init__(
@@ -73,18 +74,18 @@ class PageMover:
         self._on_moved = on_moved
         names = ("engine-pages-read", "engine-pages", "engine-pages-write")
         self._workers = self._reads, self._moves, self._writes = [Worker(name, on_failure) for name in names]
-        self._writing = threading.Lock()  # a page is written, or the store is cleared
+        self._writing = threading.Lock()  # held while a page is written or the store is cleared
         self._has_threads = False
         self._may_stage = threading.Semaphore(MAX_PAGE_COPIES)
-        self._buffers: SimpleQueue[np.ndarray | None] = SimpleQueue()  # of the thread that reads
+        self._buffers: SimpleQueue[np.ndarray | None] = SimpleQueue()  # free buffers of the thread that reads
         self._is_closed = False
         self._num_broken = self._num_unwritten = 0
 
     # --- the engine's thread ---
 
     def ask(self, moves: Iterable[PageLoad | tuple[PageSave, PagesRead]]) -> None:
-        """What is read from the device is to come to its places, and the pages of loads are to be staged. `on_moved`
-        gets the results."""
+        """Queues moves: saves copy pages from the device to their places, and loads stage pages on the device.
+        `on_moved` gets the results."""
         for move in moves:
             if not isinstance(move, PageLoad):
                 self._moves.do(partial(self._save, *move))
@@ -95,12 +96,12 @@ class PageMover:
                     self._moves.do(partial(self._stage, move, start, stop))
 
     def took(self, moved: Moved) -> None:
-        """What `on_moved` got has been used, or is not needed."""
+        """Tells the mover that a result of `on_moved` has been used, or is not needed."""
         if isinstance(moved, Loaded) and moved.staged is not None:
             self._may_stage.release()
 
     def count(self, counts: OffloadingCounts) -> None:
-        """Sets those counts that are the mover's, the store's and those of pages of other engines."""
+        """Sets the counts of the mover, of the store and of pages from other engines."""
         counts.num_broken, counts.num_unwritten = self._num_broken, self._num_unwritten
         if self._store is not None:
             counts.num_broken += self._store.num_broken
@@ -110,8 +111,8 @@ class PageMover:
             counts.num_prompts_lost = self._remote.num_failed
 
     def start(self) -> None:
-        """Starts the threads, once. They write to the memory that they work in: the first write is slow, and a request
-        would wait for it."""
+        """Starts the threads. It must be called only once. The threads first write to their buffers: a first write is
+        slow, and a request would wait for it later."""
         self._has_threads = True
         self._moves.do(partial(self._staged, list(np.zeros((self._pages_of_copy, self._page_bytes), np.uint8))))
         self._moves.start()
@@ -123,21 +124,22 @@ class PageMover:
             self._writes.start()
 
     def work_here(self, most: int | None = None) -> bool:
-        """Without threads: does the moves on the caller's thread, at most so many. Whether there were any."""
+        """Does at most `most` moves on the caller's thread, in a mover without threads. Returns whether there were
+        any."""
         num_done = 0
         for worker in self._workers:
             num_done += worker.work_here(None if most is None else most - num_done)
         return num_done > 0
 
     def clear_store(self) -> None:
-        """The store forgets all pages, and gets none that is not trusted any more. Waits for a page that is being
-        written. Those of other engines are not expected any more."""
+        """Clears the store, and forgets the pages that other engines have announced. It waits for a page that is being
+        written. Pages that are no longer trusted are not written later."""
         with self._writing:
             for tier in self._tiers:
                 tier.clear()
 
     def close(self) -> None:
-        """The threads are to end after the moves that they are at."""
+        """Tells the threads to end after their current moves."""
         self._is_closed = True
         self._may_stage.release()
         self._buffers.put(None)
@@ -154,14 +156,14 @@ class PageMover:
     # --- any thread ---
 
     def page(self, host: HostPage) -> np.ndarray | None:
-        """The bytes of a page, u8[page_bytes], if they are there. A later save may write to them, unless the page is
-        kept; its checksum tells."""
+        """The bytes u8[page_bytes] of a page in the host's memory; None if they are not there. A later save may
+        overwrite them, unless the page is kept. The page's checksum reveals this."""
         return self._place(host) if self._in_place[host.place] is host else None
 
     # --- the work ---
 
     def _save(self, save: PageSave, read: PagesRead) -> None:
-        """Copies the pages to their places."""
+        """Copies the pages of a save to their places, and queues their writes to the store."""
         places = [self._place(host) for host in save.hosts]
         for host in save.hosts:
             self._in_place[host.place] = None
@@ -182,11 +184,11 @@ class PageMover:
         self._on_moved(Saved(save, None))
 
     def _stage(self, load: PageLoad, start: int, stop: int, read: np.ndarray | None = None, num_read: int = 0) -> None:
-        """Stages a copy of a load, `load.away[start:stop]`, up to the first page that is lost, which ends the load.
+        """Stages the pages `load.away[start:stop]`, up to the first lost page. A lost page ends the load.
 
         Args:
             read: u8[pages_of_copy, page_bytes], with the pages that are not in the host's memory.
-            num_read: the first pages of the copy, after which one is lost.
+            num_read: the number of pages before the first that could not be read.
         """
         if load.is_wanted and not load.is_cut:
             self._may_stage.acquire()  # `took` releases it
@@ -211,14 +213,14 @@ class PageMover:
             self._give_back(read)
 
     def _staged(self, pages: list[np.ndarray]) -> tuple[StagedPages | None, Exception | None]:
-        """The pages on the device, or the device's error."""
+        """Stages pages on the device. Returns them, or the device's error."""
         try:
             return (self._runner.stage_pages(pages) if pages else None), None
         except Exception as error:
             return None, error
 
     def _on_host(self, host: HostPage) -> np.ndarray | None:
-        """The bytes of a page in the host's memory, u8[page_bytes]; None: they are lost."""
+        """The bytes u8[page_bytes] of a page in the host's memory; None if they are lost or their checksum differs."""
         if self._in_place[host.place] is not host:
             return None
         place = self._place(host)
@@ -229,14 +231,14 @@ class PageMover:
         return None
 
     def _copies_of(self, load: PageLoad) -> list[tuple[int, int]]:
-        """Where its copies begin and end. A few large ones would take the stages of a load one after the other; small
-        ones are read, staged and written at the same time. A step writes few of them, so long loads have large ones."""
+        """The begin and the end of each copy of a load. With small copies, reading, staging and writing overlap; with
+        few large copies, they would not. A step writes only a few copies, so long loads have large ones."""
         count = len(load.away)
         size = self._pages_of_small_copy if count <= SMALL_LOAD * self._pages_of_copy else self._pages_of_copy
         return [(start, min(start + size, count)) for start in range(0, count, size)]
 
     def _read(self, load: PageLoad) -> None:
-        """Reads the pages of the store and of other engines, copy by copy, up to the first one that is lost."""
+        """Reads pages from the store and from other engines, copy by copy, up to the first lost page."""
         for start, stop in self._copies_of(load):
             # While one copy is read, the one before it is staged.
             read = self._buffers.get() if self._has_threads else self._new_buffer()
@@ -260,7 +262,7 @@ class PageMover:
             self._buffers.put(buffer)
 
     def _new_buffer(self) -> np.ndarray:
-        return np.full((self._pages_of_copy, self._page_bytes), 0, np.uint8)  # `zeros` would leave it to the first use
+        return np.full((self._pages_of_copy, self._page_bytes), 0, np.uint8)  # `zeros` would allocate at the first use
 
     def _write(self, store: PageStore, host: HostPage, page: np.ndarray) -> None:
         with self._writing:

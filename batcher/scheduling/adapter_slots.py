@@ -1,23 +1,23 @@
-"""Which LoRA adapter is in which adapter slot, which one comes next, and who waits for it.
+"""Which LoRA adapter is in which adapter slot, which adapter gets a slot next, and which requests wait for it.
 
 An adapter is *resident* while a slot holds its weights. An adapter is *cold* if requests wait for it and it is not
-resident. Requests have an order here: first by priority, then by arrival. Cold adapters have the order of the first
+resident. In this module, requests are ordered by priority, then by arrival. Cold adapters are ordered by the first
 request that waits for each.
 
 1. A request is admitted if its adapter is resident. It is also admitted if the weights of its cold adapter are staged
-   and there is a slot for them: an empty one, or the least recently used one that may be replaced, preferably one whose
-   adapter no request waits for. The step that admits it writes the weights into the slot.
-2. A slot is never replaced while a running request, or a row of a step in flight, has its adapter. A preempted request
-   keeps no slot.
-3. The weights of the first `MAX_STAGED_ADAPTERS` cold adapters are staged. What is staged and no longer among these is
-   unstaged.
-4. Requests of resident adapters and of the base model pass those of cold adapters. When `MAX_PASSES` requests that come
-   after a cold adapter's first one have been admitted, and it is one of those of rule 3, a slot is kept for it. It is
-   the slot that is expected to be free soonest: with the fewest rows, and waiting requests that come before. No other
-   adapter takes that slot, and the one in it admits no request that comes after the cold adapter's first one.
+   and there is a slot for them: an empty one, or the least recently used one that may be replaced. Slots whose adapter
+   no request waits for are preferred. The step that admits the request writes the weights into the slot.
+2. A slot is never replaced while a running request, or a row of a step in flight, uses its adapter. A preempted request
+   holds no slot.
+3. The weights of the first `MAX_STAGED_ADAPTERS` cold adapters are staged. A staged adapter that is no longer one of
+   these is unstaged.
+4. Requests of resident adapters and of the base model pass requests of cold adapters. A slot is reserved for a cold
+   adapter of rule 3 when `MAX_PASSES` requests that come after its first request have been admitted. It is the slot
+   that is expected to be free soonest: it has the fewest rows and waiting requests that come before that request. No
+   other adapter takes that slot, and its present adapter admits no request that comes after the cold adapter's first.
 
-So no request waits for ever among those of its priority. Its adapter becomes one of the first cold ones, since those
-before it get slots, and the rows of the slot that is then kept for it end.
+So no request waits forever behind others of its priority. The adapters before its own get slots, so its own becomes one
+of the first cold adapters. A slot is then reserved for it, and the rows of that slot end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from heapq import nsmallest
 from batcher.scheduling.request_state import RequestState
 from batcher.step import MAX_STAGED_ADAPTERS, AdapterWrite
 
-MAX_PASSES = 16  # more would make requests wait longer, and fewer would exchange adapters more often
+MAX_PASSES = 16  # with more, requests would wait longer; with fewer, adapters would be exchanged more often
 
 
 def _place(seq: RequestState) -> tuple[int, int]:
@@ -41,56 +41,56 @@ class _Waiting:
     """The requests that wait for one adapter."""
 
     requests: list[RequestState] = field(default_factory=list)  # sorted by place
-    num_passes: int = 0  # admissions of requests that come after the first of these, since the adapter is cold
+    num_passes: int = 0  # admitted requests that come after the first of `requests`, since the adapter became cold
 
 
 class AdapterSlots:
-    """See the module's docstring. The engine's thread calls everything."""
+    """Assigns adapters to slots by the rules in the module's docstring. Only the engine's thread calls its methods."""
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
-        self._adapters = dict.fromkeys(range(1, max_loras + 1), 0)  # by slot, least recently used first; 0: empty
-        self._slots: dict[int, int] = {}  # of the resident adapters
-        self._rows: dict[int, int] = {}  # adapter -> its rows, those in flight included; none has 0
-        self._adapter_of_row: dict[int, int] = {}  # by the slot of the request
-        self._waiting: dict[int, _Waiting] = {}  # by adapter; none is empty
+        self._adapters = dict.fromkeys(range(1, max_loras + 1), 0)  # slot -> adapter, oldest use first; 0: empty
+        self._slots: dict[int, int] = {}  # resident adapter -> slot
+        self._rows: dict[int, int] = {}  # adapter -> number of its rows, also in flight; has no zeros
+        self._adapter_of_row: dict[int, int] = {}  # request slot -> adapter
+        self._waiting: dict[int, _Waiting] = {}  # adapter -> its waiting requests, at least one
         self._staged: set[int] = set()
-        self._staging: dict[int, bool] = {}  # adapters whose staging was asked for -> whether the device has kept it
+        self._staging: dict[int, bool] = {}  # adapter that is being staged -> False if the device has lost it since
         self._to_unstage: set[int] = set()
-        self._writes: list[AdapterWrite] = []  # of the next step; until then these adapters are staged, too
+        self._writes: list[AdapterWrite] = []  # writes of the next step; these adapters stay staged until then
         self.num_writes = 0
-        # What follows from the above, as of the last `_refresh`.
+        # These follow from the above; `_refresh` computes them.
         self._is_stale = False
         self._first_cold: list[int] = []
-        self._kept: dict[int, int] = {}  # slot -> the cold adapter that it is kept for
-        # Adapters with refused requests -> for which other adapter their slot was kept then; None: they had no slot.
+        self._kept: dict[int, int] = {}  # slot -> the cold adapter for which it is reserved
+        # Adapter with refused requests -> the adapter for which its slot was reserved then; None: it had no slot.
         self._refused: dict[int, int | None] = {}
 
     @property
     def num_resident(self) -> int:
-        """Adapters in slots."""
+        """The number of adapters in slots."""
         return len(self._slots)
 
     @property
     def num_staged(self) -> int:
-        """Adapters that are on the device, but in no slot yet."""
+        """The number of adapters that are on the device, but in no slot yet."""
         return len(self._staged)
 
     def num_rows(self) -> dict[int, int]:
-        """Adapter -> its rows, those in flight included."""
+        """Adapter -> the number of its rows, including those in flight."""
         return self._rows.copy()
 
     # --- requests ---
 
     def add(self, seq: RequestState) -> None:
-        """The request waits."""
+        """Adds a request that waits."""
         if seq.request.adapter:
             waiting = self._waiting.setdefault(seq.request.adapter, _Waiting())
             insort(waiting.requests, seq, key=_place)
             self._is_stale = True
 
     def remove(self, seq: RequestState) -> None:
-        """A waiting request waits no longer."""
+        """Removes a request that waits no longer."""
         adapter = seq.request.adapter
         if adapter:
             requests = self._waiting[adapter].requests
@@ -105,7 +105,7 @@ class AdapterSlots:
         return self._waiting[adapter].requests.copy() if adapter in self._waiting else []
 
     def may_enter(self, seq: RequestState) -> bool:
-        """Whether a waiting request may be admitted, as far as its adapter is concerned."""
+        """Whether the rules of adapters allow a waiting request to be admitted."""
         adapter = seq.request.adapter
         if not adapter:
             return True
@@ -123,7 +123,7 @@ class AdapterSlots:
         return False
 
     def to_look_at_again(self) -> list[int]:
-        """Adapters with refused requests that might be admitted now."""
+        """The adapters whose refused requests might be admitted now."""
         if not self._refused:
             return []
         self._refresh()
@@ -139,7 +139,7 @@ class AdapterSlots:
         return kept_for is None or self._kept.get(slot) != kept_for
 
     def enter(self, seq: RequestState) -> None:
-        """A request has a row. If its adapter is not resident, the next step writes it into a slot."""
+        """Gives an admitted request its adapter slot. If the adapter is not resident, the next step writes it there."""
         adapter = seq.request.adapter
         if adapter:
             slot = self._slots.get(adapter) or self._write(adapter)
@@ -154,7 +154,7 @@ class AdapterSlots:
                     self._is_stale = True
 
     def give_back(self, row: int) -> None:
-        """The row is free: its request has left, and no step in flight has it."""
+        """Releases the adapter of a row whose request has left. No step in flight may have the row."""
         adapter = self._adapter_of_row.pop(row, 0)
         if adapter:
             self._rows[adapter] -= 1
@@ -163,7 +163,7 @@ class AdapterSlots:
                 self._use(self._slots[adapter])
 
     def take_writes(self) -> list[AdapterWrite]:
-        """Those of the step that is planned now."""
+        """The adapter writes of the step that is planned now."""
         writes, self._writes = self._writes, []
         return writes
 
@@ -175,7 +175,7 @@ class AdapterSlots:
     # --- staging ---
 
     def staging(self, *, may_stage: bool) -> tuple[list[int], list[int]]:
-        """The adapters to unstage now, and those to stage after that. `staged` tells of each of these."""
+        """The adapters to unstage now, and the adapters to stage after that. Call `staged` with the result of each."""
         self._refresh()
         unwanted = self._staged.difference(self._first_cold)
         self._staged -= unwanted
@@ -187,18 +187,19 @@ class AdapterSlots:
         return unstaged, asked
 
     def staged(self, adapter: int, *, is_there: bool) -> None:
-        """An adapter has been staged, or could not be."""
+        """Records the result of a staging. `is_there`: the adapter's weights are on the device."""
         is_kept = self._staging.pop(adapter)
         if is_there:
             (self._staged if is_kept else self._to_unstage).add(adapter)
 
     @property
     def is_staging(self) -> bool:
-        """Whether the result of a staging is still to come."""
+        """Whether the result of a staging is pending."""
         return bool(self._staging)
 
     def forget(self) -> None:
-        """The device has lost its adapter slots, and perhaps what was staged. No request has a row."""
+        """Empties all slots, because the device has lost them. Staged adapters are to be unstaged. No request may have
+        a row."""
         assert not self._rows
         for write in self._writes.copy():
             self._take_back(write)
@@ -226,7 +227,7 @@ class AdapterSlots:
                 self._keep_slot_for(adapter)
 
     def _keep_slot_for(self, cold: int) -> None:
-        """Rule 4."""
+        """Reserves a slot for a cold adapter by rule 4."""
         place = self._place_of(cold)
 
         def num_before(slot: int) -> int:
@@ -242,7 +243,7 @@ class AdapterSlots:
         return cold in self._staged and self._slot_for(cold) is not None
 
     def _slot_for(self, cold: int) -> int | None:
-        """The slot that a cold adapter can take now."""
+        """The slot that a cold adapter can take now; None: there is none."""
         slots = [
             slot
             for slot, adapter in self._adapters.items()
@@ -267,7 +268,7 @@ class AdapterSlots:
         return slot
 
     def _take_back(self, write: AdapterWrite) -> None:
-        """The request that it was for has left before any step: its row waited for pages."""
+        """Cancels a write: its request waited for pages, and has left before any step."""
         self._writes.remove(write)
         self._staged.add(write.adapter)
         self.num_writes -= 1

@@ -5,16 +5,16 @@ the requests of one priority:
 
 1. Requests of lower priority numbers go first.
 2. The client that holds the fewest rows goes first. On a tie, the request that arrived first does.
-3. Of one client's groups, each may hold an eighth of all rows (its *quantum*) in the order of arrival. A group that
-   holds more quanta goes after those that hold fewer. The quantum keeps samples of one prompt together, which share
-   pages.
-4. If there is no room, a request takes the last row of the client that holds the most, or else of the group of its own
-   client that holds the most. It takes a row only where the other holds at least two rows more, and, of groups, more
-   quanta. It takes one from such a group of a higher priority number, too, and never from one of a lower number.
+3. The groups of one client are served in the order of arrival, until each holds an eighth of all rows (its *quantum*).
+   A group that holds more quanta goes after groups that hold fewer. The quantum keeps the samples of one prompt
+   together, which share pages.
+4. If there is no room, a request takes the last row of the client that holds the most rows, or else of its own client's
+   group that holds the most. The other must hold at least two rows more. A group must also hold more quanta. A request
+   may also take a row from such a group of a higher priority number, but never from one of a lower number.
 
 Each exchange makes the numbers of rows more equal (the sum of their squares falls), so exchanges come to an end. A
-client and a group never lose their only row to an exchange, and a group without a row goes by its arrival, so no
-request waits for ever. Where there is one client, and each group has one request, the first to come is served first.
+client and a group never lose their only row to an exchange, and groups without a row are ordered by arrival, so no
+request waits forever. If there is only one client, and each group has one request, the order is that of arrival.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from operator import attrgetter
 
 from batcher.scheduling.request_state import RequestState
 
-_QUANTA = 8  # of all rows: samples of about so many prompts run at once, and so many groups are served evenly
+_QUANTA = 8  # quanta in all rows: the samples of about 8 prompts run at once, and 8 groups are served evenly
 
 _arrival = attrgetter("arrival")
 
@@ -38,16 +38,17 @@ def _num_rows(group: _Group) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """The requests of one API request. `place` is its entry in its client's order, None while none of them waits."""
+    """The requests of one API request. `place` is its entry in its client's order, or None while none of them waits."""
 
-    running: list[RequestState] = field(default_factory=list)  # sorted by arrival, as are those that wait
-    waiting: list[RequestState] = field(default_factory=list)
+    running: list[RequestState] = field(default_factory=list)  # sorted by arrival
+    waiting: list[RequestState] = field(default_factory=list)  # sorted by arrival
     place: tuple[int, int, _Group] | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Client:
-    """The groups of one client. `order` is of those that wait: sorted (quanta held, first arrival, group)."""
+    """The groups of one client. `order` has the groups with waiting requests: sorted (quanta held, first arrival,
+    group)."""
 
     groups: defaultdict[str, _Group] = field(default_factory=lambda: defaultdict(_Group))
     num_rows: int = 0
@@ -55,24 +56,26 @@ class _Client:
     place: tuple[int, int, _Client] | None = None
 
     def largest(self) -> _Group:
-        """The group with the most rows; of several, the one with the latest request."""
+        """The group with the most rows. On a tie, it is the group with the latest request."""
         held = [group for group in self.groups.values() if group.running]
         return max(held, key=lambda group: (len(group.running), group.running[-1].arrival))
 
 
 @dataclass(eq=False, slots=True)
 class _Level:
-    """The clients of one priority. `order` is of those that wait: sorted (rows held, first arrival, client)."""
+    """The clients of one priority. `order` has the clients with waiting requests: sorted (rows held, first arrival,
+    client)."""
 
     clients: defaultdict[int, _Client] = field(default_factory=lambda: defaultdict(_Client))
     order: list[tuple[int, int, _Client]] = field(default_factory=list)
 
 
 class FairQueue:
-    """See the module's docstring. It knows the requests that run, too, since their rows decide the order.
+    """The waiting requests in the order of their admission, by the rules in the module's docstring. The queue also
+    knows the running requests, because their rows decide the order.
 
     Args:
-        num_rows: of a step.
+        num_rows: the number of rows of a step.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -80,9 +83,9 @@ class FairQueue:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # sorted
         self._num_waiting = 0
-        # By what they wait for, then by arrival; these wait, but are not in the order.
+        # What requests wait for -> their arrivals -> the requests. They wait, but are not in the order.
         self._set_aside: defaultdict[Hashable, dict[int, RequestState]] = defaultdict(dict)
-        self._nothing_for: RequestState | None = None  # that could take no row, since when no row has changed hands
+        self._nothing_for: RequestState | None = None  # could take no row; rows have not changed since then
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -97,7 +100,7 @@ class FairQueue:
                     yield from group.waiting
 
     def first(self) -> RequestState | None:
-        """The request to admit next. None: no request waits, except those that are set aside."""
+        """The request to admit next. None: no request waits, except requests that are set aside."""
         for priority in self._priorities:
             order = self._levels[priority].order
             if order:
@@ -105,19 +108,20 @@ class FairQueue:
         return None
 
     def key(self, seq: RequestState) -> tuple[int, int, int]:
-        """(priority, quanta that its group holds, arrival) of a waiting request: its key if it is admitted now."""
+        """The key that a waiting request has if it is admitted now: (priority, quanta that its group holds,
+        arrival)."""
         _, _, group = self._find(seq)
         return seq.request.priority, len(group.running) // self._quantum, seq.arrival
 
     def add(self, seq: RequestState) -> None:
-        """The request waits."""
+        """Adds a request that waits."""
         level, client, group = self._find(seq)
         insort(group.waiting, seq, key=_arrival)
         self._num_waiting += 1
         self._put(level, client, group)
 
     def remove(self, seq: RequestState) -> None:
-        """A waiting request waits no longer."""
+        """Removes a request that waits no longer."""
         self._num_waiting -= 1
         for waits_for, aside in self._set_aside.items():
             if aside.pop(seq.arrival, None) is not None:
@@ -127,18 +131,18 @@ class FairQueue:
         self._take_out(seq)
 
     def set_aside(self, seq: RequestState, waits_for: Hashable) -> None:
-        """A waiting request is passed over until `put_back`."""
+        """Takes a waiting request out of the order until `put_back(waits_for)`."""
         self._take_out(seq)
         self._set_aside[waits_for][seq.arrival] = seq
 
     def put_back(self, waits_for: Hashable) -> None:
-        """The requests that were set aside for this are in the order again."""
+        """Puts the requests that were set aside for `waits_for` back in the order."""
         for seq in self._set_aside.pop(waits_for, {}).values():
             self._num_waiting -= 1
             self.add(seq)
 
     def admit(self, seq: RequestState) -> None:
-        """A waiting request has a row now."""
+        """Gives a waiting request a row."""
         level, client, group = self._find(seq)
         del group.waiting[bisect_left(group.waiting, seq.arrival, key=_arrival)]
         insort(group.running, seq, key=_arrival)
@@ -148,7 +152,7 @@ class FairQueue:
         self._put(level, client, group)
 
     def give_row(self, seq: RequestState) -> None:
-        """The request has no row any more."""
+        """Takes the row of a running request away."""
         level, client, group = self._find(seq)
         del group.running[bisect_left(group.running, seq.arrival, key=_arrival)]
         client.num_rows -= 1
@@ -192,7 +196,7 @@ class FairQueue:
         return level, client, client.groups[request.group or request.request_id]
 
     def _put(self, level: _Level, client: _Client, group: _Group) -> None:
-        """Puts a group that has changed, and its client, at their places."""
+        """Moves a group that has changed, and its client, to their places in the order."""
         if group.place is not None:
             del client.order[bisect_left(client.order, group.place)]
             group.place = None
@@ -207,7 +211,7 @@ class FairQueue:
             insort(level.order, client.place)
 
     def _forget(self, seq: RequestState, level: _Level, client: _Client, group: _Group) -> None:
-        """Drops what holds no request any more."""
+        """Drops the group, client and level of `seq` if they have no request any more."""
         request = seq.request
         if not group.waiting and not group.running:
             del client.groups[request.group or request.request_id]

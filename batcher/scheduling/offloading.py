@@ -1,26 +1,27 @@
-"""Which pages the host's memory holds, which ones go there, and which ones come back to the device.
+"""Which pages the host's memory holds, which pages go there, and which pages come back to the device.
 
-The prefix cache of the device ends where its pages end. Behind it are the host's memory and, if there is one, a store
-(`batcher/page_store.py`). A page that leaves keeps its digest, by which a later request finds it, and its tokens, which
-are compared as for a page of the device.
+The host's memory extends the prefix cache of the device, and a store (`batcher/page_store.py`), if there is one,
+extends the host's memory. A page that leaves the device keeps its digest, by which a later request finds it, and its
+tokens, which are compared in the same way as for a page of the device.
 
 1. A stored page is saved before it is evicted. When few pages are free, the reusable pages that are evicted next are
-   saved ahead, more at a time if more of them are missing. What an admission evicts unsaved is saved in the step of
-   the eviction, before the step writes to the page. With a store every stored page is saved, so a restart finds it. At
-   most `MAX_PAGE_COPIES` copies are on their way at a time, and what there is no copy for is lost.
-2. If the host's memory is full, the least recently used page there makes room.
-3. A request is admitted with all its pages. The stored prefix of the device comes first. Of the pages that follow,
-   those that are away are loaded, if this is expected to be quicker than computing them. The row waits meanwhile, and
-   others compute. It goes on with the pages that have come when all have, when one cannot be read, or when they have
-   taken as long as computing them would have.
-4. A request whose next missing page another one loads waits for it, as for a page that a step computes.
-5. The pages of a prompt that another engine will take are saved as soon as they are full, and are not evicted from the
-   host's memory until they have been taken or some time has passed. They are half of it at most.
-6. Pages that another engine has computed for a request are loaded, however long computing them would take here: this
-   engine's steps are kept free of prompts. What the other engine loses is computed.
+   saved ahead; the fewer pages are free, the more are saved at a time. An unsaved page that an admission evicts is
+   saved in the step of the eviction, before the step writes to it. With a store, every stored page is saved, so a
+   restart finds it. At most `MAX_PAGE_COPIES` copies run at a time; a page for which there is no copy is lost.
+2. If the host's memory is full, the least recently used page there is evicted.
+3. A request is admitted with all its pages. The prefix that the device stores comes first. Pages that follow and are
+   away are loaded, if this is expected to be faster than computing them. The row waits, and other rows compute. It goes
+   on with the pages that have arrived: when all have, when one cannot be read, or when loading has taken as long as
+   computing would have.
+4. A request whose next missing page is being loaded for another request waits for it, as for a page that a step
+   computes.
+5. The pages of a prompt that another engine will take are saved as soon as they are full. They are not evicted from the
+   host's memory until they have been taken or their time is over. They fill at most half of it.
+6. Pages that another engine has computed for a request are loaded even if computing them would be faster: this engine's
+   steps are kept free of prompts. Pages that the other engine loses are computed.
 
-All work on the bytes is done by `batcher/requests/page_mover.py` in the order in which it is asked for: here are only
-the decisions, and they are the engine's thread's.
+This module only decides; the engine's thread calls it. `batcher/requests/page_mover.py` does all work on the bytes, in
+the order in which it is asked.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ from batcher.scheduling.pages import PagePool
 from batcher.scheduling.request_state import RequestState
 from batcher.step import MAX_PAGE_COPIES, Capacity
 
-_PATIENCE_S = 1.0  # that every load is given
-_WEIGHT = 0.2  # of the newest time in a mean
-_RETRY = 0.95  # a source that does not pay is tried again after some refusals: its time is taken to be shorter by this
+_PATIENCE_S = 1.0  # the least time before a load is given up
+_WEIGHT = 0.2  # weight of the newest time in a mean
+_RETRY = 0.95  # factor on a source's time at each refusal, so that the source is tried again after some refusals
 
 
 class Times:
-    """Means of measured times, in seconds: of computing a token of a prompt, and of loading a page."""
+    """Means of measured times, in seconds: of computing one token of a prompt, and of loading one page."""
 
     def __init__(self) -> None:
         self._of_token: float | None = None
-        self._of_page: dict[bool, float] = {}  # by whether it is in the host's memory
+        self._of_page: dict[bool, float] = {}  # whether the page is in the host's memory -> time
 
     def computed(self, seconds: float, num_tokens: int) -> None:
-        """A step with prompts has taken so long."""
+        """Records the time of a step with `num_tokens` tokens of prompts."""
         self._of_token = _mean(self._of_token, seconds / num_tokens)
 
     def loaded(self, seconds: float, load: PageLoad) -> None:
-        """A load has taken so long, with the time in which it waited for others."""
+        """Records the time of a load, which includes the time in which it waited for other loads."""
         source = load.from_store == 0
         self._of_page[source] = _mean(self._of_page.get(source), seconds / len(load.away))
 
     def of_tokens(self, count: int) -> float:
-        """Of computing so many; 0 if it is not known."""
+        """The expected seconds for computing `count` tokens of a prompt; 0 if no step has been measured."""
         return count * (self._of_token or 0.0)
 
     def pays(self, page: AwayPage, page_size: int) -> bool:
-        """Whether loading the page is expected to be quicker than computing it. What is not known is tried."""
+        """Whether loading the page is expected to be faster than computing it. True if a time is not known yet."""
         source = page.host is not None
         of_page = self._of_page.get(source)
         if self._of_token is None or of_page is None or of_page < self.of_tokens(page_size):
@@ -80,10 +81,10 @@ class Times:
 
 
 class OffloadedPages(PageObserver):
-    """See the module's docstring.
+    """The pages in the host's memory, and the moves between it and the device, by the rules in the module's docstring.
 
     Args:
-        clock: seconds from any origin.
+        clock: gives seconds from any origin.
     """
 
     def __init__(self, offloading: Offloading, capacity: Capacity, pool: PagePool, clock: Callable[[], float]) -> None:
@@ -99,12 +100,12 @@ class OffloadedPages(PageObserver):
         self._page_size = capacity.page_size
         self._ahead = min(capacity.pages_per_seq, capacity.num_pages)
         self._pool, self._clock = pool, clock
-        self._places = list(range(self.num_pages - 1, -1, -1))  # of the host's memory, without a page
+        self._places = list(range(self.num_pages - 1, -1, -1))  # places of the host's memory without a page
         self._index: OrderedDict[bytes, HostPage] = OrderedDict()  # least recently used first
-        # By page of the device its digest and tokens; the next to be saved first.
+        # Page of the device -> its digest and tokens. The next page to be saved comes first.
         self._unsaved: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
-        self._moves: list[PageSave | PageLoad] = []  # to begin before the step that is planned now
-        self._saves: list[PageSave] = []  # begun or about to
+        self._moves: list[PageSave | PageLoad] = []  # start before the step that is planned now
+        self._saves: list[PageSave] = []  # saves that have started or are about to
         self._loads: dict[PageLoad, RequestState] = {}
         self._loading: set[bytes] = set()
         self.kept = KeptPrompts(self.num_pages // 2, pool.release)
@@ -160,13 +161,13 @@ class OffloadedPages(PageObserver):
     # --- to the host ---
 
     def take_moves(self) -> list[PageSave | PageLoad]:
-        """The saves and loads to begin now, in this order and before the next step."""
+        """The saves and loads to start now, in this order and before the next step."""
         moves, self._moves = self._moves, []
         return moves
 
     def save_ahead(self) -> None:
-        """Rule 1. Not in each step, but many pages at a time. Called before a step is planned: the pages that it will
-        fill are stored while it is planned, and have nothing yet."""
+        """Saves pages ahead by rule 1: many pages at a time, not some in each step. It must be called before a step is
+        planned. Planning stores the pages that the step will fill, and these have no K/V yet."""
         self._save_kept()
         if not self._unsaved:
             return
@@ -176,7 +177,7 @@ class OffloadedPages(PageObserver):
         elif self._pool.num_free >= self._ahead:
             return
         elif self._pool.num_reusable - len(self._unsaved) > max(0, self._ahead - self._pages_of_copy):
-            return  # as good as all pages that are saved already are evicted before the others
+            return  # enough saved pages are evicted before the unsaved ones
         num_safe = self._pool.num_available - len(self._unsaved)  # pages that can be given without a loss
         for _ in range(min(max(self._pages_of_copy, self._ahead - num_safe), len(self._unsaved))):
             page, (digest, tokens) = self._unsaved.popitem(last=False)
@@ -186,7 +187,7 @@ class OffloadedPages(PageObserver):
                 return
 
     def _save_kept(self) -> None:
-        """Rule 5, for what was not saved before the end of the request."""
+        """Saves the pages of kept prompts by rule 5 that were not saved before their request ended."""
         for prompt in self.kept.unsaved():
             while prompt.num_to_come:
                 page = prompt.next()
@@ -198,7 +199,7 @@ class OffloadedPages(PageObserver):
                     break
 
     def _save(self, page: int, digest: bytes, tokens: bytes) -> bool:
-        """False: too many pages are on their way."""
+        """Adds a page to a save. Returns False if too many copies are on their way."""
         if digest in self._index:  # another page of the device had the same K/V
             return True
         save = self._moves[-1] if self._moves else None
@@ -218,10 +219,11 @@ class OffloadedPages(PageObserver):
         return True
 
     def _free_place(self) -> int | None:
-        """Rules 2 and 5. None: all pages there are still coming."""
+        """A place in the host's memory, from which rules 2 and 5 may evict a page. None: all pages there are still
+        being copied."""
         if self._places:
             return self._places.pop()
-        while (oldest := next(iter(self._index.values()))).num_keepers:  # of less than half the pages
+        while (oldest := next(iter(self._index.values()))).num_keepers:  # true for at most half the pages
             self._index.move_to_end(oldest.digest)
         if oldest.is_coming:
             return None
@@ -234,7 +236,7 @@ class OffloadedPages(PageObserver):
             self.events.add(event)
 
     def keep(self, seq: RequestState) -> None:
-        """Rule 5. The request ends, and holds its pages."""
+        """Keeps the pages of a prompt by rule 5. The request ends now, and still holds its pages."""
         if self._keep_s is None or not seq.output:
             return
         size = self._page_size
@@ -244,7 +246,7 @@ class OffloadedPages(PageObserver):
         self.kept.add(seq.request.keep_as, self._clock() + self._keep_s, pages)
 
     def end_save(self, save: PageSave, error: Exception | None) -> None:
-        """The pages are in the host's memory, or have not been copied."""
+        """Records the end of a save. With an error, its pages have not been copied."""
         self._saves.remove(save)
         for host in save.hosts:
             host.is_coming = False
@@ -262,11 +264,11 @@ class OffloadedPages(PageObserver):
     # --- back to the device ---
 
     def is_loading(self, digest: bytes) -> bool:
-        """Rule 4: whether a row waits for the page."""
+        """Whether a row waits for the page (rule 4)."""
         return digest in self._loading
 
     def find(self, seq: RequestState, first: int, stop: int) -> list[AwayPage]:
-        """Rules 3 and 6: the pages of a request to load, from index `first` on; none from `stop` on."""
+        """The pages of a request to load by rules 3 and 6, from index `first` up to at most `stop`."""
         away: list[AwayPage] = []
         for index in range(first, stop):
             digest = seq.digests[index]
@@ -282,7 +284,7 @@ class OffloadedPages(PageObserver):
             away.append(page)
         for page in away:
             if page.host is not None:
-                self._index.move_to_end(page.digest)  # pages that the request evicts from the device do not replace it
+                self._index.move_to_end(page.digest)  # pages that the request evicts must not replace it
         return away
 
     def _is_away(self, digest: bytes) -> bool:
@@ -290,7 +292,7 @@ class OffloadedPages(PageObserver):
         return any(tier.has(digest) for tier in self._tiers)
 
     def load(self, seq: RequestState, first: int, away: list[AwayPage]) -> None:
-        """The request has pages, and these are to come to those from index `first` on."""
+        """Starts a load of the pages `away` into the pages of the request, from index `first` on."""
         now, source = self._clock(), seq.request.source
         patience_s = self.times.of_tokens(len(away) * self._page_size) if source is None else source.keep_s
         load = PageLoad(
@@ -306,7 +308,8 @@ class OffloadedPages(PageObserver):
         self._loading.update(page.digest for page in away)
 
     def end_load(self, load: PageLoad) -> RequestState:
-        """All pages of the load have come, or no more of them will be taken. Returns the request that waits for it."""
+        """Ends a load: all of its pages have arrived, or no more of them will be used. Returns the request that waits
+        for it."""
         seq = self._loads.pop(load)
         seq.load, load.is_wanted = None, False
         self._loading.difference_update(page.digest for page in load.away)
@@ -323,12 +326,12 @@ class OffloadedPages(PageObserver):
         return seq
 
     def held(self) -> OffloadingCounts:
-        """The counts, with the gauges of now."""
+        """The counts, with the present gauges."""
         self.counts.num_held, self.counts.num_kept = len(self._index), self.kept.num_pages
         return self.counts
 
     def next_deadline(self) -> float | None:
-        """When the first load is to be given up, by the clock."""
+        """The time, by the clock, at which the next load is given up; None: there is no load."""
         return min((load.give_up_s for load in self._loads), default=None)
 
     def overdue(self) -> list[PageLoad]:

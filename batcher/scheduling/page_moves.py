@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 @dataclass(eq=False, slots=True)
 class HostPage:
-    """A page in the host's memory. Its bytes are the mover's."""
+    """A page in the host's memory. Only the page mover accesses its bytes."""
 
-    place: int  # in the host's memory
+    place: int  # index in the host's memory
     digest: bytes
     tokens: bytes
-    is_coming: bool = True  # a copy that is on its way brings its bytes
-    is_trusted: bool = True  # False: its K/V are not to be found again, in the store neither
-    num_keepers: int = 0  # prompts that are kept for other engines; it is not evicted before they go
-    checksum: int | None = None  # of its bytes; None: they are not there. Only the mover reads and writes it
+    is_coming: bool = True  # the copy of its bytes has not ended
+    is_trusted: bool = True  # False: later requests do not find it, nor does the store get it
+    num_keepers: int = 0  # prompts that keep it for other engines; it is not evicted before they are dropped
+    checksum: int | None = None  # checksum of its bytes; None: they have not arrived. Only the mover writes it
 
 
 class AwayPage(NamedTuple):
-    """A page to load: from the host's memory, or, without `host`, from another engine or the store."""
+    """A page to load. Without `host` it comes from another engine or the store, otherwise from the host's memory."""
 
     digest: bytes
     tokens: bytes
@@ -31,7 +31,7 @@ class AwayPage(NamedTuple):
 class PageSave:
     """Pages of the device on their way to the host's memory, at most `pages_of_copy`."""
 
-    pages: list[int] = field(default_factory=list)  # of the device
+    pages: list[int] = field(default_factory=list)  # page ids on the device
     hosts: list[HostPage] = field(default_factory=list)
 
 
@@ -39,15 +39,15 @@ class PageSave:
 class PageLoad:
     """Pages on their way to a row that waits for them."""
 
-    first: int  # index of the first one among the row's pages
+    first: int  # index of the first loaded page among the row's pages
     away: list[AwayPage]
-    pages: list[int]  # on the device, where they go
-    give_up_s: float  # by the clock: when computing them would be done
+    pages: list[int]  # page ids on the device, to which they are loaded
+    give_up_s: float  # time, by the clock, at which computing them would be done
     asked_s: float
     num_written: int = 0
-    is_cut: bool = False  # a page is lost, and none after it comes. Only the mover reads and writes it
-    is_wanted: bool = True  # False: its row waits for it no longer
-    from_store: int = field(init=False)  # how many
+    is_cut: bool = False  # a page is lost, so no page after it comes. Only the mover reads and writes it
+    is_wanted: bool = True  # False: its row no longer waits for it
+    from_store: int = field(init=False)  # number of pages that come from the store or another engine
 
     def __post_init__(self) -> None:
         self.from_store = sum(page.host is None for page in self.away)
@@ -55,25 +55,25 @@ class PageLoad:
 
 @dataclass(kw_only=True, slots=True)
 class OffloadingCounts:
-    """Of pages that leave the device. Pages, unless it says tokens."""
+    """Counts of pages that leave the device and come back. Fields count pages, unless their names say otherwise."""
 
     # gauges
-    num_places: int = 0  # of the host's memory
-    num_held: int = 0  # in the host's memory
-    num_kept: int = 0  # of these, for other engines
+    num_places: int = 0  # pages for which the host's memory has room
+    num_held: int = 0  # pages in the host's memory
+    num_kept: int = 0  # pages in the host's memory that are kept for other engines
     num_in_store: int = 0
     bytes_in_store: int = 0
     # counters
     num_saved: int = 0  # copied to the host's memory
     num_lost: int = 0  # evicted from the device without a copy
-    num_loaded: int = 0  # from the host's memory
+    num_loaded: int = 0  # loaded from the host's memory
     num_loaded_from_store: int = 0
-    num_fetched: int = 0  # from other engines, and from the store for the same requests
-    fetched_bytes: int = 0  # of these pages
-    num_not_loaded: int = 0  # asked for, and computed in the end
-    num_broken: int = 0  # their bytes had changed in the host's memory or in the store
-    num_failed: int = 0  # reads and writes of the store
-    num_unwritten: int = 0  # the store was too slow for them
-    num_prompts_lost: int = 0  # of which a page did not come from another engine
-    num_query_tokens: int = 0  # of prompts, looked up after those that the device has
-    num_hit_tokens: int = 0  # of these, loaded
+    num_fetched: int = 0  # fetched from other engines, or from the store for the same requests
+    fetched_bytes: int = 0  # bytes of the fetched pages
+    num_not_loaded: int = 0  # asked for, but computed in the end
+    num_broken: int = 0  # pages whose bytes had changed in the host's memory or in the store
+    num_failed: int = 0  # failed reads and writes of the store
+    num_unwritten: int = 0  # not written, because the store was too slow
+    num_prompts_lost: int = 0  # prompts of which a page did not come from another engine
+    num_query_tokens: int = 0  # prompt tokens that were looked up, after those that the device has
+    num_hit_tokens: int = 0  # looked-up tokens that were loaded

@@ -1,36 +1,37 @@
 """Plans the next step: iteration-level scheduling under a token budget. The plan depends on the scheduler's state only.
 
 Waiting requests are admitted in the order of `fair_queue.py`: by priority, then by the rows that their clients and
-groups hold, then by arrival. Those that run are served in the order of their key (priority, quanta of their group at
+groups hold, then by arrival. Running requests are served in the order of their key (priority, quanta of their group at
 admission, arrival rank), lowest first. Preemption changes neither priority nor arrival.
 
 1. Every decoding request gets one token. A request stalls when it needs a page and none is available: it keeps its slot
    and pages and waits for another request to end. It stalls for at most `_MAX_STALLS` steps in a row, and only if no
    running request has a lower priority. Otherwise the running request with the highest key is preempted: it gives up
    its slot and pages, returns to the queue and is recomputed later.
-2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that run already
-   or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
-3. Admission is in the order of the queue (exceptions: 4, 5, 6 and 10). It gives a request all pages of its tokens to
-   compute. It looks ahead: the pages that all running requests are expected to hold, now and later (`forecast.py`),
-   must fit the pool. When nothing else runs, the forecast is skipped: the pool holds at least one request of full
-   length. So the first request in the queue is always admitted in the end, and the running request with the lowest
-   key is never preempted for pages. Hence there is no deadlock and no starvation.
+2. The rest of the budget goes to prompt chunks, in the order of the key. The chunks belong to requests that are already
+   running or are admitted in this step. The chunk that completes a request's `to_compute` emits its next token.
+3. Admission is in the order of the queue (exceptions: 4, 5, 6 and 10). A request gets all pages of its tokens to
+   compute. The pages that all running requests are expected to hold, now and later (`forecast.py`), must fit the pool.
+   When nothing else runs, the forecast is skipped: the pool holds at least one request of full length. So the first
+   request in the queue is eventually admitted, and the running request with the lowest key is never preempted for
+   pages. Hence there is no deadlock and no starvation.
 4. A request waits one step if this step computes its next missing prefix page. In the next step it finds that page in
-   the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it meanwhile, at
-   most once per page.
+   the prefix cache: of n samples of one prompt, only the first computes it. Other requests may pass it in the meantime,
+   at most once per page.
 5. A request with a grammar is skipped until the mask of its next token is computed. It keeps its place.
-6. A step computes a part of a long prompt only, and leaves the rest of the budget to others. A request with a long
-   prompt is skipped while as many long prompts run as may (`long_prompts.py`). It keeps its place. The budget may be of
-   estimated time, in which a token costs the more the longer its context is (`step_budget.py`).
-7. The last chunk is shortened to the next smaller bucket when this saves more padding than its rest costs later.
+6. A step computes only a part of a long prompt, and leaves the rest of the budget to others. A request with a long
+   prompt is skipped while the allowed number of long prompts run (`long_prompts.py`). It keeps its place. The budget
+   may be an estimated time; a token then costs more if its context is longer (`step_budget.py`).
+7. The last chunk is shortened to the next smaller bucket if this saves more padding than its rest costs later.
 8. If the first request in the queue finds no room, and `fair_queue.py` names a running request of a client or a group
-   that holds more, that one is preempted. Its full pages stay in the prefix cache, so little of it is computed again.
-9. In a step without prompts a row may draw several tokens, if the policy of the scheduler says so (`row_tokens.py`:
-   drafts, or several steps in one program), within its limit and the pages that are available.
-10. A request whose LoRA adapter has to wait for an adapter slot is skipped, and may be passed so often
-    (`adapter_slots.py`). It keeps its place.
-11. A request whose pages come from the host's memory or from a store is admitted, and computes nothing until they are
-    there (`offloading.py`).
+   that holds more rows, that request is preempted. Its full pages stay in the prefix cache, so little is recomputed.
+9. In a step without prompts, a row may draw several tokens, if the scheduler's policy allows it (`row_tokens.py`:
+drafts,
+   or several steps in one program). The request's limit and the available pages bound their number.
+10. A request whose LoRA adapter waits for an adapter slot is skipped. It keeps its place. `adapter_slots.py` limits how
+    often it is passed.
+11. A request whose pages come from the host's memory or from a store is admitted, and computes nothing until they have
+    arrived (`offloading.py`).
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from batcher.scheduling.row_tokens import OneToken
 from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
 
-# Waiting requests that are looked at in one step and passed by others; it bounds the work for a long queue. Long
-# prompts that are known to wait for their turn are passed without a look. Requests that wait for their adapters do not
-# count: the look is short, and they are not looked at again until something has changed for them.
+# The most waiting requests that one step tries to admit in vain. It bounds the work for a long queue. Long prompts that
+# are known to wait for their turn are not tried. Requests that wait for their adapters do not count: the try is short,
+# and they are not tried again until something has changed for them.
 _MAX_PASSED = 8
-_MAX_STALLS = 16  # steps in a row; shorter than most recomputations, and a short delay for the client
+_MAX_STALLS = 16  # steps in a row: less time than most recomputations, and a short delay for the client
 
 
 class Verdict(Enum):
@@ -98,12 +99,12 @@ class Scheduler(RequestQueues):
         self.step_budget = StepBudget(tokens=self.token_budget, even_context=config.even_context)
         self._time_of_a_chunk = self.step_budget.cost(0, self.long_prompts.threshold or self.token_budget)
         self.max_stalls = _MAX_STALLS
-        self._without_room: RequestState | None = None  # the first in the queue that the last step had no room for
-        self._lacks_pages = False  # and that there was a free slot for
+        self._without_room: RequestState | None = None  # the first in the queue for which the last step had no room
+        self._lacks_pages = False  # there was a free slot for it, so it lacked pages
         self._num_promised = 0  # slots that steps in flight will release to requests before it
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run now."""
+        """The plan of the next step, or None if nothing can run now."""
         self._outlook = None
         if self.offloaded is not None:
             self.offloaded.save_ahead()
@@ -115,7 +116,7 @@ class Scheduler(RequestQueues):
         return self._plan_ones(singles, chunks, admitted, grown) if chunks else self._plan_decodes(singles, grown)
 
     def _exchange_rows(self) -> None:
-        """Rule 8, for the first request that found no room in the last step."""
+        """Preempts a running request by rule 8, for the first request that found no room in the last step."""
         seq, self._without_room = self._without_room, None
         if seq is None or seq.state is not State.WAITING or not self.may_start:
             return
@@ -127,12 +128,12 @@ class Scheduler(RequestQueues):
             self.preempt(giver)
 
     def _decodes(self) -> tuple[list[RequestState], list[tuple[RequestState, int]]]:
-        """The requests that decode in this step, each with a page to write to, and the new pages (see `StepPlan`)."""
+        """The requests that decode in this step, each with a page to write to, and the new pages (`StepPlan.grown`)."""
         rows: list[RequestState] = []
         grown: list[tuple[RequestState, int]] = []
         stalled: list[RequestState] = []
         running, page_size = self.running, self.page_size
-        promised = 0  # pages for requests that wait until a step in flight releases pages
+        promised = 0  # pages for requests that wait for a step in flight to release pages
         i = 0
         while i < len(running):  # preemption shortens the list from its end
             seq = running[i]
@@ -159,8 +160,11 @@ class Scheduler(RequestQueues):
         return rows, grown
 
     def _make_room(self, sequence: RequestState, promised: int) -> bool:
-        """Whether a page for `sequence` is available now. Preempts from the end of `running`, `sequence` included,
-        until a page is available or the steps in flight hold enough pages that they will release."""
+        """Makes a page available for `sequence`. Returns whether there is one now.
+
+        It preempts requests from the end of `running`, which may include `sequence`. It stops when a page is available,
+        or when steps in flight will release enough pages.
+        """
         while not self.pool.num_available:
             coming = sum(self.pool.num_held_once(pages) for _, _, pages in self._held)
             if coming > promised:
@@ -172,7 +176,7 @@ class Scheduler(RequestQueues):
         return True
 
     def _prompts(self, budget: int, num_rows: int) -> tuple[list[tuple[RequestState, int]], list[RequestState]]:
-        """Prompt chunks (sequence, tokens) within the budget, and the requests admitted for them."""
+        """The prompt chunks (sequence, number of tokens) within the budget, and the requests that are admitted."""
         chunks: list[tuple[RequestState, int]] = []
         admitted: list[RequestState] = []
         started = [seq for seq in self.running if not seq.decoding and not seq.is_blocked and seq.load is None]
@@ -228,7 +232,7 @@ class Scheduler(RequestQueues):
         return chunks, admitted
 
     def _admit(self, seq: RequestState, in_this_step: set[bytes], *, may_be_long: bool = True) -> Verdict:
-        """Admits a waiting request if there is room for it. A long prompt may have to wait for another."""
+        """Admits a waiting request if there is room for it. Without `may_be_long`, a long prompt is not admitted."""
         if seq.last_step > self.last_done:  # preempted in flight
             return Verdict.NOT_READ
         if seq.is_blocked:
@@ -267,7 +271,7 @@ class Scheduler(RequestQueues):
         return Verdict.LOADING
 
     def _has_room(self, seq: RequestState, num_new: int, num_revived: int) -> bool:
-        """Whether the pool is expected to suffice if `seq` gets `num_new` pages and revives `num_revived` others."""
+        """Whether the pool is expected to suffice if `seq` gets `num_new` pages and reuses `num_revived` others."""
         if num_new + num_revived > self.pool.num_available:
             return False
         everybody_to_the_limit = self._pages_at_limits + self._full_pages(seq)
@@ -280,7 +284,7 @@ class Scheduler(RequestQueues):
         return self._outlook.fits(seq, self.pool.num_pages - (self.pool.num_used + num_revived - num_own))
 
     def _trim(self, chunks: list[tuple[RequestState, int]], num_decodes: int) -> None:
-        """Shortens the last chunk when that saves padding."""
+        """Shortens the last chunk if that saves padding (rule 7)."""
         seq, count = chunks[-1]
         more_to_come = bool(self.waiting) or len(seq.to_compute) > seq.num_computed + count
         rest = self.ladder.better_left(
@@ -292,7 +296,7 @@ class Scheduler(RequestQueues):
             chunks[-1] = (seq, count - rest)
 
     def _plan_decodes(self, decodes: list[RequestState], grown: list[tuple[RequestState, int]]) -> StepPlan:
-        """Rule 9."""
+        """The step of decodes only. Rows may draw several tokens by rule 9."""
         is_alone = not self.waiting and len(decodes) == len(self.running)
         has_adapters = self._have_adapters(decodes)
         several = self.row_tokens.several(decodes, self.last_step + 1, is_alone=is_alone, has_adapters=has_adapters)
@@ -306,8 +310,8 @@ class Scheduler(RequestQueues):
         return plan
 
     def _fit(self, seq: RequestState, most: int, grown: list[tuple[RequestState, int]]) -> int:
-        """The tokens that a row brings, at most `most`: within its limit, and within pages that are available now. They
-        never make another request wait or give way."""
+        """The number of tokens that a row computes, at most `most`. They are within the request's limit, and within
+        pages that are available now, so no other request is preempted for them."""
         most = min(most, seq.limit - seq.num_emitted)
         while seq.num_computed + most > len(seq.pages) * self.page_size and self.pool.num_available:
             grown.append(self._grow(seq))
@@ -316,7 +320,7 @@ class Scheduler(RequestQueues):
     def _plan_several(
         self, rows: list[tuple[RequestState, int]], bucket: Bucket, grown: list[tuple[RequestState, int]]
     ) -> StepPlan:
-        """The step of these rows and the tokens that each one brings. Rows of one token come first."""
+        """The step of these rows (request, number of tokens). Rows of one token come first."""
         self.last_step += 1
         rows = [row for row in rows if row[1] == 1] + [row for row in rows if row[1] > 1]
         plan = StepPlan(
@@ -345,7 +349,8 @@ class Scheduler(RequestQueues):
         admitted: list[RequestState],
         grown: list[tuple[RequestState, int]],
     ) -> StepPlan:
-        """The step in which each decoding row draws one token, with the chunks of prompts, of some tokens each."""
+        """The step in which each decoding row draws one token. `chunks` are prompt chunks (request, number of
+        tokens)."""
         self.last_step += 1
         number = self.last_step
         ones = [seq for seq, count in chunks if count == 1]

@@ -1,4 +1,4 @@
-"""Log-probabilities, from a step's arrays to one object for each position."""
+"""Converts the log-probabilities of a step's arrays to one object for each position."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from batcher.step import StepOutput
 
 
 def token_logprobs(output: StepOutput, row: int, num_tokens: int, count: int) -> tuple[TokenLogprobs, ...]:
-    """Of the tokens that a row has drawn, each with the `count` most likely ones."""
+    """The log-probability of each token that a row has drawn, with those of the `count` most likely tokens."""
     return tuple(
         _entry(output.logprobs, output.top_ids, output.top_logprobs, (row, i), count) for i in range(num_tokens)
     )
 
 
 def sampled_logprobs(output: StepOutput, row: int, num_tokens: int) -> tuple[float, ...]:
-    """Of the tokens that a row has drawn, under the distributions that they were drawn from."""
+    """The log-probability of each token that a row has drawn, under the distribution from which it was drawn."""
     assert output.sampled_logprobs is not None
     return tuple(output.sampled_logprobs[row, :num_tokens].tolist())
 
 
 def take_prompt_logprobs(plan: StepPlan, output: StepOutput) -> None:
-    """Takes in those of the prompt tokens that the step has scored."""
+    """Stores the log-probabilities of the prompt tokens that the step has scored in their requests."""
     for chunk in plan.chunks:
         seq = plan.rows[chunk.row]
         wanted = seq.sampling.prompt_logprobs
@@ -35,7 +35,7 @@ def take_prompt_logprobs(plan: StepPlan, output: StepOutput) -> None:
 
 
 def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
-    """Of the prompt token that follows a position of the step."""
+    """The log-probability and rank of the prompt token that follows a position of the step."""
     assert output.target_ranks is not None
     rank = int(output.target_ranks[position])
     return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count, rank)

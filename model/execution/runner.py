@@ -42,44 +42,45 @@ CPU_FIRST_RUNS_S = 0.3
 
 
 class StepResult:
-    """A dispatched step. The copy of its one output array to the host starts at dispatch."""
+    """A dispatched step. The copy of its output array to the host starts at dispatch."""
 
     def __init__(self, output: jax.Array, layout: OutputLayout) -> None:
         self._output = output
         self._layout = layout
 
     def result(self) -> StepOutput:
-        """Blocks until the device is done. Call it from a thread that may block."""
+        """The output of the step. Blocks until the device is done, so call it from a thread that may block."""
         return self._layout.split(np.asarray(self._output))
 
 
 class ModelRunner:
-    """`batcher.step.Runner` over a Llama.
+    """Executes the steps of a Llama. It implements `batcher.step.Runner`.
 
-    Compiling needs shapes only, so a runner can be made before the weights are loaded. Make it from
-    `abstract_model(...)`, call `start_compiling`, then `place` with the loaded model.
+    Compiling needs only shapes, so a runner can be made before the weights are loaded: make it from
+    `abstract_model(...)`, call `start_compiling`, and then call `place` with the loaded model.
 
     Args:
-        model: its weights are in place, or abstract with shape and sharding. They are on one device or sharded over
-            `attention.mesh`.
+        model: the model. Its weights are arrays, or abstract with shape and sharding. They are on one device or sharded
+            over `attention.mesh`.
         attention: the paged attention of the step, bound to its backend and mesh.
         config: the limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
-        kv_scales: as for `place`, if the model's weights are in place.
-        traced_folder: where traced programs are kept from one start to the next; None: each start traces all.
-        export_folder: where executables are kept from one start to the next, see `ExportedPrograms`; None: nowhere.
-        draft: a small model with the same vocabulary or an EAGLE head, as `model`, and its attention over pages of the
-            same size.
-        adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage_adapter`; None: there are none.
+        kv_scales: the argument of `place`, if the model's weights are arrays.
+        traced_folder: the folder that keeps traced programs for later starts; None: each start traces all programs.
+        export_folder: the folder that keeps executables for later starts (`ExportedPrograms`); None: none are kept.
+        draft: a small model with the same vocabulary or an EAGLE head, and its attention over pages of the same size.
+            Its weights are arrays or abstract, like those of `model`.
+        adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage_adapter`; None: there are no
+            adapters.
 
     Attributes:
         described: the shapes of the programs' arguments.
-        programs: those that are compiled.
-        weights: the arrays of all models, which a program takes first.
-        state: the arrays that steps pass on; each step's program takes and replaces them.
-        adapters: the slots of LoRA adapters, which `AdapterWrite` replaces.
+        programs: the compiled programs.
+        weights: the arrays of all models, which are the first argument of a program.
+        state: the state on the device. Each step's program takes it and returns a new one.
+        adapters: the slots of LoRA adapters. An `AdapterWrite` updates them.
 
     Raises:
-        ValueError: the model does not fit (see `memory_plan.plan_pages`), or `export_folder` is open to others.
+        ValueError: the model does not fit (`memory_plan.plan_pages`), or others may write to `export_folder`.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class ModelRunner:
         self._make_state = _maker_of(self.described.state_like, when_used=model.ops.are_in_c)
         self._make_adapters = _maker_of(self.described.adapters_like, when_used=False)
         self._staging = threading.Lock()
-        self._staged: dict[int, AdapterSlots] = {}  # by the identity of the adapter
+        self._staged: dict[int, AdapterSlots] = {}  # identity of an adapter -> its weights on the device
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
 
@@ -136,7 +137,10 @@ class ModelRunner:
         Args:
             kv_scales: f32[L, 2, K], the scales of keys and values in 8-bit pages; None for other pages.
             draft: the draft model or head, if the runner was made with one.
-            with_state: whether the state is allocated; if not, `allocate` comes before the next step.
+            with_state: allocates the state. If False, `allocate` must be called before the next step.
+
+        Raises:
+            ValueError: there are `kv_scales` and the pages are not in 8 bits, or the other way around.
         """
         weights = self.described.weights_of([model] if draft is None else [model, draft])
         if (kv_scales is not None) != self._attention.spec.has_kv_scales:
@@ -149,12 +153,12 @@ class ModelRunner:
         self.weights, self._kv_scales = weights, scales_of_layers
 
     def model(self) -> Llama:
-        """The model with its weights in place. Its arrays are the runner's own: they end with an update."""
+        """The model with its weights. Its arrays are the runner's own, and an update of the weights deletes them."""
         return self.described.model_of(self.weights)
 
     def replace(self, values: Mapping[str, jax.Array]) -> None:
-        """Puts parameters of the model, by their paths, in the place of the old ones, which are deleted. No step is in
-        flight. The K/V in pages are then those of other weights."""
+        """Replaces parameters of the model, by their paths, and deletes the old ones. No step may be in flight. The K/V
+        in pages are not updated: they belong to the old weights."""
         numbers, likes = self.described.numbers, self.described.weights_like
         for path, value in values.items():
             like = likes[numbers[path]]
@@ -164,7 +168,8 @@ class ModelRunner:
             old.delete()
 
     def replace_kv_scales(self, kv_scales: np.ndarray) -> None:
-        """Those of `place`, for other weights. No step is in flight."""
+        """Replaces the scales f32[L, 2, K] of keys and values after an update of the weights. No step may be in
+        flight."""
         self._kv_scales = self._placed_scales(kv_scales)
 
     def _placed_scales(self, kv_scales: np.ndarray) -> KvScales:
@@ -172,8 +177,8 @@ class ModelRunner:
         return [jax.device_put(scales, like.sharding) for scales, like in zip(kv_scales, likes, strict=True)]
 
     def release(self, *, weights: bool = True, state: bool = True) -> None:
-        """Frees the memory of the weights and of the state on the device. No step is in flight, and none may run before
-        both are back."""
+        """Frees the memory of the weights and of the state on the device. No step may be in flight, and none may run
+        before both are restored."""
         if weights:
             for array in self.weights:
                 array.delete()
@@ -181,9 +186,9 @@ class ModelRunner:
             self._free_state()
 
     def restore(self, weights: Sequence[HostCopy], *, with_state: bool = True) -> None:
-        """Brings copies of the weights back to the device, and allocates an empty state.
+        """Copies the weights back to the device, and allocates an empty state.
 
-        Raises RuntimeError if the device has no room; nothing is on it then.
+        Raises RuntimeError if the device has no room. It then frees what it has copied.
         """
         restored: list[jax.Array] = []
         try:
@@ -199,7 +204,7 @@ class ModelRunner:
         self.weights = restored
 
     def allocate(self) -> None:
-        """An empty state, and empty adapter slots. Raises RuntimeError if the device has no room."""
+        """Allocates an empty state and empty adapter slots. Raises RuntimeError if the device has no room."""
         self.state, self.adapters = self._make_state(), self._make_adapters()
 
     def capacity(self) -> Capacity:
@@ -224,19 +229,19 @@ class ModelRunner:
     def warm_up(
         self, buckets: Iterable[Bucket], report: Callable[[str], None], may_wait: Collection[Bucket] = ()
     ) -> list[Bucket]:
-        """`compile`, then `run_each`. Returns the buckets that are left for `compile_later`.
-
-        Args, errors: as of `CompiledPrograms.compile`.
-        """
+        """Compiles the programs of the buckets and runs each once. Returns the buckets that are left for
+        `compile_later`. The arguments and errors are those of `CompiledPrograms.compile`."""
         self.compile(buckets, report, may_wait)
         self.run_each(self.execute, report)
         return self.programs.left
 
     def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
-        """Runs every program once on padding, by `execute`: first calls are slow, and may fail. The smallest bucket
-        runs first. On a CPU a first call is only a tenth of a second slower, and one call may take seconds: there, the
-        runs stop early, and the first step of an exported program that has not run is waited for. If an exported
-        program fails here, all are compiled."""
+        """Runs every program once on padding, by `execute`, because a first call is slow and may fail. The smallest
+        bucket runs first. If an exported program fails, all programs are compiled.
+
+        On a CPU the runs stop after `CPU_FIRST_RUNS_S`: one call may take seconds there, and a first call is only a
+        tenth of a second slower. The first step of an exported program that has not run then blocks until it is done.
+        """
         started = time.perf_counter()
         exported = self.programs.exported
         try:
@@ -253,7 +258,7 @@ class ModelRunner:
             report(self._time_page_copies())
 
     def _run_each(self, execute: Callable[[StepInput], StepHandle], exported: Container[Bucket | str]) -> int:
-        """The number of programs that have run: as many as there is time for."""
+        """Runs the programs, as many as there is time for. Returns their number."""
         started, num_run = time.perf_counter(), 0
         enough_s = CPU_FIRST_RUNS_S if self.described.device.platform == "cpu" else math.inf
         for bucket in sorted(self.programs.steps):
@@ -272,7 +277,8 @@ class ModelRunner:
             self.write_pages(self.stage_pages(pages), [NULL_PAGE])
 
     def _time_page_copies(self) -> str:
-        """Copies the null page as often as a copy can, to the host and back. They have run before."""
+        """Times a copy of most pages to the host and back, with the null page only. Returns a line for the log. The
+        programs must have run before."""
         size, times = self._copies.most, [time.perf_counter()]
         pages = list(np.zeros((size, self._copies.page_bytes), np.uint8))
         self.read_pages([NULL_PAGE] * size).copy_to(pages)
@@ -285,7 +291,7 @@ class ModelRunner:
         return f"pages leave at {out:.2f} GB/s and come back at {back:.2f} GB/s, {size} of them at once"
 
     def execute(self, step: StepInput) -> StepResult:
-        """Dispatches the step and returns. Do not change `step.packed` before the result is there: a CPU reads the
+        """Dispatches the step and returns. Do not change `step.packed` before the result has arrived: a CPU reads the
         buffer in place.
 
         Raises:
@@ -340,14 +346,16 @@ class ModelRunner:
         return self._copies.stage(pages)
 
     def write_pages(self, staged: Any, pages: Sequence[int]) -> None:
-        """See `batcher.step.Runner`. Pages that were staged before `recover` can be written, too."""
+        """Dispatches a copy of the staged pages to `pages`, and returns at once. Pages that were staged before
+        `recover` can be written, too."""
         self.state = self._copies.write(self.programs.write_pages, self.state, staged, pages)
 
     def page_identity(self, weights: str, draft_weights: str) -> PageIdentity:
-        """Of the pages in files.
+        """The identity of the pages that this runner writes to files.
 
         Args:
-            weights, draft_weights: digests of the model's and of those that draft; "": there are none.
+            weights: the digest of the model's weights.
+            draft_weights: the digest of the weights of the network that drafts; "" if there is none.
         """
         scales = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in self._kv_scales if x is not None))
         return PageIdentity(
@@ -371,8 +379,8 @@ class ModelRunner:
         return output
 
     def _run_first(self, bucket: Bucket, arguments: tuple[Any, ...]) -> jax.Array:
-        """As `_run`, of an exported program that has not run yet, and waits for it. If it fails, it is compiled while
-        all requests wait, and JAX's error is raised: the failure has cost the state, so the step fails, too."""
+        """Runs an exported program for the first time, and waits for it. If the program fails, it is compiled while all
+        requests wait. JAX's error is then raised: the failed program has consumed the state, so the step fails."""
         self.programs.untried.discard(bucket)
         try:
             return jax.block_until_ready(self._run(bucket, arguments))
@@ -382,8 +390,8 @@ class ModelRunner:
             raise
 
     def recover(self) -> None:
-        """Allocates a new state after a failed step, with no step in flight: a failed program may have consumed the
-        donated state. Slots, histories and pages are empty afterwards. Errors of the device are raised."""
+        """Allocates a new state after a failed step, because the failed program may have consumed the donated state. No
+        step may be in flight. Slots, histories and pages are empty afterwards. Raises the device's errors."""
         self._reallocate()
         smallest = min(tuple(self.programs.steps))  # another thread may be adding one
         self.execute(self.described.padding(smallest)).result()
@@ -401,7 +409,7 @@ class ModelRunner:
                 array.delete()
 
     def _plan_pages(self, model: Llama, draft: tuple[Llama | EagleHead, PagedAttention] | None) -> tuple[int, float]:
-        """The number of pages, and `planned_room` of `CompiledPrograms`."""
+        """The number of pages, and the `planned_room` of `CompiledPrograms`."""
         needs = memory_plan.memory_needs(model, self._attention, self._config, draft)
         memory = device_memory(device_of(jax.tree.leaves(nnx.state(model))[0].sharding))
         if not _is_in_place(model):
@@ -412,8 +420,9 @@ class ModelRunner:
 
 
 def _maker_of[T](like: T, *, when_used: bool) -> Callable[[], T]:
-    """Makes an empty state by one program: one for each array would be traced and compiled each. `when_used`: arrays
-    take memory when they are used, little by little (C on a CPU)."""
+    """A function that makes arrays of zeros like those of `like`. All arrays come from one program, because a program
+    for each would be traced and compiled separately. With `when_used`, memory is taken only as arrays are used; C code
+    on a CPU does this."""
     shardings, (leaves, structure) = jax.tree.map(lambda x: x.sharding, like), jax.tree.flatten(like)
 
     def make() -> T:

@@ -1,8 +1,9 @@
-"""The one compiled program of a step: forward pass, K/V pages, sampling, and the state that the next step reads.
+"""The compiled program of a step: forward pass, K/V pages, sampling, and the state that the next step reads.
 
-The host sends one int32 buffer (`batcher.step.PackedLayout`) and reads one back (`OutputLayout`). Everything else stays
-on the device: a row of `SlotLayout` per request slot, the token history of requests with penalties, the masks of
-requests with grammars, and the K/V pages. All of these are donated: every step updates them in place.
+A step is one program. The host sends one int32 buffer (`batcher.step.PackedLayout`) and reads one back
+(`OutputLayout`). Everything else stays on the device: a row of `SlotLayout` per request slot, the token history of
+requests with penalties, the masks of requests with grammars, and the K/V pages. All of these are donated: every step
+updates them in place.
 
 Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of the slot state, `V` vocabulary,
 `D` embed.
@@ -47,11 +48,11 @@ from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
 
 SCORE_BLOCK = 64  # rows of logits computed at a time when prompt tokens are scored
-HISTORY_BLOCK = 4096  # prompt tokens, and as many output tokens, per dispatch of `reset_history`
+HISTORY_BLOCK = 4096  # most prompt tokens, and most output tokens, of one dispatch of `reset_history`
 HISTORY_BLOCK_SIZE = 2 + 2 * HISTORY_BLOCK
 
-# A step of one bucket, to be compiled: (weights, K/V scales, state, packed i32[PackedLayout.size]) -> (state, output).
-# If its rows may have LoRA adapters, the last argument is their slots.
+# The function that is compiled for a bucket: (weights, K/V scales, state, packed i32[PackedLayout.size]) -> (state,
+# output). If rows may have LoRA adapters, the adapter slots are the last argument.
 Step = Callable[..., tuple["DeviceState", jax.Array]]
 # For each layer f32[2, K], the scales of keys and values in 8-bit pages; None if pages have the activations' dtype.
 KvScales = Sequence[jax.Array | None]
@@ -60,14 +61,14 @@ KvScales = Sequence[jax.Array | None]
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """The state that stays on the device between steps. Donated to every program that takes it."""
+    """The state that stays on the device between steps. It is donated to every program that takes it."""
 
-    slots: jax.Array  # i32[num_slots, W], see SlotLayout
-    history: jax.Array  # i32[num_slots, V], see sampling.IN_PROMPT; split by vocabulary; only for slots with penalties
-    masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; sent anew for each token under a grammar
-    kv: list[jax.Array]  # per layer, laid out by pallas_kernels
-    text: jax.Array | None = None  # i32[P, page_size], the tokens of the K/V in each page; None: no drafts are taken
-    draft: DraftPages | None = None  # of the network that drafts, if there is one
+    slots: jax.Array  # i32[num_slots, W], columns as in SlotLayout
+    history: jax.Array  # i32[num_slots, V], values as in sampling.IN_PROMPT; split by vocabulary; used with penalties
+    masks: jax.Array  # i32[num_slots, num_mask_words], whole on every chip; sent again for each token under a grammar
+    kv: list[jax.Array]  # the K/V pages of each layer, in the layout of pallas_kernels
+    text: jax.Array | None = None  # i32[P, page_size], the tokens of the K/V in each page; None: there are no drafts
+    draft: DraftPages | None = None  # the pages of the network that drafts; None: there is none
 
     def written(
         self,
@@ -77,10 +78,12 @@ class DeviceState:
         features: jax.Array | None = None,
         **changed: Any,
     ) -> DeviceState:
-        """The state after a step of these tokens, i32[T] each, with the fields that it has `changed`.
+        """The state after a step.
 
         Args:
-            features: [T, E], what a head that drafts reads of the model; None: there is none.
+            tokens, positions: the step's tokens and their positions, i32[T] each.
+            features: the model's features [T, E] that an EAGLE head reads; None: there is no head.
+            changed: new values of other fields.
         """
         text, draft = self.text, self.draft
         if text is not None:
@@ -96,14 +99,14 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Offsets of the sections of a step's result, one i32 buffer; floats are bitcast to i32."""
+    """The sections of a step's result, which is one i32 buffer. Floats are bitcast to i32."""
 
     bucket: Bucket
     hidden_size: int
-    tells_would_accept: bool = False  # it says whether the first drafts are right
+    tells_would_accept: bool = False  # a section says whether the first draft of each row is right
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
-        """name -> shape and dtype of each section, in the order of the buffer."""
+        """Name of a section -> its shape and dtype, in the order of the buffer."""
         t, s, d = self.bucket.num_tokens, self.bucket.num_rows, self.bucket.num_drafts + self.bucket.num_steps
         finite = (s,) if self.bucket.num_steps == 1 else (s, d)
         shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": (finite, np.int32)}
@@ -122,11 +125,11 @@ class OutputLayout:
         return shapes
 
     def join(self, arrays: dict[str, jax.Array]) -> jax.Array:
-        """Runs inside the program."""
+        """The buffer of these sections. It runs inside the program."""
         return jnp.concatenate([lax.bitcast_convert_type(arrays[name].ravel(), jnp.int32) for name in self.shapes()])
 
     def split(self, buffer: np.ndarray) -> StepOutput:
-        """Runs on the host. Views, no copies."""
+        """The sections of a buffer as views of it. It runs on the host."""
         fields: dict[str, np.ndarray] = {}
         start = 0
         for name, (shape, dtype) in self.shapes().items():
@@ -156,15 +159,17 @@ def make_step(
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     max_loras: int = 0,
 ) -> Step:
-    """The step of one bucket.
+    """The step of one bucket, which draws one token a row and verifies no drafts.
 
     Args:
-        rebuild: weights -> the model; the weights are an argument of the program, its structure is in this closure.
-        pooling: of hidden states, where the bucket's variant is EMBED.
-        lookup: of drafts, which are only compared with the tokens, in steps whose header says so. None: there are none.
-        logprobs_mode: of the drawn tokens.
-        max_loras: adapter slots, where the bucket has adapters.
-        drafter: of other steps. This one keeps what the network reads of the model. None: there is none.
+        rebuild: weights -> the model. The weights are an argument of the program; the model's structure is not.
+        pooling: how hidden states are pooled, if the bucket's variant is EMBED.
+        lookup: the prompt lookup. In steps whose header asks for it, its drafts are compared with the drawn tokens.
+            None: there is none.
+        drafter: the network that drafts in other steps. This step keeps the features that it will read. None: there
+            is none.
+        logprobs_mode: which log-probabilities of the drawn tokens are returned.
+        max_loras: the number of adapter slots, if the bucket has adapters.
     """
 
     def step(
@@ -194,7 +199,7 @@ def make_step(
             taps,
             adapters,
             None if needs_all else last,
-        )  # [T, D]; [S, D] of the last tokens
+        )  # hidden [T, D], or [S, D] if only the last tokens are computed
         features = None if drafter is None else drafter.features(weights, hidden, tapped)
 
         of_rows = hidden if last is None or not needs_all else tokens_at(hidden, last)
@@ -219,7 +224,7 @@ def make_step(
         state = state.written(rows, tokens, positions, features, slots=slots, history=history, kv=kv)
         if lookup is not None:
             assert state.text is not None, "a lookup needs the text"
-            # It reads the text that is returned: XLA would copy a text that is written after the lookup.
+            # The lookup reads the updated text: XLA would copy a text that is written after the lookup.
             look = partial(_would_accept, state.text, rows, drawn, lookup)
             outputs["would_accept"] = lax.cond(sent["header"][3] != 0, look, lambda: jnp.zeros_like(drawn))
         return state, OutputLayout(bucket, hidden.shape[1], tells_would_accept=lookup is not None).join(outputs)
@@ -239,19 +244,19 @@ def run_model(
     adapters: StepAdapters | None = None,
     only: jax.Array | None = None,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-    """The hidden states [T, D], the pages with the K/V of the step's tokens, and the inputs [T, D] of the layers `taps`
-    (`Llama.run`)."""
+    """The hidden states [T, D], the pages with the K/V of the step's tokens, and the inputs [T, D] of the layers in
+    `taps`. `taps`, `adapters` and `only` are those of `Llama.run`."""
     attend = attend_in_pages(attention, metadata)
     if model.ops.are_in_c:
         is_real = jnp.arange(len(tokens), dtype=jnp.int32) < metadata.query_starts[-1]
-        tokens = jnp.where(is_real, tokens, -1)  # which the C code skips (`Llama.embed`)
+        tokens = jnp.where(is_real, tokens, -1)  # the C code skips -1 (`Llama.embed`)
     return model.run(tokens, positions, list(zip(kv, kv_scales, strict=True)), attend, taps, adapters, only)
 
 
 def step_adapters(
     slots: AdapterSlots, rows: StepRows, bucket: Bucket, model: Llama, max_loras: int
 ) -> StepAdapters | None:
-    """The adapters of the step's tokens. None: the program has no adapters."""
+    """The LoRA adapters of the step's tokens; None if the program has no adapters."""
     if not bucket.has_adapters:
         return None
     of_tokens = rows.state[:, SlotLayout.ADAPTER]
@@ -261,7 +266,8 @@ def step_adapters(
 
 
 def attend_in_pages(attention: PagedAttention, metadata: Any) -> Attend | AttendProjected:
-    """The attention of a step's rows. The K/V of a layer are its pages and their scales; the pages come back."""
+    """The attention of a step's rows. The K/V argument for a layer is (its pages, their scales), and the result has the
+    updated pages."""
 
     @jax.jit  # traced once for all layers: when programs come from the disk, tracing takes most of the start
     def attend(
@@ -281,7 +287,7 @@ def attend_in_pages(attention: PagedAttention, metadata: Any) -> Attend | Attend
 
 
 def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
-    """The step's tokens and their positions, i32[T] each; 0 in padding."""
+    """The step's tokens and their positions, i32[T] each; both are 0 in padding."""
     last = rows.state[:, SlotLayout.LAST_TOKEN]
     if bucket.decode_only:
         return jnp.where(sent < 0, last, sent), rows.past
@@ -292,13 +298,13 @@ def _tokens(rows: StepRows, sent: jax.Array, bucket: Bucket) -> tuple[jax.Array,
 
 
 def _last_tokens(rows: StepRows, bucket: Bucket) -> jax.Array:
-    """The last token i32[S] of each row; num_tokens in padding."""
+    """The index i32[S] of each row's last token in the step; num_tokens in padding."""
     return jnp.where(jnp.diff(rows.starts) > 0, rows.starts[1:] - 1, bucket.num_tokens)
 
 
 def vocabulary_of(history: jax.Array, model: Llama, attention: PagedAttention) -> VocabSplit:
-    """The vocabulary of a state's history, i32[num_slots, V]."""
-    # Several chips exchange results for each row of the step, at once.
+    """How the vocabulary of a state's history, i32[num_slots, V], is split over chips and blocks of rows."""
+    # Several chips do not use blocks: they exchange the results of all rows at once.
     in_blocks = attention.backend in (Backend.TPU, Backend.TPU_INTERPRET) and attention.num_shards == 1
     return VocabSplit(history.shape[1], attention.mesh, ops=model.ops, in_blocks=in_blocks)
 
@@ -306,8 +312,8 @@ def vocabulary_of(history: jax.Array, model: Llama, attention: PagedAttention) -
 def draw(
     vocabulary: VocabSplit, logits: jax.Array, history: jax.Array, masks: jax.Array, rows: StepRows, mode: LogprobsMode
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """The next tokens i32[S] of the rows that emit, their log-probabilities by the names of `OutputLayout`, and the
-    history with them."""
+    """Draws the next tokens i32[S] of the rows that emit. Returns them, their log-probabilities by the names in
+    `OutputLayout`, and the updated history."""
     drawing = _DrawingRows(slots=rows.slots, state=rows.state, kv_lens=rows.kv_lens, emits=rows.emits)
 
     def draw_rows(part: tuple[jax.Array, _DrawingRows], history: jax.Array) -> tuple[Any, jax.Array]:
@@ -333,7 +339,7 @@ def draw(
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class _DrawingRows:
-    """What decides the tokens of a step's rows: the fields of `StepRows` that have an entry for each of them."""
+    """The fields of `StepRows` that decide the drawn tokens. Each has one entry for each row."""
 
     slots: jax.Array
     state: jax.Array
@@ -350,7 +356,8 @@ def _draw(
     *,
     mode: LogprobsMode,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """The rows' next tokens, their log-probabilities, and the history with the tokens of rows with penalties."""
+    """The rows' next tokens, their log-probabilities, and the history, in which rows with penalties count the
+    tokens."""
     asked = sampling.sampling_rows(rows.state)
     of_history = partial(sampling.history_of, history, rows.slots)
     of_masks = partial(masks.at[rows.slots].get, mode="clip")
@@ -358,22 +365,24 @@ def _draw(
     drawn, sampled = sampling.sample(*of_row)
     scored = partial(sampling.processed, *of_row) if mode.is_processed else lambda: logits
     found = logprobs(shard, scored, drawn, rows.emits & asked.wants_logprobs, mode)
-    nowhere = history.shape[0] + jnp.arange(len(drawn), dtype=jnp.int32)  # no two alike: chips need not sort them
+    nowhere = history.shape[0] + jnp.arange(len(drawn), dtype=jnp.int32)  # all different, so chips need not sort them
     counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, nowhere)
     history = history.at[counted, shard.locate(drawn)].add(1, mode="drop", unique_indices=True)
     return drawn, named("", found) | {"sampled_logprobs": sampled}, history
 
 
 def _would_accept(text: jax.Array, rows: StepRows, drawn: jax.Array, lookup: PromptLookup) -> jax.Array:
-    """i32[S]: 1 where a look-up would have found the token that is drawn, i32[S]. `text` has the step's tokens."""
+    """i32[S]: 1 where a lookup would have found the drawn token. `text` contains the step's tokens."""
     drafts, is_found = propose(page_text.of_pages(text, rows), rows.past, 1, lookup)
     return (is_found & (drafts[:, 0] == drawn)).astype(jnp.int32)
 
 
 def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> tuple[Logprobs, jax.Array]:
-    """Log-probabilities and ranks of `targets` i32[T] after each hidden state [T, D], a block of rows at a time: the
-    logits of all tokens of a large step would not fit. Chips exchange the targets' logits for each block, and their
-    results once, after all blocks."""
+    """Log-probabilities and ranks of `targets` i32[T], each after a hidden state of `hidden` [T, D].
+
+    A block of rows is computed at a time, because the logits of all tokens of a large step would not fit into memory.
+    Chips exchange the targets' logits for each block, and their results once, after all blocks.
+    """
     num_tokens, embed = hidden.shape
     padding = -num_tokens % SCORE_BLOCK
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, SCORE_BLOCK, embed)
@@ -389,14 +398,14 @@ def pool(hidden: jax.Array, starts: jax.Array, pooling: Pooling) -> jax.Array:
 
     Args:
         hidden: [T, D], after the final norm.
-        starts: i32[S + 1], where each row's tokens begin; the end of the last.
+        starts: i32[S + 1], the index of each row's first token, and the end of the last row.
     """
     if pooling is Pooling.LAST:
         return hidden[jnp.maximum(starts[1:] - 1, 0)].astype(jnp.float32)
     index = jnp.arange(hidden.shape[0], dtype=jnp.int32)
     is_own = (index >= starts[:-1, None]) & (index < starts[1:, None])  # [S, T]
-    # As a product, the sums come out in one order, which those of a scatter need not on GPUs. In a product NaN and
-    # infinity would reach the other rows, so they are left out, and put into the row that they belong to afterwards.
+    # A product adds in a fixed order; a scatter on a GPU does not. NaN and infinity would spread to other rows in a
+    # product, so they are replaced by 0, and the sum of their own row is set to NaN afterwards.
     is_finite = jnp.isfinite(hidden).all(axis=-1)
     clean = jnp.where(is_finite[:, None], hidden, 0).astype(jnp.float32)
     sums = jnp.matmul(is_own.astype(jnp.float32), clean, precision=lax.Precision.HIGHEST)
@@ -413,12 +422,13 @@ def named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:
 
 
 def apply_patches(slots: jax.Array, patches: jax.Array) -> jax.Array:
-    """`slots` i32[num_slots, W] with `patches` i32[2, n], flat indices and values; those past the end are padding."""
+    """Writes `patches` i32[2, n], flat indices and values, to `slots` i32[num_slots, W]. An index past the end is
+    padding."""
     return slots.ravel().at[patches[0]].set(patches[1], mode="drop").reshape(slots.shape)
 
 
 def bring_masks(masks: jax.Array, block: jax.Array) -> jax.Array:
-    """`masks` i32[num_slots, num_mask_words] with the rows of one block of `StepInput.masks`."""
+    """Writes the rows of one block of `StepInput.masks` to `masks` i32[num_slots, num_mask_words]."""
     return masks.at[block[:, 0]].set(block[:, 1:], mode="drop")
 
 
@@ -437,7 +447,8 @@ def _count(shard: VocabShard, history: jax.Array, block: jax.Array) -> jax.Array
 
 
 def history_blocks(slot: int, prompt: np.ndarray, output: np.ndarray, vocab_size: int) -> list[np.ndarray]:
-    """A token history as i32[HISTORY_BLOCK_SIZE] buffers: slot, whether it is the first, prompt and output tokens.
+    """Splits a token history into buffers i32[HISTORY_BLOCK_SIZE]: slot, whether the buffer is the first, prompt
+    tokens, output tokens.
 
     Padding is a token id past the vocabulary. Output tokens start in the last block of the prompt: a later prompt
     token would overwrite the count of an output token.

@@ -218,8 +218,8 @@ def random_head(config: EagleConfig, *, seed: int, **form: Any) -> EagleHead:
 def _filled(
     head: EagleHead, tokens: np.ndarray, make: Callable[[str, jax.ShapeDtypeStruct], jax.Array], **options: int
 ) -> EagleHead:
-    """Fills the head's parameters by `make`, and its vocabulary tables from `tokens`, i32[draft_vocab_size]: the model's
-    token of each draft token."""
+    """Fills the head's parameters by `make`, and its vocabulary tables from `tokens`: i32[draft_vocab_size], the
+    model's token of each draft token."""
     to_draft = np.full(head.eagle.layer.vocab_size, -1, np.int32)
     to_draft[tokens] = np.arange(len(tokens), dtype=np.int32)
     tables = {"to_model": tokens, "to_draft": to_draft}
