@@ -196,9 +196,7 @@ class StepOutput:
     target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
     target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]
     target_ranks: np.ndarray | None = None  # i32[T], rank of targets[t]: 1 for the most likely token
-    pooled: np.ndarray | None = (
-        None  # f32[S, hidden_size], EMBED: last token's hidden state, or the sum over all tokens
-    )
+    pooled: np.ndarray | None = None  # f32[S, hidden_size], EMBED: hidden state of the last token, or sum over all
 
 
 class StepHandle(Protocol):

@@ -1,6 +1,6 @@
 """The operation: append a step's new K/V to their pages, and attend over the pages. One signature, several backends.
 
-Its types, and the shape legend of this room, are in `spec.py`.
+`spec.py` has the types of the operation and the shape legend of `pallas_kernels`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class PagedAttention:
 
     @property
     def num_shards(self) -> int:
-        """Chips over which the KV heads are split."""
+        """The number of chips over which the KV heads are split."""
         return 1 if self.mesh is None else self.mesh.shape[self.axis]
 
     @property
     def local_spec(self) -> AttentionSpec:
-        """The spec of each chip's kernels."""
+        """The spec of the kernels on one chip."""
         return self.spec.shard(self.num_shards)
 
     def kv_pages(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of one layer's K and V, the null page included in `num_pages`."""
+        """The shape, dtype and sharding of one layer's K/V pages. `num_pages` includes the null page."""
         local = layout.kv_pages(self.local_spec, self.backend, num_pages)
         axis = layout.kv_head_axis(self.backend)
         shape = tuple(n * self.num_shards if i == axis else n for i, n in enumerate(local.shape))
@@ -53,22 +53,28 @@ class PagedAttention:
 
     @property
     def page_axis(self) -> int:
-        """The axis of `kv_pages` that counts the pages."""
+        """The axis of `kv_pages` along which the pages are."""
         return layout.page_axis(self.backend)
 
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer on one chip."""
+        """The bytes of one page of one layer on one chip."""
         one = layout.kv_pages(self.local_spec, self.backend, 1)
         return one.size * one.dtype.itemsize
 
     def make_metadata(
         self, batch: RaggedBatch, *, num_tokens: int, decode_only: bool, spec_decode: bool = False
     ) -> Any:
-        """The arrays that all layers of a step share, computed once per step inside the program: a pytree.
+        """A pytree of the arrays that all layers of a step share. The program computes it once per step.
 
-        `decode_only` is static: every row of the program has at most one token (num_tokens == S). So is `spec_decode`:
-        every row has a few tokens. The results are the same; a backend may compute them in another way. Raises
-        ValueError if the shapes of `batch` do not fit together.
+        `decode_only` and `spec_decode` are static. They let a backend compute the same results in another way.
+
+        Args:
+            num_tokens: T, the padded number of tokens.
+            decode_only: every row of the program has at most one token (num_tokens == S).
+            spec_decode: every row has a few tokens.
+
+        Raises:
+            ValueError: the shapes of `batch` do not fit together.
         """
         validate.batch(batch, num_tokens=num_tokens, decode_only=decode_only)
         if spec_decode and self.backend is Backend.REFERENCE:
@@ -83,12 +89,12 @@ class PagedAttention:
     def __call__(
         self,
         queries: jax.Array,  # [T, N, H]
-        keys: jax.Array,  # [T, K, H], this step's
+        keys: jax.Array,  # [T, K, H], the keys of this step's tokens
         values: jax.Array,  # [T, K, H]
-        kv_pages: jax.Array,  # one layer's pages (or all layers' in a row: see first_page); donate it
+        kv_pages: jax.Array,  # the pages of one layer, or of all layers one after the other (first_page); donate it
         metadata: Any,
         first_page: jax.Array | int = 0,  # where this layer's pages begin in kv_pages
-        kv_scales: jax.Array | None = None,  # f32[2, K], of K and of V: the unit of each head's values in 8-bit pages
+        kv_scales: jax.Array | None = None,  # f32[2, K], scales of K and V: the unit of each head's values
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the attention output [T, N, H] and the pages with the new K/V in them.
 
@@ -99,7 +105,7 @@ class PagedAttention:
         append_and_attend: Callable[..., Any] = partial(
             _implementation(self.backend).append_and_attend, spec=self.local_spec, **_options(self.backend)
         )
-        if kv_scales is not None and not self._is_tpu:  # whose kernels round and scale by themselves
+        if kv_scales is not None and not self._is_tpu:  # the TPU kernels round and scale themselves
             append_and_attend = quantised.with_scales(append_and_attend, self.spec.kv_dtype)
         scales = () if kv_scales is None else (kv_scales,)
         if self.mesh is None:
@@ -115,12 +121,12 @@ class PagedAttention:
 
     @property
     def takes_projection(self) -> bool:
-        """Whether there is `projected`: the kernels then rotate queries and keys as they read them."""
+        """Whether the backend supports `projected`: its kernels rotate queries and keys as they read them."""
         return self._is_tpu and _implementation(self.backend).takes_projection(self.local_spec)
 
     def projected(
         self,
-        columns: jax.Array,  # [T, (N + 2K) * H]: for each chip its heads' queries, keys and values, side by side
+        columns: jax.Array,  # [T, (N + 2K) * H]: for each chip, the queries, keys and values of its heads
         cos: jax.Array,  # f32[T, 1, H / 2]: the rotation of each pair (i, i + H / 2) of a head
         sin: jax.Array,  # f32[T, 1, H / 2]
         kv_pages: jax.Array,
@@ -128,9 +134,10 @@ class PagedAttention:
         first_page: jax.Array | int = 0,
         kv_scales: jax.Array | None = None,  # f32[2, K]
     ) -> tuple[jax.Array, jax.Array]:
-        """The same as `__call__`, of queries and keys that are not rotated yet; the output is [T, N * H].
+        """Rotates queries and keys, appends the new K/V, and attends. Returns the output [T, N * H] and the pages.
 
-        Raises ValueError if the backend or the spec has no such form, or if shapes or dtypes do not fit the spec.
+        Raises ValueError if the backend does not support this for the spec (`takes_projection`), or if shapes or dtypes
+        do not fit the spec.
         """
         if not self.takes_projection:
             raise ValueError(f"queries and keys must be rotated before: {self.backend=} {self.local_spec=}")
@@ -160,7 +167,8 @@ class PagedAttention:
 
 
 def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
-    """The backends for `platform` ('cpu', 'tpu', 'gpu'/'cuda'), the preferred one first; or the one requested by name.
+    """The backends for `platform` ('cpu', 'tpu', 'gpu' or 'cuda'), the preferred one first. If a backend is requested
+    by name, it is the only one.
 
     Raises:
         ValueError: the name is unknown, or names a compiled kernel that the platform cannot run.
@@ -186,8 +194,8 @@ def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
 
 
 def _implementation(backend: Backend) -> Any:
-    """The module with `make_metadata` and `append_and_attend`. Kernels are imported only when they are used, because
-    their toolchains take seconds to import."""
+    """The backend's module, which has `make_metadata` and `append_and_attend`. It is imported only when it is used,
+    because the toolchains of the kernels take seconds to import."""
     if backend is Backend.REFERENCE:
         return reference
     if backend is Backend.CPU:

@@ -1,9 +1,9 @@
-"""The chips that kernels are tuned, planned and compiled for: one table for TPUs, one for GPUs.
+"""The chips for which kernels are tuned, planned and compiled: one table for TPUs, one for GPUs.
 
-A chip has one spelling everywhere: its key in the table. For a TPU it is the name of libtpu's topologies (`v6e`,
-`tpu7x`), for a GPU it is NVIDIA's product name in lower case (`h100`).
+The name of a chip is its key in the table everywhere. For a TPU it is the name of libtpu's topologies (`v6e`, `tpu7x`),
+for a GPU it is NVIDIA's product name in lower case (`h100`).
 
-Figures are per device as jax counts devices: a `tpu7x` chip is two devices, a `v5p` chip is one. This module does not
+Figures are per device, as jax counts devices: a `tpu7x` chip is two devices, a `v5p` chip is one. This module does not
 import jax, so the tables can be read before jax is imported.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-HOST_CHIPS = 4  # TPUs of each host of a slice that has several hosts
+HOST_CHIPS = 4  # chips of each host in a TPU slice of several hosts
 
 
 @dataclass(frozen=True)
@@ -21,40 +21,43 @@ class TpuChip:
     """One generation of TPUs."""
 
     name: str
-    # What a program may use, by the message of libtpu's compiler for one that needs more: less than the "HBM capacity"
-    # of Google Cloud's page of the generation (16, 95, 32, 96), except for the v5p.
+    # The memory that a program may use, from the message of libtpu's compiler for a program that needs more. It is less
+    # than the "HBM capacity" on Google Cloud's page of the generation (16, 95, 32, 96), except for the v5p.
     memory_gib: float
     memory_bytes_per_s: float  # the same page ("HBM bandwidth")
     clock_hz: float  # not published: the published peak FLOP/s divided by `flops_per_cycle`
-    flops_per_cycle: int  # bf16, of all the device's matrix units
-    vmem_bytes: int  # of one core, in jax's `TpuInfo`
-    # Tokens. Starting the copy of a page takes some 30 bundles at any page size. The chosen size is the smallest with
-    # which a decode of one KV head, whose pages have the fewest bytes, takes fewer bundles than its copies take cycles.
-    # With the fastest memories (v5p, tpu7x) even the largest pages only come close to that. Smaller pages waste less at
-    # a sequence's end and share more prefixes. The counts are in scripts/lab/results/2026-11-21-tpu-static.md.
+    flops_per_cycle: int  # in bfloat16, all matrix units of the device together
+    vmem_bytes: int  # bytes of one core's VMEM, from jax's `TpuInfo`
+    # Tokens of a page. Starting the copy of a page takes some 30 bundles at any page size. A decode of one KV head has
+    # the smallest pages. The page size is the smallest with which this decode takes fewer bundles than its copies take
+    # cycles. With the fastest memories (v5p, tpu7x), even the largest pages only come close to that. Smaller pages
+    # waste less at the end of a sequence and share more prefixes. The counts are in
+    # scripts/lab/results/2026-11-21-tpu-static.md.
     page_size: int
-    # Cores that share the device's matrix units. XLA's products use all of them. A kernel whose grid has no parallel
-    # dimension, as those of attention, runs on the first: by its final bundles the other jumps to the kernel's end.
+    # Cores that share the device's matrix units. XLA's products use all cores. A kernel whose grid has no parallel
+    # dimension, such as the attention kernels, runs on the first core: the final bundles show that the other core jumps
+    # to the kernel's end.
     cores: int = 1
-    # The forms of weights that a product dequantises at the memory's speed. All chips convert int8 quickly, and others
-    # fp8 slowly: the compilers' accounts are in scripts/lab/results/decisions.md. "int4" is one if `tpu.int4_product`
-    # takes little longer than its weights are read at 16 rows, and no longer than a product with int8 at 512, by the
-    # compiler's account: scripts/lab/results/2026-11-23-int4.md.
+    # The forms of weights that a product dequantises at the memory's speed. All chips convert int8 quickly. Chips
+    # without "fp8" convert it slowly (compilers' accounts: scripts/lab/results/decisions.md). A chip has "int4" if, by
+    # the compiler's account, `tpu.int4_product` takes little longer than reading its weights at 16 rows, and no longer
+    # than a product with int8 at 512 rows (scripts/lab/results/2026-11-23-int4.md).
     reads: frozenset[str] = frozenset({"int8"})
-    # "int8" or "fp8" -> the rows of a step from which its products with inputs rounded to that type, and the rounding,
-    # take less time than its products with inputs in bfloat16: scripts/lab/results/2026-11-22-rounded-inputs.md.
+    # "int8" or "fp8" -> the least number of rows for which rounding the inputs to this type pays. With that many rows,
+    # the rounding and the products with rounded inputs take less time than products with inputs in bfloat16
+    # (scripts/lab/results/2026-11-22-rounded-inputs.md).
     rounded_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
     devices_per_chip: int = 1  # a process has all devices of its chips
-    max_host_chips: int = HOST_CHIPS  # the largest slice of one host
+    max_host_chips: int = HOST_CHIPS  # chips of the largest slice on one host
 
     def devices_per_host(self, num_devices: int) -> int:
-        """Of a slice of so many devices."""
+        """The number of devices on each host of a slice with `num_devices` devices."""
         chips = num_devices // self.devices_per_chip
         return num_devices if chips <= self.max_host_chips else HOST_CHIPS * self.devices_per_chip
 
     @property
     def memory_bytes_per_cycle(self) -> float:
-        """Bytes that the memory delivers per clock cycle."""
+        """The bytes that the memory delivers per clock cycle."""
         return self.memory_bytes_per_s / self.clock_hz
 
 
@@ -73,30 +76,32 @@ TPUS = {
 
 
 def tpu_name(chip_version: str) -> str:
-    """The table's key for jax's `TpuInfo.chip_version`, where jax leaves out `tpu` (`7x`, but `v6e`)."""
+    """The table's key for jax's `TpuInfo.chip_version`. Versions without `v`, such as `7x`, lack the prefix `tpu`."""
     return chip_version if chip_version.startswith("v") else f"tpu{chip_version}"
 
 
-# Products of two numbers of 8 bits, as a multiple of bfloat16's rate, where `rounded_rows` has the type: data sheets.
+# The rate of products of two 8-bit numbers, as a multiple of bfloat16's rate, for the types in `rounded_rows`. Source:
+# data sheets.
 EIGHT_BIT_SPEED = 2.0
 
-# As of `TpuChip`, of CPUs with the C code: scripts/lab/results/2026-11-23-cpu-int8.md. "int4-exact" has the scales of a
-# packed checkpoint or a GGUF file as they are stored, and "int6" is GGUF's Q6_K. Inputs of int4 and int6 kernels are
-# rounded to int8. There is no product with "int4-g16", groups of 16 inputs.
+# `reads` and `rounded_rows` for CPUs with the C code (scripts/lab/results/2026-11-23-cpu-int8.md). "int4-exact" has the
+# scales of a packed checkpoint or a GGUF file as they are stored, and "int6" is GGUF's Q6_K. Inputs of int4 and int6
+# kernels are rounded to int8. The C code has no product for "int4-g16", which has groups of 16 inputs.
 CPU_READS = frozenset({"int8", "int4", "int4-exact", "int6"})
 CPU_ROUNDED_ROWS: Mapping[str, int] = {"int8": 1, "int6": 1, "int4": 1}
-XLA_READS = frozenset({"int8"})  # of CPUs without it, and of TPUs that are not in the table
+XLA_READS = frozenset({"int8"})  # `reads` for CPUs without the C code, and for TPUs that are not in the table
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
-    """Bytes. For each resident CTA the driver reserves 1 KiB more than the CTA requests."""
+    """Sizes of shared memory in bytes. The driver reserves 1 KiB for each resident CTA besides what the CTA
+    requests."""
 
     per_cta: int
     per_multiprocessor: int
 
 
-# By compute capability: CUDA C++ programming guide, table of technical specifications.
+# Compute capability -> sizes. Source: CUDA C++ programming guide, table of technical specifications.
 SHARED_MEMORY = {
     (8, 0): SharedMemory(per_cta=163 * KIB, per_multiprocessor=164 * KIB),
     (8, 6): SharedMemory(per_cta=99 * KIB, per_multiprocessor=100 * KIB),
@@ -109,16 +114,23 @@ SHARED_MEMORY = {
 
 
 def arch_reads(arch: tuple[int, int]) -> frozenset[str]:
-    """As `TpuChip.reads`. XLA's compiler dequantises int4 kernels with scales of groups inside a product for every
-    architecture that is compiled for: scripts/lab/results/2026-11-23-int4.md. Below Hopper it writes a copy of fp8
-    weights in a wider type every time."""
+    """The forms of weights that a product dequantises at the memory's speed, on GPUs of this compute capability.
+
+    XLA's compiler dequantises int4 kernels with scales of groups inside a product on all supported architectures
+    (scripts/lab/results/2026-11-23-int4.md). Below Hopper it writes fp8 weights to memory in a wider type for each
+    product, so fp8 is not among the forms.
+    """
     return frozenset({"int8", "int4", "int4-g16"} | ({"fp8"} if arch >= (9, 0) else set()))
 
 
 def arch_rounded_rows(arch: tuple[int, int]) -> Mapping[str, int]:
-    """As `TpuChip.rounded_rows`, by data sheets: 8-bit numbers are multiplied at twice bfloat16's rate. With fewer rows
-    a product takes as long as its weights are read, and the rounding costs launches. Ada has no other fast form of fp8.
-    Blackwell's units for int8 differ from chip to chip."""
+    """The least number of rows for which rounding the inputs to "int8" or "fp8" pays, on GPUs of this compute
+    capability.
+
+    By data sheets, 8-bit numbers are multiplied at twice bfloat16's rate. With fewer rows, a product takes as long as
+    reading its weights, and the rounding costs launches. Ada has no other fast form of fp8. Blackwell's rates for int8
+    differ between chips, so "int8" is left out.
+    """
     if arch >= (10, 0):
         return {"fp8": 256}
     if arch >= (9, 0):
@@ -127,21 +139,21 @@ def arch_rounded_rows(arch: tuple[int, int]) -> Mapping[str, int]:
 
 
 def arch_converts_fp8(arch: tuple[int, int]) -> bool:
-    """Whether there is an instruction that converts fp8 (e4m3) to float16."""
+    """Whether GPUs of this compute capability have an instruction that converts fp8 (e4m3) to float16."""
     return arch >= (8, 9)
 
 
 @dataclass(frozen=True)
 class GpuChip:
-    """One of NVIDIA's GPUs. Figures without another source are from its data sheet."""
+    """A GPU of NVIDIA. Figures without another source are from its data sheet."""
 
     name: str
-    device_kind: str  # as jax and the driver call it
+    device_kind: str  # its name in jax and the driver
     arch: tuple[int, int]  # compute capability
     num_multiprocessors: int
-    clock_hz: float  # boost
-    # The driver's total, of which jax's pool is a share. The data sheets say GB; the driver's GiB are the same number
-    # within half a percent, except where ECC takes a sixteenth of GDDR memory (L4: 22.5 of 24).
+    clock_hz: float  # boost clock
+    # The driver's total memory; jax's pool is a share of it. The number of GB in the data sheet equals the driver's
+    # number of GiB within half a percent, except where ECC takes a sixteenth of GDDR memory (L4: 22.5 of 24).
     memory_gib: float
     memory_bytes_per_s: float
     l2_bytes: int
@@ -154,17 +166,17 @@ class GpuChip:
 
     @property
     def shared_memory(self) -> SharedMemory:
-        """The shared memory of its compute capability."""
+        """The sizes of shared memory for its compute capability."""
         return SHARED_MEMORY[self.arch]
 
     @property
     def reads(self) -> frozenset[str]:
-        """As `TpuChip.reads`."""
+        """The forms of weights that a product dequantises at the memory's speed."""
         return arch_reads(self.arch)
 
     @property
     def rounded_rows(self) -> Mapping[str, int]:
-        """As `TpuChip.rounded_rows`."""
+        """The least number of rows for which rounding the inputs to "int8" or "fp8" pays."""
         return arch_rounded_rows(self.arch)
 
 

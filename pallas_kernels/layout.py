@@ -1,4 +1,5 @@
-"""The layout of each backend's pages. Private to this room: the model and the batcher see only pages and counts."""
+"""The layout of each backend's pages. Only `pallas_kernels` knows it: the model and the batcher know pages and
+counts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pallas_kernels.spec import AttentionSpec, Backend
 
 
 def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.ShapeDtypeStruct:
-    """One layer's pages on one chip."""
+    """The shape and dtype of one layer's pages on one chip."""
     family = backend.split("-")[0]
     if family in ("reference", "cpu"):
         # Heads before tokens: the tokens of one head in a page are contiguous, as XLA's CPU products need them. The C
@@ -41,7 +42,8 @@ def kv_head_axis(backend: Backend) -> int:
 
 
 def default_page_size(backend: Backend, max_model_len: int, chip: str | None = None) -> int:
-    """Tokens of a page, if the user gives no number. `chip`: a TPU's name in `chips` (default: the attached TPU)."""
+    """The number of tokens of a page if the user gives none. `chip`: a TPU's name in `chips`; None: the attached
+    TPU."""
     family = backend.split("-")[0]
     if family == "tpu":
         from pallas_kernels.tpu import blocks

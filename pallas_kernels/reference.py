@@ -1,13 +1,13 @@
-"""The operation in plain jnp: the oracle of the kernels, and the backend that serves on a CPU.
+"""The operation in plain jnp. It is the reference for the kernels, and serves on a CPU without the C code.
 
-Softmax and both products run in float32, whatever the dtype of the pages. The form is chosen for XLA's CPU backend, on
-which it costs no more than dense attention over contiguous K/V:
+Softmax and both products run in float32 for every dtype of the pages. The computation is written for XLA's CPU backend,
+on which it costs no more than dense attention over contiguous K/V:
 
-- The K/V of all decodes are cut into blocks. Each iteration of the loop takes a fixed number of blocks, of any rows, so
-  the cost of a step depends on its live tokens, not on the context limit or its longest row. Scores and weighted sums
-  are loops of multiplications and additions that read the pages in place; matrix products would gather them first. An
-  online softmax per row adds the blocks; blocks of one row are summed by products with a 0/1 matrix. Barriers keep
-  small operands out of those loops, which would otherwise recompute them for every element.
+- The K/V of all decodes are cut into blocks. Each iteration of the loop takes a fixed number of blocks of any rows. The
+  cost of a step depends on its live tokens, and not on the context limit or its longest row. Scores and weighted sums
+  are loops of multiplications and additions that read the pages in place; matrix products would gather the pages first.
+  An online softmax per row adds the blocks. Blocks of one row are summed by products with a 0/1 matrix. Barriers keep
+  small operands out of these loops, which would otherwise recompute them for every element.
 - Prompt chunks are cut into tiles of queries of one row. A tile loops over the K/V blocks up to its last position.
   Tiles are written in token order: the next tile overwrites the rows that a tile writes past its row's end.
 
@@ -29,7 +29,7 @@ from jax import lax
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
 DECODE_BLOCK_TOKENS = 64
-DECODE_BLOCKS_AT_ONCE = 16  # and at most 4 per row, so a single short row does not cost sixteen
+DECODE_BLOCKS_AT_ONCE = 16  # blocks of one iteration, at most 4 per row: a single short row does not cost 16
 TILE_QUERIES = 128
 TILE_BLOCK_TOKENS = 128
 
@@ -69,7 +69,7 @@ class AttentionMetadata:
 
 
 def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> AttentionMetadata:
-    """See `pallas_kernels.api.PagedAttention.make_metadata`."""
+    """The pages and offsets of the step's tokens, and the tiles of its chunks. Each layer of the step uses them."""
     rows = batch.kv_lens.shape[0]
     row_ids = jnp.arange(rows)
     query_lens = jnp.where(row_ids < batch.num_rows, jnp.diff(batch.query_starts), 0)
@@ -104,8 +104,9 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
 
 
 def make_metadata_of_spec_decode(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int) -> AttentionMetadata:
-    """Makes every token a row of its own, which decodes: a tile of a few queries would cost as much as a full one. All
-    K/V are appended before the first token attends, so each finds those of the tokens before it in its row."""
+    """The metadata of a step whose rows have a few tokens. Every token becomes a decode row, because a tile of a few
+    queries would cost as much as a full tile. All K/V are appended before any token attends, so each token finds the
+    K/V of the tokens before it."""
     rows = batch.kv_lens.shape[0]
     tokens = jnp.arange(num_tokens)
     num_real = batch.query_starts[-1]
@@ -131,7 +132,7 @@ def append_and_attend(
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention.__call__`."""
+    """Appends the step's K/V to the pages, and attends over them. Returns the output [T, N, H] and the pages."""
     kv_pages = _append(keys, values, kv_pages, metadata, first_page)
     tokens, heads, head_dim = queries.shape
     grouped = queries.reshape(tokens, spec.num_kv_heads, heads // spec.num_kv_heads, head_dim)
@@ -158,7 +159,7 @@ def _read_pages(
     pages: jax.Array,  # i32[B, n]
     is_live: jax.Array,  # bool[B, n * page]
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of each block of pages, f32[B, K, n, page, H] each; values that are not live are zero."""
+    """The K and V of each block of pages, f32[B, K, n, page, H] each. Values that are not live are zero."""
     _, num_pages, heads, page_size, head_dim = kv_pages.shape
     flat = kv_pages.reshape(2 * num_pages * heads, page_size, head_dim)
     key_rows = pages[:, None, :] * heads + jnp.arange(heads)[None, :, None]  # [B, K, n]
@@ -187,7 +188,8 @@ def _attend_decodes(
     metadata: AttentionMetadata,
     first_page: jax.Array | int,
 ) -> jax.Array:
-    """f32[T, K, G, H]: attention of the first num_singles tokens (token i is row i); zero elsewhere, or overwritten."""
+    """The attention f32[T, K, G, H] of the first num_singles tokens (token i is row i). Other tokens are 0, or are
+    overwritten later."""
     rows = min(metadata.kv_lens.shape[0], queries.shape[0])
     row_ids = jnp.arange(rows)
     queries_of_rows = queries[:rows]
@@ -226,13 +228,14 @@ def _attend_decodes(
 
 
 def _score_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """f32[B, K, G, n * page] of queries [B, K, G, H] and keys [B, K, n, page, H]."""
+    """The scores f32[B, K, G, n * page] of queries [B, K, G, H] and keys [B, K, n, page, H]."""
     scores = _sums([keys * query[:, :, None, None] for query in jnp.unstack(queries, axis=2)], axis=4)
     return jnp.stack([part.reshape(*part.shape[:2], -1) for part in scores], axis=2)
 
 
 def _weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """f32[B * n, K, G, H], each page's sum, of weights [B, K, G, n * page] and values [B, K, n, page, H]."""
+    """The weighted sums of each page, f32[B * n, K, G, H], of values [B, K, n, page, H] with weights
+    [B, K, G, n * page]."""
     values = values.transpose(0, 2, 1, 3, 4)
     weights = weights.reshape(*weights.shape[:3], values.shape[1], -1).transpose(2, 0, 3, 1, 4)  # [G, B, n, K, page]
     sums = jnp.stack(_sums([values * part[..., None] for part in weights], axis=3), axis=3)
@@ -240,7 +243,7 @@ def _weigh_values(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _sums(terms: list[jax.Array], axis: int) -> tuple[jax.Array, ...]:
-    """The sum of each term over `axis`, all in one loop: operands that the terms share are read once."""
+    """The sums of all terms over `axis`. One loop computes all of them, so operands that they share are read once."""
     zeros = (np.float32(0),) * len(terms)
     sums = lax.reduce(tuple(terms), zeros, lambda a, b: tuple(map(jnp.add, a, b)), (axis,))
     return lax.optimization_barrier(sums)
@@ -301,5 +304,5 @@ def _pad_rows(array: jax.Array, rows: int) -> jax.Array:
 
 
 def _pad_columns(table: jax.Array, multiple: int) -> jax.Array:
-    """The table with whole blocks of columns. The added entries are the null page, and are never live."""
+    """Pads the table to whole blocks of columns with the null page. The added entries are never live."""
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))

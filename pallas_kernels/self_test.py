@@ -1,11 +1,11 @@
 """Runs the operation on random batches and compares every output with dense attention in float32.
 
-An engine runs this before it is ready, so a kernel that a chip computes wrongly never serves a token.
+An engine runs this before it is ready, so a kernel with wrong results on a chip never serves a token.
 
-The steps are those of a small server: mixed steps append chunks of a few sequences, and decode steps continue them.
-Only the operation itself writes to the pages, so this module knows no backend's layout. All memory without a token is
-poisoned: free pages and, in every other step, the queries, keys and values of padding. With pages of floats the poison
-is NaN, with pages of integers it is the lowest number.
+The steps are like those of a small server: mixed steps append chunks of a few sequences, and decode steps continue
+them. Only the operation itself writes to the pages, so this module does not depend on a backend's layout. All memory
+without a token is poisoned: free pages and, in every second step, the queries, keys and values of padding. The poison
+is NaN for pages of floats and the lowest number for pages of integers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pallas_kernels import dense, layout, quantised, validate
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, RaggedBatch
 
-# Of a row's largest output. Inputs of 16 bits and probabilities rounded to 16 bits give less than a third of it; a key
-# too many or too few gives more, in a row of some hundred keys.
+# The largest error, as a share of the row's largest output. Inputs and probabilities of 16 bits give errors below a
+# third of it. One key too many or too few gives a larger error, in a row of some hundred keys.
 TOLERANCE = 0.02
 LONGEST = 700  # tokens of a sequence: several blocks of every kernel
-# GPUs cut the keys of a long sequence into parts, and merge the partial results: before the decodes, one sequence has
-# so many tokens, if the longest may have more.
+# Tokens of one sequence before the decodes, if sequences may be that long. GPUs cut the keys of a long sequence into
+# parts, and merge the partial results.
 LONG, LONGEST_ON_GPUS = 800, 1000
-SPARE_PAGES = 3  # that no sequence owns, besides the null page
-MIXED_STEPS, DECODE_STEPS = 3, 2  # of each program
+SPARE_PAGES = 3  # pages that no sequence owns, besides the null page
+MIXED_STEPS, DECODE_STEPS = 3, 2  # steps of each program
 
 
 class SelfTestError(RuntimeError):
@@ -42,7 +42,7 @@ class SelfTestError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The shape of a program: T == S is one that only decodes."""
+    """The shape of a program. If T == S, it is for decodes only."""
 
     num_tokens: int
     num_rows: int
@@ -55,7 +55,7 @@ class Program:
 
     @property
     def most_queries(self) -> int:
-        """Tokens of a row, at most."""
+        """The most tokens of a row."""
         return self.num_tokens // self.num_rows if self.spec_decode else self.num_tokens
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Row:
     """A sequence's tokens in a step."""
 
     sequence: int
-    past: int  # tokens that are in pages already; 0: the sequence starts
+    past: int  # tokens that are already in pages; 0: the sequence starts
     count: int
 
 
@@ -101,8 +101,8 @@ class _Sequence:
 def plan_steps(
     programs: Sequence[Program], *, num_sequences: int, longest: int, rng: np.random.Generator
 ) -> list[Step]:
-    """Random steps of every program: mixed ones first, so that the decodes find sequences of several lengths. A
-    sequence that has no room starts again: the old content of its pages is then stale."""
+    """Random steps of every program. Mixed steps come first, so that the decodes find sequences of several lengths. A
+    sequence that has no room starts again, and its pages then have stale content."""
     lengths = [0] * num_sequences
     steps = []
     for program in sorted(programs, key=lambda program: program.decode_only):
@@ -136,9 +136,9 @@ def _lengthen(lengths: list[int], programs: Sequence[Program]) -> list[Step]:
 def _projection(
     queries: jax.Array, keys: jax.Array, values: jax.Array, num_shards: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Columns, cos and sin, as `PagedAttention.projected` takes them, that become these heads when they are rotated.
+    """The columns, cos and sin for `PagedAttention.projected` that give these heads after the rotation.
 
-    All turns are multiples of a quarter: they are exact in every dtype."""
+    All rotations are multiples of a quarter turn, which are exact in every dtype."""
     tokens, _, head_dim = queries.shape
     turns = (jnp.arange(tokens)[:, None, None] + 3 * jnp.arange(head_dim // 2)) % 4
     cos, sin = jnp.array([1.0, 0.0, -1.0, 0.0])[turns], jnp.array([0.0, 1.0, 0.0, -1.0])[turns]
@@ -154,23 +154,23 @@ def _projection(
 
 
 def _chunks(num_rows: int, num_tokens: int, rng: np.random.Generator) -> list[int]:
-    """Tokens of each row: single tokens, and at least one chunk of two or more. Their sum is at most `num_tokens`,
-    which exceeds `num_rows`."""
+    """The number of tokens of each row: single tokens first, then at least one chunk of two or more tokens. Their sum
+    is at most `num_tokens`, which must exceed `num_rows`."""
     total = int(rng.integers(max(num_rows + 1, num_tokens // 2), num_tokens + 1))
     singles = int(rng.integers(max(0, 2 * num_rows - total), num_rows))
     spare = total + singles - 2 * num_rows
-    shares = rng.dirichlet(np.full(num_rows - singles, 0.5))  # unlike each other: one chunk is often long
+    shares = rng.dirichlet(np.full(num_rows - singles, 0.5))  # unequal shares: one chunk is often long
     return [1] * singles + [2 + int(share * spare) for share in shares]
 
 
 class SelfTest:
-    """Tests one `PagedAttention`. Each program is compiled once, however often `run` is called.
+    """Tests one `PagedAttention`. Each program is compiled only once for all calls of `run`.
 
     Args:
         pages_per_seq: the width of the page table, on which block sizes depend.
-        num_sequences: at most; a program with fewer rows takes some of them.
-        longest: no sequence grows beyond so many tokens, nor beyond its page table.
-        first_page: the pool's pages before this one are not the tested layer's.
+        num_sequences: the most sequences; a program with fewer rows takes some of them.
+        longest: the most tokens of a sequence, which its page table also limits.
+        first_page: the first page of the tested layer; pages of the pool before it belong to other layers.
     """
 
     def __init__(
@@ -239,13 +239,14 @@ class SelfTest:
         return Passed(num_steps=len(steps), largest_error=largest)
 
     def compile(self, programs: Sequence[Program]) -> None:
-        """Compiles what `run` does, for devices that may be described only. Raises SelfTestError if one cannot be."""
+        """Compiles the programs that `run` runs. The devices may be descriptions. Raises SelfTestError if a program
+        does not compile."""
         for program in programs:
             pages = self._attention.kv_pages(self._first_page + self._num_pages)
             self._program(program, self._described(program), pages)
 
     def _described(self, program: Program) -> tuple[Any, ...]:
-        """The shapes of `_operands`, as `_placed` places them."""
+        """The shapes, dtypes and shardings of the placed operands."""
         spec, mesh = self._attention.spec, self._attention.mesh
         sharding = None if mesh is None else NamedSharding(mesh, P())
 
@@ -277,7 +278,7 @@ class SelfTest:
                 decode_only=program.decode_only,
                 spec_decode=program.spec_decode,
             )
-            if self._attention.takes_projection:  # as serving does
+            if self._attention.takes_projection:  # serving calls `projected` then
                 projection = _projection(queries, keys, values, self._attention.num_shards)
                 output, pages = self._attention.projected(*projection, pages, metadata, first_page, kv_scales=scales)
                 return output.reshape(queries.shape), pages
@@ -296,8 +297,9 @@ class SelfTest:
         return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
 
     def _poisoned_pages(self) -> jax.Array:
-        """Made on the device: a pool of serving size does not fit the host. A compiler may change the bits of a NaN (on
-        CPUs without instructions for bfloat16 it does), so `_poison` is what the device has made."""
+        """Pages that are filled with poison. They are made on the device, because a pool of serving size does not fit
+        into the host's memory. A compiler may change the bits of a NaN (it does on CPUs without instructions for
+        bfloat16), so `_poison` is read back from the device."""
         spec, like = self._attention.spec, self._attention.kv_pages(self._first_page + self._num_pages)
         kv_dtype = jnp.dtype(spec.kv_dtype)
         # The NaN of padding has the other sign.
@@ -313,7 +315,7 @@ class SelfTest:
         return lax.slice_in_dim(pages, self._first_page, None, axis=layout.page_axis(self._attention.backend))
 
     def _check_other_layers(self, pages: jax.Array) -> None:
-        """Compares on the device: the pages of other layers may be many."""
+        """Checks that no page of another layer was written to. The device compares, because there may be many pages."""
         if not self._first_page:
             return
 
@@ -326,8 +328,8 @@ class SelfTest:
             raise SelfTestError("a page of another layer was written to")
 
     def _operands(self, step: Step, *, poisoned: bool) -> tuple[Any, ...]:
-        """The batch, the queries, keys and values, the scales and the first page. Draws the step's tokens, by which the
-        sequences grow."""
+        """The batch, the queries, keys and values, the scales and the first page of a step. The tokens are drawn at
+        random and appended to the sequences."""
         spec, program = self._attention.spec, step.program
         kv = (spec.num_kv_heads, spec.head_dim)
         num_real = sum(row.count for row in step.rows)
@@ -363,7 +365,7 @@ class SelfTest:
         return batch, queries, keys, values, self._scales, np.int32(self._first_page)
 
     def _expected(self, step: Step, queries: np.ndarray) -> list[np.ndarray]:
-        """f32[Q, N, H] of each row."""
+        """The expected output of each row, f32[Q, N, H]."""
         spec, outputs, begin = self._attention.spec, [], 0
         group = spec.num_query_heads // spec.num_kv_heads
         per_head = None if self._scales is None else np.repeat(self._scales, group, axis=1)[..., None]
@@ -402,7 +404,7 @@ class SelfTest:
 
 
 def stored(x: np.ndarray, scales: np.ndarray | None, kind: int, spec: AttentionSpec) -> np.ndarray:
-    """Keys (`kind` 0) or values (1) [Q, K, H] as the pages hold them."""
+    """Keys (`kind` 0) or values (`kind` 1) [Q, K, H] in the form in which the pages store them."""
     if scales is None:
         return x
     largest = quantised.LARGEST[jnp.dtype(spec.kv_dtype)]
@@ -411,7 +413,7 @@ def stored(x: np.ndarray, scales: np.ndarray | None, kind: int, spec: AttentionS
 
 
 def _kv_scales(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray | None:
-    """f32[2, K] for pages of 8 bits: unlike scales, with which few normal values are clipped."""
+    """The scales f32[2, K] for pages of 8 bits; None for others. They differ, and clip few normal values."""
     if not spec.has_kv_scales:
         return None
     largest = quantised.LARGEST[jnp.dtype(spec.kv_dtype)]
@@ -419,7 +421,7 @@ def _kv_scales(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray | No
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    """The bytes of x: NaN are equal only if their bits are."""
+    """The bytes of x. They make two NaN equal only if their bits are equal."""
     return np.ascontiguousarray(x).view(np.uint8)
 
 

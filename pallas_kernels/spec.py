@@ -1,12 +1,12 @@
 """The types of the operation, shared by every backend and by the callers.
 
-Shape legend of this room: `T` tokens in a step (padded), `S` sequences (rows) in a step (padded), `P` pages, `N` query
-heads, `K` KV heads, `H` head dim, `G = N // K` query heads per KV head.
+Shape legend of `pallas_kernels`: `T` tokens in a step (padded), `S` sequences (rows) in a step (padded), `P` pages, `N`
+query heads, `K` KV heads, `H` head dim, `G = N // K` query heads per KV head.
 
 A step is a ragged batch. Row `i` has the tokens `query_starts[i]:query_starts[i + 1]`. They are the last tokens of a
-sequence of `kv_lens[i]` tokens, whose earlier K/V are in the pages that `page_table[i]` lists. Attention is causal
-within the sequence. Rows with exactly one token come first, so a backend may have a separate kernel for them. These
-single-token rows are decodes, and prompts with one token left to compute.
+sequence of `kv_lens[i]` tokens. The K/V of its earlier tokens are in the pages that `page_table[i]` lists. Attention is
+causal within the sequence. Rows with exactly one token come first, so a backend may have a separate kernel for them.
+These single-token rows are decodes, and prompts with one token left to compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 
 
 class Backend(StrEnum):
-    """An implementation of the operation. Its value is its name for users."""
+    """An implementation of the operation. The value is the name in `--attention-backend`."""
 
     REFERENCE = "reference"  # plain jnp, any platform
     CPU = "cpu"  # in C, compiled for the CPU that it runs on
@@ -28,17 +28,17 @@ class Backend(StrEnum):
     TPU_INTERPRET = "tpu-interpret"  # the TPU kernel, interpreted on the CPU
     GPU = "gpu"
     GPU_INTERPRET = "gpu-interpret"  # the GPU kernel, interpreted on the CPU
-    GPU_MMA = "gpu-mma"  # the GPU kernels without Hopper's own instructions (wgmma), which other GPUs have anyway
+    GPU_MMA = "gpu-mma"  # the GPU kernels without Hopper's own instructions (wgmma); other GPUs always run these
     GPU_MMA_INTERPRET = "gpu-mma-interpret"
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether it runs a chip's kernels on the CPU."""
+        """Whether the backend interprets a chip's kernels on the CPU."""
         return self.value.endswith("-interpret")
 
 
 class UnavailableError(ValueError):
-    """A backend cannot be used here; another one can. The message says why, and what would help."""
+    """A backend cannot be used here, but another one can. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ class AttentionSpec:
     """The static part of the operation. Head counts are the whole model's; sharding divides them."""
 
     num_query_heads: int
-    num_kv_heads: int  # as stored: replicated if there are fewer heads than chips
+    num_kv_heads: int  # the stored number: heads are repeated if there are fewer heads than chips
     head_dim: int
     page_size: int  # tokens
-    dtype: Any  # of queries, new keys and values, and the output
-    kv_dtype: Any  # of the pages: `dtype`, or an 8-bit one of `quantised.LARGEST`, which comes with scales
+    dtype: Any  # dtype of queries, new keys and values, and the output
+    kv_dtype: Any  # dtype of the pages: `dtype`, or an 8-bit dtype in `quantised.LARGEST`, which needs scales
 
     @property
     def has_kv_scales(self) -> bool:
-        """Whether the pages have 8-bit values, which are in units of a scale."""
+        """Whether the pages have 8-bit values, which are multiplied by a scale."""
         return jax.numpy.dtype(self.kv_dtype) != self.dtype
 
     @property
@@ -87,10 +87,10 @@ class AttentionSpec:
 )
 @dataclass(frozen=True, kw_only=True)
 class RaggedBatch:
-    """The sequences' tokens in the step. All fields are data: no value recompiles a program."""
+    """The rows of a step. All fields are data: no value recompiles a program."""
 
     page_table: jax.Array  # i32[S, pages_per_seq]; entries past a row's pages are the null page (0)
-    kv_lens: jax.Array  # i32[S], this step's tokens included; 0 in padding rows
+    kv_lens: jax.Array  # i32[S], tokens of the sequence including this step's; 0 in padding rows
     query_starts: jax.Array  # i32[S + 1], non-decreasing; query_starts[num_rows:] all equal the number of real tokens
-    num_singles: jax.Array  # i32[]; single-token rows: rows [0, num_singles) have one token each
+    num_singles: jax.Array  # i32[]; rows [0, num_singles) have one token each
     num_rows: jax.Array  # i32[]; rows [num_rows, S) are padding

@@ -1,7 +1,7 @@
 """Tuned block sizes, per chip. The kernels have a rule for every case that is not tuned.
 
-`tuned/<chip>.json`, by the chip's name in `chips`, holds `{"source": ..., "entries": {key: sizes}}`. The kernels that
-look up entries define the keys and the sizes. If the chip or the key is missing, their rule decides. Sizes are never
+`tuned/<chip>.json` holds `{"source": ..., "entries": {key: sizes}}`; `<chip>` is the chip's name in `chips`. Each
+kernel defines its keys and sizes. If the chip or the key is missing, the kernel's rule decides. Sizes are never
 interpolated from other entries.
 """
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "tuned"
 
 @cache
 def entries(chip: str) -> dict[str, Any]:
-    """All entries for `chip`; none if there is no file."""
+    """All entries for `chip`; empty if there is no file."""
     path = FOLDER / f"{chip}.json"
     return json.loads(path.read_text())["entries"] if path.is_file() else {}
 

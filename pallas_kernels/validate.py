@@ -1,8 +1,8 @@
 """Checks of the operation's arguments. A caller's mistake raises a ValueError that names it.
 
-Shapes and dtypes are checked whenever a program is traced. Values are data, which tracing does not see: `page_table`
-checks them on the host. The kernels' tests call it on every batch that they make. Serving does not: there the page ids
-come from the batcher, which owns the pages.
+Shapes and dtypes are checked whenever a program is traced. Tracing does not see the values of arrays; `page_table`
+checks them on the host. The tests of the kernels call it on every batch that they make. Serving does not call it: the
+page ids come from the batcher, which owns the pages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
     take as many as fit the smallest VMEM with the smallest blocks. The reference takes any number.
 
     Raises:
-        UnavailableError: the backend does not take the spec, or the chip that it would run on. Another backend does.
-        ValueError: no backend takes the spec.
+        UnavailableError: the backend does not support the spec or the chip, but another backend does.
+        ValueError: no backend supports the spec.
     """
     if spec.num_query_heads < 1 or spec.num_kv_heads < 1:
         raise ValueError(f"there must be query heads and KV heads: {spec.num_query_heads=} {spec.num_kv_heads=}")

@@ -1,4 +1,4 @@
-"""The operation in C. It reads the batch as it is: there is nothing to compute once per step."""
+"""The operation in C. The C code reads the batch directly, so a step has no metadata to compute."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pallas_kernels.cpu import library
 from pallas_kernels.cpu.library import ATTEND
 from pallas_kernels.spec import AttentionSpec, RaggedBatch, UnavailableError
 
-PIECE = 16  # tokens; pages are cut into such pieces (attention.c)
+PIECE = 16  # tokens of a piece; pages are cut into pieces (attention.c)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads per KV head
 
 
 def validate(spec: AttentionSpec) -> None:
-    """Checks the limits of the C code. Raises UnavailableError: the reference has no such limits."""
+    """Raises UnavailableError if the C code does not support `spec`. The reference has no such limits."""
     if spec.page_size % PIECE:
         raise UnavailableError(f"pages have whole {PIECE}s of tokens, not {spec.page_size}")
     if spec.head_dim % PIECE or spec.head_dim > MAX_HEAD_DIM:
@@ -31,7 +31,7 @@ def validate(spec: AttentionSpec) -> None:
 
 
 def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool) -> RaggedBatch:
-    """See `pallas_kernels.api.PagedAttention.make_metadata`."""
+    """The batch itself, which the C code reads."""
     return batch
 
 
@@ -45,7 +45,7 @@ def append_and_attend(
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention.__call__`."""
+    """Appends the step's K/V to the pages, and attends over them. Returns the output [T, N, H] and the pages."""
     library.load(None)  # an engine has loaded it already, from its folder
     results = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in (queries, kv_pages))
     call = jax.ffi.ffi_call(ATTEND, results, input_output_aliases={3: 1})

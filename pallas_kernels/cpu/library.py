@@ -1,8 +1,9 @@
 """Compiles the C sources for this machine's CPU, and registers their functions with XLA.
 
-The library is made where it runs, so its instructions are those of the CPU: a few seconds once, and then it is found in
-its folder. Its name begins with a digest of all that decides its content: a checkout or a folder that moves to another
-CPU gets another library. Its name ends with a digest of its content, so that a damaged file is never loaded.
+The library is compiled on the machine on which it runs, for the instructions of its CPU. This takes a few seconds once;
+later starts find the library in its folder. Its name begins with a digest of all that decides its content, so a folder
+that moves to another CPU gets another library. Its name ends with a digest of its content, so a damaged file is never
+loaded.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def load(folder: Path | None) -> None:
     """Registers the functions with XLA, once per process. Compiles the library if `folder` does not have it.
 
     Args:
-        folder: where libraries are kept, closed to the writing of others: a library is code. None, or a folder that
-            cannot be written to: the library is compiled for this process alone.
+        folder: the folder that keeps libraries. Only its owner may write to it, because a library is code. If it is
+            None or cannot be written to, the library is compiled for this process only.
 
     Raises:
         UnavailableError: there is no compiler, or it fails.
@@ -67,7 +68,8 @@ def load(folder: Path | None) -> None:
 
 
 def find_compiler() -> str:
-    """The path of the compiler: of the environment variable CC, or the first of COMPILERS. Raises UnavailableError."""
+    """The path of the compiler: that of the environment variable CC, or the first of COMPILERS that is installed.
+    Raises UnavailableError if there is none."""
     asked = os.environ.get("CC")
     for name in (asked,) if asked else COMPILERS:
         if path := shutil.which(name):
@@ -77,10 +79,10 @@ def find_compiler() -> str:
 
 
 def compile_library(compiler: str, path: Path, *options: str, sources: Path = SOURCES) -> None:
-    """Writes the library to `path`, as a whole. Raises UnavailableError.
+    """Compiles the library, and renames it to `path` when it is complete. Raises UnavailableError if this fails.
 
     Args:
-        options: of the compiler, such as that for the CPU.
+        options: options of the compiler, such as the one for the CPU.
         sources: the folder of the C files.
     """
     part = path.with_suffix(f".{os.getpid()}")  # several servers may start at once
@@ -102,7 +104,7 @@ def compile_library(compiler: str, path: Path, *options: str, sources: Path = SO
 
 
 def _built(compiler: str, folder: Path | None, temporary: Path) -> Path:
-    """The library in `folder`, compiled if it is not there as it was written."""
+    """The path of the library. It is compiled if `folder` does not have it or has a damaged file."""
     made_from = _digest(compiler)
     for path in () if folder is None else folder.glob(f"{made_from}-*.so"):
         with suppress(OSError):
@@ -122,7 +124,7 @@ def _built(compiler: str, folder: Path | None, temporary: Path) -> Path:
 
 
 def _named(path: Path, made_from: str) -> Path:
-    """What the file's name must be."""
+    """The path that the file must have by its content."""
     return path.with_name(f"{made_from}-{hashlib.sha256(path.read_bytes()).hexdigest()[:32]}.so")
 
 
@@ -134,7 +136,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _digest(compiler: str) -> str:
-    """Of the sources, the compiler, its options and this CPU's instructions."""
+    """The digest of the sources, the compiler, its options and this CPU's instructions, in hexadecimal."""
     digest = hashlib.sha256()
     for path in sorted((*SOURCES.glob("*.[ch]"), *(Path(jax.ffi.include_dir()) / "xla/ffi/api").glob("*.h"))):
         digest.update(path.name.encode() + path.read_bytes())
@@ -148,12 +150,12 @@ def _digest(compiler: str) -> str:
 
 
 def _native() -> str:
-    """The option for this CPU's instructions."""
+    """The compiler's option for this CPU's instructions."""
     return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _cpu() -> str:
-    """The instruction sets of this CPU, as the kernel lists them; elsewhere its name."""
+    """The instruction sets of this CPU, as Linux lists them. On other systems it is the CPU's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -17,15 +17,15 @@ from pallas_kernels.cpu.library import MULTIPLY, MULTIPLY_ROUNDED
 PANEL = 32  # outputs of a panel (products.c)
 TESTED = ((1, 34, 32), (13, 34, 96))  # rows, inputs and outputs of the self-test's products
 OUT_DTYPES = (jnp.float32, jnp.bfloat16)
-# Dtype of a kernel -> neighbouring inputs whose weights are stored together.
+# Dtype of a kernel -> the number of neighbouring inputs whose weights are stored together.
 TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 1}
-CACHE_WAY = 4096  # bytes: addresses so far apart share a few lines of a core's first cache
+CACHE_WAY = 4096  # bytes; addresses at multiples of this distance share a few lines of a core's first cache
 GAP = 64  # bytes between the rows of a copy (products.c)
-TOGETHER_ROUNDED = 4  # the same, of int8 that is multiplied with inputs rounded to int8
+TOGETHER_ROUNDED = 4  # neighbouring inputs stored together in an int8 kernel for inputs that are rounded to int8
 
 
 def can_pack(kernel: jax.Array | jax.ShapeDtypeStruct, together: int | None = None) -> bool:
-    """Whether a kernel [out, in] has a packed form. `together`: as for `pack`."""
+    """Whether a kernel [out, in] has a packed form. `together` is the argument of `pack`."""
     if len(kernel.shape) != 2 or kernel.dtype not in TOGETHER:
         return False
     return kernel.shape[0] % PANEL == 0 and kernel.shape[1] % (together or TOGETHER[kernel.dtype]) == 0
@@ -33,11 +33,11 @@ def can_pack(kernel: jax.Array | jax.ShapeDtypeStruct, together: int | None = No
 
 @partial(jax.jit, static_argnums=1)
 def pack(kernel: jax.Array, together: int | None = None) -> jax.Array:
-    """A kernel [out, in] as panels [out / PANEL, in, PANEL]; in bfloat16, [out / PANEL, in / 2, PANEL * 2] with the two
-    weights of an output next to each other.
+    """Packs a kernel [out, in] to panels [out / PANEL, in / together, PANEL * together]. `together` weights of an
+    output are next to each other.
 
     Args:
-        together: so many weights of an output, in place of one or two; TOGETHER_ROUNDED is for `multiply_rounded`.
+        together: None: one, or two in bfloat16. `multiply_rounded` needs TOGETHER_ROUNDED.
     """
     together = together or TOGETHER[kernel.dtype]
     panels = kernel.reshape(-1, PANEL, kernel.shape[1] // together, together).swapaxes(1, 2)
@@ -47,13 +47,13 @@ def pack(kernel: jax.Array, together: int | None = None) -> jax.Array:
 def multiply(
     inputs: jax.Array, panels: jax.Array, out_dtype: Any = jnp.float32, scale: jax.Array | None = None
 ) -> jax.Array:
-    """inputs [T, in] times the transpose of the packed kernel: [T, out], added up in float32. The bits of a row do not
+    """inputs [T, in] times the transpose of the packed kernel: [T, out]. Sums are in float32. The bits of a row do not
     depend on T.
 
     Args:
-        inputs: of bfloat16 if the kernel is; they are rounded to it.
+        inputs: rounded to bfloat16 if the kernel is in bfloat16, otherwise converted to float32.
         out_dtype: float32 or bfloat16.
-        scale: f32[out], with which the outputs are multiplied before they are rounded.
+        scale: f32[out]; the outputs are multiplied by it before they are rounded.
     """
     library.load(None)  # an engine has loaded it already, from its folder
     of_inputs = jnp.bfloat16 if panels.dtype == jnp.bfloat16 else jnp.float32
@@ -70,21 +70,21 @@ def multiply_rounded(
     input_scale: jax.Array | None = None,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """inputs [T, in], rounded to int8, times the transpose of a kernel in int8: [T, out]. The sums are exact; they are
-    multiplied with the scale of the output, then with that of the inputs. The bits of a row do not depend on T.
+    """inputs [T, in], rounded to int8, times the transpose of a kernel in int8: [T, out]. The sums are exact. They are
+    multiplied by the scale of the output, and then by the scale of the inputs. The bits of a row do not depend on T.
 
     Args:
         inputs: float32 or bfloat16.
         panels: i8[out / PANEL, in / TOGETHER_ROUNDED, PANEL * TOGETHER_ROUNDED]; up to 2^17 inputs.
-        scale: f32[out], of the kernel.
-        input_scale: f32[], of all inputs; larger inputs are clipped. None: each row has its own scale.
+        scale: the scales f32[out] of the kernel.
+        input_scale: the scale f32[] of all inputs; larger inputs are clipped. None: each row has its own scale.
         out_dtype: float32 or bfloat16.
     """
     library.load(None)  # an engine has loaded it already, from its folder
     rows, like = inputs.shape[0], jax.ShapeDtypeStruct
     results = (
         like((rows, panels.shape[0] * PANEL), out_dtype),
-        # what the C code works in: the rounded inputs, their scales and their sums
+        # The C code's work space: the rounded inputs, their scales and their sums.
         like(inputs.shape, jnp.int8),
         like((rows,), jnp.float32),
         like((rows,), jnp.int32),
@@ -95,14 +95,15 @@ def multiply_rounded(
 
 
 def _gapped(shape: Sequence[int], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    """Room for a copy of the inputs with gaps between their rows, where rows would push each other out of the cache."""
+    """Room for a copy of the inputs with gaps between the rows, if rows would otherwise evict each other from the
+    cache. It is empty if no copy is needed."""
     rows, size = shape[0], shape[1] * dtype.itemsize
     needed = rows > 1 and size % CACHE_WAY == 0
     return jax.ShapeDtypeStruct((rows, (size + GAP) // dtype.itemsize) if needed else (0,), dtype)
 
 
 def rows_of(panels: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows [T, in] of a packed kernel. Numbers that it does not have give any row."""
+    """The rows [T, in] of a packed kernel. A number out of range gives the first or the last row."""
     together = panels.shape[2] // PANEL
     rows = jnp.clip(rows, 0, panels.shape[0] * PANEL - 1)
     weights = panels.reshape(*panels.shape[:2], PANEL, together)[rows // PANEL, :, rows % PANEL]
@@ -112,8 +113,8 @@ def rows_of(panels: jax.Array, rows: jax.Array) -> jax.Array:
 def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
     """The first wrong product of this machine's C code, in words; None: all are right.
 
-    Whole numbers are multiplied with kernels of every dtype. The sums are exact in float32. As int8, the largest number
-    of a row is 127, so that its scale is one.
+    Whole numbers are multiplied with kernels of every dtype. The sums are exact in float32. For int8, the largest
+    number of a row is 127, so its scale is one.
 
     Args:
         shapes: rows, inputs and outputs of each product.
@@ -145,10 +146,10 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
 
 
 def _tested(plain: Any, rounded: Any) -> list[list[jax.Array]]:
-    """What `fault` compares, compiled as one program: each of many would be looked up on the disk.
+    """The products that `fault` compares. They are one program, because each program is looked up on the disk.
 
     Args:
-        plain, rounded: inputs and kernel of each product.
+        plain, rounded: the inputs and the kernel of each product.
     """
 
     def compute(plain: Any, rounded: Any) -> list[list[jax.Array]]:

@@ -1,9 +1,9 @@
 """The GPU backend of the operation in `api.py`: append the step's K/V to their pages, then attend over the pages.
 
-Decode rows go through `decode`, chunks of prompts through `prefill_hopper` or `prefill_mma`, and where rows may be cut
-into parts, `combine` comes after both. They read the lists of `work_list` and `tile_list`. Page ids are NOT checked:
-neither the chip nor the interpreter detects a wrong one. `validate.page_table` checks them on the host; only tests call
-it.
+`decode` computes decode rows, and `prefill_hopper` or `prefill_mma` computes chunks of prompts. If rows may be cut into
+parts, `combine` merges the parts after both. The kernels read the lists of `work_list` and `tile_list`. Page ids are
+NOT checked: neither the chip nor the interpreter detects a wrong one. `validate.page_table` checks them on the host;
+only tests call it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pallas_kernels.spec import AttentionSpec, RaggedBatch, UnavailableError
 
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)  # tokens
-INTERPRETER_THREADS = prefill_memory.COMPUTE_WARPGROUPS + 2  # and one for the program around the kernel
+INTERPRETER_THREADS = prefill_memory.COMPUTE_WARPGROUPS + 2  # plus the memory warpgroup, and the program around it
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -55,9 +55,9 @@ class AttentionMetadata:
     page_table: jax.Array  # i32[S, pages_per_seq]
     token_pages: jax.Array  # i32[T]; -1 for padding
     token_slots: jax.Array  # i32[T]
-    decode: ItemList | None  # None in a program without decode kernels
+    decode: ItemList | None  # None: the program has no decode kernel
     decode_parts: Parts
-    prefill: TileList | None  # None in a program that only decodes
+    prefill: TileList | None  # None: the program only decodes
     prefill_parts: Parts
 
 
@@ -86,9 +86,12 @@ def make_metadata(
     spec_decode: bool = False,
     mma_only: bool = False,
 ) -> AttentionMetadata:
-    """See `pallas_kernels.api.PagedAttention.make_metadata`. `mma_only`: see `device.Gpu`. With `spec_decode`, prefill
-    takes the single tokens as well: a tile of one query takes as long as one of a few, and the decode kernels are not
-    launched."""
+    """The pages and offsets of the step's tokens, and the lists of its decode items and prefill tiles. Each layer of
+    the step uses them.
+
+    With `spec_decode`, prefill computes the single tokens, too: a tile of one query takes as long as a tile of a few,
+    and the decode kernels are not launched. `mma_only` does not use Hopper's own instructions (`device.Gpu`).
+    """
     gpu = replace(device.current(), mma_only=mma_only)
     num_rows, pages_per_seq = batch.page_table.shape
     max_keys = pages_per_seq * spec.page_size
@@ -131,7 +134,7 @@ def make_metadata(
 
 
 def _padded_tokens(num_tokens: int, tile_tokens: int) -> int:
-    """The copy engine loads whole tiles, so steps of other sizes are padded. A server's buckets need no padding."""
+    """The padded number of tokens, because the copy engine loads whole tiles. A server's buckets need no padding."""
     return max(tile_tokens, -(-num_tokens // TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT)
 
 
@@ -145,9 +148,10 @@ def append_and_attend(
     *,
     spec: AttentionSpec,
     interpret: Any,  # bool, or the interpreter's parameters
-    mma_only: bool = False,  # as for `make_metadata`
+    mma_only: bool = False,  # the value that `make_metadata` had
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU."""
+    """Appends the step's K/V to the pages, and attends over them. Returns the output [T, N, H] and the pages.
+    `interpret` runs the same kernels on a CPU."""
     first_page = jnp.asarray(first_page, jnp.int32)
     is_padding = metadata.token_pages < 0
     beyond = kv_pages.shape[0] + jnp.arange(queries.shape[0], dtype=jnp.int32)
@@ -188,7 +192,7 @@ def attend(
     gpu: device.Gpu,
     interpret: Any,  # plgpu.InterpretGPUParams or None
 ) -> jax.Array:
-    """The attention output [T, N, H] over pages that hold this step's tokens already."""
+    """The attention output [T, N, H] over pages that already hold this step's tokens."""
     num_tokens, num_heads, _ = queries.shape
     decode_only = metadata.prefill is None
     if decode_only:  # at least 16 rows; only tiny tests have fewer
@@ -228,7 +232,7 @@ def _decode(
     gpu: device.Gpu,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """[T * N, H], of which only the decode rows are written, and the partial results, if rows may be cut."""
+    """The output [T * N, H], in which only the decode rows are written, and the partial results, if rows may be cut."""
     _, num_heads, head_dim = queries.shape
     work = metadata.decode
     assert work is not None
@@ -257,8 +261,12 @@ def _prefill(
     gpu: device.Gpu,
     interpret: Any,
 ) -> tuple[Any, list[jax.Array]]:
-    """The Ref [T, N * H], with the chunks' rows, and zeros after the last token: that of the decodes, whose rows stay,
-    or a new one. And the partial results, if rows may be cut."""
+    """Writes the rows of the chunks to the output, and zeros after the last token. Returns the output, a Ref [T, N *
+    H], and the partial results, if rows may be cut.
+
+    Args:
+        output_ref: the output of the decodes, whose rows are kept; None: a new output is made.
+    """
     num_tokens, work = queries.shape[0], metadata.prefill
     assert work is not None
     operands = PrefillOperands(
@@ -281,7 +289,7 @@ def _prefill(
 def _to_merge(
     partial_results: Sequence[jax.Array], work: ItemList | TileList, place: combine.Place, parts: Parts
 ) -> list[combine.PartialResults]:
-    """What `combine` has to merge of one kernel; nothing, if the program cuts none of its rows."""
+    """The partial results of one kernel that `combine` merges; empty if the program cuts no rows."""
     if not parts.num_slots:
         return []
     assert work.merges is not None and work.num_merges is not None

@@ -1,18 +1,18 @@
 """Decode: one query token per sequence against its pages, split over the context (flash-decoding) by a work list.
 
-Persistent CTAs take the work items: a run of KV blocks of one sequence, for one KV head. The tensor-core tile is 16
-query rows (the group of query heads that share the KV head, and neighbours whose results are dropped) by `block_kv`
-keys, divided over the four warps by columns. Keys and values come page by page into a ring of SMEM tiles: by TMA from
-Hopper on, by cp.async below. The first block of an item is copied while the CTA computes on the last of the item
-before. An item that is its sequence's only one writes the output; the others write float32 partial results, which
-`combine` merges.
+Persistent CTAs take work items. An item is a run of KV blocks of one sequence, for one KV head. The tensor-core tile is
+16 query rows by `block_kv` keys; the four warps divide its columns. The rows are the group of query heads that share
+the KV head, and neighbours whose results are dropped. Keys and values are copied page by page into a ring of SMEM
+tiles: by TMA on Hopper and later, by cp.async on earlier GPUs. The first block of an item is copied while the CTA
+computes the last block of the item before. If a sequence has only one item, the item writes the output. Otherwise its
+items write float32 partial results, which `combine` merges.
 
 Source of the algorithm: Dao et al., Flash-Decoding for long-context inference (2023); online softmax in base 2.
 
-Interpret mode has no cp.async: in tests, copies by TMA stand in for it, with the waits of the cp.async form. It does
-not check mma (a plain product replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no
-races between CTAs, because it runs them one after another. Neither it nor the chip detects a page id out of range. It
-does find missing waits and slots that are refilled too early; a wait without an arrival hangs it.
+Interpret mode has no cp.async: in tests, copies by TMA replace it, with the waits of the cp.async code. Interpret mode
+does not check mma (a plain product replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds
+no races between CTAs, because it runs them one after another. Neither it nor the chip detects a page id out of range.
+It does find missing waits and slots that are refilled too early. A wait without an arrival hangs it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True, kw_only=True)
 class RingTiles:
-    """The tiles of a `Ring`."""
+    """The sizes of the tiles of a `Ring`."""
 
     block_kv: int  # keys per step of the loop
-    num_stages: int  # SMEM tiles in the ring, of K and of V
+    num_stages: int  # SMEM tiles for K, and for V, in the ring
     use_tma: bool
 
 
@@ -49,25 +49,25 @@ class RingTiles:
 class GroupRows:
     """The place of one KV head's query heads in the 16 rows that a CTA loads.
 
-    The rows are read from [tokens * heads, H] in place, without packing: 16 rows from the group's first on, or the last
-    16 where the array ends before that.
+    The rows are read from [tokens * heads, H] in place, without packing: 16 rows that begin with the first of the
+    group, or the last 16 rows if the array ends earlier.
     """
 
-    num_rows: int  # of the flat array, at least 16
+    num_rows: int  # rows of the flat array, at least 16
     num_query_heads: int
     group: int
 
     def first(self, token: jax.Array, kv_head: jax.Array) -> jax.Array:
-        """The group's first row in the array."""
+        """The index of the group's first row in the array."""
         return token * self.num_query_heads + kv_head * self.group
 
     def loaded(self, first: jax.Array) -> jax.Array:
-        """The first of the 16 rows that are loaded for the group whose first row is `first`."""
+        """The index of the first of the 16 rows that are loaded for the group whose first row is `first`."""
         return jnp.minimum(first, self.num_rows - TILE_M)
 
 
 class Operands(NamedTuple):
-    """One layer's decodes. Rows `R` are those of the flat queries: T * N."""
+    """The inputs of one layer's decodes. `R` = T * N is the number of rows of the flat queries."""
 
     queries: jax.Array  # [R, H], at least 16 rows
     kv_pages: jax.Array  # [P, 2, K, page, H]
@@ -79,7 +79,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Refs:
-    """The kernel's arguments: the operands and outputs in this order, the scratch by name."""
+    """The kernel's arguments: the operands and outputs in this order, and the scratch by name."""
 
     queries: Any
     kv_pages: Any
@@ -88,19 +88,19 @@ class Refs:
     items: Any
     num_items: Any
     out: Any  # [R, H]
-    partial: Any = None  # f32[slots, N * H]; None: no item is a part
+    partial: Any = None  # f32[slots, N * H]; None: no sequence is cut into parts
     sums: Any = None  # f32[K, 16, slots + parts of a row]
     _: KW_ONLY
     k_smem: Any  # [stages, block_kv, H]
     v_smem: Any
-    p_or_out_smem: Any  # the weights [16, block_kv], and in their place the result f32[16, H]
-    arrived: Any = None  # barriers of the ring; None: cp.async
-    k_converted: Any = None  # [block_kv, H], of 8-bit tiles
+    p_or_out_smem: Any  # the weights [16, block_kv], and later the result f32[16, H] in the same memory
+    arrived: Any = None  # barriers of the ring; None: copies are by cp.async
+    k_converted: Any = None  # [block_kv, H], the keys of an 8-bit tile after conversion
     v_converted: Any = None
 
 
 class Item(NamedTuple):
-    """One item of the list for one KV head, as scalars."""
+    """One item of the work list for one KV head, as scalars."""
 
     row: jax.Array
     kv_head: jax.Array
@@ -111,7 +111,8 @@ class Item(NamedTuple):
 
     @classmethod
     def read(cls, items_ref: Any, unit: jax.Array, num_kv_heads: int) -> Self:
-        """Unit `unit` of the launch, whose units are the items of the list for all KV heads, item by item."""
+        """Reads unit `unit` of the launch. A unit is an item of the list and a KV head; the KV heads of one item are
+        neighbouring units."""
         index, kv_head = lax.div(unit, jnp.int32(num_kv_heads)), lax.rem(unit, jnp.int32(num_kv_heads))
         fields = (ITEM_ROW, ITEM_FIRST_BLOCK, ITEM_NUM_BLOCKS, ITEM_KV_LEN, ITEM_PART)
         row, *others = (items_ref[index, field] for field in fields)
@@ -128,9 +129,12 @@ def decode(
     parts: Parts,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns output [R, H] (only rows of sequences in one item are written) and, if rows may be cut, partial results
-    f32[slots, N * H] and the log2 of their softmax's divisors f32[K, 16, slots + parts of a row], in the order that
-    `combine` reads in vectors."""
+    """Attends the decode rows. Returns the output [R, H], in which only the rows of sequences with one item are
+    written.
+
+    If rows may be cut, it also returns partial results f32[slots, N * H] and the log2 of the divisors of their softmax,
+    f32[K, 16, slots + parts of a row]. They have the order in which `combine` reads them as vectors.
+    """
     num_rows, head_dim = operands.queries.shape
     _, _, num_kv_heads, page_size, _ = operands.kv_pages.shape
     rows = GroupRows(num_rows, num_query_heads, num_query_heads // num_kv_heads)
@@ -194,9 +198,9 @@ class _Body:
         pl.when(cta < units)(lambda: self.attend_items(refs, cta, units))
 
     def attend_items(self, refs: Refs, cta: jax.Array, units: jax.Array) -> None:
-        """All items of a CTA that has at least one."""
+        """Computes all items of a CTA that has at least one."""
 
-        def item_of(unit: jax.Array) -> Item:  # where there is none, that of some CTA
+        def item_of(unit: jax.Array) -> Item:  # past the last unit, it gives the last item
             return Item.read(refs.items, jnp.minimum(unit, units - 1), self.num_kv_heads)
 
         first = item_of(cta)
@@ -218,7 +222,7 @@ class _Body:
         self.ring(refs, first).drain()
 
     def ring(self, refs: Refs, item: Item, **runs: Any) -> Ring:
-        """The ring for an item's blocks. `runs` are those before and after it."""
+        """The ring for an item's blocks. `runs`: the number of blocks before it, and the item after it."""
         source = Source(
             shape=self.blocks, kv_ref=refs.kv_pages, pages_ref=refs.page_table, first_page=refs.first_page[0],
             row=item.row, kv_head=item.kv_head,
@@ -236,7 +240,7 @@ class _Body:
         loaded_row = self.rows.loaded(first_row)
         acc, sums = self.attend(refs.queries, loaded_row, ring, p_smem, item.kv_len)
         out_smem[...] = acc
-        offset = first_row - loaded_row  # of the group in the tile
+        offset = first_row - loaded_row  # where the group begins in the tile
 
         def result(g: int) -> jax.Array:
             return vector.load(out_smem.at[offset + g], self.head_dim)

@@ -1,16 +1,17 @@
 """Prefill on Hopper: ragged causal chunks against their pages, warp-specialised, on wgmma.
 
-A persistent CTA per multiprocessor takes tiles from the list. One warpgroup (`prefill_memory`) feeds the ring of K and
-V tiles. Two others multiply 64 rows each. Each of them starts the scores of the next block ahead of the softmax of this
-one, which then runs next to two products of the same warpgroup: those scores, and the block before with its values.
+A persistent CTA per multiprocessor takes tiles from the list. One warpgroup (`prefill_memory`) fills the ring of K and
+V tiles. Two compute warpgroups multiply 64 rows each. A compute warpgroup starts the scores of the next block before
+the softmax of the present block. The softmax then overlaps with two products of the same warpgroup: these scores, and
+the product of the previous block with its values.
 
 Source of the algorithm: Shah et al., FlashAttention-3 (2024).
 
-Interpret mode does not check wgmma (plain products replace it, without its asynchrony), fragment layouts, swizzles, the
-alignment that TMA needs, `set_max_registers`, and writes to registers that a product under way still reads, for which
-tests look in the compiled code. It finds no races between CTAs, because it runs them one after another. It does find
-missing waits, slots released too early, missing fences before copies out, and wrong masks. A fault that leaves a
-warpgroup waiting may hang it instead of being reported.
+Interpret mode does not check wgmma (synchronous plain products replace it), fragment layouts, swizzles, the alignment
+that TMA needs, `set_max_registers`, and writes to registers that a running product still reads. Tests look for such
+writes in the compiled code. Interpret mode finds no races between CTAs, because it runs them one after another. It does
+find missing waits, slots that are released too early, missing fences before copies out, and wrong masks. A fault that
+leaves a warpgroup waiting may hang it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pallas_kernels.gpu.tile_list import TOKEN_ALIGNMENT
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    """The ring's tiles, of K and of V."""
+    """The sizes of the ring's tiles for K and V."""
 
     block_kv: int  # keys per step of the loop
     num_stages: int
@@ -65,10 +66,10 @@ def prefill(
         "v_smem": ring,
         "q_arrived": plgpu.Barrier(num_arrivals=body.shape.heads, num_barriers=COMPUTE_WARPGROUPS),
         **memory_of(body).scratch(body),
-        # Both compute warpgroups arrive at these: one for each K and V slot, and one for the queries' place.
+        # Both compute warpgroups arrive at these barriers: one for each K and V slot, and one for the queries' place.
         "met": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=2 * stages + 1),
     }
-    if interpret is not None:  # in place of accumulators in registers
+    if interpret is not None:  # these replace accumulators in registers
         scratch["scores"] = plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, sizes.block_kv), jnp.float32)
         scratch["acc"] = plgpu.SMEM((COMPUTE_WARPGROUPS, TILE_M, head_dim), jnp.float32)
     return plgpu.kernel(
@@ -92,13 +93,13 @@ class _Refs(PrefillRefs):
     k_smem: Any  # [stages, block_kv, H]
     v_smem: Any
     q_arrived: Any  # barriers, one per compute warpgroup
-    arrived: Any  # barriers, alternately of K and of V of each stage
-    met: Any  # barriers, see `prefill`
-    tail_arrived: Any = None  # barrier, see `prefill_memory.CopyingMemory`
-    kv8_smem: Any = None  # [stages of K and V, block_kv, H], see `prefill_memory.ConvertingMemory`
-    kv8_arrived: Any = None  # barriers
-    scores: Any = None  # f32[warpgroups, 64, block_kv], of the interpreter only
-    acc: Any = None  # f32[warpgroups, 64, H], of the interpreter only
+    arrived: Any  # barriers: for each stage, one for K and one for V
+    met: Any  # barriers at which both compute warpgroups release slots of the ring and the queries' place
+    tail_arrived: Any = None  # barrier of `prefill_memory.CopyingMemory`
+    kv8_smem: Any = None  # [stages of K and V, block_kv, H], tiles of `prefill_memory.ConvertingMemory`
+    kv8_arrived: Any = None  # barriers of `kv8_smem`
+    scores: Any = None  # f32[warpgroups, 64, block_kv], only in the interpreter
+    acc: Any = None  # f32[warpgroups, 64, H], only in the interpreter
 
 
 class _Body(PrefillBody):
@@ -108,7 +109,7 @@ class _Body(PrefillBody):
         cta = lax.axis_index("cta")
 
         def for_each_tile(do: Any) -> Any:
-            """Calls `do(unit, tile, blocks so far)` for every unit of this CTA; returns the blocks of all of them."""
+            """Calls `do(unit, tile, blocks so far)` for every unit of this CTA. Returns the number of all blocks."""
             units = refs.num_tiles[0] * (self.num_kv_heads * self.shape.tiles_per_group)
             rounds = persistent.rounds(units, self.num_ctas)
 
@@ -148,48 +149,49 @@ class _Body(PrefillBody):
     def attend(
         self, refs: _Refs, warpgroup: Any, accumulators: Any, unit: jax.Array, tile: Tile, blocks_before: jax.Array
     ) -> None:
-        """One compute warpgroup's part of a tile. `accumulators`: of scores [64, block_kv] and of results [64, H]."""
+        """Computes one compute warpgroup's part of a tile. `accumulators`: for scores [64, block_kv] and for results
+        [64, H]."""
         scores, acc = accumulators
         result = _Run(self, refs, warpgroup, scores, acc, tile, blocks_before).attend()
-        # The tile is read again, and places are computed again: no register holds them during the run.
+        # The tile is read again, and places are computed again, so that no register holds them during the run.
         unit, warpgroup = lax.optimization_barrier((unit, warpgroup))
         _Results(self, refs, warpgroup, self.tile(refs, unit)).store(*result)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The blocks of a tile, on one warpgroup.
+    """The computation of one warpgroup on the blocks of a tile.
 
-    While a block's softmax runs, two products are under way: the block before with its values, and the next block's
-    scores.
+    While the softmax of a block is computed, two products run: the previous block with its values, and the scores of
+    the next block.
     """
 
     body: _Body
     refs: _Refs
     warpgroup: Any
-    scores: Any  # accumulators, see `_Body.attend`
+    scores: Any  # accumulator [64, block_kv]
     acc: Any
     tile: Tile
-    blocks_before: Any  # in the ring, of the tiles before
+    blocks_before: Any  # blocks of earlier tiles that have gone through the ring
 
     @property
     def first_token(self) -> Any:
-        """Of the warpgroup's rows."""
+        """The token of the warpgroup's first row."""
         return self.tile.token + self.warpgroup * self.body.shape.tokens
 
     @property
     def queries(self) -> Any:
-        """[64, H] in SMEM."""
+        """The warpgroup's queries [64, H] in SMEM."""
         return self.refs.q_smem.at[self.warpgroup]
 
     def attend(self) -> tuple[jax.Array, jax.Array]:
-        """See `online_softmax.finish`."""
+        """The normalised result f32[64, H], and the log2 of the softmax's divisors (`online_softmax.finish`)."""
         tile, body, layout = self.tile, self.body, plgpu.Layout.WGMMA
         plgpu.barrier_wait(self.refs.q_arrived.at[self.warpgroup])
         acc, peak, total = online_softmax.start(TILE_M, body.head_dim, layout)
         self.acc[...] = acc
         scores = plgpu.layout_cast(jnp.zeros((TILE_M, body.sizes.block_kv), jnp.float32), layout)
-        # A tile of padding tokens has no block: the first and the last one are loops, too.
+        # A tile of padding tokens has no block, so the first and the last block are loops, too.
         second = jnp.minimum(tile.first_block + 1, tile.end_block)
         last = jnp.maximum(tile.end_block - 1, tile.first_block)
         first_masked = jnp.minimum(tile.masked_from(self.first_token, body.sizes.block_kv), last)
@@ -201,13 +203,13 @@ class _Run:
         return online_softmax.finish(matmul.result(self.acc, interpret=body.interpret), peak, total)
 
     def begin(self, i: jax.Array, carry: Any) -> Any:
-        """The first block's scores."""
+        """Computes the scores of the first block."""
         peak, total, _ = carry
         self.start_scores(i)
         return peak, total, self.finish_scores(i)
 
     def step(self, i: jax.Array, carry: Any, *, masked: bool) -> Any:
-        """A block that is not the last, whose scores are in `carry`."""
+        """Computes a block that is not the last. Its scores are in `carry`."""
         peak, total, scores = carry
         self.start_scores(i + 1)
         weights, alpha, peak, total = self.softmax(i, scores, peak, total, masked=masked)
@@ -217,7 +219,7 @@ class _Run:
         return peak, total, scores
 
     def end(self, i: jax.Array, carry: Any) -> Any:
-        """The last block. Its mask is harmless where every key is seen."""
+        """Computes the last block. It is always masked; the mask has no effect if every key is seen."""
         peak, total, scores = carry
         weights, alpha, peak, total = self.softmax(i, scores, peak, total, masked=True)
         self.start_values(i, online_softmax.scaled(self.finish_values(i - 1), alpha), weights)
@@ -225,14 +227,15 @@ class _Run:
         return peak, total, scores
 
     def softmax(self, i: jax.Array, scores: jax.Array, peak: jax.Array, total: jax.Array, *, masked: bool) -> Any:
-        """See `online_softmax.step`."""
+        """The weights of a block, the factor of the earlier sum, and the new maximum and total
+        (`online_softmax.step`)."""
         body, block_kv = self.body, self.body.sizes.block_kv
         if masked:
             first_key, layout = i * block_kv, plgpu.Layout.WGMMA
             mask = prefill_tile.causal_mask(body.shape, self.tile, self.first_token, first_key, block_kv, layout)
             scores = jnp.where(mask, scores, -jnp.inf)
         weights, alpha, peak, total = online_softmax.step(scores, peak, total, body.scale_log2)
-        # Nothing of it comes after a wait that follows.
+        # The barrier keeps all of this before the next wait.
         weights, alpha = lax.optimization_barrier((weights, alpha))
         return weights, alpha, peak, total
 
@@ -245,7 +248,7 @@ class _Run:
         matmul.start_wgmma(self.scores, self.queries, keys, interpret=self.body.interpret)
 
     def finish_scores(self, i: jax.Array) -> jax.Array:
-        """The block's scores, when the products have ended. Its keys are released."""
+        """Waits for the block's scores, and releases its keys."""
         slot, interpret = self.slot(i), self.body.interpret
         scores = matmul.result(self.scores, interpret=interpret)
         matmul.read_until_here(self.scores, self.queries, self.refs.k_smem.at[slot], interpret=interpret)
@@ -253,8 +256,8 @@ class _Run:
         return scores
 
     def start_values(self, i: jax.Array, acc: Any, weights: jax.Array) -> None:
-        """Starts the product of a block's weights with its values, which is added to `acc`. The product before has
-        ended: until then, the tensor cores read its weights from registers, and these get the same ones."""
+        """Starts the product of a block's weights with its values, which is added to `acc`. The previous product must
+        have ended: the tensor cores read its weights from the same registers."""
         slot = self.slot(i)
         weights = lax.optimization_barrier(weights).astype(self.body.dtype)
         self.acc[...] = acc
@@ -262,7 +265,7 @@ class _Run:
         matmul.start_wgmma(self.acc, weights, self.refs.v_smem.at[slot], interpret=self.body.interpret)
 
     def finish_values(self, i: jax.Array) -> jax.Array:
-        """The sum, when the products have ended. The block's values are released, if the tile has the block."""
+        """Waits for the sum, and releases the block's values, if the tile has the block."""
         slot, interpret = self.slot(i), self.body.interpret
         acc = matmul.result(self.acc, interpret=interpret)
 
@@ -274,12 +277,12 @@ class _Run:
         return acc
 
     def slot(self, i: jax.Array) -> Any:
-        """The ring's slot of a block."""
+        """The ring's slot for a block."""
         return lax.rem(self.blocks_before + (i - self.tile.first_block), jnp.int32(self.body.sizes.num_stages))
 
 
 class _Results:
-    """Where one warpgroup's results of a tile go."""
+    """Stores the results of one warpgroup for a tile."""
 
     def __init__(self, body: _Body, refs: _Refs, warpgroup: Any, tile: Tile) -> None:
         self.body, self.refs, self.warpgroup, self.tile = body, refs, warpgroup, tile
@@ -287,7 +290,8 @@ class _Results:
         self.first_token = tile.token + warpgroup * body.shape.tokens
 
     def store(self, acc: Any, sums: Any) -> None:
-        """Writes the result of the tile's own tokens, to the output or, of a part, to the partial results."""
+        """Writes the results of the tile's own tokens: to the partial results if the tile is a part, otherwise to the
+        output."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left the buffer
         self.out_smem[...] = acc.astype(self.body.dtype)
         plgpu.commit_smem()
@@ -302,7 +306,8 @@ class _Results:
             self.store_part()
 
     def store_output(self) -> None:
-        """Writes the rows of the tile's own tokens, in powers of two: TMA boxes have static sizes."""
+        """Writes the rows of the tile's own tokens. TMA boxes have static sizes, so the copies have sizes of powers of
+        two."""
         tile, tokens = self.tile, self.body.shape.tokens
         begin = jnp.maximum(tile.begin - self.first_token, 0)
         count = jnp.maximum(jnp.minimum(tile.end - self.first_token, tokens) - begin, 0)
@@ -317,7 +322,8 @@ class _Results:
             size //= 2
 
     def store_part(self) -> None:
-        """Writes eight tokens at a time, those around the tile's own included: they have a place, too."""
+        """Writes eight tokens at a time. Neighbours of the tile's own tokens are written, too: they have a place in the
+        partial results."""
         tile = self.tile
         for start in range(0, self.body.shape.tokens, TOKEN_ALIGNMENT):
             token = self.first_token + start
@@ -328,12 +334,13 @@ class _Results:
                 self.copy_out(start, self.refs.partial, place, TOKEN_ALIGNMENT)
 
     def copy_out(self, start: jax.Array | int, out_ref: Any, first_row: jax.Array, size: int) -> None:
-        """Copies `size` tokens of the tile's own heads, from its token `start` on, to `out_ref` from `first_row` on.
+        """Copies `size` tokens of the tile's own heads to `out_ref`. The first is the tile's token `start`, and it goes
+        to row `first_row`.
 
-        `start` may be any row, so the source begins at a multiple of 128 bytes only. The copy engine takes a swizzle of
-        128 bytes from the bits of the address (CUDA C++ programming guide, on TMA's swizzle: the offset of the pattern
-        is the address / 128 % 8). Mosaic takes it from the offset in `out_smem`, of which each warpgroup's part begins
-        at a multiple of 1,024 bytes, after which the pattern repeats. So both have the same.
+        `start` may be any row, so the source is aligned to 128 bytes only. The copy engine derives a swizzle of 128
+        bytes from the address (CUDA C++ programming guide, on TMA's swizzle: the offset of the pattern is the address /
+        128 % 8). Mosaic derives it from the offset in `out_smem`. Each warpgroup's part of `out_smem` begins at a
+        multiple of 1,024 bytes, at which the pattern repeats, so both use the same swizzle.
         """
         shape, tile = self.body.shape, self.tile
 

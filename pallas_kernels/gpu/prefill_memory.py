@@ -1,8 +1,9 @@
-"""The memory warpgroup of Hopper's prefill: it brings queries, keys and values to shared memory for the others.
+"""The memory warpgroup of Hopper's prefill. It copies queries, keys and values to shared memory for the compute
+warpgroups.
 
-Pages in the type of the products are copied to the ring's tiles by TMA. Pages of 8 bits are copied to tiles of their
-own, from which this warpgroup converts them to the ring's tiles. Meanwhile the next copies are under way, and the
-others multiply.
+Pages in the type of the products are copied to the ring's tiles by TMA. Pages of 8 bits are first copied to separate
+tiles, and this warpgroup converts them to the ring's tiles. In the meantime, the next copies run, and the compute
+warpgroups multiply.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from pallas_kernels.gpu.ring import KEYS, VALUES, Source
 
 COMPUTE_WARPGROUPS = 2
 KV8_STAGES = 2  # blocks of 8 bits that are copied at a time
-TAIL_ROWS = 16  # of V that are cleared at a time: few registers
+TAIL_ROWS = 16  # rows of V that are cleared at a time; few, to save registers
 
 
 def queries_place(refs: Any, body: PrefillBody) -> Any:
     """The barrier at which both compute warpgroups release the queries' place.
 
-    ptxas would keep its address in a register of every warpgroup, from the start of the kernel on, if it were constant.
+    Its index is not a constant: ptxas would keep a constant address in a register of every warpgroup, from the start of
+    the kernel.
     """
     return refs.met.at[lax.optimization_barrier(jnp.int32(2 * body.sizes.num_stages))]
 
 
 class Memory:
-    """What both kinds of pages have in common."""
+    """The work of the memory warpgroup that does not depend on the type of the pages."""
 
-    registers = 56  # of a thread
-    compute_registers = 224  # of a thread of the other warpgroups
+    registers = 56  # registers of a thread of this warpgroup
+    compute_registers = 224  # registers of a thread of the compute warpgroups
 
     def __init__(self, body: PrefillBody, refs: Any) -> None:
         self.body, self.refs = body, refs
@@ -47,10 +49,10 @@ class Memory:
         self.q_free = queries_place(refs, body)
 
     def feed(self, tile: Tile, blocks_before: jax.Array) -> None:
-        """Brings a tile's queries, and all of its blocks. `blocks_before` have gone through the ring before them.
+        """Copies a tile's queries and all of its blocks. `blocks_before` blocks have gone through the ring before.
 
-        The first block comes before the queries: its slot is free before the previous tile's last product has ended,
-        and the queries' place only after it.
+        The first block is copied before the queries. Its slot is free before the previous tile's last product has
+        ended, and the queries' place is free only after that.
         """
         source = Source(
             shape=self.body.blocks, kv_ref=self.refs.kv_pages, pages_ref=self.refs.page_table,
@@ -64,7 +66,7 @@ class Memory:
             pl.when(i == 0)(lambda: self.feed_queries(tile))
 
     def feed_queries(self, tile: Tile) -> None:
-        """Brings the queries, when their place is free."""
+        """Copies the queries when their place is free."""
         body, refs = self.body, self.refs
         plgpu.barrier_wait(self.q_free)
 
@@ -78,15 +80,15 @@ class Memory:
             )
 
     def start(self, source: Source, tile: Tile, blocks_before: jax.Array) -> None:
-        """Is called before the tile's first block."""
+        """Prepares a tile. `feed` calls it before the tile's first block."""
 
     def feed_block(self, source: Source, tile: Tile, i: jax.Array, index: jax.Array) -> None:
-        """Brings keys and values of the tile's block number `i` to their slots, when those are free. `index` blocks
-        have gone through the ring before."""
+        """Copies keys and values of the tile's block number `i` to their slots when these are free. `index` blocks have
+        gone through the ring before."""
         raise NotImplementedError
 
     def slot_of(self, index: jax.Array) -> Any:
-        """The ring's slot of a block, counted from the first tile's first on."""
+        """The ring's slot for a block. `index` counts all blocks since the first tile."""
         return lax.rem(index, jnp.int32(self.body.sizes.num_stages))
 
     def fetch(self, source: Source, block: jax.Array, kind: int, smem: Any, barrier: Any) -> None:
@@ -96,7 +98,7 @@ class Memory:
             plgpu.copy_gmem_to_smem(halves[kind], smem.at[rows], barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
     def drain(self, num_blocks: jax.Array) -> None:
-        """Waits until the other warpgroups have released all slots, so no arrival is left without a wait."""
+        """Waits until the compute warpgroups have released all slots, so that each arrival has a wait."""
         stages = self.body.sizes.num_stages
         plgpu.barrier_wait(self.q_free)
 
@@ -108,7 +110,7 @@ class Memory:
 
 
 class CopyingMemory(Memory):
-    """Pages in the type of the products."""
+    """The memory warpgroup for pages in the type of the products."""
 
     @staticmethod
     def scratch(body: PrefillBody) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class CopyingMemory(Memory):
         }
 
     def feed_block(self, source: Source, tile: Tile, i: jax.Array, index: jax.Array) -> None:
-        """See `Memory`."""
+        """Copies keys and values of the tile's block number `i` to their slots when these are free."""
         body, refs = self.body, self.refs
         slot, block = self.slot_of(index), tile.first_block + i
         is_reused = index >= body.sizes.num_stages
@@ -142,7 +144,7 @@ class CopyingMemory(Memory):
                 plgpu.barrier_arrive(refs.arrived.at[2 * slot + 1])
 
     def clear_tail(self, num_valid: jax.Array, slot: jax.Array) -> None:
-        """Zeroes the values after the sequence's last key. They may hold anything, and 0 * NaN is NaN."""
+        """Sets the values after the sequence's last key to zero. They may be NaN, and 0 * NaN is NaN."""
 
         @pl.loop(lax.div(num_valid, jnp.int32(TAIL_ROWS)), self.body.sizes.block_kv // TAIL_ROWS)
         def _(part: jax.Array) -> None:
@@ -157,11 +159,11 @@ class CopyingMemory(Memory):
 
 
 class ConvertingMemory(Memory):
-    """Pages of 8 bits."""
+    """The memory warpgroup for pages of 8 bits."""
 
     @staticmethod
     def scratch(body: PrefillBody) -> dict[str, Any]:
-        """Tiles of keys and of values as they are stored, and the barriers of their copies and of the ring."""
+        """Tiles of keys and values as they are stored, and the barriers of their copies and of the ring."""
         shape = (2 * KV8_STAGES, body.sizes.block_kv, body.head_dim)
         swizzled = matmul.swizzled(body.head_dim, body.kv_dtype)
         return {
@@ -171,7 +173,7 @@ class ConvertingMemory(Memory):
         }
 
     def start(self, source: Source, tile: Tile, blocks_before: jax.Array) -> None:
-        """See `Memory`."""
+        """Starts the copies of the tile's first blocks, as they are stored."""
 
         @pl.loop(0, jnp.minimum(tile.num_blocks, KV8_STAGES))
         def _(i: jax.Array) -> None:
@@ -179,7 +181,8 @@ class ConvertingMemory(Memory):
                 self.fetch_kv8(source, tile.first_block + i, kind, blocks_before + i)
 
     def feed_block(self, source: Source, tile: Tile, i: jax.Array, index: jax.Array) -> None:
-        """See `Memory`."""
+        """Converts keys and values of the tile's block number `i` to their slots, and starts the copies of a later
+        block."""
         block, ahead = tile.first_block + i, KV8_STAGES
         for kind in (KEYS, VALUES):
             self.convert(block, kind, tile, index)
@@ -187,7 +190,7 @@ class ConvertingMemory(Memory):
             pl.when(i + ahead < tile.num_blocks)(fetch)
 
     def kv8_place(self, kind: int, index: jax.Array) -> Any:
-        """The tile, and the barrier, of a block's keys or values as they are stored."""
+        """The index of the tile and of the barrier for a block's keys or values as they are stored."""
         return 2 * lax.rem(index, jnp.int32(KV8_STAGES)) + kind
 
     def fetch_kv8(self, source: Source, block: jax.Array, kind: int, index: jax.Array) -> None:
@@ -196,7 +199,7 @@ class ConvertingMemory(Memory):
         self.fetch(source, block, kind, self.refs.kv8_smem.at[place], self.refs.kv8_arrived.at[place])
 
     def convert(self, block: jax.Array, kind: int, tile: Tile, index: jax.Array) -> None:
-        """Converts a block's keys or values, when they have arrived, to their slot, when it is free."""
+        """Converts a block's keys or values to their slot, when they have arrived and the slot is free."""
         refs, slot = self.refs, self.slot_of(index)
         place = self.kv8_place(kind, index)
         plgpu.barrier_wait(refs.kv8_arrived.at[place])
@@ -208,7 +211,7 @@ class ConvertingMemory(Memory):
         plgpu.barrier_arrive(refs.arrived.at[2 * slot + kind])
 
     def convert_tile(self, kind: int, place: jax.Array, smem: Any, slot: jax.Array, num_valid: jax.Array) -> None:
-        """Converts a tile, with zeros for the values after the sequence's last key, as in `clear_tail`."""
+        """Converts a tile. Values after the sequence's last key become zeros: they may be NaN, and 0 * NaN is NaN."""
 
         @pl.loop(0, self.body.sizes.block_kv // conversion.ROWS)
         def _(part: jax.Array) -> None:
@@ -222,5 +225,5 @@ class ConvertingMemory(Memory):
 
 
 def memory_of(body: PrefillBody) -> type[CopyingMemory] | type[ConvertingMemory]:
-    """The kind that the body's pages need."""
+    """The class for the type of the body's pages."""
     return CopyingMemory if body.kv_dtype == body.dtype else ConvertingMemory

@@ -1,8 +1,8 @@
 """The shape of a prefill tile: the 64 rows that one warpgroup multiplies, and how they are loaded and masked.
 
 A warpgroup's 64 rows are `tokens` tokens of `heads` query heads that share a KV head, head by head. Every head is one
-box of the copy engine, read from [T, N * H] without a packed copy of the queries. So even a short chunk fills a tile,
-with four or eight heads.
+box of the copy engine. It is read from [T, N * H] without a packed copy of the queries. With four or eight heads, even
+a short chunk fills a tile.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ class TileShape:
 
     @property
     def heads(self) -> int:
-        """Query heads in one tile; a larger group takes several tiles, of which the last two may overlap."""
+        """The number of query heads in one tile. A larger group takes several tiles, and the last two may overlap."""
         return min(self.group, TILE_M // TOKEN_ALIGNMENT)
 
     @property
     def tokens(self) -> int:
-        """Tokens in one tile, a multiple of 8."""
+        """The number of tokens in one tile, a multiple of 8."""
         return TILE_M // self.heads // TOKEN_ALIGNMENT * TOKEN_ALIGNMENT
 
     @property
     def tiles_per_group(self) -> int:
-        """Tiles that cover all query heads of one KV head."""
+        """The number of tiles that cover all query heads of one KV head."""
         return -(-self.group // self.heads)
 
     def place(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of the group's query head: the first tile that has it, and its place among the tile's heads."""
+        """The first tile that has the group's query head `head`, and the head's place among the tile's heads."""
         tile = lax.div(head, jnp.int32(self.heads))
         return tile, head - jnp.minimum(tile * self.heads, self.group - self.heads)
 
     def first_own(self, part: jax.Array) -> jax.Array:
-        """The place of the first head that no tile before the KV head's tile number `part` has."""
+        """The place of the first head in the KV head's tile number `part` that no earlier tile has."""
         return jnp.maximum(part * self.heads - (self.group - self.heads), 0)
 
     def first_head(self, kv_head: jax.Array, part: jax.Array) -> jax.Array:
@@ -91,7 +91,8 @@ class Tile:
 
     @classmethod
     def read(cls, tiles_ref: Any, unit: jax.Array, shape: TileShape, num_kv_heads: int) -> Tile:
-        """Unit `unit` of the launch, whose units are the tiles of the list for all heads, tile by tile."""
+        """Reads unit `unit` of the launch. A unit is a tile of the list and some heads; the units of one tile are
+        neighbours."""
         parts = num_kv_heads * shape.tiles_per_group
         index, heads = lax.div(unit, jnp.int32(parts)), lax.rem(unit, jnp.int32(parts))
         kv_head = lax.div(heads, jnp.int32(shape.tiles_per_group))
@@ -109,11 +110,13 @@ class Tile:
 
     @property
     def num_blocks(self) -> jax.Array:
-        """KV blocks: up to the last key that the tile's last token may see, or a part of them; none for padding."""
+        """The number of KV blocks: up to the last key that the tile's last token sees, or a part of these; 0 for
+        padding."""
         return self.end_block - self.first_block
 
     def masked_from(self, first_token: jax.Array, block_kv: int) -> jax.Array:
-        """The first block with a mask: every written token from `first_token` on sees all keys of those before it."""
+        """The first block that needs a mask: every written token from `first_token` on sees all keys of earlier
+        blocks."""
         first = jnp.maximum(first_token, self.begin)
         return jnp.clip(lax.div(first + self.position + 1, jnp.int32(block_kv)), self.first_block, self.end_block)
 
@@ -130,8 +133,8 @@ def causal_mask(
 
 
 def for_own_heads(shape: TileShape, tile: Tile, do: Callable[[int], None]) -> None:
-    """Calls `do` with the places of the heads whose results the tile writes. A head that two tiles have is written by
-    the first: copies of both might be under way at the same time, which is a race even if their bits are equal."""
+    """Calls `do` with the places of the heads whose results the tile writes. If two tiles have a head, the first writes
+    it: two copies at the same time would be a race, even if their bits are equal."""
     for g in range(shape.heads):
         if shape.group % shape.heads == 0:
             do(g)
@@ -143,7 +146,7 @@ def for_own_heads(shape: TileShape, tile: Tile, do: Callable[[int], None]) -> No
 def load_queries(
     q_ref: Any, q_smem: Any, shape: TileShape, tile: Tile, first_token: jax.Array, barrier: Any = None
 ) -> None:
-    """Copies [tokens, H] of every head from [T, N * H] into its rows of the tile, asynchronously."""
+    """Starts the copies of the queries [tokens, H] of every head from [T, N * H] into the head's rows of the tile."""
     tokens = pl.ds(pl.multiple_of(first_token, TOKEN_ALIGNMENT), shape.tokens)
     for g in range(shape.heads):
         plgpu.copy_gmem_to_smem(

@@ -13,7 +13,8 @@ WIDEST_STORE = 16  # bytes of one thread
 
 
 def layout(size: int) -> Any:
-    """A vector of `size` elements: a run of them per thread, or, of fewer than 128, the same ones in every warp."""
+    """The layout of a vector of `size` elements. If `size` is a multiple of 128, it is divided over all threads;
+    otherwise every warp has all elements."""
     if size % THREADS == 0:
         return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     return plgpu.Layout.TILED(
@@ -22,13 +23,13 @@ def layout(size: int) -> Any:
 
 
 def rows_together(size: int, itemsize: int) -> int:
-    """Rows of `size` elements that the threads store at once with their widest instruction; `rows_layout` needs two a
-    warp."""
+    """The number of rows of `size` elements that the threads store with one widest instruction each. It is at least two
+    per warp, which `rows_layout` needs."""
     return max(2 * WARPS, THREADS * WIDEST_STORE // (itemsize * size))
 
 
 def rows_layout(rows: int, size: int) -> Any:
-    """An array of `rows` rows, a multiple of eight: each thread has neighbouring elements of one row."""
+    """The layout of an array of `rows` rows, a multiple of eight. Each thread has neighbouring elements of one row."""
     warp_rows, run = rows // WARPS, rows * size // THREADS
     return plgpu.Layout.TILED(
         plgpu.Tiling(((rows, size), (warp_rows, size), (run,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
@@ -36,7 +37,7 @@ def rows_layout(rows: int, size: int) -> Any:
 
 
 def registers(size: int) -> int:
-    """Registers of a thread that hold a vector of `size` elements of 32 bits."""
+    """The number of registers of a thread that hold its elements of a vector of `size` elements of 32 bits."""
     return size // THREADS if size % THREADS == 0 else size // 32
 
 
@@ -46,11 +47,12 @@ def head_columns(head: jax.Array, head_dim: int) -> Any:
 
 
 def load(ref: Any, size: int) -> Any:
-    """The vector `ref`, of `size` elements, from GMEM or SMEM."""
+    """Loads the vector `ref` of `size` elements from GMEM or SMEM."""
     return plgpu.load(ref, layout=layout(size), optimized=size % THREADS == 0)
 
 
 def load_operand(ref: Any, size: int) -> Any:
-    """As `load`, of a vector that is only computed with others that have its `layout`. Mosaic then infers it. A cast is
-    one more unknown to guess, and the time to lower a kernel grows with the square of their number."""
+    """Loads the vector `ref` of `size` elements without a stated layout. All vectors that are computed with it must
+    have its `layout`, so that Mosaic infers it. A cast would be one more unknown layout, and the time to lower a kernel
+    grows with the square of their number."""
     return plgpu.load(ref, optimized=size % THREADS == 0)

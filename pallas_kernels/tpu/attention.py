@@ -30,16 +30,16 @@ from pallas_kernels.tpu.layout import Geometry
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """The arrays that all layers of a step share. They are computed once per step and are data: nothing recompiles."""
+    """The arrays that all layers of a step share. They are computed once per step. Their values recompile nothing."""
 
     kv_lens: jax.Array  # i32[S]
-    page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], see `paging.windows_of_table`
+    page_table: jax.Array  # i32[S * windows_per_seq, 1, 128], from `paging.windows_of_table`
     query_starts: jax.Array  # i32[S + 1]
     num_singles: jax.Array  # i32[]
     num_rows: jax.Array  # i32[]
-    decode_pages: jax.Array  # i32[min(S, T)]: the page of a decode row's new token
+    decode_pages: jax.Array  # i32[min(S, T)]: the page of each decode row's new token
     longest_single: jax.Array  # i32[]: tokens of the longest single-token row; 0 if there is none
-    new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens, see `append`
+    new_pages: jax.Array | None  # i32[page slots]: the pages of the rows' new tokens (`append`)
     pages_per_seq: int
     decode_only: bool
     spec_decode: bool
@@ -48,7 +48,8 @@ class AttentionMetadata:
 def make_metadata(
     batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, decode_only: bool, spec_decode: bool = False
 ) -> AttentionMetadata:
-    """See `pallas_kernels.api.PagedAttention.make_metadata`."""
+    """The page table in windows, the pages of the new tokens, and the lengths of the rows. Each layer of the step uses
+    them."""
     g = layout.geometry(spec)
     num_rows, pages_per_seq = batch.page_table.shape
     last = jnp.maximum(batch.kv_lens[: min(num_rows, num_tokens)] - 1, 0)
@@ -68,7 +69,7 @@ def make_metadata(
 
 
 def _new_pages(batch: RaggedBatch, g: Geometry, num_tokens: int) -> jax.Array:
-    """The pages that each row's new tokens go to, row after row: i32[page slots]."""
+    """The pages to which the rows' new tokens are written, row after row: i32[page slots]."""
     starts = batch.query_starts
     rows = starts.shape[0] - 1
     bases = append.page_base(jnp.arange(rows, dtype=jnp.int32), starts[:-1], g.page_size)
@@ -92,8 +93,11 @@ def append_and_attend(
     interpret: bool | pltpu.InterpretParams,
     block_sizes: blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention.__call__`. `interpret` runs the same kernels on a CPU; `block_sizes`
-    replaces the chosen ones. Raises ValueError if the sizes do not fit together."""
+    """Appends the step's K/V to the pages, and attends over them. Returns the output [T, N, H] and the pages.
+
+    `interpret` runs the same kernels on a CPU. `block_sizes` replaces the chosen sizes. Raises ValueError if the sizes
+    do not fit together.
+    """
     g = layout.geometry(spec)
     columns = layout.queries_to_columns(queries, g), layout.kv_to_columns(keys, values, g)
     kernels = _Kernels(g=g, kv_column=0, interpret=interpret, block_sizes=block_sizes)
@@ -114,8 +118,11 @@ def append_and_attend_projected(
     interpret: bool | pltpu.InterpretParams,
     block_sizes: blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.api.PagedAttention.projected`; the output is [T, N * H]. No operand is copied or moved before
-    the kernels read it. Queries are rounded once, after the rotation and the scale."""
+    """Rotates queries and keys, appends the new K/V, and attends. Returns the output [T, N * H] and the pages.
+
+    No operand is copied or moved before the kernels read it. Queries are rounded once, after the rotation and the
+    scale.
+    """
     g = layout.geometry(spec)
     rotation = lanes.rotation_columns(cos, sin, g)
     kernels = _Kernels(g=g, kv_column=g.query_columns, interpret=interpret, block_sizes=block_sizes)
@@ -123,16 +130,16 @@ def append_and_attend_projected(
 
 
 def takes_projection(spec: AttentionSpec) -> bool:
-    """Whether `append_and_attend_projected` supports `spec`: its columns are then those that the kernels read."""
+    """Whether `append_and_attend_projected` supports `spec`: the kernels can read its columns without a change."""
     return not layout.geometry(spec).kv_shared
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """Both kernels, one after the other."""
+    """Runs the decode kernel and then the kernel for the other rows."""
 
     g: Geometry
-    kv_column: int  # of the new K/V, where K and V begin
+    kv_column: int  # the column of the new K/V at which K and V begin
     interpret: bool | pltpu.InterpretParams
     block_sizes: blocks.BlockSizes | None
 

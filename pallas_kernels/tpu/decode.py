@@ -1,8 +1,8 @@
 """The decode kernel: rows of one token each, several sequences at a time.
 
-The work is a list of items. An item is one block of `kv_block` tokens of one sequence; the items of a long sequence
-follow one another. The list is not stored: a cursor (row, block) steps through it. One turn of the loop takes
-`items_per_turn` consecutive items, of any sequences, so sequences of different lengths never wait for each other.
+The work is a list of items. An item is one block of `kv_block` tokens of one sequence. The items of a long sequence are
+consecutive. The list is not stored: a cursor (row, block) steps through it. One turn of the loop takes `items_per_turn`
+consecutive items of any sequences, so sequences of different lengths never wait for each other.
 
     turn i:   wait for the windows of the page table that turn i+1's items need, start the copies of its items into the
                   other half of `kv_blocks` (HBM -> VMEM, live words only), and of turn i+2's windows (HBM -> SMEM)
@@ -18,10 +18,11 @@ An example: rows of 600, 100 and 1030 tokens, including the new ones; blocks of 
     turn 1:   row 1, tokens 0-99      row 2, tokens 0-511         row 1 needs one block only: output
     turn 2:   row 2, tokens 512-1023  row 2, tokens 1024-1029     output; the running state went from turn to turn
 
-While turn 0 computes, turn 1's copies run: those of row 1 are 99 cached tokens in 50 words. In VMEM its new token,
+While turn 0 computes, turn 1's copies run: for row 1, they are 99 cached tokens in 50 words. In VMEM its new token,
 number 99, is then merged into the last word, next to token 98. Only this word is written back to the row's page.
 
-If no row has more than `SHORT_BLOCK` tokens, items have as many instead of `kv_block`: the loop is there twice.
+If no row has more than `SHORT_BLOCK` tokens, an item has `SHORT_BLOCK` tokens instead of `kv_block`. The kernel has the
+loop twice for this.
 
 The semaphores:
 - `kv_sems[half]`    copies into that half of `kv_blocks`; waited for at the beginning of the turn that computes on it.
@@ -29,17 +30,17 @@ The semaphores:
 - `window_sems[half]` the page table's windows of the turn that fills that half of `kv_blocks`: waited for just before.
 - `load_sem`         queries, new K/V and rotations of all rows, once, before the first turn.
 - `append_sem`       the write-backs, all at once, after the last turn: their source `new_words` is never reused. A
-                     semaphore counts granules of 32 bytes in 32 bits; 1,024 rows of Llama 3 8B are 2^18 of them, as
-                     many as the queries of these rows, which come in one copy.
+                     semaphore counts granules of 32 bytes in 32 bits. 1,024 rows of Llama 3 8B are 2^18 granules, as
+                     many as the queries of these rows, which are one copy.
 - `store_sem`        the outputs, once, after the last turn.
 
-A step's tokens lie in rows of the heads' columns, one token after the other. Before the first turn, while its copies
-run, the queries of each token are rotated and gathered into `rows`, heads one below the other (`decode_rows`). After
-the last turn the outputs go back the same way.
+A token of the step is a row, and its heads are columns. Before the first turn, while its copies run, the queries of
+each token are rotated and gathered into `rows`, with one head below the other (`decode_rows`). After the last turn, the
+outputs are moved back to columns.
 
-The heads: planes are grouped so that their query rows fill one bf16 register tile (16 rows). A group's queries form a
-block diagonal, [rows, planes x 128] with zeros elsewhere, so one product computes the scores of all its heads. In
-decode the matrix unit spends its time on loading K and V; multiplying zeros costs nothing.
+Planes are grouped so that their query rows fill one bf16 register tile (16 rows). The queries of a group form a block
+diagonal, [rows, planes x 128] with zeros elsewhere, so one product computes the scores of all its heads. In decode the
+matrix unit spends its time on loading K and V, so multiplying zeros costs nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ from pallas_kernels.tpu.layout import LANES, Geometry
 
 @dataclass(frozen=True, kw_only=True)
 class _Body:
-    """The kernel. An item is (row, block of the row); rows from `num_singles` on do not exist."""
+    """The kernel. An item is (row, block of the row). Rows from `num_singles` on do not exist."""
 
     refs: Refs
     g: Geometry
@@ -107,7 +108,7 @@ class _Body:
 
     @property
     def no_row(self) -> int:
-        """The place in `refs.rows` of items that belong to no row."""
+        """The index in `refs.rows` for items that belong to no row."""
         return self.refs.rows.shape[0] - 1
 
     def run(self) -> None:
@@ -133,7 +134,7 @@ class _Body:
         paging.wait_words(refs.new_words, self.num_singles, refs.append_sem)
 
     def in_class(self, method: Callable[[_Body], None]) -> None:
-        """Calls `method` with the block size of the longest row's class: a short row fills little of a long block."""
+        """Calls `method` with the block size for the longest row. Short rows would fill little of a long block."""
         if self.blocks.kv_block <= SHORT_BLOCK:
             method(self)
             return
@@ -155,7 +156,7 @@ class _Body:
         return self.refs.kv_blocks.at[half, i, :, pl.ds(0, self.block_words)]
 
     def store(self) -> None:
-        """Stores the outputs, and zeros behind them: the rows of other tokens are defined."""
+        """Stores the outputs, and zeros after them, so that the rows of other tokens are defined."""
         refs, tile = self.refs, self.g.token_tile
         zeros = jnp.zeros((tile, refs.tokens.shape[1]), refs.tokens.dtype)
 
@@ -194,7 +195,7 @@ class _Body:
         return self.refs.kv_lens[jnp.minimum(row, self.refs.new_pages.shape[0] - 1)]
 
     def items_from(self, row: Any, block: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
-        """A turn's items from this one on, and the first item after them."""
+        """The items of a turn that begins with item (row, block), and the first item of the next turn."""
         items = []
         for _ in range(self.blocks.items_per_turn):
             items.append((row, block))
@@ -203,7 +204,7 @@ class _Body:
         return items, (row, block)
 
     def cached_words(self, row: Any, block: Any) -> tuple[Any, Any]:
-        """The range of the block's words that are in pages already: without the new token."""
+        """The range of the block's words that are already in pages. The new token is not."""
         begin = block * self.block_words
         cached = jnp.where(row < self.num_singles, self.kv_len_of(row) - 1, 0)
         return begin, jnp.clip(paging.words_of(cached, self.g.kv_packing), begin, begin + self.block_words)
@@ -217,7 +218,8 @@ class _Body:
                 body(self.windows.copy(row, first_page, half, i))
 
     def start_fetching(self, items: list[tuple[Any, Any]], following: list[tuple[Any, Any]], half: Any) -> None:
-        """Starts the copies of `items`, whose windows are being copied, and of the windows of the `following`."""
+        """Waits for the windows of `items`, starts the copies of `items`, and starts the copies of the windows of
+        `following`."""
         self.for_each_window(items, half, lambda copy: copy.wait())
         for i, (row, block) in enumerate(items):
             begin, end = self.cached_words(row, block)
@@ -232,7 +234,8 @@ class _Body:
             paging.wait_words(self.kv_block(half, i), end - begin, self.refs.kv_sems.at[half])
 
     def append(self, row: Any, block: Any, kv: Any) -> None:
-        """Merges the row's new token into the block, if it is its last, and starts the write-back of its word."""
+        """Merges the row's new token into the block, if this is the row's last block, and starts the write-back of the
+        token's word."""
         refs, g = self.refs, self.g
         position = self.kv_len_of(row) - 1
         word = lax.div(position, g.kv_packing)
@@ -241,7 +244,7 @@ class _Body:
         def _() -> None:
             in_block = pl.ds(word - block * self.block_words, 1)
             merged = refs.token_pairs[:, pl.ds(lax.div(row, g.kv_packing), 1)]
-            if g.kv_packing > 1:  # the row's token alone, after those of the word that are older
+            if g.kv_packing > 1:  # keeps only the row's token, and the older tokens of the word
                 bits = 32 // g.kv_packing
                 from_bit, to_bit = (lax.rem(i, g.kv_packing).astype(jnp.uint32) * bits for i in (row, position))
                 token = (merged >> from_bit) & jnp.uint32((1 << bits) - 1)
@@ -263,10 +266,10 @@ def _kernel(*refs: Any, g: Geometry, blocks: DecodeBlocks, kv_column: int, absen
 
 def _attend(
     kv: Any,  # uint32[planes, block_words, 128]
-    row: Any,  # [rows, 128]: this row's queries; its output on its last block
+    row: Any,  # [rows, 128]: this row's queries, and its output after its last block
     state: Any,  # f32[groups, 3, group_rows, 128]
     *,
-    live: Any,  # tokens of the block that the query sees; past the block's end: all of them
+    live: Any,  # tokens of the block that the query sees; a number past the block's end means all of them
     is_first: Any,
     is_last: Any,
     g: Geometry,
@@ -278,7 +281,7 @@ def _attend(
         tile = pl.ds(i * groups.rows, groups.rows)
         q = row[tile]
         k = jnp.concatenate([paging.unpack_kv(kv[p], g) for p in planes], axis=1)
-        # V past the live words may hold anything, and 0 x NaN is NaN: it is zeroed.
+        # V past the live words may be NaN, and 0 x NaN is NaN, so it is set to zero.
         v = jnp.concatenate(
             [paging.unpack_kv(paging.live_words_only(kv[g.v_plane(p)], live_words), g) for p in planes], axis=1
         )
@@ -300,19 +303,20 @@ def _attend(
 
 
 def _plane_of_rows(shape: tuple[int, ...], groups: Groups) -> jax.Array:
-    """The plane, within its group, of each row; beyond the group's planes for rows of no head."""
+    """The index of each row's plane within its group. Rows of no head have an index past the group's planes."""
     return lax.div(lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), groups.part_rows), groups.plane_rows)
 
 
 def _spread(q: jax.Array, groups: Groups, g: Geometry) -> jax.Array:
-    """[rows, 128] -> [rows, planes * 128]: each plane's rows keep their lanes, the others are zero there."""
+    """[rows, 128] -> [rows, planes * 128]: in the lanes of a plane, the plane's rows keep their values, and others are
+    zero."""
     plane = _plane_of_rows(q.shape, groups)
     q = q.astype(jnp.float32)
     return jnp.concatenate([jnp.where(plane == p, q, 0.0).astype(g.dtype) for p in range(groups.planes)], axis=1)
 
 
 def _gather(values: jax.Array, groups: Groups) -> jax.Array:
-    """[rows, planes * 128] -> [rows, 128]: each row's own plane."""
+    """[rows, planes * 128] -> [rows, 128]: each row keeps the lanes of its own plane."""
     own = values[:, :LANES]
     plane = _plane_of_rows(own.shape, groups)
     for p in range(1, groups.planes):
@@ -325,8 +329,8 @@ def _gather(values: jax.Array, groups: Groups) -> jax.Array:
 def attend(
     operands: Operands, *, g: Geometry, kv_column: int, blocks: DecodeBlocks, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs [T, query_columns] and the pages. Other tokens' outputs are zeros as far as single-token rows
-    may reach, and undefined from there on."""
+    """Attends the rows of one token. Returns the outputs [T, query_columns] and the pages. The outputs of other tokens
+    are zeros up to the most single-token rows of the program, and undefined after that."""
     o = operands
     absent = tuple(name for name in ("kv_scales", "rotation") if getattr(o, name) is None)
     scalars = [o.kv_lens, o.new_pages, o.scalars] + ([] if o.kv_scales is None else [o.kv_scales])

@@ -1,8 +1,8 @@
-"""The decode kernel's tokens before its first turn and after its last: from columns to rows of heads, and back.
+"""Moves the decode kernel's tokens from columns to rows of heads before its first turn, and back after its last turn.
 
-In VMEM a tile of tokens has its heads side by side, in lane blocks, and neighbouring tokens share 32-bit words. `rows`
-has the heads of one token one below the other. So a tile's blocks are stored as words, one block below the other, and
-one load with a stride of a block's words takes the same token from every block.
+In VMEM the heads of a tile of tokens are lane blocks next to each other, and neighbouring tokens share 32-bit words.
+`rows` has the heads of one token one below the other. The blocks of a tile are stored as words, one block below the
+other. One load with a stride of a block's words then takes the same token from every block.
 """
 
 from __future__ import annotations
@@ -100,12 +100,14 @@ def _for_each_tile(num_tokens: Any, tile: int, body: Any) -> None:
 
 
 def _blocks_of(group: int, groups: Groups, count: int, word: Any, tile_words: int) -> Any:
-    """Of `token_words`: word `word` of `count` blocks from the group's first on. Those of no head are never read."""
+    """The index in `token_words` of word `word` of `count` blocks, which begin with the group's first block. Blocks of
+    no head are never read."""
     return pl.ds(group * groups.blocks * tile_words + word, count, stride=tile_words)
 
 
 def _scales_of_rows(refs: Refs, group: int, groups: Groups, first_plane: int, g: Geometry) -> jax.Array | None:
-    """f32[n, 128]: the scales of the lanes of the K, or from `first_plane` on the V, of each row of a part."""
+    """The scales f32[n, 128] of the lanes of each row of a part; None without scales. `first_plane` is the first plane
+    of K or of V."""
     first = first_plane + group * groups.planes
     planes = lanes.scales_of_planes(refs.kv_scales, range(first, first + groups.planes), g)
     row = lax.broadcasted_iota(jnp.int32, (groups.part_rows, LANES), 0)
@@ -116,12 +118,12 @@ def _scales_of_rows(refs: Refs, group: int, groups: Groups, first_plane: int, g:
 
 
 def _block_in_plane(x: jax.Array, groups: Groups) -> jax.Array:
-    """i32[n, 128]: the lane block, within its plane, of each row of a part."""
+    """The index i32[n, 128] of each row's lane block within its plane."""
     return lax.rem(lax.broadcasted_iota(jnp.int32, x.shape, 0), groups.plane_rows)
 
 
 def _part_of_words(words: jax.Array, part: int, g: Geometry) -> jax.Array:
-    """f32: the values in one part of the words. A bfloat16 is the upper half of a float32."""
+    """The values f32 in one part of the words. A bfloat16 is the upper half of a float32."""
     if g.query_packing == 2:
         words = words << 16 if part == 0 else words & jnp.uint32(0xFFFF0000)
     return lax.bitcast_convert_type(words, jnp.float32)
