@@ -1,6 +1,6 @@
 """The arrays in which a device holds LoRA adapters, and the program that writes one of them.
 
-Shape legend: as in `model.network.lora`.
+The shape legend of `model.network.lora` applies.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from jax.sharding import Sharding
 from model.config import LlamaConfig
 from model.network.lora import TARGETS, AdapterSlots, LoraWeights
 
-# The logical axes of the outputs and inputs of each of these.
+# `Linear` of a layer -> the logical axes of its outputs and of its inputs.
 _AXES = {
     "attention.qkv": ("heads", "embed"),
     "attention.out": ("embed", "heads"),
     "mlp.gate_up": ("mlp", "embed"),
     "mlp.down": ("embed", "mlp"),
 }
-_KV = ("k_proj", "v_proj")  # their outputs are those of KV heads, which may be stored repeatedly
+_KV = ("k_proj", "v_proj")  # projections to KV heads, which may be stored repeatedly
 
 
 def describe(
     config: LlamaConfig, *, num_slots: int, rank: int, dtype: Any, sharding: Callable[[Sequence[str]], Sharding]
 ) -> list[dict[str, Any]]:
-    """`AdapterSlots` as ShapeDtypeStructs. Where a `Linear` is split over the chips by outputs, its B is, and
-    where it is split by inputs, its A is. No product needs another exchange than the `Linear` does.
+    """The ShapeDtypeStructs of `AdapterSlots`. If a `Linear` is split over the chips by outputs, its B is split; if it
+    is split by inputs, its A is split. The products then need no further exchanges.
 
     Args:
-        config: with the stored number of KV heads (`sharding.stored_config`).
-        rank: of a slot.
-        sharding: of an array with these logical axes (`sharding.RULES`).
+        config: the config with the stored number of KV heads (`sharding.stored_config`).
+        rank: the rank of a slot.
+        sharding: gives the sharding of an array with these logical axes (`sharding.RULES`).
     """
 
     def array(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
@@ -54,8 +54,8 @@ def describe(
 
 
 def staged(weights: LoraWeights, like: AdapterSlots, head_dim: int) -> list[dict[str, Any]]:
-    """An adapter on the devices, as `like`, which is `describe` of one slot: padded to the rank, and with KV heads
-    repeated as often as there."""
+    """Copies an adapter to the devices. `like` is the result of `describe` for one slot. The adapter is padded to the
+    rank, and its KV heads are repeated."""
 
     def array(values: np.ndarray, like: Any) -> jax.Array:
         values = values.astype(like.dtype)
@@ -73,7 +73,7 @@ def staged(weights: LoraWeights, like: AdapterSlots, head_dim: int) -> list[dict
 def _padded(
     layer: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, head_dim: int, like: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The arrays of one `Linear`, with zeros for projections that the adapter leaves as they are."""
+    """The arrays of one `Linear`. Projections that the adapter does not change have zeros."""
     a, bs = np.zeros(like[0].shape, np.float32), [np.zeros(b.shape, np.float32) for b in like[1]]
     for number, part in enumerate(TARGETS[name]):
         if part in layer:
@@ -86,17 +86,17 @@ def _padded(
 
 
 def _with_repeated_heads(b: np.ndarray, num_out: int, head_dim: int) -> np.ndarray:
-    """B [out, rank] for `num_out` outputs, which are more if KV heads are stored repeatedly."""
+    """Repeats the KV heads of B [out, rank], so that it has `num_out` outputs."""
     heads = b.reshape(-1, head_dim, b.shape[1])
     return np.repeat(heads, num_out // len(b), axis=0).reshape(num_out, -1)
 
 
 def write(slots: AdapterSlots, adapter: AdapterSlots, slot: jax.Array) -> AdapterSlots:
-    """The slots with an adapter's arrays in one of them. To be compiled with `slots` donated.
+    """Writes an adapter into a slot. Compile it with `slots` donated.
 
     Args:
-        adapter: of one slot.
-        slot: i32[1], from 1.
+        adapter: the arrays of one slot.
+        slot: i32[1], the number of the slot, from 1.
     """
 
     def placed(whole: jax.Array, part: jax.Array) -> jax.Array:
@@ -106,6 +106,6 @@ def write(slots: AdapterSlots, adapter: AdapterSlots, slot: jax.Array) -> Adapte
 
 
 def bytes_of(described: AdapterSlots) -> int:
-    """On one device."""
+    """The bytes of the arrays on one device."""
     leaves = jax.tree.leaves(described)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

@@ -1,4 +1,4 @@
-"""Compiles a runner's programs, or finds them on the disk."""
+"""Compiles a runner's programs, or loads them from the disk."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class CompiledPrograms:
 
     Args:
         described: the programs.
-        traced_folder, export_folder: as for `ModelRunner`.
-        planned_room: bytes that the plan has left for temporaries. A host reports more as free: pages that no step has
-            used, and weights that are mapped from a file. Infinite: the device's own figure is right.
+        traced_folder, export_folder: the arguments of `ModelRunner`.
+        planned_room: the bytes that the plan has left for temporaries. A host reports more free memory, because pages
+            that no step has used, and weights that are mapped from a file, count as free. Infinite: the device reports
+            the right number.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class CompiledPrograms:
         self.bring_masks: Any
         self.reset_history: Any
         self.write_adapter: Any  # None: there are no adapters
-        self.read_pages: dict[int, Any] = {}  # by the number of pages; none: they do not move
+        self.read_pages: dict[int, Any] = {}  # number of pages -> program; empty: pages do not move
         self.write_pages: dict[int, Any] = {}
-        self.left: list[Bucket] = []  # for `compile_later`
-        self.untried: set[Bucket] = set()  # exported by an earlier start, and not run yet
+        self.left: list[Bucket] = []  # buckets for `compile_later`
+        self.untried: set[Bucket] = set()  # buckets whose programs an earlier start exported, and that have not run yet
         self._described = described
         self._planned_room = planned_room
         self._counter = CompileCounter()
@@ -64,32 +65,32 @@ class CompiledPrograms:
 
     @property
     def num_compiles(self) -> int:
-        """Programs compiled, or read from the disk, by this process since the runner was made: unplanned ones, too, and
-        none of `compile_later`."""
+        """The number of programs that this process has compiled, or read from the disk, since the runner was made. It
+        includes unplanned programs, but not those of `compile_later`."""
         return self._counter.total
 
     def expecting(self) -> AbstractContextManager[None]:
-        """What the calling thread compiles meanwhile is not counted: the programs that make weights, which a start that
-        maps its weights has not compiled."""
+        """A context in which programs that the calling thread compiles are not counted. It is for the programs that
+        make weights: a start that maps its weights from a file has not compiled them."""
         return self._counter.expecting()
 
     @property
     def exported(self) -> Container[Bucket | str]:
-        """The programs that an earlier start has exported: they have not run yet."""
+        """The programs that an earlier start has exported."""
         return set() if self._exported is None else self._exported.found
 
     def fingerprint(self) -> str:
-        """A digest of all that decides what the programs compute besides their arguments."""
+        """A digest of all facts that decide what the programs compute, other than their arguments."""
         return fingerprint(_PACKAGES, self._described.made_from, self._described.device)
 
     def start_compiling(
         self, buckets: Iterable[Bucket], may_wait: Collection[Bucket] = (), *, only_trace: bool = False
     ) -> None:
-        """Starts compiling in threads; `compile` of the same buckets waits for the programs. A caller that does not
-        reach it must call `stop_compiling`; otherwise the process exits only after the last program.
+        """Starts compiling in threads. `compile` with the same buckets waits for the programs. A caller that does not
+        call `compile` must call `stop_compiling`; otherwise the process exits only after the last program.
 
         Args:
-            may_wait: buckets whose programs are left for `compile_later`, except for those on the disk.
+            may_wait: buckets whose programs are left for `compile_later`, except programs on the disk.
             only_trace: nothing is compiled before `compile` is called.
         """
         described = self._described
@@ -114,14 +115,14 @@ class CompiledPrograms:
         self._compilation = Compilation(lower, self._options, self._counter, self._exported, only_trace=only_trace)
 
     def untraced(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Those that must be traced: neither they nor their executables are on the disk. None, if there is no disk for
-        what another process traces. To be called after `start_compiling`."""
+        """The buckets whose programs must be traced: the disk has neither the traced program nor the executable. It is
+        empty if this runner cannot use what another process traces. Call it after `start_compiling`."""
         if self._traced is None or self._exported is not None:
             return []
         return [bucket for bucket in buckets if not self._is_on_disk(bucket, self._described.step(bucket))]
 
     def trace(self, buckets: Iterable[Bucket]) -> None:
-        """Traces the programs of the buckets that are not on the disk, and stores them there for another process."""
+        """Traces the buckets' programs that are not on the disk, and stores them there for another process."""
         self._find_traced()
         for bucket in buckets:
             program = self._described.step(bucket)
@@ -133,7 +134,7 @@ class CompiledPrograms:
             self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
 
     def stop_compiling(self) -> None:
-        """Cancels the compilation that `start_compiling` began."""
+        """Cancels the compilation that `start_compiling` started."""
         if self._compilation is not None:
             self._compilation.cancel()
 
@@ -143,7 +144,7 @@ class CompiledPrograms:
         """Compiles every bucket's program, in parallel.
 
         Args:
-            may_wait: as for `start_compiling`.
+            may_wait: the argument of `start_compiling`.
 
         Raises:
             ValueError: the temporaries of the programs need more memory than the device has free.
@@ -168,11 +169,11 @@ class CompiledPrograms:
         report(self._account(compilation, waiting_since))
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        """Compiles the program of a bucket that `compile` has left, or loads it if it was exported, while other threads
-        execute steps. Its memory is not checked: the largest programs are compiled before.
+        """Compiles the program of a bucket that `compile` has left, or loads it if it was exported. Other threads may
+        execute steps. Its memory is not checked, because the largest programs are compiled before.
 
         Raises:
-            ValueError: as `dequantized_copies.check`.
+            ValueError: the program writes dequantised copies of weights (`dequantized_copies.check`).
         """
         program = None if self._exported is None else self._exported.load(bucket)
         if program is None:
@@ -184,20 +185,21 @@ class CompiledPrograms:
         return_freed_memory()
 
     def compile_anew(self, report: Callable[[str], None]) -> None:
-        """Compiles all programs in place of the exported ones, whose files are deleted."""
+        """Compiles all programs again, and deletes the files of the exported ones."""
         assert self._exported is not None
         self._exported.discard(list(self._exported.found))
         self.untried.clear()
         self.compile([*self.steps, *self.left], report, self.left)
 
     def compile_in_place(self, bucket: Bucket) -> None:
-        """Compiles one program in place of the exported one, whose file is deleted."""
+        """Compiles one program again, and deletes the file of the exported one."""
         assert self._exported is not None
         self._exported.discard([bucket])
         self.steps[bucket] = self._compiled_now(bucket)
 
     def _compiled_now(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Compiles a program that is not counted, and exports it, unless other code has exported the same."""
+        """Compiles a program without counting it, and exports it. If an equal lowered program was exported, it is
+        loaded instead."""
         before = self._counter.from_cache_in_this_thread
         with self._counter.expecting(), nullcontext() if self._exported is None else compiling_anew():
             lowered = self._lower(bucket, self._described.step(bucket))
@@ -214,15 +216,15 @@ class CompiledPrograms:
         return compiler_options(self._described.device.platform)
 
     def _lower(self, key: Bucket | str, program: Program) -> jax.stages.Lowered:
-        """The program as the compiler takes it: from the disk, or traced now."""
+        """The lowered program. Its trace comes from the disk, or it is traced now."""
         return program.lower() if self._traced is None else self._traced.lower(self._described.name(key), program)
 
     def _is_on_disk(self, bucket: Bucket, program: Program) -> bool:
         return self._traced is not None and self._traced.has(self._described.name(bucket), program)
 
     def _check_temporaries(self) -> None:
-        """Raises ValueError if the largest temporaries, as the compiler reports them, exceed the free memory. The plan
-        used only an upper bound from shapes."""
+        """Raises ValueError if the largest temporaries that the compiler reports exceed the free memory. The memory
+        plan used only an upper bound from shapes."""
         if self._described.config.num_pages is not None:
             return  # the caller has chosen the memory
         largest = max(program.memory_analysis().temp_size_in_bytes for program in self.steps.values())

@@ -1,10 +1,11 @@
 """Finds quantised weights that a compiled program writes out in a wider type.
 
-XLA converts a kernel of 8 or 4 bits inside a product, where the chip and the compiler can. Otherwise it writes the
-whole kernel in a wider type at every step, which takes more time than weights that are not quantised. No second program
-is compiled for comparison: a copy takes at least the bytes of the smallest kernel in twice its bits, so a program with
-smaller temporaries has none, and the text of the others is searched. Temporaries are also compared with
-`memory_plan.temporaries_bound`, which holds for weights that are not quantised: this also finds copies in other shapes.
+XLA converts a kernel of 8 or 4 bits inside a product if the chip and the compiler can do this. Otherwise it writes the
+whole kernel in a wider type at every step, which takes more time than weights that are not quantised.
+
+A copy takes at least the bytes of the smallest kernel in twice its bits, so programs with smaller temporaries have no
+copy. The text of the other programs is searched. Temporaries are also compared with `memory_plan.temporaries_bound`,
+which holds for weights that are not quantised. This finds copies in other shapes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MIB = 1 << 20
 # reads a copy can be the fastest one.
 MAX_TOKENS = 1024
 WIDE_BYTES = {"s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4}
-# Their results are no new memory.
+# The results of these instructions are no new memory.
 _ALIASES = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "opt-barrier"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
@@ -44,14 +45,16 @@ Shape = tuple[int, ...]
 class Quantized(NamedTuple):
     """A quantised kernel."""
 
-    name: str  # of a parameter of this shape
+    name: str  # the path of a parameter of this shape
     bits: int = 8
 
 
 def quantized_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Shape, Quantized]:
-    """The quantised kernels of which no program may write a dequantised copy: their shapes on one device, as sorted
-    sizes without ones. A 4-bit kernel has a second shape, cut into its groups. On a CPU, small kernels are converted
-    whole, and so are all in a mesh and all of 4 bits."""
+    """The quantised kernels of which no program may write a dequantised copy, by their shapes on one device. A shape is
+    sorted and has no ones. A 4-bit kernel has a second shape, which is cut into groups.
+
+    On a CPU, small kernels, 4-bit kernels and all kernels in a mesh are converted whole, so they are left out.
+    """
     if platform == "cpu" and mesh is not None:
         return {}
     min_weights = cpu_products.BLOCK_WEIGHTS if platform == "cpu" else 0
@@ -72,14 +75,14 @@ def quantized_kernels(model: Llama, platform: str, mesh: Mesh | None) -> dict[Sh
 
 
 def told_apart(kernels: Mapping[Shape, Quantized], num_tokens: int, num_rows: int) -> dict[Shape, Quantized]:
-    """Those that no tensor of the step is taken for: a product's output can have the shape of a kernel if its tokens
-    are as many as a kernel's rows or columns."""
+    """The kernels whose shapes cannot be those of a product's output. An output can have the shape of a kernel if the
+    number of tokens or rows is a size of the kernel."""
     return {shape: kernel for shape, kernel in kernels.items() if num_tokens not in shape and num_rows not in shape}
 
 
 def find(text: str, kernels: Mapping[Shape, Quantized]) -> dict[str, int]:
-    """The arrays in an optimised program that have a kernel's shape and a wider type, as `name: type[shape]`, with
-    their bytes. Values inside a fusion are not written to memory and do not count."""
+    """The arrays in an optimised program that have a kernel's shape and a wider type: `name: type[shape]` -> bytes.
+    Values inside a fusion are not written to memory and do not count."""
     fused = set(_FUSED.findall(text))
     found: dict[str, int] = {}
     computation = ""
@@ -107,8 +110,8 @@ def check(
     """Checks compiled programs. Returns a remark for every copy that the compiler may have chosen for its speed.
 
     Args:
-        kernels: of `quantized_kernels`; if there are none, nothing is checked.
-        config: with `attention`, says what a program may need if its weights are not quantised.
+        kernels: the result of `quantized_kernels`. If it is empty, nothing is checked.
+        config, attention: decide the memory that a program may need if its weights are not quantised.
 
     Raises:
         ValueError: a program of few tokens writes a kernel in a wider type. The message names the program, the kernels

@@ -1,4 +1,4 @@
-"""The memory of a device: as a chip reports it, or, for a CPU, as the machine and its containers limit it."""
+"""The memory of a device. A chip reports it; for a CPU it is what the machine and its containers allow."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import jax
 
 from pallas_kernels import chips
 
-# Of a chip that is not here: what its runtime and the loaded programs may take of the memory that a program may use.
+# For a described chip: the part of a program's memory that the runtime and the loaded programs may take.
 CHIP_RESERVE = chips.GIB // 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Of one device, in bytes."""
+    """The memory of one device, in bytes."""
 
     total: int
     free: int  # not in use, once the weights are in place
-    is_host: bool  # the machine's own memory: a CPU
+    is_host: bool  # the device is a CPU, and this is the machine's memory
 
 
 def device_memory(device: jax.Device) -> DeviceMemory:
-    """The memory of a described chip is that of the table, of which nothing is in use. Raises ValueError if the device
-    does not report its memory."""
+    """The memory of a device. A described chip has the memory of the table, and nothing is in use. Raises ValueError if
+    the device does not report its memory."""
     if device.platform == "cpu":
         return host_memory()
     if device.client.runtime_type == "compile_only_runtime":
@@ -40,15 +40,15 @@ def device_memory(device: jax.Device) -> DeviceMemory:
 
 
 def return_freed_memory() -> None:
-    """Returns to the machine what this process has freed and glibc keeps: after a compilation that is hundreds of MiB,
-    in pieces in the arenas of the compiler's threads."""
+    """Returns memory to the machine that this process has freed but glibc keeps. After a compilation it is hundreds of
+    MiB, in pieces in the arenas of the compiler's threads."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     if trim is not None:
         trim(0)
 
 
 def host_memory() -> DeviceMemory:
-    """Of this machine, or of the container that this process runs in."""
+    """The memory of this machine, or of the container in which this process runs."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for limit, used in cgroup_limits(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup")):
@@ -58,10 +58,10 @@ def host_memory() -> DeviceMemory:
 
 
 def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
-    """(limit, used) bytes of every memory control group, version 2 or 1, that `groups` lists and that has a limit.
+    """The (limit, used) bytes of every memory control group, version 2 or 1, that `groups` lists and that has a limit.
 
-    `used` excludes the page cache, which the kernel can reclaim: its inactive and its active list. A file moves to the
-    active list when it is read again, such as weights at a second start.
+    `used` excludes the page cache, both its inactive and its active list, because the kernel can reclaim it. A file
+    moves to the active list when it is read again, such as weights at a second start.
 
     Args:
         groups: the text of `/proc/self/cgroup`. Inside a container its paths may be those of the host, which are not
@@ -87,7 +87,7 @@ def cgroup_limits(groups: str, root: Path) -> list[tuple[int, int]]:
 
 
 def _page_cache(statistics: Path, prefix: str) -> int:
-    """Bytes of files in the page cache; 0 if the kernel does not report them."""
+    """The bytes of files in the page cache; 0 if the kernel does not report them."""
     lines = statistics.read_text().splitlines() if statistics.is_file() else []
     counted = {name: int(value) for name, value in map(str.split, lines)}
     return sum(counted.get(f"{prefix}{part}_file", 0) for part in ("active", "inactive"))

@@ -1,13 +1,14 @@
 """The networks that draft: a small model with the same vocabulary, and an EAGLE head.
 
-At a position the draft model reads its token. The K/V of its accepted drafts are those of the text, so they stay. If a
-step accepted all drafts, the draft model has not read the last one of them: the window has two positions.
+A draft model reads the token at a position. The K/V of its accepted drafts are valid, so they stay. If a step accepted
+all drafts, the draft model has not read the last draft, so the window has two positions.
 
-At position p the head reads the model's features at p, which every step of the model keeps in the pages, and the token
-at p + 1. After a row's last token it goes on with its own features. K/V made of these are not those of the text, so
-after a step the head reads the accepted positions again: the window is as long as the tokens of a step. The K/V of a
-page's last position are made with the next page's first token. If a prefix is shared and the texts part there, those of
-one text serve for both: a draft may be wrong more often, and no output differs.
+At position p, a head reads the token at p + 1 and the model's features at p, which every step of the model keeps in the
+pages. After a row's last token, it uses its own features instead. The K/V from its own features are not valid for later
+steps, so after a step the head reads the accepted positions again: the window is as long as the tokens of a step.
+
+The K/V of a page's last position depend on the first token of the next page. If requests share a prefix and differ from
+the next page on, both use the K/V of one of them. A draft may then be wrong more often, but no output differs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from model.network.llama import Llama
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(Drafter):
-    """The draft model as the programs run it."""
+    """A draft model in the programs."""
 
     rebuild: Callable[[Any], Llama]  # the programs' weights -> the draft model
 
@@ -57,11 +58,11 @@ class DraftModel(Drafter):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDrafts(Drafter):
-    """The head as the programs run it."""
+    """An EAGLE head in the programs."""
 
     config: EagleConfig
     rebuild: Callable[[Any], EagleHead]  # the programs' weights -> the head
-    rebuild_model: Callable[[Any], Llama]  # the programs' weights -> the model, of which the head shares parts
+    rebuild_model: Callable[[Any], Llama]  # the programs' weights -> the model, whose parameters the head may share
 
     ahead: ClassVar[int] = 1
     reads_features: ClassVar[bool] = True

@@ -1,9 +1,9 @@
 """The pages of a network that drafts: its own K/V under the page ids and page tables of the model.
 
-The network reads a position only when drafts are about to be taken, so a page may lack K/V of it. The number of leading
-positions that have them is kept for each page. A step that writes a token of the model takes back what the page
-had from there on. So the K/V of a rejected draft, or of a page's former request, are never read. A page that the prefix
-cache gives to another request brings its draft K/V with it.
+The network reads a position only when it is about to draft, so a page may lack the network's K/V. For each page, the
+number of leading positions with K/V is kept. A step that writes a token of the model reduces this number to the token's
+position. So the K/V of a rejected draft, or of a former request of the page, are never read. If the prefix cache gives
+a page to another request, the page keeps its draft K/V.
 
 Shape legend: `T` tokens of the step (padded), `S` rows (padded), `P` pages.
 """
@@ -26,20 +26,20 @@ from model.execution.rows import StepRows
 class DraftPages:
     """The network's part of the state on the device."""
 
-    kv: list[jax.Array]  # per layer, laid out by pallas_kernels
-    filled: jax.Array  # i32[P], leading positions of each page that the network has read
-    features: jax.Array | None = None  # [P, page_size, E], of the model at each position; None: the network reads none
+    kv: list[jax.Array]  # the K/V pages of each layer, in the layout of pallas_kernels
+    filled: jax.Array  # i32[P], number of leading positions of each page that the network has read
+    features: jax.Array | None = None  # [P, page_size, E], the model's features at each position; None: unused
 
 
 def keep_features(pages: DraftPages, features: jax.Array, page: jax.Array, offset: jax.Array) -> DraftPages:
-    """The pages with features [T, E] at these pages and offsets, i32[T] each."""
+    """Stores features [T, E] at these pages and offsets, i32[T] each."""
     assert pages.features is not None, "the network reads no features"
     kept = pages.features.at[page, offset].set(features.astype(pages.features.dtype), mode="drop")
     return replace(pages, features=kept)
 
 
 def lengths(filled: jax.Array, rows: StepRows, page_size: int) -> jax.Array:
-    """i32[S]: the leading positions of each row that the network has read, at most `rows.past`."""
+    """The number i32[S] of leading positions of each row that the network has read, at most `rows.past`."""
     own = filled.at[rows.state[:, SlotLayout.PAGE_TABLE :]].get(mode="clip")  # [S, pages_per_seq]
     num_full = jnp.sum(jnp.cumprod(own == page_size, axis=1), axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(own, jnp.minimum(num_full, own.shape[1] - 1)[:, None], axis=1)[:, 0]
@@ -48,15 +48,16 @@ def lengths(filled: jax.Array, rows: StepRows, page_size: int) -> jax.Array:
 
 
 def take_back(filled: jax.Array, rows: StepRows, positions: jax.Array, page_size: int) -> jax.Array:
-    """`filled`, without the places of the step's tokens and those after them.
+    """Reduces `filled` so that the positions of the step's tokens, and all later ones, count as not read.
 
     Args:
-        positions: i32[T], of the tokens that the model writes.
+        positions: i32[T], the positions of the tokens that the model writes.
     """
     page, offset = page_text.places(rows, positions, page_size=page_size, num_pages=filled.shape[0])
     return filled.at[page].min(offset, mode="drop")
 
 
 def fill(filled: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """`filled`, with positions of any shape at these pages and offsets. Those before them have their K/V."""
+    """Raises `filled` so that these pages and offsets, of any shape, count as read. The positions before them must have
+    K/V."""
     return filled.at[page].max(offset + 1, mode="drop")

@@ -1,11 +1,11 @@
-"""Drafts from a network of its own: a small model, or a head on the model's hidden states.
+"""Drafts from a separate network: a small model, or a head on the model's hidden states.
 
-A speculative step runs the network inside its own program: first over the tokens that it has not read, then once per
-draft. Steps without drafts do not run it. The network has K/V of its own (`draft_pages`), of the positions that it has
-read. What it makes of its own drafts lies behind these, and is read only within the step.
+A speculative step runs the network inside its own program: first over the tokens that the network has not read, then
+once per draft. Steps without drafts do not run it. The network has its own K/V (`draft_pages`) for the positions that
+it has read. The K/V of its own drafts come after these, and are read only within the step.
 
-The first pass of the drafts takes the last few positions of a row, its *window*: those that a step may leave unread.
-The two forms of networks say what is read at a position: `draft_networks`.
+The first pass that drafts takes the last few positions of a row, its *window*. A step may leave these unread.
+`draft_networks` defines what each kind of network reads at a position.
 
 Shape legend: `S` rows of the step (padded), `D` drafts of a row, `W` positions of the window, `C` tokens of one pass
 over unread tokens, `E` width of the features.
@@ -31,7 +31,7 @@ from model.network.eagle import DraftVocabulary
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import RaggedBatch
 
-NO_TOKEN = -1  # in place of a draft: no token equals it
+NO_TOKEN = -1  # marks a missing draft; no token equals it
 
 
 # Draws the drafts of a place, i32[S] tokens of the model: (logits f32[S, V], or f32[S, B] of the tokens in the
@@ -46,8 +46,8 @@ class Network:
     # (tokens i32[T], positions i32[T], features [T, E] if it reads them, K/V pages, metadata) -> (its hidden states
     # [T, E], the pages with the K/V of the positions)
     run: Callable[[jax.Array, jax.Array, jax.Array | None, list[jax.Array], Any], tuple[jax.Array, list[jax.Array]]]
-    logits: Callable[[jax.Array], jax.Array]  # of its hidden states: of the tokens in its vocabulary
-    vocabulary: DraftVocabulary | None = None  # the tokens that it drafts; None: all of the model's
+    logits: Callable[[jax.Array], jax.Array]  # its hidden states -> logits of the tokens in its vocabulary
+    vocabulary: DraftVocabulary | None = None  # the tokens that it drafts; None: all tokens of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ class Drafter(ABC):
 
     attention: PagedAttention  # its pages have as many tokens as the model's
     pass_tokens: int  # C
-    max_passes: int  # over unread tokens, in one step; rows that need more have no drafts yet
+    max_passes: int  # most passes over unread tokens in a step; rows that need more have no drafts yet
 
     ahead: ClassVar[int]  # at position p, the network reads the token at p + ahead
     reads_features: ClassVar[bool]  # it also reads the model's features at p, and its own hidden states in their place
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers of the model whose inputs the features are made of, see `Llama.run`."""
+        """The layers of the model whose inputs make up the features (`taps` of `Llama.run`)."""
         return ()
 
     @abstractmethod
@@ -72,18 +72,18 @@ class Drafter(ABC):
 
     @abstractmethod
     def window(self, most: int) -> int:
-        """W, in steps with up to `most` drafts a row."""
+        """W, the number of positions in the window, for steps with up to `most` drafts a row."""
 
     @abstractmethod
     def read_of_drafts(self, num_accepted: jax.Array, num_drafts: jax.Array) -> jax.Array:
-        """i32[S]: how many of the drafts, i32[S] of each row, count as read after a step that accepted `num_accepted`
-        of them."""
+        """The number i32[S] of drafts that the network has read after a step. The step had `num_drafts` i32[S] and
+        accepted `num_accepted` i32[S]."""
 
     def features(self, weights: Any, hidden: jax.Array, tapped: Sequence[jax.Array]) -> jax.Array | None:
-        """What the network reads of the model at each token of a step [T, E]; None: nothing.
+        """The features [T, E] of the model that the network reads at each token of a step; None: it reads none.
 
         Args:
-            hidden, tapped: results of `Llama.run`.
+            hidden, tapped: the results of `Llama.run`.
         """
         return None
 
@@ -97,14 +97,14 @@ class Drafter(ABC):
         draw: Draw,
         most: int,
     ) -> tuple[jax.Array, DraftPages]:
-        """The drafts of the rows i32[S, D], NO_TOKEN where there are none, and the pages with their K/V. These do not
+        """The drafts i32[S, D] of the rows, and the pages with their K/V. Missing drafts are NO_TOKEN. The K/V do not
         count as read before `accept`.
 
         Args:
-            text: i32[P, page_size], see `page_text`.
-            rows: decodes; a row of n tokens has up to n - 1 drafts.
-            num_rows: i32[], without padding.
-            most: drafts of a row.
+            text: the tokens of the pages, i32[P, page_size] (`page_text`).
+            rows: decode rows; a row of n tokens has up to n - 1 drafts.
+            num_rows: i32[], the number of rows without padding.
+            most: the most drafts of a row.
         """
         network, window, end = self.network(weights), self.window(most), self._end(rows)
         page_size = self.attention.spec.page_size
@@ -148,11 +148,11 @@ class Drafter(ABC):
         return drafts, replace(pages, kv=kv)
 
     def accept(self, pages: DraftPages, rows: StepRows, drafts: jax.Array, num_accepted: jax.Array) -> DraftPages:
-        """The pages after `propose`, with the K/V of the positions that the network has read now.
+        """The pages after a step. The positions that the network has read now count as read.
 
         Args:
-            drafts: i32[S, D], of `propose`.
-            num_accepted: i32[S].
+            drafts: the drafts i32[S, D] of `propose`.
+            num_accepted: i32[S], the number of accepted drafts.
         """
         page_size, num_drafts = self.attention.spec.page_size, jnp.sum(drafts != NO_TOKEN, axis=1)
         window, end = self.window(drafts.shape[1]), self._end(rows)

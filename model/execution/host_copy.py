@@ -1,4 +1,4 @@
-"""Arrays of the device in the host's memory, while the device needs their room for something else."""
+"""Copies of the device's arrays in the host's memory, while the device uses their room for something else."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Index = tuple[tuple[int, int, int], ...]  # (start, stop, step) of each axis
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What this process's devices hold of one array. A part that several of them hold is kept once.
+    """The parts of one array that the devices of this process hold. A part that several devices hold is kept once.
 
-    With several hosts every process copies its own parts: none can read those of the others.
+    With several hosts, every process copies its own parts, because it cannot read those of others.
     """
 
-    shape: tuple[int, ...]  # of the whole array
+    shape: tuple[int, ...]  # the shape of the whole array
     sharding: Sharding
     parts: dict[Index, np.ndarray]
 
     @classmethod
     def of(cls, array: jax.Array) -> Self:
-        """A copy; the array stays as it is."""
-        # A CPU's arrays are the host's memory, which must not be held. Those of others JAX has copied already.
+        """Copies an array. The array stays on the devices."""
+        # `np.asarray` of a CPU's array would share its memory. For other devices, JAX makes a copy.
         copied = np.array if next(iter(array.devices())).platform == "cpu" else np.asarray
         parts: dict[Index, np.ndarray] = {}
         for shard in array.addressable_shards:
@@ -36,7 +36,7 @@ class HostCopy:
         return cls(array.shape, array.sharding, parts)
 
     def on_devices(self) -> jax.Array:
-        """The array again, on the devices that held it."""
+        """Copies the array back to the devices that held it."""
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -46,5 +46,5 @@ class HostCopy:
 
 
 def ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    """What identifies a part of an array of this shape."""
+    """The (start, stop, step) of each axis, which identify a part of an array of this shape."""
     return tuple(axis.indices(size) for axis, size in zip(index, shape, strict=True))

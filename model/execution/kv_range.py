@@ -17,17 +17,17 @@ from model.network.layers import DecoderLayer
 from model.network.llama import Llama
 
 NUM_TOKENS = 512
-# Text can have larger values than random tokens. Clipping them costs more quality than a larger scale does: the figures
-# are in scripts/lab/results/decisions.md.
+# Text can have larger values than random tokens. Clipping them costs more quality than a larger scale. The figures are
+# in scripts/lab/results/decisions.md.
 MARGIN = 1.5
 
 
 def measured_range(model: Llama) -> np.ndarray:
-    """The largest magnitudes that 8-bit pages must hold without clipping, f32[L, 2, K]: of keys and of values.
+    """The largest magnitudes of keys and of values that 8-bit pages must hold without clipping, f32[L, 2, K].
 
     The tokens are the same at every start. For keys, the norms of the rotated pairs are measured, because they do not
-    depend on the position. The result is rounded to bfloat16, so that it hardly ever depends on the order of sums,
-    which differs between devices.
+    depend on the position. The result is rounded to bfloat16: the order of sums differs between devices, and rarely
+    changes the rounded result.
     """
     num_tokens = min(NUM_TOKENS, model.config.max_position_embeddings)
     tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=num_tokens, dtype=np.int32)
@@ -43,7 +43,7 @@ def measured_range(model: Llama) -> np.ndarray:
 
 
 def _whole(array: jax.Array) -> np.ndarray:
-    """The array on the host, in float32, also if other processes hold parts of it."""
+    """Copies the array to the host in float32. Other processes may hold parts of it."""
     if array.is_fully_addressable:
         return np.asarray(array, np.float32)
     from jax.experimental import multihost_utils
@@ -58,7 +58,8 @@ def _pass(layer: DecoderLayer, x: jax.Array, cos: jax.Array, sin: jax.Array) -> 
 
 
 def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, kv: Any) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of one sequence: the output [T, N, H], and the magnitudes in place of K/V."""
+    """Causal attention of one sequence. Returns the output [T, N, H], and the largest magnitudes f32[2, K] in place of
+    K/V."""
     tokens, heads, dim = queries.shape
     grouped = queries.reshape(tokens, keys.shape[1], -1, dim)
     scores = jnp.einsum("tkgh,skh->kgts", grouped, keys, preferred_element_type=jnp.float32) * dim**-0.5

@@ -1,4 +1,4 @@
-"""The memory plan of one device: the bytes of weights, state and temporaries, and how many K/V pages fit besides.
+"""The memory plan of one device: the bytes of weights, state and temporaries, and the number of K/V pages that fit.
 
 All sizes come from shapes, before weights are loaded or programs are compiled.
 """
@@ -30,10 +30,10 @@ GIB = 1 << 30
 
 # On a CPU the K/V pages share memory with all other programs, and a CPU is too slow to make use of many more pages.
 MAX_CPU_KV_BYTES = 4 * GIB
-# Of a machine's free memory, for what the pages share it with: the compiler and its programs, weights while they are
+# The part of a machine's free memory that is kept for others: the compiler and its programs, weights while they are
 # read, and the HTTP process. For Llama 3.2 1B these have taken 0.4 GiB.
 HOST_RESERVE = GIB // 2
-# What the self-test takes between the choice of the context and the plan of the pages.
+# The memory that the self-test takes between the choice of the context and the plan of the pages.
 SELF_TEST_BYTES = GIB // 8
 # Pages beyond what all running requests can need at once hold the prefix cache.
 PREFIX_CACHE_SHARE = 1.0
@@ -46,17 +46,17 @@ class RunnerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int  # tokens of prompt and output of one request
-    memory_utilization: float = 0.9  # of the device's memory, for everything together
-    num_pages: int | None = None  # None: as many as fit and can be of use
+    memory_utilization: float = 0.9  # the share of the device's memory for everything together
+    num_pages: int | None = None  # None: as many as fit and are useful
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     max_loras: int = 0  # LoRA adapters that may run at once
-    max_lora_rank: int = 16  # to which all are padded
+    max_lora_rank: int = 16  # the rank to which all adapters are padded
     moves_pages: bool = False  # pages may leave the device and come back
-    pooling: Pooling | None = None  # of requests that embed; None: there can be none
-    lookup: PromptLookup | None = None  # of drafts; None: there are none
-    max_draft_rows: int = 0  # of the largest speculative step
-    draft_pass_tokens: int = 64  # of one pass of a draft model over tokens that it has not seen
-    max_drawn: int = 0  # tokens that a speculative step draws at most: it needs the logits of all of them
+    pooling: Pooling | None = None  # pooling of embedding requests; None: there can be no such requests
+    lookup: PromptLookup | None = None  # the lookup that gives drafts; None: there is none
+    max_draft_rows: int = 0  # rows of the largest speculative step
+    draft_pass_tokens: int = 64  # tokens of one pass of a draft network over tokens that it has not read
+    max_drawn: int = 0  # most tokens that a speculative step draws; it needs the logits of all of them
 
     def __post_init__(self) -> None:
         if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
@@ -69,12 +69,12 @@ class RunnerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
-    """Of one device, in bytes."""
+    """The memory that a model needs on one device, in bytes."""
 
     weights: int
-    state: int  # slot state, token histories, the slots of adapters, and copies of pages on their way
-    temporaries: int  # of the largest program: an upper bound
-    page: int  # the K/V of one page, of all layers and of a draft model or head; and its tokens if there are drafts
+    state: int  # slot state, token histories, adapter slots, and copies of pages on their way
+    temporaries: int  # an upper bound for the largest program
+    page: int  # one page: the K/V of all layers and of a draft network, and the tokens if there are drafts
 
 
 def memory_needs(
@@ -83,10 +83,10 @@ def memory_needs(
     limits: RunnerConfig,
     draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
 ) -> MemoryNeeds:
-    """The needs of a model. Parameters are in place, or abstract with their sharding (`sharding.abstract_model`).
+    """The memory that a model needs on one device. Parameters may be abstract (`sharding.abstract_model`).
 
     Args:
-        draft: a draft model or a head, and its attention.
+        draft: a draft model or an EAGLE head, and its attention.
     """
     networks: list[tuple[Llama | EagleHead, PagedAttention]] = [(model, attention), *([] if draft is None else [draft])]
     page_size = attention.spec.page_size
@@ -115,7 +115,7 @@ def memory_needs(
 
 
 def adapter_bytes(model: Llama, attention: PagedAttention, limits: RunnerConfig) -> int:
-    """Bytes of LoRA adapters on one device: of their slots, and of those that are staged and in no slot yet."""
+    """The bytes of LoRA adapters on one device: of the slots, and of the adapters that are staged."""
     if not limits.max_loras:
         return 0
     held = adapter_slots.describe(
@@ -129,25 +129,27 @@ def adapter_bytes(model: Llama, attention: PagedAttention, limits: RunnerConfig)
 
 
 def copy_bytes(page: int, limits: RunnerConfig) -> int:
-    """Bytes on one device of the copies of pages that are on their way to the host or staged. `page`: of one page."""
+    """The bytes on one device of the copies of pages that are on their way to the host or staged. `page`: the bytes of
+    one page."""
     return 2 * MAX_PAGE_COPIES * page_copies.pages_of_copy(page) * page if limits.moves_pages else 0
 
 
 def weights_bytes(model: Llama | EagleHead) -> int:
-    """Bytes of the weights on one device."""
+    """The bytes of the weights on one device."""
     leaves = jax.tree.leaves(nnx.state(model))
     bits_of = {x.dtype: 4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize for x in leaves}  # a host has int4 in bytes
     return -(-sum(math.prod(x.sharding.shard_shape(x.shape)) * bits_of[x.dtype] for x in leaves) // 8)
 
 
 def state_bytes(config: LlamaConfig, *, num_slots: int, pages_per_seq: int, num_shards: int) -> int:
-    """Bytes of the slots and masks, which every device holds whole, and of the device's share of token histories."""
+    """The bytes of slots, masks and token histories on one device. Every device holds all slots and masks, and its
+    share of the histories."""
     row = SlotLayout.width(pages_per_seq) + num_mask_words(config.vocab_size) + config.vocab_size // num_shards
     return 4 * num_slots * row
 
 
 def step_temporaries(config: LlamaConfig, attention: PagedAttention, *, num_tokens: int, num_rows: int) -> int:
-    """`temporaries_bound` of a step over `attention`."""
+    """The `temporaries_bound` of a step with this attention."""
     itemsize = jnp.dtype(attention.spec.dtype).itemsize
     return temporaries_bound(
         config, num_tokens=num_tokens, num_rows=num_rows, itemsize=itemsize, num_shards=attention.num_shards
@@ -169,7 +171,7 @@ def temporaries_bound(config: LlamaConfig, *, num_tokens: int, num_rows: int, it
 
 
 class DoesNotFitError(ValueError):
-    """The memory has no room for one request of `max_model_len` tokens. There is room for one of `longest`."""
+    """The memory has no room for one request of `max_model_len` tokens, but for one of `longest` tokens."""
 
     def __init__(self, message: str, *, longest: int) -> None:
         room = f"; there is room for one request of {longest} tokens: --max-model-len {longest}" if longest else ""
@@ -178,15 +180,16 @@ class DoesNotFitError(ValueError):
 
 
 def fitting_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig) -> int:
-    """The number of pages that fit besides all else and the null page; negative if not even these fit."""
+    """The number of pages that fit, without the null page. It is negative if weights, state and temporaries do not
+    fit."""
     free = memory.free - (HOST_RESERVE if memory.is_host else 0)
     beside_weights = min(int(memory.total * limits.memory_utilization) - needs.weights, free)
     return (beside_weights - needs.state - needs.temporaries) // needs.page - 1
 
 
 def check_fits(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> None:
-    """As `plan_pages`, before the self-test. Raises ValueError if one request of max_model_len, or `limits.num_pages`
-    pages, do not fit."""
+    """Checks the plan before the self-test. Raises ValueError if one request of max_model_len tokens, or
+    `limits.num_pages` pages, do not fit."""
     if memory.is_host:
         memory = replace(memory, free=memory.free - SELF_TEST_BYTES)
     plan_pages(memory, needs, limits, page_size=page_size)
@@ -196,18 +199,18 @@ def check_fits(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *
 
 
 def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *, page_size: int) -> int:
-    """The number of pages that requests can own: as many as fit, up to the number that is of use.
+    """The number of pages that requests can own: as many as fit, up to the number that is useful.
 
-    That number lets every running request reach max_model_len, with as many pages again for the prefix cache. On a CPU
-    there is a further limit.
+    With the useful number, every running request can reach max_model_len, and there are further pages for the prefix
+    cache. On a CPU there is another limit.
 
     Args:
-        memory: `free` is measured with the weights in place.
-        page_size: in tokens.
+        memory: the device's memory, where `free` is what is left with the weights in place.
+        page_size: tokens of a page.
 
     Raises:
-        DoesNotFitError: not even one request of max_model_len fits. The message lists the GiB of each part and the
-            flags.
+        DoesNotFitError: not even one request of max_model_len tokens fits. The message lists the GiB of each part and
+            the flags.
     """
     pages_per_seq = -(-limits.max_model_len // page_size)
     fitting = fitting_pages(memory, needs, limits)
@@ -222,8 +225,8 @@ def plan_pages(memory: DeviceMemory, needs: MemoryNeeds, limits: RunnerConfig, *
 
 
 def _steady(num_pages: int) -> int:
-    """The number with its eight leading bits, at most 1/128 less. The free memory differs a little from start to start,
-    and another number of pages is another shape of every program."""
+    """The number rounded down to its eight leading bits, at most 1/128 less. The free memory differs a little from
+    start to start, and another number of pages would change the shapes of all programs."""
     dropped = max(0, num_pages.bit_length() - 8)
     return num_pages >> dropped << dropped
 

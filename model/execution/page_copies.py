@@ -1,12 +1,12 @@
-"""Copies of pages, which leave the device for the host's memory and come back.
+"""Copies of pages from the device to the host's memory and back.
 
-A copy holds all that the state keeps of N pages: the K/V of all layers and, if drafts are taken, the tokens and what
-the network that drafts has. It is a list of few arrays [N, L, ...], each of L arrays of the state that are alike, such
-as the layers of a network. They are split over chips as those are, so no chip exchanges anything with another.
+A copy holds all that the state keeps of N pages: the K/V of all layers and, if there are drafts, the tokens and the
+draft network's part. It is a list of few arrays [N, L, ...]. Each combines L arrays of the state with the same shape,
+such as the layers of a network. They are split over chips in the same way as these arrays, so chips exchange nothing.
 
-In the host's memory a page is one row of bytes: of each of these arrays the parts of all chips, one after the other. A
-part that several chips hold is there once. The bytes have a meaning only for the same model, form of pages and number
-of chips.
+In the host's memory, a page is one row of bytes: for each of these arrays, the parts of all chips, one after the other.
+A part that several chips hold is stored once. The bytes are valid only for the same model, form of pages and number of
+chips.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from model.execution.adapter_slots import bytes_of
 from model.execution.host_copy import HostCopy, ranges
 from model.execution.step import DeviceState
 
-# Most bytes of a copy on a device. A link of 32 GB/s takes a millisecond for them. The fixed costs of a copy are less.
+# Most bytes of a copy on a device. A link of 32 GB/s moves them in a millisecond. The fixed costs of a copy are less.
 COPY_BYTES = 32 << 20
 MAX_PAGES_OF_COPY = 64
 NULL_PAGE = 0
@@ -38,25 +38,25 @@ Copy = list[jax.Array]
 
 
 def pages_of_copy(page: int) -> int:
-    """Most pages of a copy. `page`: bytes of one on a device."""
+    """The most pages of a copy. `page`: the bytes of one page on a device."""
     return min(max(1, COPY_BYTES // page), MAX_PAGES_OF_COPY)
 
 
 class PageCopies:
-    """The forms of the copies of a runner's pages, and the programs that make and take them.
+    """The shapes of the copies of a runner's pages, and the programs that read and write them.
 
-    There are two sizes, large and small copies. A copy is sent as a whole, padded. With one size a single page
-    would take as long as the most, and each further size is two more programs to compile.
+    There are two sizes of copies, large and small. A copy is always sent completely, with padding. With only one size,
+    a single page would take as long as the most pages. Each further size would be two more programs to compile.
 
     Args:
-        state: described.
-        kv_axis: the axis of a layer's K/V that counts the pages.
+        state: the shapes and shardings of the state.
+        kv_axis: the axis of a layer's K/V along which the pages are.
     """
 
     def __init__(self, state: DeviceState, kv_axis: int) -> None:
         one = _described(state, 1, kv_axis)
         self.page_bytes = sum(like.size * like.dtype.itemsize for like in one)
-        self.contents = str([(like.shape[1:], like.dtype.name) for like in one])  # of a page's bytes
+        self.contents = str([(like.shape[1:], like.dtype.name) for like in one])  # describes the bytes of a page
         self.most = pages_of_copy(bytes_of(one))
         self._forms = {size: _described(state, size, kv_axis) for size in {pages_of_small_copy(self.most), self.most}}
         self._state = state
@@ -64,7 +64,8 @@ class PageCopies:
         self._num_pages = state.kv[0].shape[kv_axis]
 
     def programs(self, sent: Any) -> dict[str, Program]:
-        """All of them by `name`. `sent(shape)` describes an i32 array from the host."""
+        """The programs that read and write copies of each size, by `name`. `sent(shape)` describes an i32 array from
+        the host."""
         kept = _shardings(self._state)
         programs = {}
         for size, form in self._forms.items():
@@ -87,7 +88,8 @@ class PageCopies:
         return f"{kind} {size} pages"
 
     def read(self, programs: Mapping[int, Any], state: DeviceState, pages: Sequence[int]) -> PagesRead:
-        """By the compiled `programs` of each size. Padded with the null page."""
+        """Starts a copy of these pages to the host. `programs` are the compiled programs by size. The null page pads
+        the copy."""
         padded = np.full(self._size_of(len(pages)), NULL_PAGE, np.int32)
         padded[: len(pages)] = pages
         return PagesRead(programs[padded.size](state, padded), len(pages))
@@ -95,7 +97,8 @@ class PageCopies:
     def write(
         self, programs: Mapping[int, Any], state: DeviceState, staged: StagedPages, pages: Sequence[int]
     ) -> DeviceState:
-        """As `read`, but padded with pages that there are not. What was staged is gone afterwards."""
+        """Writes a staged copy to these pages, and deletes it. `programs` are the compiled programs by size. Padding
+        has page ids past the end, which are dropped."""
         padded = np.arange(self._num_pages, self._num_pages + staged.size, dtype=np.int32)
         padded[: len(pages)] = pages
         state = programs[staged.size](state, staged.copy, padded)
@@ -104,7 +107,7 @@ class PageCopies:
         return state
 
     def stage(self, pages: Sequence[np.ndarray]) -> StagedPages:
-        """Pages u8[page_bytes] on the devices. Blocks until they are there."""
+        """Copies pages u8[page_bytes] to the devices. Blocks until they have arrived."""
         form = self._forms[self._size_of(len(pages))]
         copy, stop = [], 0
         for like in form:
@@ -120,14 +123,14 @@ class PageCopies:
         return StagedPages(jax.block_until_ready(copy))
 
     def _size_of(self, count: int) -> int:
-        """The size of the program for so many pages."""
+        """The size of the copy for `count` pages."""
         assert count <= self.most, f"a copy has {self.most} pages at most: {count=}"
         return min(size for size in self._forms if size >= count)
 
 
 @dataclass(frozen=True)
 class StagedPages:
-    """`batcher.step.StagedPages`."""
+    """A copy on the devices. It implements `batcher.step.StagedPages`."""
 
     copy: Copy
 
@@ -137,8 +140,8 @@ class StagedPages:
 
 
 class PagesRead:
-    """`batcher.step.PagesRead`. What the devices hold of the copy goes to the host at once, each part from one of
-    them."""
+    """A copy on its way to the host. It implements `batcher.step.PagesRead`. The transfer of all parts starts at once.
+    A part that several devices hold comes from one of them."""
 
     def __init__(self, copy: Copy, count: int) -> None:
         self._count = count
@@ -160,7 +163,7 @@ class PagesRead:
 
 
 def read(state: DeviceState, pages: jax.Array, *, kv_axis: int) -> Copy:
-    """A copy of the pages, i32[N]."""
+    """The copy of the pages i32[N]."""
 
     def taken(array: jax.Array, axis: int) -> jax.Array:
         values = jnp.moveaxis(jnp.take(array, pages, axis=axis, mode="clip"), axis, 0)
@@ -170,8 +173,8 @@ def read(state: DeviceState, pages: jax.Array, *, kv_axis: int) -> Copy:
 
 
 def write(state: DeviceState, copy: Copy, pages: jax.Array, *, kv_axis: int) -> DeviceState:
-    """The state with the copy in these pages, i32[N], which all differ. Those that there are not are dropped. To be
-    compiled with the state donated."""
+    """The state with the copy written to the pages i32[N], which all differ. Page ids past the end are dropped. Compile
+    it with the state donated."""
 
     def placed(array: jax.Array, axis: int, values: jax.Array) -> jax.Array:
         index = (slice(None),) * axis
@@ -186,7 +189,8 @@ def write(state: DeviceState, copy: Copy, pages: jax.Array, *, kv_axis: int) -> 
 
 
 def _with_pages(state: DeviceState, kv_axis: int) -> list[tuple[list[jax.Array], int]]:
-    """The arrays of the state that have pages, those together that are alike, and which of their axes counts them."""
+    """The arrays of the state that have pages, and the axis along which the pages are. Arrays of the same shape are in
+    one list."""
     found = [(state.kv, kv_axis)]
     if state.text is not None:
         found.append(([state.text], 0))
@@ -198,7 +202,7 @@ def _with_pages(state: DeviceState, kv_axis: int) -> list[tuple[list[jax.Array],
 
 
 def _replaced(state: DeviceState, arrays: Iterable[list[jax.Array]]) -> DeviceState:
-    """The state with other arrays in place of those `_with_pages`."""
+    """The state with these arrays in place of those of `_with_pages`, in the same order."""
     coming = iter(arrays)
     state = replace(state, kv=next(coming))
     if state.text is not None:
@@ -211,7 +215,7 @@ def _replaced(state: DeviceState, arrays: Iterable[list[jax.Array]]) -> DeviceSt
 
 
 def _described(state: DeviceState, size: int, kv_axis: int) -> list[Any]:
-    """A copy of so many pages, as ShapeDtypeStructs."""
+    """The ShapeDtypeStructs of a copy of `size` pages."""
     described = []
     for arrays, axis in _with_pages(state, kv_axis):
         array: Any = arrays[0]
@@ -222,12 +226,13 @@ def _described(state: DeviceState, size: int, kv_axis: int) -> list[Any]:
 
 
 def _bits_of(dtype: Any) -> Any:
-    """The type of the bits of such values. A CPU moves floats of 16 bits as floats of 32, which loses the smallest."""
+    """The unsigned integer type with as many bits. A CPU moves floats of 16 bits as float32, which loses the smallest
+    values."""
     return jnp.dtype(f"uint{8 * dtype.itemsize}")
 
 
 def _of_copy(sharding: Sharding, page_axis: int, ndim: int) -> Sharding:
-    """Of an array of a copy, if the state's arrays have this sharding."""
+    """The sharding of an array of a copy, if the arrays of the state have this sharding."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -239,7 +244,7 @@ def _of_copy(sharding: Sharding, page_axis: int, ndim: int) -> Sharding:
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:
-    """u8[N, bytes of a page] of [N, ...]: a view, if the values lie in this order."""
+    """The bytes u8[N, bytes of a page] of values [N, ...]. It is a view if the values are contiguous."""
     return np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
 
 

@@ -1,6 +1,6 @@
-"""Prompt lookup: drafts are the tokens that followed the last few tokens where these occurred before in the text.
+"""Prompt lookup: the last few tokens are searched earlier in the text, and the tokens that followed there are drafts.
 
-It costs no weights. It is right where a text repeats its own parts: code, edits, quotes of the prompt, lists.
+It needs no weights. Its drafts are right where a text repeats its own parts: code, edits, quotes of the prompt, lists.
 
 Shape legend: `S` rows of the step, `L` tokens of a text (padded), `D` drafts.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLookup:
-    """The number of last tokens that are looked up: as many as match, within these limits."""
+    """The limits for the number of last tokens that must match."""
 
     min_tokens: int
     max_tokens: int
@@ -26,10 +26,10 @@ class PromptLookup:
 
 
 def propose(text: jax.Array, ends: jax.Array, num_drafts: int, lookup: PromptLookup) -> tuple[jax.Array, jax.Array]:
-    """The drafts i32[S, D] that follow each text, and whether there are any, bool[S].
+    """The drafts i32[S, D] for each text, and whether there are any, bool[S].
 
-    Of all earlier places that match the most tokens, the last one is taken. If the text ends within the drafts, it is
-    taken to repeat with that period: after `a b a b` the drafts are `a b a`.
+    The match with the most tokens is taken; if there are several, the last one. If the text ends within the drafts, it
+    is assumed to repeat with that period: after `a b a b` the drafts are `a b a`.
 
     Args:
         text: i32[S, L].

@@ -1,4 +1,4 @@
-"""The rows of a step inside its program: what their slots hold, and what the step leaves there.
+"""The rows of a step inside its program: the state of their slots before and after the step.
 
 Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of the slot state.
 """
@@ -19,9 +19,9 @@ from pallas_kernels.spec import RaggedBatch
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """The step's rows, after the patches."""
+    """The rows of a step, after the patches."""
 
-    slots: jax.Array  # i32[S]; num_slots in padding rows: their writes are dropped
+    slots: jax.Array  # i32[S]; num_slots in padding rows, whose writes are dropped
     state: jax.Array  # i32[S, W]
     starts: jax.Array  # i32[S + 1], index of each row's first token in the step; then the end of the last row
     past: jax.Array  # i32[S], tokens in pages before this step
@@ -51,7 +51,7 @@ def step_rows(slots: jax.Array, sent: dict[str, jax.Array]) -> StepRows:
 
 
 def ragged_batch(rows: StepRows, header: jax.Array, page_size: int) -> RaggedBatch:
-    """The rows as attention takes them."""
+    """The batch of these rows for attention."""
     page_table = rows.state[:, SlotLayout.PAGE_TABLE :]
     num_pages = -(-rows.kv_lens // page_size)
     # After the row's own pages, the table may still hold page ids of the slot's previous request. These become the
@@ -68,8 +68,8 @@ def ragged_batch(rows: StepRows, header: jax.Array, page_size: int) -> RaggedBat
 
 
 def advance(slots: jax.Array, rows: StepRows, drawn: jax.Array, kv_lens: jax.Array) -> jax.Array:
-    """The slots' LAST_TOKEN and KV_LEN after the step, from i32[S] each. The columns are adjacent: one scatter writes
-    both."""
+    """Writes the LAST_TOKEN (`drawn`) and KV_LEN (`kv_lens`) of the rows, i32[S] each, to the slots. The columns are
+    adjacent, so one scatter writes both."""
     token = jnp.where(rows.emits, drawn, rows.state[:, SlotLayout.LAST_TOKEN])
     # Without the barrier XLA reads the old state inside the scatter. On GPUs it then copies the whole state before and
     # after the scatter.
@@ -78,13 +78,13 @@ def advance(slots: jax.Array, rows: StepRows, drawn: jax.Array, kv_lens: jax.Arr
 
 
 def read_once(rows: StepRows) -> StepRows:
-    """The rows, for a program that uses them after the slots are advanced. XLA would read the slots again there, and
-    therefore copy them before they are written."""
+    """The rows behind a barrier, for a program that uses them after `advance`. Without the barrier, XLA would read the
+    slots again there, and would copy them before they are written."""
     return lax.optimization_barrier(rows)
 
 
 def row_of_tokens(rows: StepRows, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The row i32[T] of each token, which is the last one in padding, and whether it is none of padding, bool[T]."""
+    """The row i32[T] of each token, and whether the token is real, bool[T]. Padding tokens have the last row."""
     index = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.sum(index[:, None] >= rows.starts[1:], axis=1, dtype=jnp.int32)
     return jnp.minimum(row, rows.starts.shape[0] - 2), index < rows.starts[-1]

@@ -58,8 +58,8 @@ def make_speculative_step(
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     max_loras: int = 0,
 ) -> Step:
-    """The step of one bucket with drafts. The drafts are the base model's; the tokens that accept them are the
-    adapters'."""
+    """The step of one bucket with drafts. The network that drafts has no LoRA adapters; the model that verifies the
+    drafts has those of the rows."""
 
     def step(
         weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array, slots_of_adapters: AdapterSlots = ()
@@ -134,7 +134,7 @@ def _propose(
     draw: Draw,
     most: int,
 ) -> tuple[jax.Array, DraftPages | None]:
-    """Up to `most` drafts of each row i32[S, D - 1], and the pages of the network that drafts if there is one."""
+    """Up to `most` drafts of each row, i32[S, D - 1], and the pages of the network that drafts, if there is one."""
     assert state.text is not None, "the ladder has drafts and the runner keeps no text"
     if isinstance(drafter, Drafter):
         assert state.draft is not None, "a network drafts and the runner has no pages for it"
@@ -153,8 +153,8 @@ def _draw_draft(
     drafts: jax.Array,
     place: jax.Array | int,
 ) -> jax.Array:
-    """`Draw`. The token is drawn with the row's parameters, seed and position, as the model's own token is: so the two
-    are equal more often than two independent draws."""
+    """Draws the drafts at one place (`Draw`). A draft is drawn with the row's parameters, seed and position, like the
+    model's own token. The two are then equal more often than two independent draws."""
     if bucket.variant is Variant.GREEDY:
         drawn = greedy(logits)
         return drawn if of is None else of.to_model[drawn]
@@ -182,7 +182,7 @@ def _sample_draft(
     positions: jax.Array,
 ) -> jax.Array:
     def with_drafts() -> jax.Array:
-        """The token counts i32[S, V] with those of the drafts i32[S, n]."""
+        """The token counts i32[S, V], to which the drafts i32[S, n] are added."""
         counts = sampling.history_of(history, rows.slots)
         row = jnp.arange(counts.shape[0])
         for i in range(drafts.shape[1]):
@@ -197,7 +197,7 @@ def _sample_draft(
 
 
 def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
-    """The step's tokens and their positions, i32[T] each; 0 in padding, and in place of missing drafts."""
+    """The step's tokens and their positions, i32[T] each. Padding and missing drafts are 0."""
     brought = jnp.concatenate([rows.state[:, SlotLayout.LAST_TOKEN, None], jnp.maximum(drafts, 0)], axis=1)
     row, is_real = row_of_tokens(rows, bucket.num_tokens)
     place = jnp.arange(bucket.num_tokens, dtype=jnp.int32) - rows.starts[row]
@@ -206,8 +206,8 @@ def _tokens(rows: StepRows, drafts: jax.Array, bucket: Bucket) -> tuple[jax.Arra
 
 
 def _places(rows: StepRows, num_drafts: int) -> tuple[jax.Array, StepRows]:
-    """The S * D places at which the rows draw: the step's token at each, i32[S * D], and any other token past the row's
-    end; and each place as if it were a row of its own, which emits if the row is so long."""
+    """The S * D places at which the rows draw. Returns the index i32[S * D] of the step's token at each place, and the
+    places as rows. A place past the end of its row has an arbitrary token, and its row does not emit."""
     place = jnp.arange(1 + num_drafts, dtype=jnp.int32)
     q_lens = jnp.diff(rows.starts)[:, None]
     tokens = rows.starts[:-1, None] + jnp.clip(q_lens - 1, 0, place)
@@ -234,21 +234,22 @@ def draw_after_drafts(
     *,
     mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """The tokens after every place i32[S, D], their log-probabilities [S * D] by the names of `OutputLayout`, and the
-    history with the tokens that rows with penalties keep.
+    """Draws the token after every place. Returns the tokens i32[S, D], their log-probabilities [S * D] by the names in
+    `OutputLayout`, and the history, in which rows with penalties count the tokens that they keep.
 
     Args:
         logits: f32[S * D, V].
         history: i32[num_slots, V].
         masks: i32[num_slots, num_mask_words].
-        places: S * D of them, as rows.
+        places: the S * D places as rows.
         drafts: i32[S, D - 1].
     """
     asked = sampling.sampling_rows(places.state)
     num_rows, num_places = drafts.shape[0], 1 + drafts.shape[1]
 
     def with_drafts() -> jax.Array:
-        """The history at each place: the drafts before it are counted like output, which they are if they matter."""
+        """The history at each place. The drafts before a place count as output: its token is used only if they are
+        accepted."""
         counts = sampling.history_of(history, places.slots)
         place = jnp.tile(jnp.arange(num_places), num_rows)
         for i in range(num_places - 1):  # comparisons fuse with what reads the counts; a scatter would copy them
@@ -271,5 +272,5 @@ def draw_after_drafts(
 
 
 def _num_accepted(drawn: jax.Array, drafts: jax.Array) -> jax.Array:
-    """i32[S]: the leading `drafts` i32[S, D - 1] that equal the tokens `drawn` i32[S, D]."""
+    """The number i32[S] of leading `drafts` i32[S, D - 1] that equal the tokens `drawn` i32[S, D]."""
     return jnp.sum(jnp.cumprod(drawn[:, :-1] == drafts, axis=1), axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The programs of a runner: what each of them computes, and the shapes and places of its arguments."""
+"""The programs of a runner: what each program computes, and the shapes and shardings of its arguments."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ PATCH, RESET_HISTORY, BRING_MASKS, WRITE_ADAPTER = "patch", "reset history", "br
 
 
 class StepPrograms:
-    """Descriptions only: nothing is compiled or allocated here.
+    """Describes the programs of a runner. It compiles and allocates nothing.
 
     Args:
-        model: its weights are in place, or abstract with shape and sharding.
+        model: the model. Its weights are arrays, or abstract with shape and sharding.
         attention: the paged attention of the step, bound to its backend and mesh.
         config: the limits.
-        num_pages: K/V pages, without the null page.
-        draft: a small model with the same vocabulary or a head, and its attention over pages of the same size.
+        num_pages: the number of K/V pages, without the null page.
+        draft: a small model with the same vocabulary or an EAGLE head, and its attention over pages of the same size.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepPrograms:
         structures, weights = zip(*map(nnx.split, models), strict=True)
         leaves, self._tree = _flatten(weights)
         self.weights_like: list[jax.ShapeDtypeStruct] = _described(leaves)
-        # All that decides the programs besides their arguments.
+        # All facts that decide the programs, other than their arguments.
         self.made_from = (*map(repr, structures), attention, config.logprobs_mode)
         self._rebuild, *of_draft = (partial(self._rebuilt, i, structure) for i, structure in enumerate(structures))
         self._lookup, self._drafter = config.lookup, None if draft is None else self._drafter_of(*draft, *of_draft)
@@ -94,14 +94,14 @@ class StepPrograms:
 
     @property
     def device(self) -> jax.Device:
-        """One of this process's devices, which are all alike."""
+        """One of the devices of this process, which are all of the same kind."""
         return device_of(self.everywhere)
 
     def weights_of(self, models: Sequence[Llama | EagleHead]) -> list[jax.Array]:
-        """The weights of the loaded models, as the programs take them.
+        """The flat list of the weights of the loaded models, which the programs take.
 
-        Flattened once: walking the module tree at every call would take longer than dispatching the step.
-        Raises ValueError if they are not the weights that the programs are for.
+        It is made once: walking the module tree at every call would take longer than dispatching the step. Raises
+        ValueError if their shapes or shardings are not those of the programs.
         """
         weights, tree = _flatten(tuple(nnx.split(model)[1] for model in models))
         if self._tree != tree or _described(weights) != self.weights_like:
@@ -110,17 +110,17 @@ class StepPrograms:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Where each of the model's own parameters is in `weights_of`, by its path."""
+        """Path of a parameter of the model -> its index in `weights_of`."""
         numbered = jax.tree.unflatten(self._tree, range(len(self.weights_like)))[0]
         return {".".join(map(str, path)): number.get_value() for path, number in nnx.to_flat_state(numbered)}
 
     def model_of(self, weights: list[jax.Array]) -> Llama:
-        """The model over the weights that a program takes."""
+        """The model with these weights, which have the order of `weights_of`."""
         model: Llama = self._rebuild(weights)
         return model
 
     def step(self, bucket: Bucket) -> Program:
-        """A `Step`, with the state in place."""
+        """The program of a bucket's `Step`. It updates the state in place."""
         options: dict[str, Any] = {"logprobs_mode": self.config.logprobs_mode, "max_loras": self.config.max_loras}
         if bucket.num_drafts:
             drafts = self._drafter or self._lookup
@@ -150,7 +150,7 @@ class StepPrograms:
         return Program(step, arguments, donated=2, out_shardings=(kept, self.everywhere))
 
     def updates(self) -> dict[str, Program]:
-        """The programs that change the state between steps, and those that read pages of it, by name."""
+        """The programs that change the state between steps, and the programs that copy pages, by name."""
         state = self.state_like
         reset = partial(reset_history, mesh=self.attention.mesh)
         block = (MASK_BLOCK, 1 + state.masks.shape[1])
@@ -168,8 +168,8 @@ class StepPrograms:
         return updates
 
     def name(self, key: Bucket | str) -> str:
-        """Of a stored program. Pooling decides the EMBED programs only, the lookup those that use it, and the number of
-        adapters those that have any."""
+        """The name of a stored program. It includes the pooling for EMBED programs, the lookup for programs that use
+        it, and the number of adapters for programs that have adapters."""
         if isinstance(key, Bucket) and key.has_adapters:
             return f"{self.name(replace(key, has_adapters=False))} {self.config.max_loras} adapters"
         if isinstance(key, Bucket) and key.variant is Variant.EMBED:
@@ -179,14 +179,14 @@ class StepPrograms:
         return str(key)
 
     def tells_would_accept(self, bucket: Bucket) -> bool:
-        """Whether the bucket's program has drafts, or looks some up. In plain steps this tells the scheduler whether
-        they pay."""
+        """Whether the bucket's program has drafts, or looks drafts up. From the results of plain steps, the scheduler
+        learns whether drafts pay."""
         is_plain = bucket.decode_only and bucket.num_rows <= self.config.max_draft_rows
         return bucket.num_drafts > 0 or (is_plain and self.config.lookup is not None)
 
     def padding(self, bucket: Bucket) -> StepInput:
-        """A step of padding rows with every update of the state. It clears the history of slot 0, so no request may
-        hold a slot."""
+        """A step of padding rows with every kind of update of the state. It clears the history of slot 0, so no request
+        may hold a slot."""
         slots, num_slots = self.state_like.slots, self.config.max_num_seqs
         nowhere = num_slots * slots.shape[1]
         patches = np.full((2, PATCH_BLOCK), nowhere, np.int32)
@@ -202,11 +202,11 @@ class StepPrograms:
         return sharding_of(axes, self.attention.mesh) if self._device is None else SingleDeviceSharding(self._device)
 
     def sent(self, shape: tuple[int, ...]) -> Any:
-        """An int32 array from the host, as a ShapeDtypeStruct."""
+        """The ShapeDtypeStruct of an int32 array from the host."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.everywhere)
 
     def _update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> Program:
-        """`update(array, sent) -> array`, in place."""
+        """The program of `update(array, sent) -> array`, which updates the array in place."""
         return Program(update, (array, self.sent(sent)), donated=0, out_shardings=array.sharding)
 
     @property
@@ -229,12 +229,12 @@ class StepPrograms:
         )
 
     def _rebuilt(self, number: int, structure: Any, leaves: list[Any]) -> Any:
-        """The model, or the network that drafts, from the programs' weights."""
+        """The network number `number` from the programs' weights: 0 is the model, and 1 the network that drafts."""
         return nnx.merge(structure, jax.tree.unflatten(self._tree, leaves)[number])
 
     def _describe_state(self) -> DeviceState:
         slots, vocab, spec = self.config.max_num_seqs, self.model_config.vocab_size, self.attention.spec
-        pages = self.attention.kv_pages(self._num_pages + 1)  # and the null page
+        pages = self.attention.kv_pages(self._num_pages + 1)  # includes the null page
         kv: Any = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding or self.everywhere)
         history: Any = jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=self._sharding(("rows", "vocab")))
         pages_per_seq = -(-self.config.max_model_len // spec.page_size)
@@ -259,13 +259,13 @@ class StepPrograms:
 
 
 def device_of(sharding: jax.sharding.Sharding) -> jax.Device:
-    """The first of this process's devices in a sharding."""
+    """The device of a sharding with the lowest id among those of this process."""
     devices: Iterable[Any] = sharding.addressable_devices
     return min(devices, key=lambda device: device.id)
 
 
 def _flatten(weights: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """The leaves and the PyTreeDef, whose type jax does not export."""
+    """The leaves and the PyTreeDef of a tree. JAX does not export the type PyTreeDef."""
     return jax.tree.flatten(weights)
 
 
