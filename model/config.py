@@ -1,8 +1,8 @@
-"""The model's constants, from a Hugging Face `config.json`. A setting that this engine does not compute is refused.
+"""The model's constants, from a Hugging Face `config.json`. A setting that this engine does not support is refused.
 
-`transformers.LlamaConfig` is the oracle of the tests and is not used here. Its import adds 0.9 s to the engine's start,
-even in a thread next to jax's import (2.4 s of processor time instead of 1.4 s). The HTTP process reads the file
-before its port is bound. `LlamaConfig` also reports only the first of several problems.
+The tests compare with `transformers.LlamaConfig`, but this module does not use it. Its import adds 0.9 s to the
+engine's start, even in a thread next to jax's import (2.4 s of processor time instead of 1.4 s). The HTTP process reads
+the file before its port is bound. `transformers.LlamaConfig` also reports only the first of several problems.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from model.quantization.forms import EightBit
 
 ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
-DEFAULT_THETA = 10_000.0  # as in `transformers`, if a config gives no base
+DEFAULT_THETA = 10_000.0  # the base in `transformers` if a config gives none
 
 _Size = Annotated[int, integer(1, 1 << 24)]
 _Count = Annotated[int, integer(1, 1 << 16)]
@@ -82,11 +82,11 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None
     max_position_embeddings: int  # tokens the model was trained to attend over
     tie_word_embeddings: bool  # the head is the transposed embedding
-    checkpoint_dtype: str | None  # of the saved weights; None if the file does not give it
+    checkpoint_dtype: str | None  # dtype of the saved weights; None if the file does not give it
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # those of generation_config.json take precedence
     quantized: Stored | None = None  # the form of the checkpoint's projections if they are quantised
-    kv_scale_type: EightBit = EightBit.FP8  # of the 8-bit K/V that the checkpoint's K/V scales are for, if it has some
+    kv_scale_type: EightBit = EightBit.FP8  # the type of 8-bit K/V for which the checkpoint's K/V scales are
 
     def __post_init__(self) -> None:
         problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
@@ -103,7 +103,7 @@ class LlamaConfig:
 
     @property
     def projection_inputs(self) -> tuple[int, int, int]:
-        """The numbers of inputs of the projections: of qkv and gate_up, of out, and of down."""
+        """The numbers of inputs of the projections: first of qkv and gate_up, then of out, then of down."""
         return self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size
 
     def outputs_of(self, name: str) -> int:

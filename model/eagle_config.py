@@ -1,4 +1,4 @@
-"""The constants of an EAGLE head, from the `config.json` of its checkpoint. Heads that compute more are refused.
+"""The constants of an EAGLE head, from the `config.json` of its checkpoint. Heads with other computations are refused.
 
 EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840) are single layers that read the hidden states of a model and
 predict its tokens. Their public checkpoints give the layer's sizes as a Llama's.
@@ -69,10 +69,10 @@ class EagleConfig:
     """Shapes and constants of one head."""
 
     form: EagleForm
-    layer: LlamaConfig  # as of a Llama of one layer; its vocabulary is the model's
-    model_width: int  # of the hidden states that the head reads
+    layer: LlamaConfig  # the config of a Llama of one layer; its vocabulary is the model's
+    model_width: int  # width of the model's hidden states, which the head reads
     draft_vocab_size: int  # tokens that the head can draft
-    taps: tuple[int, ...]  # the layers whose inputs the head reads (`Llama.run`); (): the states behind the last norm
+    taps: tuple[int, ...]  # layers whose inputs the head reads (`Llama.run`); (): it reads the states after the norm
     norms_residual: bool = False  # the residual stream of the layer begins with the normed states
 
     @classmethod
@@ -91,7 +91,7 @@ class EagleConfig:
         """Translates the parsed `config.json`.
 
         Args:
-            model: that the head drafts for.
+            model: the config of the model for which the head drafts.
 
         Raises:
             ValueError: one message lists every setting that is not computed here, and every size that is not the

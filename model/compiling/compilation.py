@@ -22,12 +22,12 @@ class Compilation[K: Hashable]:
     """A compilation that begins when the object is made.
 
     Args:
-        programs: a function that traces each. Tracing holds the interpreter's lock, so programs are traced one by one.
-            They are compiled on as many threads as there are cores.
-        options: of the compiler, for all programs.
+        programs: for each program, a function that traces it. Tracing holds the interpreter's lock, so programs are
+            traced one by one. They are compiled on as many threads as there are cores.
+        options: the compiler's options for all programs.
         counter: counts the programs that come from the disk.
-        exported: programs of earlier starts, which need neither, and where those of this start are kept; None: each
-            start compiles all.
+        exported: the programs of earlier starts, which are neither traced nor compiled. It also keeps the programs of
+            this start. None: each start compiles all.
         only_trace: nothing is compiled until `result` is called.
     """
 
@@ -57,7 +57,7 @@ class Compilation[K: Hashable]:
         self._traced: Future[dict[K, Future[Any]]] = self._tracer.submit(self._trace, dict(programs))
 
     def result(self) -> dict[K, Any]:
-        """Waits for the executables and returns them in the order of the programs. An error of tracing or compiling is
+        """Waits for the executables and returns them in the order of the programs. Errors of tracing or compiling are
         raised after the threads have ended."""
         self._may_compile.set()
         try:
@@ -88,7 +88,7 @@ class Compilation[K: Hashable]:
         return {key: compiling[key] for key in programs if key in compiling}
 
     def _load(self, programs: dict[K, Lower]) -> tuple[dict[K, Future[Any]], list[K]]:
-        """The exported programs, and the keys of the others."""
+        """The programs that an earlier start exported, and the keys of the other programs."""
         if self._exported is None:
             return {}, list(programs)
         loading = {key: self._compiler.submit(self._exported.load, key) for key in programs}

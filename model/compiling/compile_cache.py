@@ -32,7 +32,7 @@ class CheckedCache(CacheInterface):
     JAX's own writes an entry in place, and never replaces one that it cannot read.
 
     Args:
-        folder: of this user alone, because a compiled program runs as code.
+        folder: a folder to which only this user may write, because a compiled program runs as code.
 
     Raises:
         ValueError: another user could write to the folder.
@@ -107,8 +107,8 @@ class _Filled(CacheInterface):
 
 @contextmanager
 def filling() -> Iterator[None]:
-    """Until its end every program that this process compiles is stored, and none is looked up: a process whose devices
-    are described only cannot load one. One that cannot be stored is an error of its compilation, OSError."""
+    """A context in which every compiled program is stored in the cache, and none is looked up. It is for a process with
+    described devices, which cannot load programs. If a program cannot be stored, its compilation raises OSError."""
     made, raises = jax_cache.get_file_cache, jax.config.jax_raise_persistent_cache_errors
 
     def filled(path: str) -> tuple[CacheInterface, str] | None:
@@ -131,7 +131,7 @@ def _raise_errors(raises: bool) -> None:
 
 @contextmanager
 def compiling_anew() -> Iterator[None]:
-    """Until its end no program of this process, in any thread, is read from the cache or kept there."""
+    """A context in which no thread of this process reads a program from the cache or stores one there."""
     enabled = jax.config.jax_enable_compilation_cache
     _enable(False)
     try:
@@ -164,7 +164,8 @@ class CompileCounter:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """What the calling thread compiles meanwhile is not counted, nor what threads with its context do."""
+        """A context in which programs that the calling thread compiles are not counted. Threads with a copy of its
+        context do not count, either."""
         before = _expecting.set((*_expecting.get(), self))
         try:
             yield
@@ -173,12 +174,12 @@ class CompileCounter:
 
     @property
     def total(self) -> int:
-        """Programs so far, without expected ones."""
+        """The number of programs so far, without those compiled in `expecting`."""
         return self._total
 
     @property
     def from_cache_in_this_thread(self) -> int:
-        """Programs that the calling thread has read from the disk."""
+        """The number of programs that the calling thread has read from the disk."""
         return getattr(self._cached_here, "count", 0)
 
     def count(self, event: str) -> None:

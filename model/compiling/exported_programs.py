@@ -1,10 +1,10 @@
 """Keeps executables on disk between starts: a start that finds them neither traces nor compiles.
 
-They are found by what decides their trace, and also by the lowered program: where code has changed that does not change
-the program, it is traced and not compiled.
+They are found by all that decides their trace, and also by the lowered program. If the code has changed but the lowered
+program is the same, the program is traced but not compiled.
 
-JAX serialises an executable as a pickle, and whoever writes the file decides what code the next start runs. An
-executable runs only on the machine and under the versions that it was compiled for, which its fingerprint holds.
+JAX serialises an executable as a pickle, so the writer of the file decides what code the next start runs. An executable
+runs only on the machine and with the versions for which it was compiled; its fingerprint includes both.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class ExportedPrograms[K: Hashable]:
     """The executables of one fingerprint.
 
     Args:
-        folder: for the executables of all fingerprints, as for `ProgramFiles`; made for this user alone if absent.
-        fingerprint: of all that decides the executables besides names and arguments, see `executable_fingerprint`.
-        of_machine: the same of lowered programs, without what decides their trace.
-        programs: all that may be asked for.
-        names: of the same programs.
+        folder: the folder for the executables of all fingerprints (`ProgramFiles`). If absent, it is made for this user
+            alone.
+        fingerprint: the digest of all that decides the executables, other than names and arguments
+            (`executable_fingerprint`).
+        of_machine: the same digest without what decides the trace. It is used to find lowered programs.
+        programs: all programs that may be asked for.
+        names: the names of these programs.
 
     Raises:
         ValueError: another user could write to the folder.
@@ -52,11 +54,12 @@ class ExportedPrograms[K: Hashable]:
         self._by_lowered.delete_unlinked()
 
     def load(self, key: K) -> jax.stages.Compiled | None:
-        """The executable; None if it is not there or cannot be used."""
+        """Loads the executable of a program; None if there is none, or if it cannot be used."""
         return self._loaded(key, self._files, self._path(key))
 
     def load_lowered(self, key: K, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
-        """As `load`, of the same program as other code has lowered it. It is then found by `load`, too."""
+        """Loads the executable of an equal lowered program, which other code may have stored; None if there is none. A
+        later `load` of `key` finds it, too."""
         path = self._path_of_lowered(key, lowered)
         executable = self._loaded(key, self._by_lowered, path)
         if executable is not None:
@@ -82,8 +85,8 @@ class ExportedPrograms[K: Hashable]:
         return executable
 
     def store(self, key: K, executable: jax.stages.Compiled, lowered: jax.stages.Lowered) -> None:
-        """Keeps an executable. It must have been compiled by this process: XLA's code for CPUs is not complete any
-        more in an executable that came from JAX's cache."""
+        """Stores an executable. This process must have compiled it: an executable from JAX's cache no longer has all of
+        XLA's code for CPUs."""
         serialized, _, _ = serialize_executable.serialize(executable)
         path = self._path_of_lowered(key, lowered)
         self._by_lowered.write(path, serialized)
@@ -91,7 +94,7 @@ class ExportedPrograms[K: Hashable]:
             self._files.link(self._path(key), path)
 
     def discard(self, keys: Iterable[K]) -> None:
-        """Deletes executables, which are not found any more."""
+        """Deletes executables. They are not found later."""
         for key in keys:
             self._by_lowered.delete_links(self._path(key))
             self._path(key).unlink(missing_ok=True)
@@ -111,11 +114,11 @@ class ExportedPrograms[K: Hashable]:
 def executable_fingerprint(
     packages: Iterable[Path], facts: Iterable[object], device: jax.Device, options: Mapping[str, Any]
 ) -> str:
-    """A digest of all that decides an executable: all that decides its trace (see `fingerprint`), the compiler's
-    options, the devices of this process and, on a CPU, its instructions.
+    """A digest of all that decides an executable: all that decides its trace (`fingerprint`), the compiler's options,
+    the devices of this process and, on a CPU, its instructions.
 
     Args:
-        options: of the compiler.
+        options: the compiler's options.
     """
     from_environment = xla_client.CompileOptions().SerializeAsString()  # XLA_FLAGS, as XLA has read them
     topology = [(other.id, other.device_kind, getattr(other, "coords", None)) for other in jax.devices()]
@@ -124,7 +127,7 @@ def executable_fingerprint(
 
 
 def _cpu_features() -> str:
-    """The lines about the first core's model and instructions: XLA compiles for these."""
+    """The lines of /proc/cpuinfo about the first core's model and instructions, for which XLA compiles."""
     first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     kept = ("model name", "flags", "Features", "CPU part")
     return "\n".join(line for line in first.splitlines() if line.startswith(kept))

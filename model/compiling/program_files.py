@@ -1,8 +1,8 @@
-"""Files of programs on a disk or in a bucket: one folder for each fingerprint, written as a whole and read with a
+"""Files of programs on a disk or in a bucket. Each fingerprint has a folder. A file is written atomically and has a
 checksum.
 
-Reading an executable runs code that its file decides. So a folder of executables must belong to this user and be closed
-to the writing of others.
+Reading an executable runs code from its file. So a folder of executables must belong to this user, and others must not
+be able to write to it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from model.inputs.remote import RemotePath
 
 logger = logging.getLogger(__name__)
 
-_KEPT_SETS = 32  # folders of programs; the one that was not used for the longest time is deleted first
-_IN_USE_S = 3600.0  # a folder that was used so recently stays: another start may be at it
+_KEPT_SETS = 32  # folders of programs that are kept; the least recently used is deleted first
+_IN_USE_S = 3600.0  # a folder that was used more recently stays: another start may be using it
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -33,13 +33,13 @@ class ProgramFiles:
     """The files of the programs of one fingerprint.
 
     Args:
-        folder: of the programs of all fingerprints; made if absent. One that cannot be written to is a warning: what
-            it holds is read, and nothing is kept. A folder in a bucket is listed once, and nothing is deleted there.
-        fingerprint: of all that decides the programs besides what `key` is made from.
+        folder: the folder of the programs of all fingerprints; made if absent. If it cannot be written to, there is a
+            warning, and its files are only read. A folder in a bucket is listed once, and nothing is deleted there.
+        fingerprint: the digest of all that decides the programs, other than the `key` of `path`.
         kind: what the files hold, in words for messages, such as "traced program".
-        suffix: of the files' names.
-        private_to: the flag that names a local folder which must be this user's alone, see `check_private`; None:
-            others may write to it.
+        suffix: the suffix of the files' names.
+        private_to: the flag that names a local folder to which only this user may write (`check_private`); None: others
+            may write to it.
 
     Raises:
         ValueError: the folder is in a bucket that cannot be read, or another user could write to it.
@@ -70,7 +70,8 @@ class ProgramFiles:
                 check_private(path, private_to)
 
     def path(self, *key: object) -> Place:
-        """The file of the program that `key` identifies. The `repr` of each object shows all its values."""
+        """The file of the program that `key` identifies. The `repr` of each object in `key` must show all its
+        values."""
         return self.folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}{self._suffix}"
 
     def has(self, path: Place) -> bool:
@@ -78,8 +79,8 @@ class ProgramFiles:
         return path.is_file() if self._listed is None else path.name in self._listed
 
     def read(self, path: Place) -> bytes | None:
-        """None if there is no such file, or if it is not as it was written, could have been written by others or cannot
-        be read, which is a warning."""
+        """The program in the file; None if there is no such file. If the file is damaged, could have been written by
+        others or cannot be read, there is a warning, and the result is None."""
         try:
             if not self.has(path):
                 return None
@@ -98,7 +99,7 @@ class ProgramFiles:
         return program
 
     def write(self, path: Place, program: bytes | bytearray) -> None:
-        """Replaces the file as a whole: several servers may start at once. A failure is a warning."""
+        """Replaces the file atomically, because several servers may start at once. A failure is a warning."""
         if not self.keeps:
             return
         try:
@@ -110,7 +111,7 @@ class ProgramFiles:
             self._listed.add(path.name)
 
     def link(self, path: Place, other: Path) -> None:
-        """Gives the file at `other`, a program of another fingerprint, the name `path`, too. A failure is a warning."""
+        """Makes `path` a hard link to `other`, the file of a program of another fingerprint. A failure is a warning."""
         assert isinstance(path, Path)
         named = path.with_name(f"{path.name}.{os.getpid()}")
         try:
@@ -122,14 +123,14 @@ class ProgramFiles:
             named.unlink(missing_ok=True)  # a link to the same file is not replaced
 
     def delete_links(self, other: Path) -> None:
-        """Deletes the files that `link` has given the name `other`, too."""
+        """Deletes the files that `link` has linked to `other`."""
         for path in self._files():
             with suppress(FileNotFoundError):
                 if path.samefile(other):
                     path.unlink()
 
     def delete_unlinked(self) -> None:
-        """Deletes the files that have no other name any more, and that no start has just made."""
+        """Deletes the files that have no other link, except those that a start has just made."""
         for path in self._files():
             with suppress(FileNotFoundError):  # another start may be deleting it, too
                 status = path.stat()
@@ -141,7 +142,8 @@ class ProgramFiles:
 
 
 def check_private(path: Path, flag: str) -> None:
-    """Raises ValueError if another user owns the file or folder, or could write to it. `flag` names the folder."""
+    """Raises ValueError if another user owns the file or folder, or could write to it. `flag` is the flag that names
+    the folder."""
     status = path.stat()
     if status.st_uid != os.geteuid():
         raise ValueError(

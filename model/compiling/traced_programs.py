@@ -1,8 +1,8 @@
 """Keeps traced programs on disk between starts: a start that finds them does not run the model's Python code.
 
-JAX's own cache of compiled programs is looked up by the traced program, so it cannot save the tracing, which is most of
-a start from the disk. Here a program is looked up by all that decides its trace. The file holds StableHLO as
-`jax.export` serialises it, which is data: reading it runs no code.
+JAX's own cache finds compiled programs by their traces, so it cannot save the tracing, which is most of the time of a
+start from the disk. This module finds a program by all that decides its trace. The file holds StableHLO as `jax.export`
+serialises it. This is data: reading it runs no code.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ class Program:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """What identifies the program among others of its name: shapes, types and placement."""
+        """The shapes, types and shardings that identify the program among those with the same name."""
         return self.arguments, self.donated, self.out_shardings
 
     def devices(self) -> tuple[jax.Device, ...]:
-        """Those that the program runs on, in its order."""
+        """The devices on which the program runs, in the order of its mesh."""
         sharding = jax.tree.leaves(self.arguments)[0].sharding
         if isinstance(sharding, jax.sharding.NamedSharding):
             return tuple(sharding.mesh.devices.flat)
         return tuple(sharding.device_set)
 
     def trace(self) -> jax.stages.Traced:
-        """Traces the function. JAX keeps what it has traced and compiled by function: this is a new one."""
+        """Traces the function. It is wrapped in a new function, because JAX keeps traces and executables by
+        function."""
 
         @wraps(self.function)  # profiles and dumps show its name
         def function(*arguments: Any) -> Any:
@@ -72,11 +73,12 @@ class Program:
         return jitted.trace(*self.arguments)
 
     def lower(self) -> jax.stages.Lowered:
-        """The program as the compiler takes it."""
+        """The lowered program, which the compiler takes."""
         return self.trace().lower()
 
     def traced(self) -> export.Exported:
-        """Traces the function, with arguments and results as flat lists: trees of our own types are not serialised."""
+        """Traces the function with arguments and results as flat lists, because trees of our own types cannot be
+        serialised."""
         leaves, structure = jax.tree.flatten(self.arguments)
 
         def flat(*leaves: jax.Array) -> list[jax.Array]:
@@ -91,7 +93,7 @@ class Program:
         return export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
 
     def calling(self, exported: export.Exported) -> Program:
-        """The same program, which calls what `traced` has given."""
+        """The same program, which calls the result of `traced` instead of its function."""
 
         @wraps(self.function)  # profiles and dumps show its name
         def call(*arguments: Any) -> Any:
@@ -101,7 +103,7 @@ class Program:
         return Program(call, self.arguments, self.donated, self.out_shardings)
 
     def as_read(self) -> Program:
-        """The same program, as a start reads it from the disk."""
+        """The same program after it was stored and read again, as in a start from the disk."""
         return self.calling(export.deserialize(bytearray(self.traced().serialize())))
 
 
@@ -109,7 +111,7 @@ class TracedPrograms:
     """The traced programs of one fingerprint. A folder that cannot be used is a warning, and programs are then traced.
 
     Args:
-        folder, fingerprint: as for `ProgramFiles`; a program's name and the shapes of its arguments identify it.
+        folder, fingerprint: the arguments of `ProgramFiles`. A program's name and its `shapes` identify it.
     """
 
     def __init__(self, folder: Place, fingerprint: str) -> None:
@@ -125,7 +127,8 @@ class TracedPrograms:
         return self._files is not None and self._files.has(self._files.path(name, *program.shapes))
 
     def lower(self, name: str, program: Program) -> jax.stages.Lowered:
-        """The program, lowered from the disk if it is there, otherwise traced and stored."""
+        """The lowered program. Its trace is read from the disk; if it is not there, the program is traced and
+        stored."""
         if self._files is None:
             return program.lower()
         path = self._files.path(name, *program.shapes)
@@ -143,9 +146,10 @@ def fingerprint(packages: Iterable[Path], facts: Iterable[object], device: jax.D
     """A digest of all that decides how a program is traced.
 
     Args:
-        packages: the folders of the Python packages whose code the programs run; every file counts.
-        facts: the other inputs of the trace, such as the model's structure. The `repr` of each shows all its values.
-        device: one of those that the programs are for.
+        packages: the folders of the Python packages whose code the programs run. Every .py and .json file counts.
+        facts: the other inputs of the trace, such as the model's structure. The `repr` of each must show all its
+            values.
+        device: one of the devices for which the programs are.
     """
     digest = hashlib.sha256()
     for package in packages:

@@ -1,4 +1,4 @@
-"""Files of object stores, read and written through fsspec. Errors are in words and name the URL."""
+"""Reads and writes files of object stores through fsspec. Errors are readable and name the URL."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GCS = "gs"
-PIECE_BYTES = 16 << 20  # of one request; a longer range is read in pieces at once
-_PIECES_AT_ONCE = 8  # of a file that is copied
+PIECE_BYTES = 16 << 20  # bytes of one request; a longer range is read in several at a time
+_PIECES_AT_ONCE = 8  # pieces of a copied file that are read at a time
 _PACKAGES = {GCS: "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
 _INSTALL = ".venv/bin/python -m pip install -c scripts/constraints.txt"
 _NO_CREDENTIALS = (
@@ -26,23 +26,23 @@ _NO_CREDENTIALS = (
 
 
 class Size(NamedTuple):
-    """What `stat` tells of an object."""
+    """The result of `stat` for an object."""
 
     st_size: int
 
 
 class Found(NamedTuple):
-    """A file somewhere below a folder."""
+    """A file in a folder or its subfolders."""
 
-    name: str  # "sub/folder/file", from that folder on
+    name: str  # path relative to the folder, such as "sub/folder/file"
     st_size: int
     st_mtime: float  # 0 if the store does not say it
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A file or folder of an object store. Its methods are those of `pathlib.Path`; a folder is there while something
-    is in it. All of them wait for the store, so none may be called on an event loop.
+    """A file or folder of an object store. Its methods are those of `pathlib.Path`. A folder exists while it has files.
+    All methods wait for the store, so none may be called on an event loop.
 
     Raises:
         FileNotFoundError: the object is not there.
@@ -122,12 +122,12 @@ class RemotePath:
         return self.read_bytes().decode(encoding)
 
     def read_range(self, start: int, end: int) -> bytearray:
-        """The bytes from `start` to `end`, in pieces asked for at once."""
+        """The bytes from `start` to `end`. Several requests at a time read pieces of them."""
         pieces = [(first, min(first + PIECE_BYTES, end)) for first in range(start, end, PIECE_BYTES)]
         return bytearray().join(self.read_ranges(pieces))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each (start, end), all asked for at once."""
+        """The bytes of each range (start, end). All ranges are requested at once."""
         wanted = [(start, end) for start, end in ranges if end > start]
         with _in_words(self):
             paths, starts, ends = [self.path] * len(wanted), [s for s, _ in wanted], [e for _, e in wanted]
@@ -142,7 +142,7 @@ class RemotePath:
         return [bytes(next(filled)) if end > start else b"" for start, end in ranges]
 
     def copy_to(self, local: Path) -> None:
-        """Copies the file to this machine, some pieces at once. The copy is as long as the file or not there."""
+        """Copies the file to this machine, several pieces at a time. An incomplete copy is deleted."""
         size, version = self.stat().st_size, self.version()
         part = local.with_name(f"{local.name}.{os.getpid()}")
         try:
@@ -165,17 +165,17 @@ class RemotePath:
         self.write_bytes(text.encode(encoding))
 
     def copy_from(self, local: Path, *, is_new: bool = False) -> None:
-        """As `write_bytes`, with the content of a file of this machine.
+        """Uploads a file of this machine. The object is written completely or not at all.
 
         Args:
-            is_new: raises FileExistsError if the file is there, also if another machine has written it in this moment.
+            is_new: raises FileExistsError if the object exists, even if another machine has written it just now.
         """
         with self._writing():
             self._files().put_file(str(local), self.path, mode="create" if is_new else "overwrite")
         self._check_written(local.stat().st_size)
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing: an object store has no folders."""
+        """Does nothing, because an object store has no folders."""
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         with _in_words(self):
@@ -212,7 +212,7 @@ class RemotePath:
             raise ValueError(f"{self} has {written} bytes, and {size} were written: write it again")
 
     def _info(self) -> dict[str, Any] | None:
-        """None: nothing is there."""
+        """The store's information about the file or folder; None if nothing is there."""
         with _in_words(self):
             try:
                 found: dict[str, Any] = self._files().info(self.path)

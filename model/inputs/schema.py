@@ -47,7 +47,8 @@ def decode[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> S:
 
 
 def check[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> tuple[S | None, list[str]]:
-    """As `decode`, but returns the problems instead of raising. The value is None if there are problems."""
+    """The fields of `schema` in `raw`, and the problems: every missing or wrong field. The fields are None if there are
+    problems."""
     values, problems = {}, []
     for field in msgspec.structs.fields(schema):
         name, value = field.encode_name, raw.get(field.encode_name)

@@ -1,10 +1,10 @@
-"""The pages behind the host's memory: files in a folder or a bucket, bounded in bytes; the least recently used go.
+"""A store of pages in files, in a folder or a bucket. Their bytes have a bound; the least recently used are deleted.
 
-Several engines may share the folder. Each knows what it has stored itself, and learns of the others' pages when it
-lists the folder, at first and then from time to time. So between two listings, engines together may exceed the bound by
-what they have stored since. Until the first listing has ended nothing is stored.
+Several engines may share the folder. Each knows the pages that it has stored, and learns of other engines' pages when
+it lists the folder, at first and then from time to time. So between two listings, engines together may exceed the bound
+by what they have stored since. Nothing is stored until the first listing has ended.
 
-Pages of other weights, or of another form, may lie in the same folder. They count, and are never read.
+The folder may also have pages of other weights, or of another form. They count for the bound, and are never read.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from model.page_files.page_index import KeptPage, PageIndex
 logger = logging.getLogger(__name__)
 
 PATH_FLAG, SIZE_FLAG = "--kv-offloading-path", "--kv-offloading-disk"
-PAUSE_S = 60.0  # without a try to store, after one that failed: a full disk stays full for a while
+PAUSE_S = 60.0  # nothing is stored for this time after a failure: a full disk stays full for a while
 _FOLDER_LISTED_EVERY_S = 30.0
-_BUCKET_LISTED_EVERY_S = 300.0  # each thousand objects are a request
-_LISTING_SHARE = 0.02  # of the time at most: a listing of many files takes the interpreter from the engine
-_CLOSE_S = 5.0  # for a listing that waits for a disk
+_BUCKET_LISTED_EVERY_S = 300.0  # a listing takes a request for each thousand objects
+_LISTING_SHARE = 0.02  # most of the time spent on listings: one of many files keeps the interpreter from the engine
+_CLOSE_S = 5.0  # the longest wait for a listing that waits for a disk
 
 
 class PageFiles:
     """A `batcher.page_store.PageStore` of files. A failure is counted; the first of its kind is a warning.
 
     Args:
-        place: the folder, of this machine or of a bucket. One of this machine is made if it is absent.
-        identity: of the pages that are stored and found.
-        max_bytes: of the files of all pages in the folder.
-        list_every_s: the time between two listings; None: a default for the kind of place.
-        clock: seconds, for the pause after a failed try to store.
+        place: the folder, on this machine or in a bucket. A folder on this machine is made if it is absent.
+        identity: the identity of the pages that are stored and found.
+        max_bytes: the most bytes of the files of all pages in the folder.
+        list_every_s: the seconds between two listings; None: a default for the kind of place.
+        clock: gives seconds, for the pause after a failure.
 
     Raises:
         ValueError: the folder cannot be used or is open to others, or `max_bytes` is less than a page.
@@ -61,8 +61,8 @@ class PageFiles:
     ) -> None:
         self.num_stored = 0  # pages
         self.num_loaded = 0
-        self.num_broken = 0  # files that were not what their names say
-        self.num_failed = 0  # calls that a disk or a store did not serve, and pages that were not stored in a pause
+        self.num_broken = 0  # files whose content does not match their names
+        self.num_failed = 0  # failed calls of a disk or a store, and pages that were not stored in a pause
         self._identity = identity.digest()
         self._page_bytes = identity.page_bytes
         self._token_bytes = identity.page_size * np.dtype(np.int32).itemsize
@@ -79,7 +79,7 @@ class PageFiles:
         self._clock = clock
         self._paused_until_s = -float("inf")
         self._warned: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()  # of all that follows and of the counters; never held while files are used
+        self._lock = threading.Lock()  # guards all that follows and the counters; never held while files are used
         self._index = PageIndex()
         self._num_writing = 0
         self._since_listing: set[str] | None = None  # stored since the last listing began; None: there was none
@@ -90,7 +90,7 @@ class PageFiles:
 
     @property
     def num_pages(self) -> int:
-        """All in the folder, as far as they are known."""
+        """The number of all pages in the folder, as far as they are known."""
         return len(self._index)
 
     @property
@@ -103,8 +103,8 @@ class PageFiles:
         return _name(self._identity, digest) in self._index
 
     def load(self, digest: bytes, tokens: bytes, page: np.ndarray) -> bool:
-        """See `PageStore`. A page that another engine has just stored is found, too. After False, `page` may hold
-        anything."""
+        """Reads a page into `page`, u8[page_bytes]. Returns False if it is missing, broken, or a page of other tokens;
+        `page` may then hold anything. A page that another engine has just stored is found, too."""
         self.start_listing()
         head = self._head(digest, tokens)
         name, start, content = _name(head.identity, digest), bytearray(head.size), self._bytes_of(page)
@@ -157,8 +157,8 @@ class PageFiles:
         return is_written
 
     def clear(self) -> None:
-        """See `PageStore`. The files stay for engines that start later, until they are the least recently used; what
-        is stored from now on, this engine alone finds."""
+        """Forgets all pages: later calls do not find them. The files stay for engines that start later, until they are
+        the least recently used. Only this engine finds the pages that it stores from now on."""
         self._identity = secrets.token_bytes(DIGEST_BYTES)
 
     def close(self) -> None:
@@ -167,8 +167,8 @@ class PageFiles:
             self._thread.join(_CLOSE_S)
 
     def refresh(self) -> None:
-        """Lists the folder now, and deletes the least recently used files if they exceed the bound. Called in the
-        background, from the first call of another method on."""
+        """Lists the folder, and deletes the least recently used files if the files exceed the bound. A thread calls it
+        in the background, after the first use of the store."""
         with self._listing:
             with self._lock:
                 self._since_listing = set()
@@ -186,7 +186,7 @@ class PageFiles:
         self._delete(unused)
 
     def start_listing(self) -> None:
-        """Lists the folder on a thread of its own, now and again. The first use of a page starts it, too."""
+        """Starts the thread that lists the folder now and from time to time. The first use of a page starts it, too."""
         if self._thread is not None:
             return
         with self._lock:
@@ -225,7 +225,7 @@ class PageFiles:
         return True
 
     def _delete(self, names: Sequence[str]) -> bool:
-        """Whether all could be deleted. The next listing finds what could not be."""
+        """Deletes files. Returns whether all could be deleted. The next listing finds the others."""
         try:
             for name in names:
                 self._files.delete(name)

@@ -1,7 +1,7 @@
 """Draws tokens in proportion to their weights. The random numbers are a function of seed, position and token.
 
-One draw of a token consists of two draws with the Gumbel-max trick: of a block of the vocabulary, and of a token in
-that block. This takes V / 128 + 128 random numbers instead of V.
+A token is drawn in two steps with the Gumbel-max trick: first a block of the vocabulary, and then a token in the block.
+This takes V / 128 + 128 random numbers instead of V.
 
 Blocks divide the whole vocabulary, so the noise of a token does not depend on the number of chips. If a chip's part
 begins or ends inside a block, several chips hold a share of that block. Each chip therefore offers its best whole block
@@ -26,7 +26,7 @@ BLOCK = 128  # tokens
 
 
 def categorical(shard: VocabShard, weights: jax.Array, seed: jax.Array, positions: jax.Array) -> jax.Array:
-    """i32[S] drawn in proportion to `weights` f32[S, V], 0 to 1; seeds are u32[S, 2], positions i32[S]."""
+    """Draws tokens i32[S] in proportion to `weights` f32[S, V], 0 to 1. `seed` is u32[S, 2], `positions` i32[S]."""
     noise = _noise(shard, seed, positions)
     token_noise = noise[:, _num_blocks(shard) :][:, :BLOCK]
     blocks = _local_blocks(shard, weights)  # [S, B, BLOCK]
@@ -63,8 +63,8 @@ def _num_blocks(shard: VocabShard) -> int:
 
 
 def _noise(shard: VocabShard, seed: jax.Array, positions: jax.Array) -> jax.Array:
-    """f32[S, V / BLOCK + BLOCK or one more]: Gumbel noise of all blocks, then of the tokens in a block. Every chip
-    computes all of it: an exchange would take longer."""
+    """Gumbel noise f32[S, V / BLOCK + BLOCK or one more]: first for all blocks, then for the tokens in a block. Every
+    chip computes all of it, because an exchange would take longer."""
     index = jnp.arange(-(-(_num_blocks(shard) + BLOCK) // 2), dtype=jnp.uint32)
     position = positions.astype(jnp.uint32)[:, None]
     return gumbel(jnp.concatenate(threefry2x32((seed[:, :1], seed[:, 1:]), (position, index)), axis=1))
@@ -96,7 +96,7 @@ def _decide(
     tokens: jax.Array,  # i32[S, n], the best of the share
     scores: jax.Array,  # f32[S, n], of that token
 ) -> jax.Array:
-    """i32[S]: the best token of the best block of all chips."""
+    """The best token i32[S] of the best block of all chips."""
     *parts, blocks, tokens, scores = shard.gather(*masses, blocks, tokens, scores)
     is_same = blocks[:, :, None] == blocks[:, None, :]
     whole = jnp.sum(jnp.where(is_same, jnp.stack(parts)[:, :, None], 0), axis=-1, dtype=jnp.uint32)  # u32[3, S, n]

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-BITS = 13  # of each of the three integers; the part of a weight below 2**-39 is dropped
-MAX_TERMS = 2**19 - 1  # the sum of so many integers of up to 2**13 still fits in 32 bits
+BITS = 13  # bits of each of the three integers; the part of a weight below 2**-39 is dropped
+MAX_TERMS = 2**19 - 1  # the sum of this many integers of up to 2**13 fits in 32 bits
 
 
 def cut(weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`weights`, 0 to 1, as three u32 in units of 2**-13, 2**-26 and 2**-39. Each is exact."""
+    """Cuts `weights`, 0 to 1, into three u32 in units of 2**-13, 2**-26 and 2**-39. Each is exact."""
     parts, rest = [], weights
     for _ in range(3):
         scaled = rest * 2.0**BITS
@@ -27,10 +27,10 @@ def cut(weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def exact_sum(weights: jax.Array) -> jax.Array:
-    """u32[3, ...]: the three sums over the last axis. Sums of the same vocabulary can be added further.
+    """The three sums u32[3, ...] over the last axis. The sums of a vocabulary's parts can be added.
 
     Raises:
-        ValueError: there are more terms than fit in 32-bit sums.
+        ValueError: there are more than `MAX_TERMS` terms, whose sums might not fit in 32 bits.
     """
     if weights.shape[-1] > MAX_TERMS:
         raise ValueError(f"exact sums have at most {MAX_TERMS} terms: {weights.shape=}")
@@ -43,13 +43,13 @@ def _in_three_sums(weights: jax.Array) -> jax.Array:
 
 
 def _in_one_sum(weights: jax.Array) -> jax.Array:
-    """One reduction of three operands: of three separate reductions, each would read the weights."""
+    """The sums by one reduction of three operands. Each of three separate reductions would read the weights."""
     zeros = (jnp.uint32(0),) * 3
     return jnp.stack(lax.reduce(cut(weights), zeros, lambda x, y: tuple(map(lax.add, x, y)), (weights.ndim - 1,)))
 
 
 def as_float(sums: jax.Array) -> jax.Array:
-    """f32[...] of u32[3, ...], rounded. A greater sum never gives a smaller float."""
+    """The sums u32[3, ...] as f32[...], rounded. A greater sum never gives a smaller float."""
     high, middle, low = sums
     middle = middle + (low >> BITS)
     high = high + (middle >> BITS)

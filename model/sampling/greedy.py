@@ -1,8 +1,8 @@
 """The greedy token of each row and whether its logits are finite, in as few passes over the logits as a chip allows.
 
-Accelerators take one pass: a reduction of three columns at once, which a TPU computes in the product that makes the
-logits, and a GPU in two launches. CPUs take three passes of plain reductions: XLA compiles those to vector
-instructions there, and the other one to a scalar loop.
+Accelerators take one pass: a reduction of three columns at once. A TPU computes it in the product that makes the
+logits, and a GPU in two launches. CPUs take three passes of plain reductions, which XLA compiles to vector
+instructions; it would compile the reduction of three columns to a scalar loop.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NONE = jnp.iinfo(jnp.int32).max
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """i32[S], of f32[S, V]: the lowest token with the greatest logit. A row with a NaN gets its last token."""
+    """The lowest token i32[S] with the greatest logit, from logits f32[S, V]. A row with a NaN gets its last token."""
     return first_of_greatest(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32))
 
 
 def greedy_and_finite(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of f32[S, V]: the tokens of `greedy`, i32[S], and whether all logits are finite, bool[S]."""
+    """The tokens of `greedy`, i32[S], and whether all logits of a row are finite, bool[S], from logits f32[S, V]."""
     return lax.platform_dependent(logits, cpu=in_plain_passes, default=in_one_pass)
 
 
@@ -44,13 +44,13 @@ def in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _better(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Of (logit, token, absolute value): the greater logit with its token, the lower one of two, and the larger
-    absolute value, or NaN."""
+    """Combines two (logit, token, absolute value). The result has the greater logit with its token, and the larger
+    absolute value, or NaN. If the logits are equal, the lower token is taken."""
     takes_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
     return jnp.where(takes_b, b[0], a[0]), jnp.where(takes_b, b[1], a[1]), jnp.maximum(a[2], b[2])
 
 
 def all_finite(logits: jax.Array) -> jax.Array:
-    """bool[S], of f32[S, V]. The product that makes the logits also computes a maximum; a test of each logit would read
-    them again."""
+    """Whether all logits of a row are finite, bool[S], from logits f32[S, V]. It tests the maximum, which XLA computes
+    in the product that makes the logits. A test of each logit would read them again."""
     return jnp.max(jnp.abs(logits), axis=-1) < jnp.inf  # a maximum with a NaN is NaN

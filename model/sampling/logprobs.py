@@ -1,6 +1,6 @@
-"""Log-probabilities of a row's own token and of the most likely tokens.
+"""Log-probabilities of each row's own token and of the most likely tokens.
 
-Each chip finds the most likely tokens of its part of the vocabulary, and the sum over the part. These small results of
+Each chip finds the most likely tokens of its part of the vocabulary, and the sum over the part. The small results of
 all chips are then merged.
 
 Shape legend: `S` rows, `V` vocabulary (or one chip's part of it).
@@ -25,7 +25,7 @@ from model.sampling.vocab_split import VocabShard
 class Logprobs:
     """Log-probabilities of a step's rows."""
 
-    chosen: jax.Array  # f32[S], of the row's own token
+    chosen: jax.Array  # f32[S], log-probability of the row's own token
     top_ids: jax.Array  # i32[S, MAX_LOGPROBS], most likely first
     top: jax.Array  # f32[S, MAX_LOGPROBS]
 
@@ -33,18 +33,18 @@ class Logprobs:
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A chip's results for its part; those of several chips are concatenated."""
+    """A chip's results for its part of the vocabulary. The results of several chips are concatenated."""
 
     top: jax.Array  # f32[S, k], the greatest logits
     top_ids: jax.Array  # i32[S, k]
-    log_sum_exp: jax.Array  # f32[S, 1], of the logits; -inf if none of its tokens can be drawn
+    log_sum_exp: jax.Array  # f32[S, 1], over the part's logits; -inf if none of its tokens can be drawn
     chosen: jax.Array  # f32[S, 1], the logit of the row's own token; 0 if another chip has it
 
 
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A chip's results, and how many tokens of its part are more likely than the row's own."""
+    """A chip's results, and the number of tokens in its part that are more likely than the row's own."""
 
     found: Found
     num_above: jax.Array  # i32[S, 1]
@@ -57,12 +57,15 @@ def logprobs(
     asking: jax.Array,
     mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
 ) -> Logprobs:
-    """`logits` are f32[S, V], raw or processed as `mode` says; `tokens` i32[S] are clipped. Zeros if no row asks."""
+    """The log-probabilities of `tokens` i32[S] and of the most likely tokens; zeros if no row asks.
+
+    `logits` gives f32[S, V], raw or processed as `mode` says. `tokens` out of range are clipped.
+    """
     return if_asked(asking, lambda: merge(shard, find(shard, logits(), tokens), are_logits=mode.are_logits))
 
 
 def if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
-    """The result of `compute` if some row asks, and zeros of its shape otherwise."""
+    """The result of `compute` if some row asks; otherwise zeros of its shape."""
 
     def zeros() -> T:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
@@ -71,7 +74,7 @@ def if_asked[T](asking: jax.Array, compute: Callable[[], T]) -> T:
 
 
 def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
-    """`logprobs` without the exchange, which `merge` makes."""
+    """The results of this chip. `merge` exchanges them."""
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, shard.size))
     own = shard.locate(jnp.clip(tokens, 0, shard.vocab_size - 1))[:, None]
     chosen = jnp.take_along_axis(logits, jnp.minimum(own, shard.size - 1), axis=1)
@@ -84,7 +87,8 @@ def find(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Found:
 
 
 def find_ranked(shard: VocabShard, logits: jax.Array, tokens: jax.Array) -> Ranked:
-    """`find`, and what the ranks of `tokens` are made of. Takes one exchange, of the tokens' own logits."""
+    """The results of `find`, and the numbers from which `merge_ranked` computes the ranks of `tokens`. It exchanges the
+    logits of the tokens once."""
     found = find(shard, logits, tokens)
     num_above = jnp.sum(logits > shard.total(found.chosen), axis=-1, keepdims=True, dtype=jnp.int32)
     return Ranked(found=found, num_above=num_above)
@@ -97,7 +101,8 @@ def merge_ranked(shard: VocabShard, ranked: Ranked) -> tuple[Logprobs, jax.Array
 
 
 def merge(shard: VocabShard, found: Found, *, are_logits: bool = False) -> Logprobs:
-    """The log-probabilities, or the logits, from every chip's results. Takes two exchanges: of floats and of ids."""
+    """The log-probabilities, or the logits, from the results of all chips. It takes two exchanges, for floats and for
+    ids."""
     (top_ids,) = shard.gather(found.top_ids)
     top, of_shards, chosen = shard.gather(found.top, found.log_sum_exp, found.chosen)
     normaliser = 0 if are_logits else jax.nn.logsumexp(of_shards, axis=-1, keepdims=True)

@@ -1,9 +1,8 @@
-"""Works on a step's rows a block at a time, as many blocks as there are rows in use.
+"""Computes a step's rows in blocks, and only the blocks with rows in use.
 
-A TPU's compiler takes longer for more rows: of 64 rows and a vocabulary of 128,256 tokens, 4.9 CPU seconds for the
-most likely tokens alone, and 0.6 for 16 rows. In blocks, a step with few rows also costs as much in a program with many
-rows as in one with few, so prompts need no programs with few rows
-(`scripts/lab/results/2026-11-26-ladder.md`).
+A TPU's compiler takes longer for more rows. With a vocabulary of 128,256 tokens, the most likely tokens alone take 4.9
+CPU seconds for 64 rows, and 0.6 for 16 rows. In blocks, a step with few rows costs the same in a program with many rows
+as in a program with few, so prompts need no programs with few rows (`scripts/lab/results/2026-11-26-ladder.md`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROWS = 16  # of a block: with fewer, a full step costs more; with more, a step of a few rows does
+ROWS = 16  # rows of a block: with fewer, a full step costs more; with more, a step of a few rows costs more
 
 
 def in_blocks[Rows, Kept](
@@ -24,14 +23,14 @@ def in_blocks[Rows, Kept](
     """`function(rows, kept)` -> (results, kept), called for one block of rows after the other.
 
     Args:
-        function: its results of a row do not depend on the other rows. Rows of zeros must leave `kept` as it is: the
-            last block may be filled up with them.
+        function: the computation. Its results for a row must not depend on the other rows. Rows of zeros must not
+            change `kept`, because they may pad the last block.
         rows: a tree of arrays [S, ...].
-        kept: what a block leaves to the next one.
-        num_used: i32, the rows up to the last one whose results are used.
+        kept: the value that a block passes to the next one.
+        num_used: i32, the number of rows up to the last row whose results are used.
 
     Returns:
-        The results [S, ...], and what the last block leaves. Rows behind the used blocks have zeros.
+        The results [S, ...], and the `kept` of the last block. Rows after the used blocks have zeros.
     """
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     if num_rows <= ROWS:

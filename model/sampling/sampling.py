@@ -67,14 +67,14 @@ def sampling_rows(state: jax.Array) -> SamplingRows:  # state: i32[S, SlotLayout
 
 
 def _read(state: jax.Array, column: Column) -> jax.Array:
-    """[S] for a number, [S, width] for a list."""
+    """The values of a column: [S] for a number, [S, width] for a list."""
     start = SlotLayout.at(column.name)
     bits = state[:, start] if column.width == 1 else state[:, start : start + column.width]
     return bits != 0 if column.dtype == "bool" else lax.bitcast_convert_type(bits, column.dtype)
 
 
 def history_of(history: jax.Array, slots: jax.Array) -> jax.Array:
-    """i32[S, V]: the rows of `history` i32[num_slots, V] at `slots` i32[S], which are clipped."""
+    """The rows i32[S, V] of `history` i32[num_slots, V] at `slots` i32[S]. Slots out of range are clipped."""
 
     def one_by_one(history: jax.Array, slots: jax.Array) -> jax.Array:
         return lax.map(lambda slot: lax.dynamic_index_in_dim(history, slot, keepdims=False), slots)
@@ -90,13 +90,13 @@ def sample(
     shard: VocabShard,
     logits: jax.Array,  # f32[S, V]
     rows: SamplingRows,
-    positions: jax.Array,  # i32[S], of the drawn token in its sequence
-    asking: jax.Array,  # bool[S]: the row's token will be used; other rows cause no work
+    positions: jax.Array,  # i32[S], position of the drawn token in its sequence
+    asking: jax.Array,  # bool[S]: whether the row's token will be used; other rows cause no work
     history: Callable[[], jax.Array],  # i32[S, V], the rows' token histories; read only if some row has a penalty
     masks: Callable[[], jax.Array],  # i32[S, num_mask_words], the rows' masks; read only if some row has one
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows' next tokens, i32[S], and their log-probabilities under the distributions of `processed`, f32[S]: only
-    of rows that want them."""
+    """Draws the rows' next tokens i32[S]. Returns them and their log-probabilities f32[S] under the distributions of
+    `processed`. The log-probabilities are valid only for rows that want them."""
     adjusted = adjust(shard, logits, rows, positions, asking, history, masks)
     greatest, best = most_likely(shard, adjusted)
     draws = asking & (rows.temperature > 0)
@@ -106,15 +106,15 @@ def sample(
         weights, threshold = _weights_to_keep(shard, adjusted, greatest, rows, draws)
         kept = jnp.where(weights >= threshold[:, None], weights, 0)
         tokens = jnp.where(draws, categorical(shard, kept, rows.seed, positions), best)
-        # It takes the weights and not what is kept of them, which would have to be stored in every step.
+        # `_log_shares` takes all weights: `kept` would have to be stored in every step.
         return tokens, if_asked(scored, lambda: _log_shares(shard, weights, threshold, tokens))
 
     return lax.cond((draws | scored).any(), draw, lambda: (best, jnp.zeros_like(greatest)))
 
 
 def _log_shares(shard: VocabShard, weights: jax.Array, threshold: jax.Array, tokens: jax.Array) -> jax.Array:
-    """f32[S]: the logarithm of the share that each row's token i32[S] has in the `weights` f32[S, V] that are at least
-    `threshold` f32[S]. One exchange."""
+    """The logarithm f32[S] of the share that each row's token i32[S] has in the sum of the `weights` f32[S, V] that are
+    at least `threshold` f32[S]. It takes one exchange."""
     index = shard.locate(tokens)[:, None]
     own = jnp.take_along_axis(weights, jnp.minimum(index, shard.size - 1), axis=1)
     kept = exact_sum(jnp.where(weights >= threshold[:, None], weights, 0))  # u32[3, S]
@@ -132,8 +132,8 @@ def processed(
     history: Callable[[], jax.Array],
     masks: Callable[[], jax.Array],
 ) -> jax.Array:
-    """The logits f32[S, V] of the distribution that `sample` draws from; arguments as there. Tokens that cannot be
-    drawn have -inf. Greedy rows have no temperature, top_k, top_p and min_p."""
+    """The logits f32[S, V] of the distribution from which `sample` draws with the same arguments. Tokens that cannot be
+    drawn have -inf. Temperature, top_k, top_p and min_p do not apply to greedy rows."""
     adjusted = adjust(shard, logits, rows, positions, asking, history, masks)
     greatest, _ = most_likely(shard, adjusted)
     draws = asking & (rows.temperature > 0)
@@ -145,8 +145,12 @@ def processed(
 def _weights_to_keep(
     shard: VocabShard, adjusted: jax.Array, greatest: jax.Array, rows: SamplingRows, draws: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The weights f32[S, V] of `adjusted` f32[S, V], whose `greatest` are f32[S], and the least f32[S] that each row
-    keeps. Rows that do not draw, bool[S], have the temperature 1 and keep all."""
+    """The weights f32[S, V] of the logits `adjusted` f32[S, V], and the least weight f32[S] that each row keeps. Rows
+    for which `draws` is False have the temperature 1 and keep all weights.
+
+    Args:
+        greatest: f32[S], the greatest of `adjusted` in each row.
+    """
     weights = tempered_weights(shard, adjusted, greatest, jnp.where(draws, rows.temperature, 1))
     threshold = kept_threshold(shard, weights, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p, asking=draws)
     return weights, jnp.where(draws, threshold, 0)
@@ -169,7 +173,7 @@ def adjust(
     history: Callable[[], jax.Array],  # i32[S, V]
     masks: Callable[[], jax.Array],  # i32[S, num_mask_words]
 ) -> jax.Array:
-    """The logits [S, V] after bias, penalties, ban and mask. Greedy rows take the greatest."""
+    """The logits f32[S, V] after bias, penalties, ban and mask. A greedy row takes the token with the greatest."""
     biased = asking & (rows.num_bias > 0)
     penalised = asking & rows.has_penalty
     banned = asking & (positions < rows.min_kv_len) & (rows.num_stop_ids > 0)
@@ -194,8 +198,8 @@ def _add_bias(shard: VocabShard, logits: jax.Array, rows: SamplingRows) -> jax.A
 
 
 def _penalise(logits: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array:
-    """Repetition (arXiv:1909.05858, over prompt and output, as vLLM and Hugging Face apply it), then
-    frequency and presence (over output only, as in OpenAI's API)."""
+    """Applies the repetition penalty (arXiv:1909.05858) over prompt and output, as vLLM and Hugging Face do. Then it
+    applies the frequency and presence penalties over output only, as in OpenAI's API."""
     outputs = history & (IN_PROMPT - 1)
     repetition = rows.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -227,6 +231,6 @@ def tempered_weights(
     greatest: jax.Array,  # f32[S], over the whole vocabulary
     temperature: jax.Array,  # f32[S]
 ) -> jax.Array:
-    """f32[S, V], exp of (logit - greatest) / temperature: the tempered distribution, scaled to a greatest weight of
-    1."""
+    """The weights f32[S, V], exp((logit - greatest) / temperature): the tempered distribution, scaled so that the
+    greatest weight is 1."""
     return shard.ops.temper(logits, greatest, temperature)

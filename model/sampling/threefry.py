@@ -15,7 +15,7 @@ PARITY = 0x1BD11BDA
 
 
 def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Two u32 of random bits for every counter; keys and counters are u32 and broadcast."""
+    """Two u32 of random bits for every counter. Keys and counters are u32 and are broadcast."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):
@@ -28,6 +28,6 @@ def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax
 
 
 def gumbel(bits: jax.Array) -> jax.Array:
-    """f32: standard Gumbel noise from u32 random bits. It is finite: the uniform number is never 0 or 1."""
+    """Standard Gumbel noise f32 from random bits u32. It is finite, because the uniform number is never 0 or 1."""
     uniform = (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
     return -jnp.log(-jnp.log(uniform))

@@ -1,9 +1,9 @@
 """The least weight that top_k, top_p and min_p keep in a row, found without a sort.
 
-All three keep the tokens that are at least as likely as some threshold. Each is a threshold on the weights, and the
-highest one applies. An exact search over the bits of a float32 finds the thresholds. A sort of the vocabulary would
-take longer than the model's head. Tokens of equal weight are kept or dropped together. vLLM and Hugging Face do the
-same for top_k; for top_p they sort, and keep arbitrary tokens of a tie.
+Each of the three is a threshold on the weights: tokens with a lower weight are dropped. The highest threshold applies.
+An exact search over the bits of a float32 finds it. A sort of the vocabulary would take longer than the model's head.
+Tokens of equal weight are kept or dropped together. vLLM and Hugging Face do the same for top_k; for top_p they sort,
+and keep arbitrary tokens of a tie.
 
 Shape legend: `S` rows of the step, `V` vocabulary (or one chip's part of it).
 """
@@ -21,10 +21,10 @@ from model.sampling.vocab_split import VocabShard
 
 ONE = 0x3F800000  # the bits of 1.0
 
-# A pass cuts the remaining range into so many parts. On one device the cost of a pass is that of its measurements, so
-# it halves the range: at most 30 passes, 15 to 29 in practice. Several chips exchange sums after each pass, and an
-# exchange takes longer than fifteen measurements. With 16 parts there are at most eight exchanges, four to eight in
-# practice.
+# The number of parts into which a pass cuts the remaining range. On one device, a pass costs as much as its
+# measurements, so it halves the range: at most 30 passes, 15 to 29 in practice. Several chips exchange sums after each
+# pass, and an exchange takes longer than fifteen measurements. With 16 parts there are at most eight exchanges, four to
+# eight in practice.
 PARTS_ON_ONE_DEVICE = 2
 PARTS_ON_CHIPS = 16
 MAX_PASSES_ON_CHIPS = 8
@@ -41,10 +41,11 @@ def kept_threshold(
     min_p: jax.Array,  # f32[S]
     asking: jax.Array,  # bool[S]
 ) -> jax.Array:
-    """f32[S]: a row's token is kept if its weight is at least this.
+    """The least weight f32[S] that each row keeps.
 
-    top_k keeps the k most likely tokens. Of these, top_p keeps the most likely ones, as few as have a share of top_p or
-    more in their mass. min_p keeps the tokens of at least min_p times the greatest weight, which is 1.
+    top_k keeps the k most likely tokens. top_p keeps the fewest most likely of these tokens that together have a share
+    of top_p or more in the mass of these tokens. min_p keeps the tokens with at least min_p times the greatest weight,
+    which is 1.
     """
     threshold = jnp.zeros_like(min_p)
     threshold = raise_threshold(
@@ -75,14 +76,15 @@ def raise_threshold(
     target: Callable[[jax.Array], jax.Array],  # f32[S], at most its argument: the measure that `threshold` keeps
     asking: jax.Array,  # bool[S]; the others keep their threshold
 ) -> jax.Array:
-    """f32[S]: a threshold that is at least as high and keeps the fewest tokens that together measure `target` or more.
+    """A threshold f32[S] that is at least `threshold` and keeps the fewest tokens that together measure `target` or
+    more.
 
     Non-negative floats are ordered as their bits, so this is a search over integers. It ends when at most one token is
     left between the bounds. Sums are exact, so the order of the search does not change which tokens are kept.
     """
 
     def measure_from(bits: jax.Array) -> jax.Array:
-        """u32[3, S, n], the sums over all tokens with weights of `bits` i32[S, n] or more. One exchange."""
+        """The sums u32[3, S, n] over all tokens with weights of `bits` i32[S, n] or more. It takes one exchange."""
         at_least = lax.bitcast_convert_type(bits, jnp.float32)[:, :, None]
         each = weights[:, None, :]
         return shard.total(exact_sum(jnp.where(each >= at_least, measure(each), 0)))
@@ -118,7 +120,7 @@ def raise_threshold(
 
 
 def _cut_range(low: jax.Array, high: jax.Array, num_parts: int) -> jax.Array:
-    """i32[S, num_parts + 1]: from `low` to `high` inclusive, in steps as even as integers allow."""
+    """Integers i32[S, num_parts + 1] from `low` to `high` inclusive, in steps that are as even as possible."""
     width, parts = (high - low)[:, None], jnp.int32(num_parts)
     index = jnp.arange(num_parts + 1, dtype=jnp.int32)
     # Nothing is negative here: the operators of Python would be several operations each.
@@ -126,7 +128,8 @@ def _cut_range(low: jax.Array, high: jax.Array, num_parts: int) -> jax.Array:
 
 
 def _bounds(bits: jax.Array, sums: jax.Array, enough: jax.Array) -> Bounds:
-    """The adjacent two of `bits` i32[S, n], with sums u32[3, S, n], between which the measure falls below `enough`."""
+    """The two adjacent `bits` i32[S, n] between which the measure falls below `enough`. `sums` u32[3, S, n] are the
+    measures."""
     num_enough = jnp.sum(as_float(sums[:, :, 1:-1]) >= enough, axis=1, dtype=jnp.int32)
     low, high = num_enough, num_enough + 1
     return _column(bits, low), _column(bits, high), _column(sums, low), _column(sums, high)

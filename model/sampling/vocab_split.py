@@ -20,12 +20,12 @@ from model.network.row_ops import BY_XLA, RowOps
 from model.network.sharding import TENSOR_AXIS, num_shards_of, partition
 
 REPLICATED = P()
-BY_VOCAB = partition(("rows", "vocab"))  # of [rows, V], and of the chips' concatenated results
+BY_VOCAB = partition(("rows", "vocab"))  # the split of [rows, V], and of the chips' concatenated results
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """One chip's consecutive part of the vocabulary; all of it if `num_shards` is 1."""
+    """One chip's contiguous part of the vocabulary, which is all of it if `num_shards` is 1."""
 
     vocab_size: int
     num_shards: int = 1
@@ -33,7 +33,7 @@ class VocabShard:
 
     @property
     def size(self) -> int:
-        """Tokens of one shard: its arrays are [rows, size]."""
+        """The number of tokens of one shard. Its arrays are [rows, size]."""
         return self.vocab_size // self.num_shards
 
     @property
@@ -43,7 +43,7 @@ class VocabShard:
 
     @property
     def tokens(self) -> jax.Array:
-        """i32[size]: this shard's token ids."""
+        """The token ids i32[size] of this shard."""
         return self.start + jnp.arange(self.size, dtype=jnp.int32)
 
     def locate(self, tokens: jax.Array) -> jax.Array:
@@ -52,11 +52,11 @@ class VocabShard:
         return jnp.where((index >= 0) & (index < self.size), index, self.size)
 
     def total(self, values: jax.Array) -> jax.Array:
-        """The sum of `values` over the shards; every shard gets it. One exchange."""
+        """The sum of `values` over all shards. Every shard gets it. It takes one exchange."""
         return lax.psum(values, TENSOR_AXIS) if self.num_shards > 1 else values
 
     def gather(self, *columns: jax.Array) -> tuple[jax.Array, ...]:
-        """The 32-bit columns of all shards: [rows, n] becomes [rows, num_shards * n]. One exchange for all columns."""
+        """The 32-bit columns of all shards: [rows, n] becomes [rows, num_shards * n]. All columns take one exchange."""
         if self.num_shards == 1:
             return columns
         bits = [lax.bitcast_convert_type(x, jnp.uint32) for x in columns]
@@ -71,10 +71,10 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """The split of the vocabulary over `mesh`; None is one device.
+    """The split of the vocabulary over `mesh`. None is one device.
 
     Attributes:
-        ops: of the model, for exponentials of logits.
+        ops: the model's operations, which compute exponentials of logits.
         in_blocks: one device draws for a block of rows at a time (`row_blocks`).
     """
 
@@ -101,10 +101,10 @@ class VocabSplit:
 
 
 def first_of_greatest(values: jax.Array, tokens: jax.Array) -> jax.Array:
-    """i32[rows]: the lowest of `tokens`, i32[n] or [rows, n], whose value in `values` [rows, n] is the greatest.
+    """The lowest of `tokens`, i32[n] or [rows, n], with the greatest value in `values` [rows, n]: i32[rows].
 
-    Two plain reductions: on a CPU, XLA's argmax takes twice as long as both. A row with a NaN has no greatest value; it
-    gets its last token.
+    It takes two plain reductions: on a CPU, XLA's argmax takes twice as long as both. A row with a NaN has no greatest
+    value, and gets its last token.
     """
     # Without the barrier XLA would materialise the greatest once for every value.
     is_best = values == lax.optimization_barrier(jnp.max(values, axis=-1, keepdims=True))
