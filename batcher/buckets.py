@@ -15,17 +15,17 @@ class BucketConfig:
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    min_decode_rows: int = 1  # of the smallest decode program; raise it where one row costs as much as several
+    min_decode_rows: int = 1  # rows of the smallest decode program; raise it where one row costs as much as several
     decode_rungs_apart: int = 2  # a decode program has at most so many times the rows of the next smaller one
-    min_mixed_tokens: int = 16  # of the smallest program that takes prompt tokens
+    min_mixed_tokens: int = 16  # tokens of the smallest program that takes prompt tokens
     half_steps: bool = True  # also 1.5 times each power of two
     min_half_step: int = 64  # of the smallest power of two that has a half step
     few_rows: int | None = 8  # each mixed T also has a program of about so many rows, for light loads; None: it has not
     embeds: bool = False  # there are programs that pool hidden states
     num_drafts: int = 0  # per row, of speculative programs; 0: there are none
-    max_draft_rows: int = 0  # of the largest speculative program
+    max_draft_rows: int = 0  # rows of the largest speculative program
     num_steps: int = 1  # most decode steps of one program
-    max_multi_step_rows: int = 0  # of the largest program with several steps
+    max_multi_step_rows: int = 0  # rows of the largest program with several steps
     adapters: bool = False  # each program has a second one, whose rows may have LoRA adapters
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class BucketConfig:
 
 
 _EMBED_STRIDE = 2  # a program for every fourfold of tokens
-_LIGHT_TOKENS = 64  # of a step with a short prompt
+_LIGHT_TOKENS = 64  # tokens of a step with a short prompt
 
 
 class BucketLadder:
@@ -118,7 +118,7 @@ class BucketLadder:
         self._buckets = self._all()
 
     def buckets(self) -> list[Bucket]:
-        """All of them, cheapest first."""
+        """All buckets, the cheapest first."""
         return list(self._buckets)
 
     def _all(self) -> list[Bucket]:
@@ -146,9 +146,9 @@ class BucketLadder:
         return sorted(map(_with_adapters, needed) if self.config.adapters else needed)
 
     def fallback(self, bucket: Bucket, missing: Container[Bucket]) -> Bucket:
-        """The smallest bucket besides `missing` ones whose program computes every step of `bucket`.
+        """The smallest bucket that is not `missing` and whose program computes every step of `bucket`.
 
-        Raises ValueError if there is none; those of `needed_first` are enough.
+        Raises ValueError if there is none. There is one if the buckets of `needed_first` are not missing.
         """
         fitting = [other for other in self._buckets if other not in missing and _holds(other, bucket)]
         if not fitting:
@@ -189,14 +189,14 @@ class BucketLadder:
         raise AssertionError("the largest bucket holds every legal step")
 
     def choose_speculative(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
-        """The smallest speculative bucket with so many rows; None if there is none."""
+        """The smallest speculative bucket with at least this many rows; None if there is none."""
         rung = bisect_left(self._draft, num_rows)
         if rung == len(self._draft):
             return None
         return self._of(self._with_drafts(self._draft[rung], variant), has_adapters)
 
     def choose_multi_step(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
-        """The smallest bucket of several steps with so many rows; None if there is none."""
+        """The smallest bucket of several steps with at least this many rows; None if there is none."""
         rung = bisect_left(self._multi_step, num_rows)
         if rung == len(self._multi_step):
             return None
@@ -251,7 +251,8 @@ def _holds(large: Bucket, small: Bucket) -> bool:
 
 
 def _powers(smallest: int, largest: int, apart: int = 2) -> list[int]:
-    """From `smallest` (rounded up to a power of two) each so many times the one before, then `largest` itself."""
+    """Numbers from `smallest` (rounded up to a power of two), each a fixed multiple of the one before, and
+    `largest`."""
     rung = 1 << (smallest - 1).bit_length()
     out = []
     while rung < largest:

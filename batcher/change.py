@@ -1,4 +1,4 @@
-"""What the engine does between two steps when it is asked to: a change of what the device holds, or a pause."""
+"""Work that the engine does between two steps on request: a change of what the device holds, or a pause."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Change:
 
 
 class PauseMode(Enum):
-    """What becomes of the requests that run when an engine pauses."""
+    """What happens to running requests when an engine pauses."""
 
-    ABORT = "abort"  # they end with what they have, and so do those that wait
-    WAIT = "wait"  # they end first; later ones wait
-    KEEP = "keep"  # they stop where they are, and go on later
+    ABORT = "abort"  # they end with the tokens that they have, and so do waiting requests
+    WAIT = "wait"  # the pause begins when they have ended; later requests wait
+    KEEP = "keep"  # they stop at once, and go on later
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """No request runs from now on until a `Resume`.
+    """Pauses the engine: no request runs until a `Resume`.
 
     Args:
         clear_cache: no later prompt finds the pages of the earlier ones.
@@ -50,13 +50,13 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Requests run again. `on_done` is as of `Pause`."""
+    """Ends a pause. `on_done` is called on the engine's thread, also if there was no pause."""
 
     on_done: OnDone
 
 
 @dataclass(frozen=True)
 class ForgetPrefixes:
-    """The prefix cache is to be emptied."""
+    """Asks the engine to empty the prefix cache."""
 
     reset_external: bool  # also of the pages in the host's memory and in files

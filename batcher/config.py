@@ -35,10 +35,10 @@ class EngineConfig:
     max_waiting: int = DEFAULT_MAX_WAITING  # requests that may wait beyond the ones that the slots can hold
     pipeline_depth: int = DEFAULT_PIPELINE_DEPTH  # steps in flight; 1: no overlap
     step_cost_tokens: int = 16  # tokens whose computation takes as long as one more step; steers chunk trimming
-    step_times: StepTimes = _ANY_TIMES  # of decodes, by their tokens: whether drafts pay
+    step_times: StepTimes = _ANY_TIMES  # times of decodes by their tokens, which decide whether drafts pay
     draft_cost: float = 0.0  # time of a pass of the draft model, in passes of the model; 0: drafts are looked up
     step_timeout_s: float | None = None  # least time that a step is given before the device counts as stuck; None: any
-    offloading: Offloading | None = None  # of pages that leave the device; None: they do not
+    offloading: Offloading | None = None  # settings for pages that leave the device; None: they do not
     seed: int | None = None  # for drawing the seeds of requests without one; None: the operating system's
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ class DeferredPrograms:
         return len(self._missing)
 
     def or_fallback(self, bucket: Bucket) -> Bucket:
-        """The bucket to run a step of `bucket` in now."""
+        """The bucket whose program runs a step of `bucket` now."""
         if not self._missing:
             return bucket
         with self._lock:
@@ -39,14 +39,14 @@ class DeferredPrograms:
             return self._ladder.fallback(bucket, self._missing)
 
     def next(self) -> tuple[Bucket, bool] | None:
-        """The bucket to compile next, and whether a step has asked for it. None: all are there."""
+        """The bucket to compile next, and whether a step has asked for it. None: all are compiled."""
         with self._lock:
             if self._asked_for:
                 return next(iter(self._asked_for)), True
             return (min(self._missing), False) if self._missing else None
 
     def arrived(self, bucket: Bucket) -> None:
-        """The bucket's program is there."""
+        """Records that the bucket's program is compiled."""
         with self._lock:
             self._missing.remove(bucket)
             self._asked_for.pop(bucket, None)

@@ -1,4 +1,4 @@
-"""What a step has for its requests: plain tokens in columns, and objects for what is rare.
+"""The results of a step for its requests: plain tokens in columns, and objects for rare cases.
 
 A token is *plain* if its request goes on after it and nothing but the token is asked for. Nearly all tokens are. An
 object per token would cost more than all other work of the host, so plain tokens leave the engine as arrays.
@@ -28,7 +28,7 @@ class Tokens:
 
 @dataclass(slots=True)
 class StepDelivery:
-    """What a step has for its requests. A request is in `outputs` or in the columns, never in both."""
+    """The results of a step for its requests. A request is in `outputs` or in the columns, never in both."""
 
     outputs: list[Delivery] = field(default_factory=list)
     sequences: list[RequestState] = field(default_factory=list)  # those of `tokens`

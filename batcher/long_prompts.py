@@ -27,11 +27,11 @@ class LongPrompts:
         return 0 < self.threshold < num_left
 
     def may_begin(self, num_long: int) -> bool:
-        """Whether one more long prompt may be computed next to so many."""
+        """Whether one more long prompt may be computed while `num_long` are."""
         return self.most is None or num_long < self.most
 
     def chunk(self, num_left: int) -> int:
-        """The most tokens that one step computes of a prompt with so many left."""
+        """The most tokens that one step computes of a prompt with `num_left` tokens left."""
         return min(num_left, self.threshold) if self.threshold else num_left
 
 

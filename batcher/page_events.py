@@ -1,4 +1,4 @@
-"""What becomes of pages that requests can find as prefixes, for those who follow it from outside, such as routers."""
+"""Events about pages that requests can find as prefixes, for followers outside the engine, such as routers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 
 class Medium(StrEnum):
-    """Where a page is, in vLLM's names."""
+    """The place of a page, by its name in vLLM."""
 
     DEVICE = "GPU"
     HOST = "CPU"
 
 
 class PageStored(NamedTuple):
-    """Requests can find a page on the device."""
+    """A page on the device was stored: requests can find it."""
 
     digest: bytes
     parent: bytes | None  # the digest of the page before it; None: it is the first of its prefix
@@ -47,7 +47,7 @@ PageEvent = PageStored | PageCopied | PageRemoved | PagesCleared
 
 
 class PageEventSink(Protocol):
-    """Who follows the pages."""
+    """A follower of the pages."""
 
     def put(self, events: list[PageEvent]) -> bool:
         """Takes the events of a step, and returns at once. False: there is no room, and they are lost."""
@@ -57,8 +57,8 @@ class PageEventSink(Protocol):
 
 
 class PageObserver:
-    """Hears what happens to the device's stored pages, in the middle of the pool's methods, so it calls none of them. A
-    page's `tokens` are the bytes of i32[page_size]. What a subclass does not override it ignores."""
+    """Is told what happens to the device's stored pages. The pool calls it inside its own methods, so it must call none
+    of them. A page's `tokens` are the bytes of i32[page_size]. By default, all calls are ignored."""
 
     def stored(self, page: int, digest: bytes, tokens: bytes) -> None:
         """A used page can be found now."""

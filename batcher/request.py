@@ -47,7 +47,7 @@ class SamplingParams:
 
 
 class LogprobsMode(StrEnum):
-    """What the log-probabilities of generated tokens are, in vLLM's names. Those of prompts are always raw."""
+    """The kind of the log-probabilities of generated tokens, by its name in vLLM. For prompts they are always raw."""
 
     RAW_LOGPROBS = "raw_logprobs"  # under the model's own distribution
     RAW_LOGITS = "raw_logits"
@@ -56,20 +56,20 @@ class LogprobsMode(StrEnum):
 
     @property
     def is_processed(self) -> bool:
-        """After bias, penalties, bans, masks, temperature, top_k, top_p and min_p."""
+        """Whether they are computed after bias, penalties, bans, masks, temperature, top_k, top_p and min_p."""
         return self in (LogprobsMode.PROCESSED_LOGPROBS, LogprobsMode.PROCESSED_LOGITS)
 
     @property
     def are_logits(self) -> bool:
-        """Not normalised."""
+        """Whether they are logits, which are not normalised."""
         return self in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS)
 
 
 class Pooling(StrEnum):
     """How the hidden states of a prompt's tokens become one vector, its embedding."""
 
-    LAST = "last"  # that of the last token, the only one that has seen all others
-    MEAN = "mean"  # of all tokens
+    LAST = "last"  # the state of the last token, the only token that attends to all others
+    MEAN = "mean"  # the mean over all tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +133,12 @@ class RequestOutput:
     """
 
     request_id: str
-    number: int = -1  # of the request among those of the engine; -1: the engine has not accepted it
+    number: int = -1  # the request's number in the engine; -1: the engine has not accepted it
     token_ids: tuple[int, ...] = ()  # including the id that ended the request
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, if requested
     sampled_logprobs: tuple[float, ...] = ()  # one per token id, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token; entry i is of prompt token i + 1
-    embedding: bytes | None = None  # of a request that embeds: f32[D], little-endian, of length 1
+    embedding: bytes | None = None  # the embedding, f32[D] in little-endian bytes, scaled to length 1
     times: tuple[float, float] | None = None  # with the first token: seconds in the queue, and of the prompt's prefill
     num_cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
     drafts: tuple[int, int] | None = None  # if asked for: accepted and rejected drafts since the request's start

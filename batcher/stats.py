@@ -168,6 +168,6 @@ def _sum(mine: Any, theirs: Any) -> Any:
 
 
 def _by_field(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """A dataclass of what the function gives for each field of these."""
+    """A dataclass with the result of the function for each field of these dataclasses."""
     figures = {f.name: function(*(getattr(each, f.name) for each in (first, *others))) for f in fields(first)}
     return replace(first, **figures)

@@ -12,11 +12,12 @@ GRACE_S = 5.0
 
 
 class StepWatch:
-    """The device computes one step after the other, so a step runs from the return of the step before it.
+    """Measures how long a step runs. The device computes one step after the other, so a step runs from the return of
+    the step before it.
 
     Args:
-        limit_s: seconds that a step may run, however short the steps before it were; None: a step may run for ever.
-        clock: seconds from any origin.
+        limit_s: the least limit in seconds, even if the steps before were short; None: a step may run forever.
+        clock: gives seconds from any origin.
     """
 
     def __init__(self, limit_s: float | None, clock: Callable[[], float]) -> None:
@@ -27,12 +28,13 @@ class StepWatch:
         self._overdue_since: float | None = None
 
     def dispatched(self) -> None:
-        """A step is in flight."""
+        """Records that a step was dispatched."""
         if self._running_since is None:
             self._running_since = self._clock()
 
     def returned(self, num_in_flight: int) -> float:
-        """The oldest step has returned, and so many are left. Returns the seconds that it has run."""
+        """Records the return of the oldest step, after which `num_in_flight` are left. Returns the seconds that it has
+        run."""
         now = self._clock()
         ran_s = 0.0 if self._running_since is None else now - self._running_since
         self._longest_s = max(self._longest_s, ran_s)
@@ -41,7 +43,7 @@ class StepWatch:
         return ran_s
 
     def next_check(self) -> float | None:
-        """When to call `check`, by the clock. None: no step is in flight, or it may run for ever."""
+        """The time, by the clock, at which to call `check`. None: no step is in flight, or it may run forever."""
         if self._limit_s is None or self._running_since is None:
             return None
         if self._overdue_since is not None:
@@ -49,7 +51,7 @@ class StepWatch:
         return self._running_since + max(self._limit_s, TIMES_LONGEST * self._longest_s)
 
     def check(self) -> None:
-        """To be called if no result is there. Raises StepTimeoutError if the oldest step has run for too long."""
+        """Raises StepTimeoutError if the oldest step has run for too long. Call it when no result has arrived."""
         due, now = self.next_check(), self._clock()
         if due is None or now < due:
             return

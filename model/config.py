@@ -84,7 +84,7 @@ class LlamaConfig:
     tie_word_embeddings: bool  # the head is the transposed embedding
     checkpoint_dtype: str | None  # dtype of the saved weights; None if the file does not give it
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # those of generation_config.json take precedence
+    eos_token_ids: tuple[int, ...]  # the ids in generation_config.json take precedence
     quantized: Stored | None = None  # the form of the checkpoint's projections if they are quantised
     kv_scale_type: EightBit = EightBit.FP8  # the type of 8-bit K/V for which the checkpoint's K/V scales are
 

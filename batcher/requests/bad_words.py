@@ -1,7 +1,7 @@
-"""Words that a request must not write, as tokens: the last one is barred where the ones before it were just drawn.
+"""Words that a request must not write. A word is a list of tokens; its last token is barred after the tokens before it.
 
-A word of one token is barred everywhere, by a mask that is brought once, like that of `allowed_token_ids`. Longer
-ones make masks that follow from the tokens drawn, like a grammar's, and may come on top of a grammar.
+A word of one token is always barred, by a mask that is sent once, like the mask of `allowed_token_ids`. The masks of
+longer words depend on the drawn tokens, like a grammar's. They can be combined with a grammar.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Words = Sequence[Sequence[int]]
 
 
 class BadWords:
-    """A `Matcher` over another one, or over none: what it lets through, without what would complete a word.
+    """A `Matcher` that bars the tokens that would complete a word. It may wrap another matcher, such as a grammar's.
 
     Words begin anywhere in the output, never in the prompt.
     """

@@ -1,4 +1,4 @@
-"""What the engine counts of steps and of requests, for its statistics."""
+"""Counts steps and requests for the engine's statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batcher.stats import EngineStats
 
 
 def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) -> None:
-    """A step is dispatched. The requests that it admits first start now."""
+    """Counts a dispatched step, and the start of the requests that it admits for the first time."""
     counts.num_steps += 1
     counts.step_tokens += plan.num_tokens - plan.num_ended
     counts.step_tokens_padded += plan.bucket.num_tokens * plan.bucket.num_steps
@@ -29,7 +29,7 @@ def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) 
 
 
 def count_gaps(counts: EngineStats, gaps: np.ndarray) -> None:
-    """Seconds between two tokens, f64[n], n > 0. They are equal for rows of the same two steps."""
+    """Counts gaps between two tokens, f64[n] seconds, n > 0. They are equal for rows of the same two steps."""
     first = float(gaps[0])
     if (gaps == first).all():
         counts.inter_token_latency.observe(first, gaps.size)
@@ -39,13 +39,13 @@ def count_gaps(counts: EngineStats, gaps: np.ndarray) -> None:
 
 
 def count_first_token(counts: EngineStats, seq: RequestState) -> None:
-    """A request has its first token."""
+    """Counts the first token of a request."""
     counts.time_to_first_token.observe(seq.first_token_s - seq.arrived_s)
     counts.prefill_time.observe(seq.first_token_s - seq.started_s)
 
 
 def count_end(counts: EngineStats, seq: RequestState, reason: FinishReason) -> None:
-    """A request has ended."""
+    """Counts the end of a request."""
     counts.finished[reason.value] = counts.finished.get(reason.value, 0) + 1
     if reason is FinishReason.ERROR or not seq.output:
         return

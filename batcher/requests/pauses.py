@@ -49,7 +49,7 @@ class Pauses:
         return made
 
     def fail(self, error: Exception) -> None:
-        """The pauses that have not been made will not be."""
+        """Calls the `on_done` of all pauses that will not be made, with the error."""
         asked, self._asked = self._asked, []
         for pause in asked:
             pause.on_done(error)

@@ -1,7 +1,7 @@
-"""What reading a step needs of the running requests, in columns by slot.
+"""The fields of running requests that are needed to read a step, in columns by slot.
 
 Most tokens change nothing but counts. The counts are columns, so a step of any number of rows is read with a few array
-operations. A row needs *a look of its own* if its request may end, wants more than the token, or has left its slot.
+operations. A row *needs a look* of its own if its request may end, wants more than the token, or has left its slot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SlotColumns:
         self._owners: list[RequestState | None] = [None] * num_slots
 
     def enter(self, seq: RequestState) -> None:
-        """The request has got its slot. Its next token needs a look."""
+        """Enters a request that has got its slot. Its next token needs a look."""
         slot = seq.slot
         self._owners[slot] = seq
         self.numbers[slot] = seq.number
@@ -51,7 +51,7 @@ class SlotColumns:
         self._count_stop_ids(seq, -1)
 
     def last_token_of(self, seq: RequestState) -> float:
-        """The time of its last token that was read; below 0 if there was none."""
+        """The time at which the request's last token was read; below 0 if there was none."""
         return float(self.last_token_s[seq.slot]) if self._is_in(seq) else seq.last_token_s
 
     def looked(self, seq: RequestState, now: float) -> None:

@@ -68,7 +68,7 @@ class PageOutlook:
     that it still runs is taken from the interval's start, and its pages are taken from the interval's end.
 
     Args:
-        survival: f64[B], of `lengths`.
+        survival: f64[B], the survival function of output lengths (`OutputLengths.survival`).
         starts: i64[t], the first step of each interval, from now; ascending.
         page_size: tokens.
     """

@@ -89,7 +89,7 @@ class PagePool:
         then on the pool keeps the prefix up to date, until `let_go`.
 
         Args:
-            digests: of the request's pages.
+            digests: the digests of the request's pages.
             content: page number -> the bytes of its tokens.
         """
         for place in range(len(prefix.pages), count):

@@ -12,17 +12,17 @@ from batcher.step import AdapterWrite, Bucket
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to compute of one row: `to_compute[start:start + count]`."""
+    """The tokens of one row that a step computes: `to_compute[start:start + count]`."""
 
     row: int
-    offset: int  # of its first token in the step
-    start: int  # of its first token in the sequence
+    offset: int  # index of its first token in the step
+    start: int  # index of its first token in the sequence
     count: int
 
 
 @dataclass(kw_only=True, slots=True)
 class StepPlan:
-    """Rows with one token first (`num_singles` of them), then longer chunks."""
+    """The plan of a step. Rows with one token come first (`num_singles` of them), and longer chunks follow."""
 
     number: int
     bucket: Bucket

@@ -1,8 +1,8 @@
 """Which requests run and which wait, with the slots and the pages that they hold.
 
-Those that run are in the order of their keys (priority, quanta of their group at admission, arrival rank). The order of
-those that wait, and what a quantum is, are in `fair_queue.py`. A request that leaves `running` gives its slot and pages
-back when the last step in flight that has a row of it returns: until then the device writes there.
+Running requests are in the order of their keys (priority, quanta of their group at admission, arrival rank).
+`fair_queue.py` orders waiting requests, and defines a quantum. A request that leaves `running` releases its slot and
+pages when the last step in flight with a row of it returns: until then the device writes there.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _key: Callable[[RequestState], tuple[int, int, int]] = attrgetter("key")
 
 
 class RequestQueues:
-    """Who runs, who waits, and who holds what. Not thread-safe: the engine's thread owns it.
+    """The running and waiting requests, and their slots and pages. Not thread-safe: the engine's thread owns it.
 
     Args:
-        num_slots: requests that may run at once.
+        num_slots: the most requests that run at once.
         prefix_caching: full pages are kept for later requests with the same prefix.
     """
 
@@ -76,14 +76,14 @@ class RequestQueues:
     # --- events from the engine ---
 
     def record_pages(self, recorder: PageEventRecorder) -> None:
-        """From now on `recorder` is told what becomes of stored pages."""
+        """Tells `recorder` from now on what happens to stored pages."""
         self.page_events = recorder
         self.pool.observers.append(recorder)
         if self.offloaded is not None:
             self.offloaded.events = recorder
 
     def add(self, sequence: RequestState) -> None:
-        """A new request joins the queue."""
+        """Adds a new request to the queue."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
         if self._held_back is None:
@@ -100,7 +100,7 @@ class RequestQueues:
         self.adapters.remove(sequence)
 
     def hold(self) -> None:
-        """From now on, until `let_go`, no request starts. Those that have started go on, also after a preemption."""
+        """Lets no request start until `let_go`. Requests that have started go on, also after a preemption."""
         if self._held_back is not None:
             return
         self._held_back = {seq.arrival: seq for seq in self.waiting if not seq.num_preemptions}
@@ -108,7 +108,7 @@ class RequestQueues:
             self._wait_no_longer(seq)
 
     def let_go(self) -> None:
-        """Requests may start."""
+        """Lets requests start again."""
         held, self._held_back = self._held_back or {}, None
         for seq in held.values():
             self._wait(seq)
@@ -125,7 +125,7 @@ class RequestQueues:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, and those that are held back from it."""
+        """The number of requests in the queue, and of those that are held back from it."""
         return len(self.waiting) + len(self._held_back or ())
 
     def finish(self, sequence: RequestState) -> None:
@@ -142,7 +142,7 @@ class RequestQueues:
         sequence.state = State.FINISHED
 
     def step_returned(self, number: int) -> None:
-        """Step `number` has finished on the device. Steps return in order."""
+        """Records that step `number` has finished on the device. Steps return in order."""
         self.last_done = number
         keep = 0
         for step, slot, pages in self._held:
@@ -153,7 +153,7 @@ class RequestQueues:
         del self._held[:keep]
 
     def take_back(self, sequence: RequestState, num_tokens: int) -> None:
-        """A step that has returned has drawn so many tokens fewer for a request than it had places for."""
+        """Corrects the counts of a request after a step that has drawn fewer tokens than it had places for."""
         sequence.num_emitted -= num_tokens
         if sequence.state is State.RUNNING:  # otherwise it was preempted in flight, and starts anew
             sequence.num_computed -= num_tokens
@@ -251,7 +251,7 @@ class RequestQueues:
         seq.decoding = False
 
     def end_load(self, load: PageLoad) -> None:
-        """A row waits for pages no longer. It goes on after those that have been written."""
+        """Ends a row's wait for pages. The row goes on after the pages that have been written."""
         assert self.offloaded is not None
         seq = self.offloaded.end_load(load)
         if not load.num_written:
@@ -275,7 +275,8 @@ class RequestQueues:
         return seq, len(seq.pages) - 1
 
     def _slots(self, rows: list[RequestState]) -> np.ndarray:
-        """i64[rows]. A request keeps its slot from one step to the next, and most steps have the rows of the last."""
+        """The slots i64[rows] of these rows. Most steps have the rows of the step before, so the last result is
+        kept."""
         if rows != self._last_rows:
             self._last_rows, self._last_slots = rows, np.array([seq.slot for seq in rows])
         return self._last_slots

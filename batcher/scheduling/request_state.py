@@ -48,7 +48,7 @@ class RequestState:
     on_output: OnOutput
     matcher: Matcher | None = None  # of the request's grammar and its bad words
     allowed: np.ndarray | None = None  # i32[num_mask_words], the mask of tokens that may ever be drawn
-    pooling: Pooling | None = None  # of its embedding; None: it generates
+    pooling: Pooling | None = None  # how its embedding is pooled; None: it generates
 
     request_id: str = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -61,7 +61,7 @@ class RequestState:
     to_compute: np.ndarray = field(init=False)  # before it decodes: the prompt, and after a preemption also the output
     prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
     number: int = -1  # rank among the engine's requests, set when it is accepted
-    mask: np.ndarray | None = None  # of its next token; None after that token's dispatch
+    mask: np.ndarray | None = None  # the mask of its next token; None after that token's dispatch
     is_slow_to_mask: bool = True  # its first mask includes compilation, which is slow
     arrival: int = -1  # rank, set when it joins the scheduler's queue; kept at preemption
     output: array[int] = field(default_factory=lambda: array("i"))  # tokens read back
@@ -69,7 +69,7 @@ class RequestState:
     num_computed: int = 0
     decoding: bool = False
     slot: int = -1
-    adapter_slot: int = 0  # of its LoRA adapter while it runs; 0: the base model
+    adapter_slot: int = 0  # the slot of its LoRA adapter while it runs; 0: the base model
     is_new: bool = False  # it has a slot, and no step has set the slot's state yet
     load: PageLoad | None = None  # it waits for pages that come back to the device
     pages: list[int] = field(default_factory=list)
@@ -110,7 +110,7 @@ class RequestState:
 
     @property
     def num_known(self) -> int:
-        """Tokens whose ids the host knows."""
+        """The number of tokens whose ids the host knows."""
         return self.num_prompt + len(self.output)
 
     def num_to_end(self, drawn: tuple[int, ...]) -> int:
@@ -132,7 +132,7 @@ class RequestState:
         return self.wants_prompt_logprobs or self.pooling is Pooling.MEAN
 
     def tokens(self) -> np.ndarray:
-        """i32[num_known], prompt and output."""
+        """The known tokens of prompt and output, i32[num_known]."""
         if not self.output:
             return self.prompt
         return np.concatenate([self.prompt, np.array(self.output, np.int32)])

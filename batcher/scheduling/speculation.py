@@ -1,7 +1,7 @@
-"""Speculative steps: decodes bring drafts where these are expected to pay. The device proposes and verifies them.
+"""Speculative steps: decodes have drafts if these are expected to pay. The device proposes and verifies them.
 
-The host plans such a step with the most tokens that each row can draw. The device alone knows how many it has drawn
-until the step returns; the host then takes the others back. So the next step is dispatched before this one returns, as
+The host plans such a step with the most tokens that each row can draw. Until the step returns, only the device knows
+how many it has drawn; the host then corrects its counts. So the next step is dispatched before this one returns, as
 without drafts.
 
 A step has drafts only if it has no prompt chunk. Whether drafts pay is estimated from the drafts that were right so
@@ -48,21 +48,21 @@ class Retries:
         self._due = 0  # a step
 
     def is_due(self, step: int) -> bool:
-        """Whether the step is to try drafts that do not pay."""
+        """Whether the step should try drafts that are not expected to pay."""
         return step >= self._due
 
     def tried(self, step: int) -> None:
-        """The step tries them; the result is not known yet."""
+        """Records that the step tries such drafts. Their result is not known yet."""
         self._due = step + self._wait
         self._wait = min(2 * self._wait, self._most)
 
     def was_right(self, step: int) -> None:
-        """A draft was right. `step` is the last one that was planned."""
+        """Records that a draft was right. `step` is the number of the last planned step."""
         self._wait = max(self._wait // 4, self._first)
         self._due = min(self._due, step + self._wait)
 
     def paid(self, step: int) -> None:
-        """The step has drafts that pay."""
+        """Records that the step has drafts that are expected to pay."""
         self._wait = self._first
         self._due = step + self._first
 

@@ -36,11 +36,11 @@ class Packer:
         self._sections: dict[Bucket, tuple[int, dict[str, slice], int]] = {}
 
     def forget(self) -> None:
-        """For a device that has lost its state: every value will be sent again."""
+        """Forgets the copy of the slot state, because the device has lost its state. Every value will be sent again."""
         self._mirror.fill(_UNKNOWN)
 
     def pack(self, plan: StepPlan) -> StepInput:
-        """The plan as the arrays that the runner takes."""
+        """Packs the plan into the arrays that the runner takes."""
         size, sections, num_patches = self._layout(plan.bucket)
         packed = np.zeros(size, np.int32)
         num_rows = len(plan.rows)

@@ -1,4 +1,4 @@
-"""From the pooled hidden states of a request's chunks to its embedding."""
+"""Makes a request's embedding from the pooled hidden states of its chunks."""
 
 from __future__ import annotations
 

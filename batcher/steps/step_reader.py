@@ -43,7 +43,7 @@ class StepReading:
         self._their_tokens.append(tokens)
 
     def delivery(self) -> StepDelivery:
-        """What the step has for its requests."""
+        """The delivery of the step: its outputs and plain tokens."""
         if not self._looked_at:
             return StepDelivery(self.outputs, self.rows, Tokens(self.numbers, self.tokens) if self.rows else None)
         numbers = np.concatenate([self.numbers, [seq.number for seq in self._looked_at]])
@@ -64,7 +64,7 @@ class StepReader:
         self._counts = counts
 
     def read(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
-        """What a step that has returned `now` (seconds by the clock) has for its requests."""
+        """The delivery of a step that has returned at time `now` (seconds by the clock)."""
         if plan.bucket.variant.scores:
             take_prompt_logprobs(plan, output)
         if plan.bucket.variant is Variant.EMBED:

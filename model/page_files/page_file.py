@@ -27,9 +27,9 @@ class PageIdentity:
     """All that decides the bytes of a page besides its digest. Pages are read only by who has the same."""
 
     weights: str  # digest of the model's content, see `model.loading.weights_digest`
-    draft_weights: str  # of a draft model or head whose K/V are part of the page; "": there is none
+    draft_weights: str  # digest of a draft model or head whose K/V are part of the page; "": there is none
     computation: str  # what computes the K/V: types, forms of weights and inputs, kernels, the device
-    contents: str  # of a page: the type and scales of K/V, whether text, draft K/V and features are kept
+    contents: str  # the contents of a page: type and scales of K/V, and whether text, draft K/V and features are kept
     layout: str  # how K/V heads are split over chips
     page_size: int  # tokens
     page_bytes: int

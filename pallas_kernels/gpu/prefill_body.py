@@ -49,8 +49,8 @@ class PrefillBody:
     num_kv_heads: int
     head_dim: int
     blocks: BlockShape
-    dtype: Any  # of queries, products and output
-    kv_dtype: Any  # of the pages
+    dtype: Any  # dtype of queries, products and output
+    kv_dtype: Any  # dtype of the pages
     scale_log2: float
     sizes: Any  # the kernel's own tiles; all have block_kv and num_stages
     num_ctas: int

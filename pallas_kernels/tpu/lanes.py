@@ -38,7 +38,7 @@ def rotate(x: jax.Array, rotation: jax.Array, g: Geometry) -> jax.Array:
 
 
 def scales_of_planes(kv_scales: Any | None, planes: Sequence[Any], g: Geometry) -> list[jax.Array] | list[None]:
-    """For each plane the scales of its lanes, f32[1, 128]; None if `kv_scales`, f32[2K] in SMEM, is None."""
+    """The scales f32[1, 128] of each plane's lanes. They are None if `kv_scales`, f32[2K] in SMEM, is None."""
     if kv_scales is None:
         return [None] * len(planes)
     return [_scales_of_plane(kv_scales, plane, g) for plane in planes]

@@ -114,7 +114,7 @@ def geometry(spec: AttentionSpec) -> Geometry:
 
 
 def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
-    """One layer's pages on one chip: uint32 words, whatever the K/V dtype."""
+    """The shape and dtype of one layer's pages on one chip. They are uint32 words for every K/V dtype."""
     g = geometry(spec)
     return jax.ShapeDtypeStruct((num_pages, g.num_planes, g.page_words, LANES), jnp.uint32)
 

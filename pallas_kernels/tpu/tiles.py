@@ -159,8 +159,8 @@ class FewBlocks:
 class Tiles:
     """The units of one KV block of one query block."""
 
-    queries: int  # of one tile
-    tokens: int  # of one tile
+    queries: int  # queries of one tile
+    tokens: int  # tokens of one tile
     num_planes: int  # groups of planes, each of which a unit takes together
     max_q_tiles: int
     max_kv_tiles: int
