@@ -1,5 +1,5 @@
-"""Dense causal attention in numpy, row by row: the oracle of `self_test` and of the benches. It shares no code with
-any backend."""
+"""Dense causal attention in numpy, row by row. `self_test` and the benches compare with it. It shares no code with any
+backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def attend(
     *,
     scale: float,
 ) -> np.ndarray:
-    """f32[Q, N, H]: attention of a sequence's last Q tokens over its L tokens."""
+    """The attention f32[Q, N, H] of a sequence's last Q tokens over its L tokens."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (np.repeat(x.astype(np.float32), group, axis=1).swapaxes(0, 1) for x in (keys, values))  # [N, L, H]
     scores = queries.astype(np.float32).swapaxes(0, 1) @ keys.swapaxes(1, 2) * np.float32(scale)  # [N, Q, L]

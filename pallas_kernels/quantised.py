@@ -55,6 +55,6 @@ def scales_of(
 
 
 def _scaled(heads: jax.Array, scales: jax.Array) -> jax.Array:
-    """[T, N, H] times the scale of each head's KV head."""
+    """Multiplies [T, N, H] by the scale of each head's KV head."""
     per_head = jnp.repeat(scales, heads.shape[1] // scales.shape[0])
     return (heads.astype(jnp.float32) * per_head[:, None]).astype(heads.dtype)

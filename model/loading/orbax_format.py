@@ -81,7 +81,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         write_whole(folder / CONVERSION_FILE, (json.dumps(content, indent=2) + "\n").encode())
 
     def form(self, config: LlamaConfig) -> WeightForm | None:
-        """What `quantization` names."""
+        """The form of the weights that `quantization` names; None if they are not quantised."""
         return form_named(self.quantization, config.projection_inputs) if self.quantization else None
 
     def ranges(self, config: LlamaConfig) -> np.ndarray | None:
@@ -173,7 +173,7 @@ def _absolute(folder: Place | str) -> Place:
 
 
 def _store(folder: Place) -> dict[str, str]:
-    """What TensorStore calls the folder. ValueError if it has no driver for it."""
+    """TensorStore's name of the folder. ValueError if it has no driver for the folder's scheme."""
     if not isinstance(folder, RemotePath):
         return {"driver": "file", "path": f"{folder}/"}
     if folder.scheme not in _DRIVERS:
@@ -216,7 +216,7 @@ def _in_chunks(
 def _restored(
     folder: Place, config: LlamaConfig, num_shards: int, context: ts.Context, name: str, like: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    """The value of a parameter, on its chips."""
+    """Reads the value of a parameter onto its chips."""
     parts, shapes, raw = _parts(name), expected_shapes(config), []
     dtype = np.dtype(np.int8) if like.dtype == "int4" and len(parts) > 1 else like.dtype  # until they are joined
     for stored, part in parts.items():
@@ -230,7 +230,7 @@ def _restored(
 
 
 def _read(folder: Place, name: str, like: jax.ShapeDtypeStruct, context: ts.Context) -> jax.Array:
-    """One stored array. ValueError if it cannot be read or has another shape."""
+    """Reads one stored array. ValueError if it cannot be read or has another shape."""
     kvstore = {"driver": "ocdbt", "base": _store(folder / _ARRAYS), "path": f"{name}/"}
 
     def chunks(index: tuple[slice, ...]) -> np.ndarray:
@@ -248,7 +248,7 @@ def _read(folder: Place, name: str, like: jax.ShapeDtypeStruct, context: ts.Cont
 
 
 def _without_copies(sharding: Sharding, copies: int) -> Sharding:
-    """The sharding of the stored heads, if this many neighbouring chips share each of them."""
+    """The sharding of the stored heads, if `copies` neighbouring chips share each of them."""
     if copies == 1:
         return sharding
     assert isinstance(sharding, NamedSharding)

@@ -1,9 +1,9 @@
 """Products with packed kernels in 4 or 6 bits, in C.
 
-A weight is stored as q, 0 to 15. With a scale alone it is (q - 8) * scale; with an offset, q * scale - offset. In 6
-bits, q is 0 to 63, and 32 is in place of 8. Scales and offsets are of an output and a group of inputs: float32, float16
-or bfloat16, or uint8 or int8 in units of their own. What a checkpoint has is kept as it is, and becomes float32 inside
-the product.
+A weight is stored as q, 0 to 15. With only a scale, the weight is (q - 8) * scale; with an offset, it is q * scale -
+offset. In 6 bits, q is 0 to 63, and 32 replaces 8. Each output and group of inputs has a scale, and perhaps an offset:
+float32, float16 or bfloat16, or uint8 or int8 with separate units. The numbers of a checkpoint are kept as they are
+stored, and become float32 inside the product.
 
 Shape legend: `T` tokens, `G` groups of inputs of an output, `U` units, of one or several groups.
 """
@@ -42,7 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def can_pack(shape: tuple[int, ...], group: int) -> bool:
-    """Whether a kernel [out, in] with groups of so many inputs has a packed form."""
+    """Whether a kernel [out, in] with groups of `group` inputs has a packed form."""
     return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % group == 0 and group % BLOCK == 0
 
 
@@ -98,11 +98,11 @@ def multiply(
         inputs: float32 or bfloat16.
         scale: [out / PANEL, G, PANEL]; of uint8 or int8, it is in units of `scale_unit`. A group is whole blocks of 32
             inputs; in 6 bits, of 16.
-        offset: likewise; of uint8 without a unit, it is in units of the scale: a zero point.
+        offset: of the same shape. If it is uint8 without a unit, it is in units of the scale: a zero point.
         scale_unit, offset_unit: [out / PANEL, U, PANEL]. U divides G.
         high: the upper bits of 6, u8[out / PANEL, in / 16, 128]; None: weights have 4 bits.
-        round_inputs: to int8, each 256 neighbouring inputs, and what is left, with a scale of their own. Sums of those
-            of a group are then exact. Otherwise the weights are widened to float32.
+        round_inputs: rounds the inputs to int8. Each block of 256 neighbouring inputs, and the rest, has a scale. The
+            sums of a group are then exact. Otherwise the weights are widened to float32.
         out_dtype: float32 or bfloat16.
 
     Raises:
@@ -160,13 +160,13 @@ def fault(shapes: Sequence[tuple[int, int, int]] = TESTED) -> str | None:
 def random_groups(
     form: str, values: np.ndarray, group: int, rng: np.random.Generator, *, unit_group: int | None = None
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """What weights of one of FORMS have for their groups, as arguments of `multiply` before they are packed, and the
+    """Random scales and offsets for weights of one of FORMS, as arguments of `multiply` before they are packed, and the
     weights in float64.
 
     Args:
-        values: [out, in], -8 to 7, or -32 to 31.
-        group: inputs.
-        unit_group: the inputs of a unit of scales or offsets. None: all.
+        values: the stored values [out, in], -8 to 7, or -32 to 31.
+        group: the number of inputs of a group.
+        unit_group: the number of inputs of a unit of scales or offsets. None: all.
     """
     num_out, num_in = values.shape
     of_groups, of_units = (num_out, num_in // group), (num_out, num_in // (unit_group or num_in))
@@ -187,7 +187,7 @@ def random_groups(
 
 
 def pack_all(values: jax.Array, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Weights [out, in] of `random_groups`, and what they have for their groups, as arguments of `multiply`."""
+    """Packs weights [out, in] and their numbers from `random_groups` as arguments of `multiply`."""
     packed = {name: pack_groups(x) for name, x in numbers.items()}
     if numbers["scale"].dtype != jnp.int8:
         return packed | {"panels": pack(values)}

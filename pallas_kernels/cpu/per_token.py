@@ -1,5 +1,5 @@
-"""What a step computes of each token besides products and attention, in C. The bits of a token do not depend on the
-number of tokens: XLA's sums, exponentials and roots do.
+"""The operations of a step on each token other than products and attention, in C. The bits of a token do not depend on
+the number of tokens. The bits of XLA's sums, exponentials and roots do.
 
 Shape legend: `T` tokens, `D` embed, `F` mlp, `N` query heads, `K` KV heads, `H` head dim, `S` rows, `V` vocabulary.
 """
@@ -28,7 +28,7 @@ def norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
 
 
 def norm_of_sum(x: jax.Array, added: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """x + added, [T, D] each, and `norm` of the sum."""
+    """x + added, and the `norm` of the sum, [T, D] each."""
     call = _call(NORM, (_like(x.shape, x), _like(x.shape, x)))
     normed, sums = call(x, scale.astype(x.dtype), added.astype(x.dtype), epsilon=np.float32(epsilon))
     return sums, normed
@@ -43,12 +43,12 @@ def gate(columns: jax.Array) -> jax.Array:
 def rotate(
     columns: jax.Array, cos: jax.Array, sin: jax.Array, num_heads: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [T, N, H], keys and values [T, K, H] of columns [T, (N + 2 K) * H], float32 or bfloat16. Each pair
-    (i, i + H / 2) of queries and keys is turned, in float32.
+    """Splits columns [T, (N + 2 K) * H], float32 or bfloat16, into queries [T, N, H], keys and values [T, K, H]. Each
+    pair (i, i + H / 2) of queries and keys is rotated in float32.
 
     Args:
         cos, sin: f32[T, 1, H / 2].
-        num_heads: N.
+        num_heads: N, the number of query heads.
     """
     dim, rows = 2 * cos.shape[-1], columns.shape[0]
     num_kv_heads = (columns.shape[1] // dim - num_heads) // 2
@@ -77,7 +77,7 @@ def add_adapters(
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
-    """The logarithm of the sum of e^logit, f32[S] of f32[S, V]."""
+    """The logarithm f32[S] of the sum of e^logit over logits f32[S, V]."""
     rows, chunks = logits.shape[0], -(-logits.shape[1] // LOGITS_OF_CHUNK)
     of_chunks = _like((rows, chunks), logits)  # what the C code works in
     found, *_ = _call(LOG_SUM_EXP, (_like((rows,), logits), of_chunks, of_chunks))(logits)
@@ -85,7 +85,8 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
 
 
 def temper(logits: jax.Array, greatest: jax.Array, temperature: jax.Array) -> jax.Array:
-    """exp of (logit - greatest) / temperature, f32[S, V] of f32[S, V] and two f32[S]; 0 below e^-87."""
+    """exp((logit - greatest) / temperature), f32[S, V]; `greatest` and `temperature` are f32[S]. Below e^-87 it is
+    0."""
     return _call(TEMPER, _like(logits.shape, logits))(logits, greatest, temperature)
 
 

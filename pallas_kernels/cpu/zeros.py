@@ -1,4 +1,4 @@
-"""Zeros that take no memory until they are used: a large array that is written little by little is there at once."""
+"""Arrays of zeros that take no memory until they are used, so a large array is made at once."""
 
 from __future__ import annotations
 

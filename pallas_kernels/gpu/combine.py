@@ -44,7 +44,8 @@ Place = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def fewest_heads(group: int, head_dim: int, max_parts: int) -> int:
-    """Query heads of a KV head that a CTA merges at once, if that takes fewer trips. Many parts leave room for few."""
+    """The number of query heads of a KV head that a CTA merges at a time, if that takes fewer trips. Many parts leave
+    room for few heads."""
     most = MAX_TRIPS * IN_FLIGHT // (max_parts * vector.registers(head_dim))
     return max(heads for heads in range(1, group + 1) if group % heads == 0 and heads <= max(most, 1))
 
@@ -60,12 +61,12 @@ def trips(
 
 
 def parts_at_once(heads: int, head_dim: int) -> int:
-    """Partial results of each query head that are loaded together."""
+    """The number of partial results of each query head that are loaded together."""
     return max(4, IN_FLIGHT // (heads * vector.registers(head_dim)))
 
 
 def place_of_decode(rows: GroupRows) -> Place:
-    """For sums f32[K, 16, slots + parts of a row]."""
+    """The place of decode's partial results. Their sums are f32[K, 16, slots + parts of a row]."""
 
     def place(token: jax.Array, offset: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         del offset
@@ -76,7 +77,8 @@ def place_of_decode(rows: GroupRows) -> Place:
 
 
 def place_of_prefill(shape: TileShape) -> Place:
-    """For sums f32[tiles of the same tokens, rows of a tile, parts + parts of a tile]."""
+    """The place of prefill's partial results. Their sums are f32[tiles of the same tokens, rows of a tile, parts +
+    parts of a tile]."""
 
     def place(token: jax.Array, offset: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         del token
@@ -90,7 +92,7 @@ def place_of_prefill(shape: TileShape) -> Place:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResults:
-    """What one kernel has left to be merged."""
+    """The partial results of one kernel, which `combine` merges."""
 
     results: jax.Array  # [slots, N * H]
     sums: jax.Array  # f32[tiles, rows, slots + `parts.vector`]: the log2 of the parts' divisors

@@ -1,8 +1,8 @@
-"""Tiles of 8-bit keys and values become float16 in shared memory.
+"""Converts tiles of 8-bit keys and values to float16 in shared memory.
 
-The products take operands of one type. Every number of both 8-bit types is a float16, and from Ada on a conversion of
-two fp8 numbers is one instruction. The matrix loads (ldmatrix) and wgmma read 16-bit tiles only, so the threads load an
-8-bit tile to registers, convert it, and store it to a tile of float16.
+The operands of a product must have the same type. Float16 holds every number of both 8-bit types, and from Ada on a
+conversion of two fp8 numbers is one instruction. The matrix loads (ldmatrix) and wgmma read 16-bit tiles only, so the
+threads load an 8-bit tile to registers, convert it, and store it to a tile of float16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU that a program is compiled for. The kernels choose their form and their tiles by it."""
+"""The GPU for which a program is compiled. The kernels choose their instructions and tiles by it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Gpu:
 
     @property
     def multiprocessor_shared_memory(self) -> int:
-        """Bytes of one multiprocessor."""
+        """The bytes of shared memory of one multiprocessor."""
         return SHARED_MEMORY[self.arch].per_multiprocessor
 
     @property
     def has_tma(self) -> bool:
-        """Bulk copies by the copy engine, with barriers. Below Hopper the threads copy (cp.async)."""
+        """Whether the copy engine makes bulk copies, with barriers. Before Hopper, the threads copy (cp.async)."""
         return self.arch >= (9, 0)
 
     @property

@@ -1,13 +1,13 @@
-"""The matrix products of the kernels, and their stand-ins for interpret mode.
+"""The matrix products of the kernels, and their replacements in interpret mode.
 
-The interpreter has no rule for `mma`, and the race detector does not see the reads of its `wgmma`. In interpret mode
+The interpreter does not support `mma`, and the race detector does not see the reads of its `wgmma`. In interpret mode,
 both are therefore plain loads and a plain dot product, so a missing barrier before a product is found as a race. This
-does not check fragment layouts, or the asynchrony of products on the chip. Besides interpreted tests, compile-only
-tests (layouts) and a run on the chip (numbers) are needed.
+does not check fragment layouts, or the asynchrony of products on the chip. Compile-only tests check the layouts, and
+only a run on the chip checks its numbers.
 
 `mma` takes registers: threads read its operands from shared memory through the generic proxy, and the callers fence
-those reads from later copies (see `ring`). `wgmma` reads shared memory through the async proxy, by which TMA writes it,
-and needs no fence on the chip. Only its stand-in reads through the generic proxy, and has the fence itself.
+these reads from later copies (`ring`). `wgmma` reads shared memory through the async proxy, by which TMA writes it, and
+needs no fence on the chip. Its replacement reads through the generic proxy, and contains the fence.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def start_wgmma(acc_ref: Any, lhs: Any, rhs: Any, *, interpret: Any) -> None:
 
 
 def result(acc_ref: Any, *, interpret: Any) -> jax.Array:
-    """The accumulator, when all products have ended. ptxas serialises products if one stays under way here."""
+    """Waits for all products, and returns the accumulator. ptxas would serialise products if one still ran after it."""
     if interpret is not None:
         return acc_ref[...]
     value = plgpu.wgmma_accumulator_load(acc_ref)
@@ -76,8 +76,8 @@ def result(acc_ref: Any, *, interpret: Any) -> jax.Array:
 
 
 def read_until_here(acc_ref: Any, *operands: Any, interpret: Any) -> None:
-    """The interpreter reads the operands in SMEM once more, where the product has ended: on the chip, it reads them at
-    any time until then."""
+    """Reads the operands in SMEM again, in the interpreter only, where a product has ended. On the chip, the product
+    reads them at any time until then, so the race detector must see reads until here."""
     if interpret is None:
         return
     acc_ref[...] = lax.optimization_barrier((acc_ref[...], *(operand[...] for operand in operands)))[0]

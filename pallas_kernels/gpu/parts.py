@@ -1,9 +1,9 @@
-"""How the keys of a row are cut into parts, whose partial results `combine` merges.
+"""How the keys of a row are cut into parts. `combine` merges the partial results of the parts.
 
-Few rows, or rows of few queries, have too few units of work to fill the chip. Their keys are cut into parts, which are
-units of their own. How a row is cut depends only on its own lengths and on the chip, so that its results do not depend
-on the rest of the step. The only exception is a step whose partial results do not fit into their memory: the rows from
-the first that does not fit on are not cut.
+Few rows, or rows of few queries, have too few units of work to fill the chip. Their keys are cut into parts, and each
+part is a unit. How a row is cut depends only on its own lengths and on the chip, so its results do not depend on the
+rest of the step. There is one exception: if the partial results of a step do not fit into their memory, the first row
+that does not fit, and all rows after it, are not cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MERGE_FIELDS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """How rows are cut: static, the same for every step of a program. With `max_parts` 1, no row is."""
+    """How rows are cut. It is static: every step of a program has the same. With `max_parts` 1, no row is cut."""
 
     max_parts: int  # of one unit: those of all KV heads fill the chip
     min_keys: int  # of one part: partial results are a small share of the keys and values that it reads
@@ -34,7 +34,7 @@ class Parts:
 
     @property
     def num_slots(self) -> int:
-        """Tokens in the memory of the partial results; 0: no row is cut."""
+        """The number of tokens in the memory of the partial results; 0: no row is cut."""
         return self.max_slots if self.max_parts > 1 else 0
 
     @property
@@ -47,7 +47,7 @@ NO_PARTS = Parts(max_parts=1, min_keys=1, max_slots=0)
 
 
 def merge_counts(is_cut: jax.Array, counts: jax.Array) -> jax.Array:
-    """i32[2]: how many tokens' partial results are merged, and how many parts the token with the most has."""
+    """i32[2]: the number of tokens whose partial results are merged, and the most parts of a token."""
     return jnp.stack([is_cut.sum(), jnp.max(jnp.where(is_cut, counts, 0))]).astype(jnp.int32)
 
 

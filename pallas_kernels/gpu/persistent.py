@@ -10,7 +10,7 @@ from jax import lax
 
 
 def rounds(units: jax.Array, num_ctas: int) -> jax.Array:
-    """Rounds in which all units are taken. In the last one, some CTAs have none."""
+    """The number of rounds in which all units are taken. In the last round, some CTAs have no unit."""
     return lax.div(units + (num_ctas - 1), jnp.int32(num_ctas))
 
 

@@ -16,7 +16,8 @@ from pallas_kernels.gpu.tile_list import num_part_tiles
 
 
 class PrefillOperands(NamedTuple):
-    """In the kernels' order. After them comes the output, if it is a Ref [T, N * H] that is written in place."""
+    """The operands of both kernels, in their order. If the output is written in place, it follows as a Ref [T, N *
+    H]."""
 
     queries: jax.Array  # [T, N * H]; T a multiple of 8, at least a tile
     kv_pages: jax.Array  # [P, 2, K, page, H]
@@ -79,9 +80,9 @@ class PrefillBody:
 def results(
     body: PrefillBody, operands: PrefillOperands, with_output: bool, parts: Parts, warpgroups: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The arrays that a kernel makes: the output [T, N * H], unless there is one already, and, if rows may be cut, the
-    results of the parts [slots, N * H] and the log2 of their softmax's divisors f32[tiles of the same tokens, rows of a
-    tile, parts], in the order that `combine` reads in vectors.
+    """The arrays that a kernel makes. They include the output [T, N * H], unless there is one already. If rows may be
+    cut, they also include the results of the parts [slots, N * H] and the log2 of the divisors of their softmax,
+    f32[tiles of the same tokens, rows of a tile, parts]. They have the order in which `combine` reads them as vectors.
 
     The parts' results are normalised and have the output's type. Rounding them adds no more to the error than rounding
     the merged result does: they are averaged with weights that sum up to 1.

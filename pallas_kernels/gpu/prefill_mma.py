@@ -1,12 +1,12 @@
 """Prefill on chips without wgmma (Ampere, Ada, Blackwell): ragged causal chunks, one warpgroup per CTA, on mma.
 
-The tiles, their order and the masks are those of `prefill_hopper`; the ring of K and V tiles is that of `decode`. On
-Blackwell, tcgen05 is not used.
+It uses the tiles, the order and the masks of `prefill_hopper`, and the ring of K and V tiles of `decode`. On Blackwell,
+tcgen05 is not used.
 
-Interpret mode has no cp.async: in tests, copies by TMA stand in for it, with the waits of the cp.async form. It does
-not check mma (a plain product replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds no
-races between CTAs, because it runs them one after another. It does find missing waits, slots refilled too early and
-wrong masks.
+Interpret mode has no cp.async: in tests, copies by TMA replace it, with the waits of the cp.async code. Interpret mode
+does not check mma (a plain product replaces it), fragment layouts, swizzles and the alignment that TMA needs. It finds
+no races between CTAs, because it runs them one after another. It does find missing waits, slots that are refilled too
+early, and wrong masks.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class _Body(PrefillBody):
         return online_softmax.finish(*carry)
 
     def store(self, refs: _Refs, tile: Tile, sums: Any, out_smem: Any) -> None:
-        """Writes the result of the tile's own tokens, to the output or, of a part, to the partial results."""
+        """Writes the results of the tile's own tokens: to the partial results if the tile is a part, otherwise to the
+        output."""
         if refs.partial is None:
             self.store_rows(tile, out_smem, refs.out, 0)
         else:

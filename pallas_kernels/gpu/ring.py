@@ -38,12 +38,12 @@ class BlockShape:
 
     @property
     def copies(self) -> int:
-        """Copies of one block of keys, and of one of values."""
+        """The number of copies of one block of keys, which is also that of one block of values."""
         return max(1, self.block_kv // self.page_size)
 
     @property
     def copy_tokens(self) -> int:
-        """Tokens of one copy."""
+        """The number of tokens of one copy."""
         return min(self.page_size, self.block_kv)
 
 
@@ -76,7 +76,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Following:
-    """The first block of the run that follows in the same tiles."""
+    """The first block of the next run, which uses the same tiles."""
 
     row: Any
     kv_head: Any
@@ -88,8 +88,8 @@ class Following:
 class Ring:
     """The tiles through which a run of blocks passes. Copies start `num_stages - 1` blocks before their use.
 
-    A run may have another one before it and after it. With the use of its last block it starts the copy of the
-    following run's first, which that run does not start again. This takes two stages, and a block in every run.
+    Runs may follow one another. When a run uses its last block, it starts the copy of the first block of the next run,
+    and that run does not start this copy again. This needs two stages, and at least one block in every run.
     """
 
     source: Source
@@ -105,7 +105,7 @@ class Ring:
     following: Following | None = None
 
     def fill(self) -> None:
-        """Starts the first blocks' copies."""
+        """Starts the copies of the first blocks."""
         for i in range(self.num_stages - 1):
             self._prefetch(jnp.int32(i), i)
 

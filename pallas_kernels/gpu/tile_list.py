@@ -1,6 +1,6 @@
-"""The work list of prefill: tiles of queries and, of a short chunk on a long context, parts of their keys.
+"""The work list of prefill: tiles of queries and, for a short chunk on a long context, parts of their keys.
 
-A chunk of few queries on a long context is cut into parts, see `parts`. The lists are built once per step, inside the
+A chunk of few queries on a long context is cut into parts (`parts`). The lists are built once per step, inside the
 program, and shared by all layers.
 """
 
@@ -48,12 +48,12 @@ class TileList:
 
 
 def num_prefill_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
-    """Tiles at most, if none is cut: full ones, a ragged start and end per sequence, and tiles of padding tokens."""
+    """The most tiles, if none is cut: full tiles, a ragged start and end per sequence, and tiles of padding tokens."""
     return num_tokens // tile_tokens + 2 * min(num_rows, num_tokens) + 2
 
 
 def num_part_tiles(parts: Parts) -> int:
-    """Partial results of tiles at most: each has a place for eight tokens at least."""
+    """The most partial results of tiles. Each has a place for at least eight tokens."""
     return parts.num_slots // TOKEN_ALIGNMENT
 
 

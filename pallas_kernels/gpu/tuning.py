@@ -44,7 +44,7 @@ MAX_DECODE_PARTS = 192  # of a row: merging more takes longer than it gains, by 
 
 
 def decode_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, max_keys: int) -> Parts:
-    """How decodes are cut, in a program of so many rows. `max_keys`: of a row."""
+    """How decodes are cut in a program of `num_rows` rows. `max_keys`: the most keys of a row."""
     of_a_chip = min(decode_ctas(gpu, spec) // spec.num_kv_heads, MAX_DECODE_PARTS)
     of_a_row = max_keys // (MIN_DECODE_KEYS if max_keys < LONG_DECODE_KEYS else MIN_LONG_DECODE_KEYS)
     max_parts = min(of_a_chip, of_a_row)
@@ -79,7 +79,7 @@ def mma_prefill_tiles(gpu: Gpu, spec: AttentionSpec) -> RingTiles:
 
 
 def prefill_tile_tokens(gpu: Gpu, spec: AttentionSpec) -> int:
-    """Tokens that one CTA takes at a time."""
+    """The number of tokens that one CTA takes at a time."""
     tokens = TileShape(spec.num_query_heads // spec.num_kv_heads).tokens
     return tokens * COMPUTE_WARPGROUPS if gpu.has_wgmma else tokens
 
@@ -99,7 +99,8 @@ LONG_PREFILL_KEYS = 4096  # of a row whose parts may have half as many keys, by 
 
 
 def prefill_parts(gpu: Gpu, spec: AttentionSpec, *, num_rows: int, num_tokens: int, max_keys: int) -> Parts:
-    """How rows with few queries are cut, in a program of so many rows and tokens. `max_keys`: of a row."""
+    """How rows with few queries are cut in a program of `num_rows` rows and `num_tokens` tokens. `max_keys`: the most
+    keys of a row."""
     shape = TileShape(spec.num_query_heads // spec.num_kv_heads)
     # A partial result is written and read once, 16 bits each. This is at most an eighth of the part's keys and values,
     # and a quarter in long rows.

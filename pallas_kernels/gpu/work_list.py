@@ -1,7 +1,7 @@
 """The work list of decode. It is built once per step, inside the program, and shared by all layers.
 
-A long sequence is cut into parts, see `parts`. The list is data: a new mix of lengths is a new list, never a new
-program. That of prefill is in `tile_list`.
+A long sequence is cut into parts (`parts`). The list is data: a new mix of lengths is a new list, and not a new
+program. `tile_list` has the list of prefill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def decode_items(
     block_kv: int,
     parts: Parts,
 ) -> ItemList:
-    """The list of a step. Every item has a block: that of a row without keys is masked, and its output is zero."""
+    """Builds the list of a step. Every item has a block. The block of a row without keys is masked, and the row's
+    output is zero."""
     num_rows = kv_lens.shape[0]
     blocks = jnp.maximum(cdiv(kv_lens, block_kv), 1)
     counts, lengths = cut(kv_lens, jnp.where(is_decode, 1, 0), block_kv, parts)

@@ -1,7 +1,7 @@
-"""Products with int4 kernels whose groups of inputs have scales of their own.
+"""Products with int4 kernels that have a scale for each group of inputs.
 
-XLA writes such a kernel out in bfloat16 before every product. Here a block of it is dequantised in VMEM: memory
-delivers 4 bits a weight. Each tile of rows dequantises all blocks, while the matrix units multiply.
+XLA writes such a kernel to memory in bfloat16 before every product. This Pallas kernel dequantises blocks in VMEM, so
+it reads 4 bits per weight from memory. Each tile of rows dequantises all blocks, while the matrix units multiply.
 
 The kernel is stored as [in, out]. The scales of a group are then one row of lanes. Stored as [out, in], each scale
 would have to be spread over lanes, which takes more instructions than the product.
@@ -30,7 +30,7 @@ MAX_OUT, MIN_OUT = 512, 256  # outputs of a block; with fewer, a matrix unit of 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """What one turn of the kernel multiplies."""
+    """The sizes of the blocks that one turn of the kernel multiplies."""
 
     rows: int
     out: int
@@ -63,11 +63,11 @@ def multiply(
 ) -> jax.Array:
     """inputs times `(kernel - zero) * scale`: [T, out] of `out_dtype`, summed in float32.
 
-    Weights are rounded to the inputs' type, as are weights that are not quantised.
+    The dequantised weights are rounded to the inputs' type.
 
     Args:
-        zero: None: there are none.
-        blocks: in place of the chosen ones.
+        zero: the zero of each group; None: there are none.
+        blocks: block sizes that replace the chosen ones.
         interpret: runs the kernel on a CPU.
     """
     rows, num_in = inputs.shape

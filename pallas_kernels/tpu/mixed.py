@@ -121,7 +121,7 @@ class _Body:
         lax.while_loop(lambda carry: carry[0] < self.end_row, self.step, (*start, zero, zero))
 
     def step(self, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        """One entry."""
+        """Computes one entry."""
         row, q_index, kv_index, kv_half, q_half = carry
         refs, g, blocks = self.refs, self.g, self.blocks
         entry = self.entry((row, q_index, kv_index))
@@ -231,7 +231,7 @@ def _for_width(blocks: MixedBlocks, entry: Entry, g: Geometry, body: Callable[[M
 
 
 def _begin_tiles(refs: Refs, blocks: MixedBlocks) -> None:
-    """What the loop over units finds in its buffers."""
+    """Prepares the buffers for the loop over units."""
     for v_t in (refs.v_t_even, refs.v_t_odd):
         v_t[:, LANES:] = jnp.ones((v_t.shape[0], SUM_ROWS, blocks.tile_tokens), v_t.dtype)
     # Without this use outside the loop over units, the compiler would keep the buffer in registers and spill it.
@@ -242,7 +242,7 @@ def _begin_tiles(refs: Refs, blocks: MixedBlocks) -> None:
 
 
 def _attend(refs: Refs, entry: Entry, kv: Any, g: Geometry, blocks: MixedBlocks) -> None:
-    """Folds one KV block, which has zeros behind its live words, into the state of one query block."""
+    """Adds one KV block to the state of one query block. The block has zeros after its live words."""
     tiles = Tiles.of(g, blocks, num_q=entry.block.num_q, position=entry.position)
     mask_rows, slices, num_planes = blocks.mask_rows(g), blocks.slices(g), blocks.planes_of_unit(g)
     tile_words = blocks.tile_tokens // g.kv_packing
@@ -292,7 +292,7 @@ def _attend(refs: Refs, entry: Entry, kv: Any, g: Geometry, blocks: MixedBlocks)
 
 
 def _clear_dead_words(kv: Any, live_words: Any, tile_words: int) -> None:
-    """Zeroes the last tile after the live words: they may hold anything there, and 0 x NaN is NaN."""
+    """Sets the last tile to zero after the live words: it may hold NaN there, and 0 x NaN is NaN."""
     live = lax.rem(live_words, tile_words)
     begin = pl.multiple_of(live_words - live, tile_words)
 

@@ -1,8 +1,8 @@
-"""Rows of few queries in the mixed kernel, such as rows with drafts: their products in another form.
+"""The products of rows of few queries in the mixed kernel, such as rows with drafts.
 
 `mixed` computes scores transposed, [tokens, query rows]: each tile of K and V streams past a tile of queries, which has
-128 rows at least. With 4 queries of 4 query heads, 16 of them are asked for. Here K and V are the matrix unit's
-stationary operands, as in the decode kernel, and only the rows that are asked for stream past them:
+at least 128 rows. With 4 queries of 4 query heads, only 16 of these rows are needed. Here K and V are the matrix unit's
+stationary operands, as in the decode kernel, and only the needed rows stream past them:
 
     scores  [rows, tokens]       = Q [K of plane 0 | K of plane 1]^T, masked
     weights [rows, tokens]       = exp2(scores - maximum over tokens)
@@ -60,7 +60,7 @@ def begin_queries(refs: Refs, entry: Entry, half: Any, g: Geometry, blocks: FewB
 
 
 def attend(refs: Refs, entry: Entry, kv: Any, live_words: Any, g: Geometry, blocks: FewBlocks) -> None:
-    """Folds one KV block, which has zeros behind its live words, into the state of one query block."""
+    """Adds one KV block to the state of one query block. The block has zeros after its live words."""
     tile_words = blocks.tile_tokens // g.kv_packing
     per_group = blocks.planes_per_group(g)
     groups = [range(p, p + per_group) for p in range(0, g.num_k_planes, per_group)]
@@ -152,7 +152,7 @@ def _slots_of(token_rows: Any, heads: range, first: Any, g: Geometry, blocks: Fe
 
 
 def _plane_of_rows(shape: tuple[int, ...], g: Geometry, blocks: FewBlocks) -> jax.Array:
-    """The plane, within its group, of each row; beyond the group's planes for rows of no head."""
+    """The index of each row's plane within its group. Rows of no head have an index past the group's planes."""
     return lax.div(lax.broadcasted_iota(jnp.int32, shape, 0), g.queries_per_plane * blocks.slots)
 
 
