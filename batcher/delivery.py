@@ -31,7 +31,7 @@ class StepDelivery:
     """The results of a step for its requests. A request is in `outputs` or in the columns, never in both."""
 
     outputs: list[Delivery] = field(default_factory=list)
-    sequences: list[RequestState] = field(default_factory=list)  # those of `tokens`
+    sequences: list[RequestState] = field(default_factory=list)  # the requests of `tokens`
     tokens: Tokens | None = None
 
     def plain_outputs(self) -> Iterator[Delivery]:

@@ -24,7 +24,7 @@ class StepWatch:
         self._limit_s = limit_s
         self._clock = clock
         self._longest_s = 0.0
-        self._running_since: float | None = None  # of the oldest step in flight
+        self._running_since: float | None = None  # when the oldest step in flight started to run
         self._overdue_since: float | None = None
 
     def dispatched(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-STACK_BYTES = 2**28  # of address space; memory is allocated when it is used
+STACK_BYTES = 2**28  # bytes of address space; memory is allocated when it is used
 
 
 def deep_threads(count: int, name: str) -> ThreadPoolExecutor:

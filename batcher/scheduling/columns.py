@@ -23,7 +23,7 @@ class SlotColumns:
     """
 
     def __init__(self, num_slots: int, vocab_size: int, page_size: int | None) -> None:
-        self.numbers = np.zeros(num_slots, np.int64)  # of the requests
+        self.numbers = np.zeros(num_slots, np.int64)  # the requests' numbers
         self.left = np.full(num_slots, _AT_ONCE)  # i64, tokens until the row needs a look of its own: at 0 or below
         self.left_of_page = np.full(num_slots, NEVER)  # i64, tokens until a page can be stored: at 0 or below
         self.last_token_s = np.zeros(num_slots)

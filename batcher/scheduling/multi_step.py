@@ -19,7 +19,7 @@ from batcher.scheduling.row_tokens import OneToken, SeveralTokens
 from batcher.step import Variant
 
 MOST_DELAY_S = 0.004  # of an arrival, for the steps in flight that would not be there with one step a program
-_WEIGHT = 0.2  # of the last step in the estimate of a step's time
+_WEIGHT = 0.2  # weight of the last step in the estimate of a step's time
 
 
 class SeveralSteps(OneToken):

@@ -56,7 +56,7 @@ class RequestQueues:
         self.adapters = AdapterSlots(capacity.max_loras)
         self.offloaded: OffloadedPages | None = None
         self.page_events: PageEventRecorder | None = None
-        self._held_back: dict[int, RequestState] | None = None  # by arrival; None: requests may start
+        self._held_back: dict[int, RequestState] | None = None  # arrival -> request; None: requests may start
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens, at first admissions only
         self.prefix_hits = 0
@@ -66,7 +66,7 @@ class RequestQueues:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._outlook: Outlook | None = None  # of `running`; made when the first admission of a step needs it
         self._num_arrivals = 0
-        self._last_rows: list[RequestState] = []  # of the last step, and their slots
+        self._last_rows: list[RequestState] = []  # rows of the last step, and their slots
         self._last_slots = np.empty(0, np.int64)
         self._to_commit: deque[RequestState] = deque()  # a page of theirs is full, or they have left since
         self._pages_at_limits = 0  # of the running requests if all of them reach their limits

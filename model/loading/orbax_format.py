@@ -85,7 +85,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         return form_named(self.quantization, config.projection_inputs) if self.quantization else None
 
     def ranges(self, config: LlamaConfig) -> np.ndarray | None:
-        """f32[L, 2, K], the ranges of keys and values."""
+        """The ranges of keys and values, f32[L, 2, K]; None if there are none."""
         if self.kv_ranges is None:
             return None
         sizes = {tuple(map(len, layer)) for layer in self.kv_ranges}
@@ -173,7 +173,7 @@ def _absolute(folder: Place | str) -> Place:
 
 
 def _store(folder: Place) -> dict[str, str]:
-    """TensorStore's name of the folder. ValueError if it has no driver for the folder's scheme."""
+    """TensorStore's specification of the folder. ValueError if it has no driver for the folder's scheme."""
     if not isinstance(folder, RemotePath):
         return {"driver": "file", "path": f"{folder}/"}
     if folder.scheme not in _DRIVERS:
@@ -256,7 +256,7 @@ def _without_copies(sharding: Sharding, copies: int) -> Sharding:
 
 
 def _with_copies(array: jax.Array, sharding: Sharding, copies: int) -> jax.Array:
-    """The heads with their copies. Nothing moves: each chip has its head."""
+    """The array with repeated heads. No data is moved, because each chip already has its head."""
     if copies == 1:
         return array
     shape = (array.shape[0] * copies, *array.shape[1:])

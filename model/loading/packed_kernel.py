@@ -12,7 +12,7 @@ from model.quantization.forms import FourBit, Numbers
 from model.quantization.packed_form import NAMES, Layout, PackedForm, Zeros
 from model.quantization.unpack import dequantize_groups, one_more, unpack, unpack_awq
 
-_MIDDLE = np.int8(8)  # of the stored range, which becomes 0
+_MIDDLE = np.int8(8)  # the middle of the stored range, which becomes 0
 
 
 class PackedKernel:
@@ -53,7 +53,7 @@ class PackedKernel:
 
         Args:
             name: "kernel" (-> i8[out, in]), or "scale" or "zero" (-> [out, in / group]).
-            form: of `PackedForm.in_four_bits` or `in_exact_four_bits`.
+            form: the result of `PackedForm.in_four_bits` or `in_exact_four_bits`.
 
         Raises:
             ValueError: groups are not of neighbouring inputs, although the config says so.

@@ -163,7 +163,7 @@ class Rows:
 
     values: np.ndarray
     first: int
-    num_rows: int  # of the whole tensor
+    num_rows: int  # rows of the whole tensor
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         rows, *others = index

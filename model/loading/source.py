@@ -49,7 +49,7 @@ class Kind(StrEnum):
 class ModelSource:
     """A model found by its name: its configuration, and where its files are if it has any."""
 
-    name: str  # as it was given
+    name: str  # the name that the user gave
     kind: Kind
     config: LlamaConfig
     eos_token_ids: tuple[int, ...]  # that these files state; the tokenizer may add some

@@ -124,7 +124,7 @@ class _Storage(_Built):
     file: LocalFile
     dtype: str
     start: int  # in bytes, in the file
-    count: int  # of its values
+    count: int  # number of values
 
 
 class _Unpickler(pickle.Unpickler):

@@ -64,7 +64,7 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int, input_width: int | None = None):
         self.ops: RowOps = BY_XLA
         self.num_shards = num_shards
-        self.heads = config.num_heads // num_shards, config.num_kv_heads // num_shards  # of one group
+        self.heads = config.num_heads // num_shards, config.num_kv_heads // num_shards  # heads of one group
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv = linear("attention.qkv", (width, input_width or config.hidden_size), ("heads", "embed"))
         queries = config.num_heads * config.head_dim

@@ -16,7 +16,7 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 FORMAT_VERSION: Final = 2
-DIGEST_BYTES: Final = 16  # of identities, and of pages
+DIGEST_BYTES: Final = 16  # bytes of the digests of identities and of pages
 _MAGIC = b"kv-page\n"
 _OF_WHAT = Struct(f"<8sI{DIGEST_BYTES}s{DIGEST_BYTES}sIQ")
 _CHECKSUM = Struct("<Q")

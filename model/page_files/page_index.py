@@ -19,7 +19,7 @@ class PageIndex:
     """The files of pages by their names. `in` may be asked at any time, and all else by one thread at once."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # of all files
+        self.num_bytes = 0  # bytes of all files
         self._pages: OrderedDict[str, KeptPage] = OrderedDict()  # the most recently used last
 
     def __contains__(self, name: str) -> bool:

@@ -29,7 +29,7 @@ class VocabShard:
 
     vocab_size: int
     num_shards: int = 1
-    ops: RowOps = BY_XLA  # of the model
+    ops: RowOps = BY_XLA  # the model's operations
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE_ROWS = 8  # of the swizzled form that TMA writes and the tensor cores read
-WARPS = 4  # of a warpgroup
+WARPS = 4  # warps of a warpgroup
 
 
 def mma(acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: Any) -> jax.Array:

@@ -26,8 +26,8 @@ MERGE_FIELDS = 6
 class Parts:
     """How rows are cut. It is static: every step of a program has the same. With `max_parts` 1, no row is cut."""
 
-    max_parts: int  # of one unit: those of all KV heads fill the chip
-    min_keys: int  # of one part: partial results are a small share of the keys and values that it reads
+    max_parts: int  # most parts of one unit; the parts of all KV heads fill the chip
+    min_keys: int  # least keys of one part; its partial results are small compared with the keys and values it reads
     max_slots: int  # tokens in the memory of the partial results
     long_row: int = 1 << 30  # keys from which on a row may have smaller parts: it often has the chip for itself
     min_keys_of_long: int = 1 << 30  # of a part of such a row

@@ -101,7 +101,7 @@ class Ring:
     arrived: Any  # barriers, 2 * copies arrivals each; None: cp.async
     k_converted: Any = None  # [block_kv, H], for blocks of 8-bit keys and values
     v_converted: Any = None
-    blocks_before: Any = 0  # of the runs before
+    blocks_before: Any = 0  # blocks of earlier runs
     following: Following | None = None
 
     def fill(self) -> None:

@@ -24,7 +24,7 @@ from pallas_kernels.tpu import vmem
 MIB = 1 << 20
 INPUT_BYTES = 32 * MIB  # of VMEM for a block of inputs, and the next one
 KERNEL_BYTES = 16 * MIB  # of VMEM for a block of the kernel in 4 bits, the next one, and a dequantised block
-MAX_ROWS, MIN_ROWS = 512, 128  # of a block
+MAX_ROWS, MIN_ROWS = 512, 128  # rows of a block
 MAX_OUT, MIN_OUT = 512, 256  # outputs of a block; with fewer, a matrix unit of a v6e would be half idle
 
 
