@@ -138,7 +138,7 @@ def test_what_is_reset_does_not_come_back(flags, told, folder):
         wait_for(server, lambda counts: counts[IN_FILES] > NUM_PAGES)
         assert http.post("/reset_prefix_cache?reset_external=false").status_code == 200
         before = healthy(server)
-        assert text_of(http, BODIES[0]) == told[0]
+        assert [text_of(http, body) for body in BODIES[:20]] == told[:20]  # of some the pages have left the device
         kept = healthy(server)
         assert kept["external_prefix_cache_hits_total"] > before["external_prefix_cache_hits_total"]
         assert http.post("/reset_prefix_cache?reset_external=true").status_code == 200
