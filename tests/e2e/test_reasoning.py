@@ -137,7 +137,7 @@ def test_a_grammar_begins_after_the_reasoning(server):
 def test_a_budget_closes_the_reasoning(server, budget):
     answer = chat(server, USER, tools=TOOLS, thinking_token_budget=budget)
     message = answer["choices"][0]["message"]
-    assert message.get("reasoning", "") == "".join(THOUGHTS[:budget]).rstrip()
+    assert (message["reasoning"] or "") == "".join(THOUGHTS[:budget]).rstrip()
     assert message["tool_calls"][0]["function"]["name"] == "look"
     details = answer["usage"].get("completion_tokens_details", {"reasoning_tokens": 0})
     assert details["reasoning_tokens"] == min(budget, NUM_THOUGHTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from random import Random
 
@@ -365,10 +366,13 @@ async def readers_of_events(victim: Victim, random: Random) -> None:
     flooded = await asyncio.to_thread(zmtp.flood, victim.events_port, b"SUB")
     assert flooded <= zmtp.MOST_FLOODED, flooded
     assert await asyncio.to_thread(zmtp.is_refused, victim.events_port, b"SUB", 2**32)
-    async with contextlib.AsyncExitStack() as stack:
+    await asyncio.to_thread(_connect_often, victim.host, victim.events_port)
+
+
+def _connect_often(host: str, port: int) -> None:
+    with contextlib.ExitStack() as stack:
         for _ in range(200):
-            connection = await asyncio.open_connection(victim.host, victim.events_port)
-            stack.callback(connection[1].transport.abort)
+            stack.enter_context(socket.create_connection((host, port)))
 
 
 ATTACKS: tuple[Attack, ...] = (
