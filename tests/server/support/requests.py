@@ -84,7 +84,7 @@ def _end_requests(server: RunningServer, admin_key: str) -> None:
 
         if not is_idle():
             http.post("/abort_requests", json={}).raise_for_status()
-            wait_until(is_idle)
+            wait_until(is_idle, timeout_s=300.0)  # chat templates that wait take ten seconds each
 
 
 def wait_until(condition, timeout_s: float = 30.0) -> None:
