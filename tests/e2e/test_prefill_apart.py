@@ -187,6 +187,7 @@ def test_strangers_at_the_page_port_take_neither_its_descriptors_nor_its_memory(
         for _ in range(300):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
         assert flood(port, b"DEALER") < MOST_FLOODED
+        assert engine.memory_info().rss < before + 2**28
         assert engine.num_fds() < num_open + 64
         with prefill.http(headers=KEY) as http:
             for number, body in enumerate(BODIES[:6]):  # adapters are loaded, too
@@ -195,7 +196,6 @@ def test_strangers_at_the_page_port_take_neither_its_descriptors_nor_its_memory(
             assert texts_of(decode) == told
             assert outcomes(decode)["done"] > 10
             assert healthy(decode)[FETCHED] > NUM_PAGES
-        assert engine.memory_info().rss < before + 2**28
     assert prefill.process.returncode == 0
 
 

@@ -66,7 +66,8 @@ def test_all_bodies_together_are_bounded(small):
         begun: dict[socket.socket, bytes] = {}  # the first bytes of answers
         wait_until(lambda: len(with_answers(bodies, begun)) >= 37)  # 3 x 5 MiB are held
         assert len(with_answers(bodies, begun)) <= 38
-        assert process.memory_info().rss - before < 4 * MOST_MIB * MIB  # and 200 MiB without the bound
+        # 40 connections' TLS takes 20 MiB and more, and bodies without the bound 200 MiB.
+        assert process.memory_info().rss - before < 6 * MOST_MIB * MIB
         for connection in bodies:
             connection.settimeout(TIMEOUT_S)
         refused = next(connection for connection in begun if begun[connection])
