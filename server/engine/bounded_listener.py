@@ -25,7 +25,8 @@ MOST_CONNECTIONS = 64
 SHARE = 8  # all connections take at most this part of the free descriptors
 DESCRIPTORS = 3  # of a connection: the TCP socket, and both ends of the Unix socket
 GREETING_BYTES = 64  # ZeroMQ's greeting. A peer gets more if it knows the socket's key, or if there is no key
-READ_BYTES = 1 << 18
+# The most bytes of a read. A connection that fills the first buffer gets the second one.
+FIRST_READ_BYTES, READ_BYTES = 1 << 12, 1 << 18
 RETRY_S = 0.1  # the wait after a connection that could not be accepted
 LEAVE_S = 1.0  # the time at the end for bytes that are not sent yet
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # detects machines that have gone
@@ -127,18 +128,20 @@ class BoundedListener:
                 await asyncio.gather(*ways, return_exceptions=True)
 
     async def _receive(self, connection: socket.socket, inner: socket.socket) -> None:
-        buffer, total = memoryview(bytearray(READ_BYTES)), 0
+        buffer, total = memoryview(bytearray(FIRST_READ_BYTES)), 0
         while size := await self._loop.sock_recv_into(connection, buffer):
             total += size
             if self._most_bytes is not None and total > self._most_bytes:
                 return
             await self._loop.sock_sendall(inner, buffer[:size])
+            buffer = _enough(buffer, size)
 
     async def _send(self, inner: socket.socket, connection: socket.socket, task: asyncio.Task[None]) -> None:
-        buffer = memoryview(bytearray(READ_BYTES))
+        buffer = memoryview(bytearray(FIRST_READ_BYTES))
         while size := await self._loop.sock_recv_into(inner, buffer):
             await self._loop.sock_sendall(connection, buffer[:size])
             self._num_sent[task] += size
+            buffer = _enough(buffer, size)
 
 
 def most_connections() -> int:
@@ -148,6 +151,12 @@ def most_connections() -> int:
         return MOST_CONNECTIONS
     free = limit - len(os.listdir("/dev/fd"))
     return max(1, min(MOST_CONNECTIONS, free // SHARE // DESCRIPTORS))
+
+
+def _enough(buffer: memoryview, size: int) -> memoryview:
+    """The buffer for the read after one of `size` bytes: a larger one if this one was full. Strangers who connect often
+    and send little then take little memory."""
+    return memoryview(bytearray(READ_BYTES)) if size == len(buffer) < READ_BYTES else buffer
 
 
 def _keep_alive(connection: socket.socket) -> None:
