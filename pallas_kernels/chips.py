@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 HOST_CHIPS = 4  # chips of each host in a TPU slice of several hosts
+# The share of a GPU's memory for arrays; --memory-utilization is a share of it. CUDA's context, the loaded programs and
+# NCCL's buffers have the rest (scripts/lab/results/decisions.md).
+GPU_POOL_SHARE = 0.92
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ class Backend(StrEnum):
     GPU_MMA_INTERPRET = "gpu-mma-interpret"
 
     @property
+    def is_of_gpus(self) -> bool:
+        """Whether the backend has the kernels of GPUs, on a GPU or interpreted."""
+        return self.value.startswith("gpu")
+
+    @property
     def is_interpreted(self) -> bool:
         """Whether the backend interprets a chip's kernels on the CPU."""
         return self.value.endswith("-interpret")

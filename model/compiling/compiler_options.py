@@ -3,7 +3,8 @@
 On GPUs the step is captured in CUDA graphs with its loops and branches, except for its collectives. A loop outside of a
 graph would make the host wait for its condition in each pass. XLA's autotuner chooses between Triton and cuBLASLt for
 each product. An option of its own lets a product dequantise a 4-bit kernel with the scales of its groups;
-without it, the kernel is written out.
+without it, the kernel is written out. The allocator maps the temporaries of a program at addresses that stay
+(`GPU_ALLOCATOR`), so its graph need not be updated for them.
 
 On TPUs, weights keep the tiles in which they arrive. Otherwise the compiler for tpu7x would copy the weights of a head
 that drafts into larger tiles before its loops, in every step.
@@ -15,6 +16,11 @@ The figures behind each choice are in `scripts/lab/results/decisions.md`.
 """
 
 from __future__ import annotations
+
+import os
+
+ALLOCATOR_VARIABLE = "XLA_PYTHON_CLIENT_ALLOCATOR"  # jax reads it when it starts on a GPU
+GPU_ALLOCATOR = "vmm"  # reserves virtual addresses and maps memory to them
 
 _CPU_OPTIONS: dict[str, str | bool] = {
     "xla_cpu_enable_fast_math": True,
@@ -39,8 +45,11 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
         return _TPU_OPTIONS
     if platform not in ("gpu", "cuda"):
         return {}
-    return {
+    options: dict[str, str | bool] = {
         "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),
         "xla_gpu_enable_triton_gemm": True,
         "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
     }
+    if os.environ.get(ALLOCATOR_VARIABLE, GPU_ALLOCATOR) == GPU_ALLOCATOR:
+        options["xla_gpu_command_buffer_update_mode"] = "SKIP_TEMP"
+    return options

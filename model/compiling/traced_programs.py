@@ -39,13 +39,13 @@ class Program:
     Args:
         function: (*arguments) -> a tree of arrays.
         arguments: trees of `jax.ShapeDtypeStruct` with shardings.
-        donated: the index of the argument whose buffers the results reuse; None: they reuse none.
+        donated: the indices of the arguments whose buffers the results reuse.
         out_shardings: one sharding for each array of the result: a tree of the result's structure.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    donated: int | None
+    donated: tuple[int, ...]
     out_shardings: Any
 
     @property
@@ -68,8 +68,7 @@ class Program:
         def function(*arguments: Any) -> Any:
             return self.function(*arguments)
 
-        donated = () if self.donated is None else self.donated
-        jitted = jax.jit(function, donate_argnums=donated, out_shardings=self.out_shardings)
+        jitted = jax.jit(function, donate_argnums=self.donated, out_shardings=self.out_shardings)
         return jitted.trace(*self.arguments)
 
     def lower(self) -> jax.stages.Lowered:

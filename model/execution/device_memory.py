@@ -34,9 +34,31 @@ def device_memory(device: jax.Device) -> DeviceMemory:
         total = int(chips.TPUS[this_chip()].memory_gib * chips.GIB)
         return DeviceMemory(total=total, free=total - CHIP_RESERVE, is_host=False)
     stats = device.memory_stats() or {}
+    if not stats and device.platform == "gpu":  # jax counts no memory for the allocator that maps it
+        free, total = _asked_of_driver(device.local_hardware_id)
+        outside = int((1 - chips.GPU_POOL_SHARE) * total)
+        return DeviceMemory(total=total - outside, free=max(free - outside, 0), is_host=False)
     if "bytes_limit" not in stats:
         raise ValueError(f"{device} does not report its memory; say how many pages to use with --num-pages")
     return DeviceMemory(total=stats["bytes_limit"], free=stats["bytes_limit"] - stats["bytes_in_use"], is_host=False)
+
+
+def _asked_of_driver(number: int) -> tuple[int, int]:
+    """The free and total bytes of the GPU of this number among those that this process sees."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    failed = (
+        driver.cuDeviceGet(ctypes.byref(device), number)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        or driver.cuCtxPushCurrent_v2(context)
+        or driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        or driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        or driver.cuDevicePrimaryCtxRelease_v2(device)
+    )
+    if failed:
+        raise ValueError(f"GPU {number} does not report its memory (CUDA's error {failed}): use --num-pages")
+    return free.value, total.value
 
 
 def return_freed_memory() -> None:

@@ -19,8 +19,8 @@ from jax import lax
 
 from batcher.request import LogprobsMode
 from batcher.slots import SlotLayout
-from batcher.step import Bucket, PackedLayout, Variant
-from model.execution.rows import StepRows, advance, ragged_batch, step_rows
+from batcher.step import Bucket, Variant
+from model.execution.rows import StepRows, advance, ragged_batch, sections, step_rows
 from model.execution.step import (
     DeviceState,
     KvScales,
@@ -55,7 +55,7 @@ def make_multi_step(
     ) -> tuple[DeviceState, jax.Array]:
         assert state.text is None, "a program of several steps keeps no text"
         model = rebuild(weights)
-        sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
+        sent = sections(packed, bucket, attention.backend)
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         vocabulary = vocabulary_of(state.history, model, attention)
         counts, num_rows = sent["q_lens"], sent["header"][1]

@@ -72,10 +72,10 @@ class PageCopies:
             pages = sent((size,))
             reading, writing = partial(read, kv_axis=self._kv_axis), partial(write, kv_axis=self._kv_axis)
             programs[self.name("read", size)] = Program(
-                reading, (self._state, pages), donated=None, out_shardings=_shardings(form)
+                reading, (self._state, pages), donated=(), out_shardings=_shardings(form)
             )
             programs[self.name("write", size)] = Program(
-                writing, (self._state, form, pages), donated=0, out_shardings=kept
+                writing, (self._state, form, pages), donated=(0,), out_shardings=kept
             )
         return programs
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from batcher.slots import SlotLayout
-from pallas_kernels.spec import RaggedBatch
+from batcher.step import Bucket, PackedLayout
+from pallas_kernels.spec import Backend, RaggedBatch
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -27,6 +28,18 @@ class StepRows:
     past: jax.Array  # i32[S], tokens in pages before this step
     kv_lens: jax.Array  # i32[S], tokens in pages after this step; also the position of the token that the row draws
     emits: jax.Array  # bool[S]
+
+
+def sections(packed: jax.Array, bucket: Bucket, backend: Backend) -> dict[str, jax.Array]:
+    """The sections of the host's buffer i32[PackedLayout.size], by their names in `PackedLayout`.
+
+    A GPU runs a step as a CUDA graph, and XLA updates every node of the graph whose arguments have moved. The host's
+    buffer has a new address in each step. So GPUs read it once, into a temporary behind a barrier, and no layer refers
+    to it. The temporary is one element longer: XLA would leave out a copy of the same shape.
+    """
+    if backend.is_of_gpus:
+        packed = lax.optimization_barrier(jnp.pad(packed, (0, 1)))
+    return {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
 
 
 def step_rows(slots: jax.Array, sent: dict[str, jax.Array]) -> StepRows:

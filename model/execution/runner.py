@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -44,13 +45,17 @@ CPU_FIRST_RUNS_S = 0.3
 class StepResult:
     """A dispatched step. The copy of its output array to the host starts at dispatch."""
 
-    def __init__(self, output: jax.Array, layout: OutputLayout) -> None:
+    def __init__(self, output: jax.Array, layout: OutputLayout, free: deque[jax.Array] | None = None) -> None:
         self._output = output
         self._layout = layout
+        self._free = free  # takes the output's buffer when the host has read it; None: the buffer is not used again
 
     def result(self) -> StepOutput:
         """The output of the step. Blocks until the device is done, so call it from a thread that may block."""
-        return self._layout.split(np.asarray(self._output))
+        values = np.asarray(self._output)
+        if self._free is not None:
+            self._free.append(self._output)
+        return self._layout.split(values)
 
 
 class ModelRunner:
@@ -120,6 +125,8 @@ class ModelRunner:
         self._make_state = _maker_of(self.described.state_like, when_used=model.ops.are_in_c)
         self._make_adapters = _maker_of(self.described.adapters_like, when_used=False)
         self._staging = threading.Lock()
+        # Buffers of outputs that the host has read, oldest first. As many are made as there are steps in flight.
+        self._outputs: defaultdict[Bucket, deque[jax.Array]] = defaultdict(deque)
         self._staged: dict[int, AdapterSlots] = {}  # identity of an adapter -> its weights on the device
         if _is_in_place(model):
             self.place(model, kv_scales, draft=None if draft is None else draft[0])
@@ -263,12 +270,19 @@ class ModelRunner:
         enough_s = CPU_FIRST_RUNS_S if self.described.device.platform == "cpu" else math.inf
         for bucket in sorted(self.programs.steps):
             if num_run == 0 or time.perf_counter() - started <= enough_s:
-                execute(self.described.padding(bucket)).result()
+                for _ in range(self._first_runs):
+                    execute(self.described.padding(bucket)).result()
                 num_run += 1
             elif bucket in exported:
                 self.programs.untried.add(bucket)
         self._run_page_copies()
         return num_run
+
+    @property
+    def _first_runs(self) -> int:
+        """How often a program runs before it is as fast as later. A GPU makes the CUDA graph of a program in its second
+        run."""
+        return 2 if self.described.device.platform == "gpu" else 1
 
     def _run_page_copies(self) -> None:
         for size in self.programs.read_pages:
@@ -316,16 +330,18 @@ class ModelRunner:
             masks = programs.bring_masks(masks, block)
         state = DeviceState(slots=slots, history=history, masks=masks, kv=state.kv, text=state.text, draft=state.draft)
         adapters = (self.adapters,) if step.bucket.has_adapters else ()
-        arguments = (self.weights, self._kv_scales, state, step.packed, *adapters)
+        arguments: tuple[Any, ...] = (self.weights, self._kv_scales, state, step.packed, *adapters)
+        free = self._outputs[step.bucket] if described.reuses_outputs else None
+        if free is not None:
+            arguments += (free.popleft() if free else self._output_buffer(step.bucket),)
         run = self._run_first if step.bucket in programs.untried else self._run
         output = run(step.bucket, arguments)
         output.copy_to_host_async()
-        layout = OutputLayout(
-            step.bucket,
-            self.described.model_config.hidden_size,
-            tells_would_accept=self.described.tells_would_accept(step.bucket),
-        )
-        return StepResult(output, layout)
+        return StepResult(output, described.output_layout(step.bucket), free)
+
+    def _output_buffer(self, bucket: Bucket) -> jax.Array:
+        like = self.described.output_like(bucket)
+        return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
     def stage_adapter(self, adapter: int) -> None:
         assert self._adapter_weights is not None, "the runner was made without adapters"
@@ -404,6 +420,7 @@ class ModelRunner:
         with self._staging:
             staged = list(self._staged.values())
             self._staged.clear()
+        self._outputs.clear()
         for array in jax.tree.leaves((self.state, self.adapters, staged)):
             if not array.is_deleted():
                 array.delete()

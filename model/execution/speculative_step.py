@@ -22,12 +22,20 @@ import jax.numpy as jnp
 
 from batcher.request import LogprobsMode
 from batcher.slots import SlotLayout
-from batcher.step import Bucket, PackedLayout, Variant
+from batcher.step import Bucket, Variant
 from model.execution import page_text
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import NO_TOKEN, Drafter, Draw
 from model.execution.prompt_lookup import PromptLookup, propose
-from model.execution.rows import StepRows, advance, ragged_batch, read_once, row_of_tokens, step_rows
+from model.execution.rows import (
+    StepRows,
+    advance,
+    ragged_batch,
+    read_once,
+    row_of_tokens,
+    sections,
+    step_rows,
+)
 from model.execution.step import (
     DeviceState,
     KvScales,
@@ -65,7 +73,7 @@ def make_speculative_step(
         weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array, slots_of_adapters: AdapterSlots = ()
     ) -> tuple[DeviceState, jax.Array]:
         model = rebuild(weights)
-        sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
+        sent = sections(packed, bucket, attention.backend)
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         rows = read_once(step_rows(slots, sent))
         vocabulary = vocabulary_of(state.history, model, attention)

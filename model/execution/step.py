@@ -11,6 +11,7 @@ Shape legend: `T` tokens of the step (padded), `S` rows (padded), `W` columns of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from jax.sharding import Mesh
 
 from batcher.request import MAX_LOGPROBS, LogprobsMode, Pooling
 from batcher.slots import SlotLayout
-from batcher.step import Bucket, PackedLayout, StepOutput, Variant
+from batcher.step import Bucket, StepOutput, Variant
 from model.execution import draft_pages, page_text
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
@@ -35,6 +36,7 @@ from model.execution.rows import (
     ragged_batch,
     read_once,
     row_of_tokens,
+    sections,
     step_rows,
 )
 from model.network.layers import Attend, AttendProjected, tokens_at
@@ -128,8 +130,13 @@ class OutputLayout:
         """The buffer of these sections. It runs inside the program."""
         return jnp.concatenate([lax.bitcast_convert_type(arrays[name].ravel(), jnp.int32) for name in self.shapes()])
 
+    @property
+    def size(self) -> int:
+        """The number of i32 of all sections."""
+        return sum(math.prod(shape) for shape, _ in self.shapes().values())
+
     def split(self, buffer: np.ndarray) -> StepOutput:
-        """The sections of a buffer as views of it. It runs on the host."""
+        """The sections of a buffer as views of it. The buffer may be longer. It runs on the host."""
         fields: dict[str, np.ndarray] = {}
         start = 0
         for name, (shape, dtype) in self.shapes().items():
@@ -176,7 +183,7 @@ def make_step(
         weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array, slots_of_adapters: AdapterSlots = ()
     ) -> tuple[DeviceState, jax.Array]:
         model = rebuild(weights)
-        sent = {name: packed[part] for name, part in PackedLayout(bucket).sections().items()}
+        sent = sections(packed, bucket, attention.backend)
         slots = apply_patches(state.slots, jnp.stack([sent["patch_indices"], sent["patch_values"]]))
         rows = step_rows(slots, sent)
         rows = rows if state.text is None else read_once(rows)

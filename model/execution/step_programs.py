@@ -28,6 +28,9 @@ from model.execution.speculative_step import make_speculative_step
 from model.execution.step import (
     HISTORY_BLOCK_SIZE,
     DeviceState,
+    KvScales,
+    OutputLayout,
+    Step,
     apply_patches,
     bring_masks,
     make_step,
@@ -144,10 +147,33 @@ class StepPrograms:
         arguments: tuple[Any, ...] = (self.weights_like, self.kv_scales_like, self.state_like, packed)
         if bucket.has_adapters:
             arguments += (self.adapters_like,)
+        donated: tuple[int, ...] = (2,)
+        if self.reuses_outputs:
+            step = _written_into(step)
+            donated, arguments = (2, len(arguments)), (*arguments, self.output_like(bucket))
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
         # program would refuse it.
         kept = jax.tree.map(lambda x: x.sharding, self.state_like)
-        return Program(step, arguments, donated=2, out_shardings=(kept, self.everywhere))
+        return Program(step, arguments, donated=donated, out_shardings=(kept, self.everywhere))
+
+    def output_layout(self, bucket: Bucket) -> OutputLayout:
+        """The sections of the output of a bucket's program."""
+        tells = self.tells_would_accept(bucket)
+        return OutputLayout(bucket, self.model_config.hidden_size, tells_would_accept=tells)
+
+    @property
+    def reuses_outputs(self) -> bool:
+        """Whether the last argument of a step is the buffer of an earlier output, into which the output is written.
+
+        Only GPUs reuse outputs. XLA also keeps results of layers in the memory of an output, so a new address for
+        each output would change many nodes of the step's CUDA graph. A CPU lends an output to the host without a copy.
+        """
+        return self.device.platform in ("gpu", "cuda")
+
+    def output_like(self, bucket: Bucket) -> Any:
+        """The ShapeDtypeStruct of a reused output. Its last element has no meaning: with it, XLA cannot use the buffer
+        for anything but the output."""
+        return self.sent((self.output_layout(bucket).size + 1,))
 
     def updates(self) -> dict[str, Program]:
         """The programs that change the state between steps, and the programs that copy pages, by name."""
@@ -162,7 +188,7 @@ class StepPrograms:
         if self.config.max_loras:
             arguments = (self.adapters_like, self.staged_like, self.sent((1,)))
             placed = jax.tree.map(lambda x: x.sharding, self.adapters_like)
-            updates[WRITE_ADAPTER] = Program(adapter_slots.write, arguments, donated=0, out_shardings=placed)
+            updates[WRITE_ADAPTER] = Program(adapter_slots.write, arguments, donated=(0,), out_shardings=placed)
         if self.page_copies is not None:
             updates |= self.page_copies.programs(self.sent)
         return updates
@@ -207,7 +233,7 @@ class StepPrograms:
 
     def _update(self, update: Callable[..., Any], array: jax.Array, sent: tuple[int, ...]) -> Program:
         """The program of `update(array, sent) -> array`, which updates the array in place."""
-        return Program(update, (array, self.sent(sent)), donated=0, out_shardings=array.sharding)
+        return Program(update, (array, self.sent(sent)), donated=(0,), out_shardings=array.sharding)
 
     @property
     def adapter_bytes(self) -> int:
@@ -256,6 +282,19 @@ class StepPrograms:
             shape = (num_pages, self.attention.spec.page_size, width)
             features = jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(("rows", "rows", "mlp")))
         return DraftPages(kv=[kv] * self._draft_layers, filled=self.sent((num_pages,)), features=features)
+
+
+def _written_into(inner: Step) -> Step:
+    """The same step, whose last argument is a buffer for the output. The buffer is one element longer."""
+
+    def step(
+        weights: Any, kv_scales: KvScales, state: DeviceState, packed: jax.Array, *others: Any
+    ) -> tuple[DeviceState, jax.Array]:
+        *adapters, buffer = others
+        state, output = inner(weights, kv_scales, state, packed, *adapters)
+        return state, buffer.at[: len(output)].set(output)
+
+    return step
 
 
 def device_of(sharding: jax.sharding.Sharding) -> jax.Device:

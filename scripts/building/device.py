@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from model.compiling.compiler_options import ALLOCATOR_VARIABLE, GPU_ALLOCATOR
+from pallas_kernels.chips import GPU_POOL_SHARE
 from scripts.building.kept_folders import KeptFolders, kept_folders
 from scripts.flags.settings import EngineSettings
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # by device, as jax names them
 CUDA = 13  # the version of CUDA in jax's packages
-# The share of a GPU's memory for JAX's pool. --memory-utilization is a share of the pool. CUDA's context, the loaded
-# programs and NCCL's buffers are outside the pool (scripts/lab/results/decisions.md).
-GPU_POOL_SHARE = 0.92
+HAS_MAPPED_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,13 +41,15 @@ def start_jax(
     import jax
 
     device = find_device() if settings.device == "auto" else settings.device
+    # The pool of the allocators that have one; --memory-utilization is a share of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_POOL_SHARE))
     # Only the wanted platform is started: a plug-in for an absent chip fails late and with a long message.
     jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
     if device == "cpu" and settings.tensor_parallel_size is not None and settings.tensor_parallel_size > num_hosts:
         jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size // num_hosts)
     if device == "cuda":
-        check_cuda()
+        allocator = GPU_ALLOCATOR if check_cuda() else "default"
+        os.environ.setdefault(ALLOCATOR_VARIABLE, allocator)
     if join is not None:
         join()
     try:
@@ -64,8 +66,9 @@ def start_jax(
     return platform
 
 
-def check_cuda() -> None:
-    """Raises ValueError with the reason if CUDA finds no GPU."""
+def check_cuda() -> bool:
+    """Returns whether the first GPU maps memory to virtual addresses, which shares of a virtual GPU may not do. Raises
+    ValueError with the reason if CUDA finds no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -85,6 +88,9 @@ def check_cuda() -> None:
     if failed or not count.value:
         reason = f"CUDA's error {failed}" if failed else "CUDA_VISIBLE_DEVICES hides all"
         raise ValueError(f"no cuda device can be used: no GPU is visible ({reason}); `nvidia-smi -L` lists GPUs")
+    maps_memory = ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(maps_memory), HAS_MAPPED_MEMORY, 0)
+    return bool(maps_memory.value)
 
 
 def find_device() -> str:

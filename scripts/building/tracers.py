@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from batcher.step import Bucket, longest_first
 from model.inputs.words import described
-from scripts.building.device import GPU_POOL_SHARE
+from pallas_kernels.chips import GPU_POOL_SHARE
 from scripts.building.tpu_topology import attached_topology, be_on, tpu_topology
 from scripts.flags.settings import EngineSettings
 from server.engine.child_process import end_with_parent, start_without_main

@@ -15,8 +15,7 @@ from dataclasses import asdict
 
 from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant, longest_first
-from pallas_kernels.chips import GIB
-from scripts.building.device import GPU_POOL_SHARE
+from pallas_kernels.chips import GIB, GPU_POOL_SHARE
 from scripts.building.tracers import num_tracers
 from scripts.flags.errors import FailedError
 from scripts.flags.parsing import EachCounts

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from scripts.lab import weight_updates
 from tests.demo.one_layer import one_layer
-
 
 PEAK = """
 import numpy as np

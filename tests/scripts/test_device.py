@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.building.device import start_jax
+from scripts.building.device import HAS_MAPPED_MEMORY, start_jax
 from scripts.flags.settings import EngineSettings
 from tests.c_compiler import compiler
 
@@ -39,10 +39,17 @@ def test_another_system_than_linux_is_refused_in_one_line(monkeypatch):
         start_jax(EngineSettings(device="cpu"))
 
 
-def make_driver(folder: Path, *, version: int, init: int, count: int) -> None:
+def make_driver(folder: Path, *, version: int, init: int, count: int, maps: int = HAS_MAPPED_MEMORY) -> None:
     code = f"""int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
 int cuInit(unsigned flags) {{ return {init}; }}
-int cuDeviceGetCount(int *count) {{ *count = {count}; return 0; }}"""
+int cuDeviceGetCount(int *count) {{ *count = {count}; return 0; }}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {{ *value = attribute == {maps}; return 0; }}
+int cuDeviceGet(int *device, int number) {{ *device = number; return number > 1; }}
+int cuDevicePrimaryCtxRetain(void **context, int device) {{ *context = (void *)0x7000; return 0; }}
+int cuCtxPushCurrent_v2(void *context) {{ return context != (void *)0x7000; }}
+int cuMemGetInfo_v2(unsigned long *free, unsigned long *total) {{ *free = 70ul << 30; *total = 80ul << 30; return 0; }}
+int cuCtxPopCurrent_v2(void **context) {{ return 0; }}
+int cuDevicePrimaryCtxRelease_v2(int device) {{ return 0; }}"""
     command = [compiler(), "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libcuda.so.1")]
     subprocess.run(command, input=code, text=True, check=True)
 
@@ -81,3 +88,32 @@ def test_a_server_for_gpus_does_not_serve_without_one(tmp_path):
 
 def test_a_cpu_needs_no_driver(tmp_path):
     assert start("cpu", tmp_path) == "cpu"
+
+
+MEMORY = """
+import sys
+from types import SimpleNamespace
+from model.execution.device_memory import device_memory
+from scripts.building.device import check_cuda
+gpu = SimpleNamespace(
+    platform="gpu", client=SimpleNamespace(runtime_type=""), memory_stats=dict, local_hardware_id=int(sys.argv[1])
+)
+print(check_cuda())
+memory = device_memory(gpu)
+print(memory.total / 2**30, memory.free / 2**30)
+"""
+
+
+@pytest.mark.parametrize(("maps", "known"), [(HAS_MAPPED_MEMORY, "True"), (0, "False")])
+def test_a_gpus_memory_is_asked_of_the_driver(tmp_path, maps, known):
+    """jax counts no memory that is mapped. A part of it is left for what is no array."""
+    make_driver(tmp_path, version=13000, init=0, count=2, maps=maps)
+    command, environment = [sys.executable, "-c", MEMORY, "1"], os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    said, memory = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=120
+    ).stdout.splitlines()
+    assert said == known
+    assert [float(gib) for gib in memory.split()] == pytest.approx([80 * 0.92, 70 - 80 * 0.08])
+    command[-1] = "2"
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert "GPU 2 does not report its memory (CUDA's error 1): use --num-pages" in refused.stderr

@@ -21,7 +21,8 @@ TPUs: `exchanges` counts those between chips outside of loops; those with `-star
 GPUs: `command_buffers` are CUDA graphs; `inside` and `outside` count what runs in them and what is launched one by one
 (`kCustomCall` are the attention kernels). `copies` are the copies that XLA put in, `copied_arguments` the temporaries
 with the shape of a weight or of the K/V pages, `kv_writes` the kernels that write to pages. `kernels` are Mosaic's,
-which spill `spill_bytes`. Matrix products are not autotuned without the chip: this says nothing about their speed.
+which spill `spill_bytes`. `moving_commands` refer to buffers with a new address in each step, and so does each of
+`moving_kernels`. Matrix products are not autotuned without the chip: this says nothing about their speed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from batcher.step import Bucket, Variant
+from batcher.step import Bucket, PackedLayout, Variant
 from model.compiling.compiler_options import compiler_options
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
@@ -61,6 +63,7 @@ from scripts.building.attention_backend import paged_attention
 from scripts.building.choices import choose_rounding
 from scripts.lab.accounts import gpu_report
 from scripts.lab.accounts.glue import layer_cycles
+from scripts.lab.accounts.gpu_addresses import read_moving
 from scripts.lab.accounts.jax_attention import JaxAttention
 from scripts.lab.accounts.specs import KV_DTYPES
 from scripts.lab.accounts.targets import target_named
@@ -183,6 +186,7 @@ def compile_step(
     num_pages = num_pages or NUM_PAGES[platform]
     programs = StepPrograms(model, own, limits, num_pages, draft)
     program = programs.step(bucket)
+    moving = {PackedLayout(bucket).size, programs.output_layout(bucket).size + 1}
     state: Any = programs.state_like  # described, not allocated
     xla = compiler_options(platform) | (options or {})
     with chips.compiling(mesh), tempfile.TemporaryDirectory() as folder:
@@ -201,7 +205,10 @@ def compile_step(
         assert memory is not None and text is not None
         of_platform: dict[str, Any] = {}
         if platform == "gpu":
-            of_platform = _read_dumps(Path(folder), state.kv[0]) | {"kernels": len(spills), "spill_bytes": sum(spills)}
+            of_platform = _read_dumps(Path(folder), state.kv[0], moving) | {
+                "kernels": len(spills),
+                "spill_bytes": sum(spills),
+            }
         else:
             of_platform = _read_tpu(text, model.config, rows)
     if dump is not None:
@@ -290,7 +297,7 @@ def _read_tpu(text: str, config: LlamaConfig, num_rows: int) -> dict[str, Any]:
 # ---- GPUs: from XLA's dumps ----
 
 
-def _read_dumps(folder: Path, kv: jax.ShapeDtypeStruct) -> dict[str, Any]:
+def _read_dumps(folder: Path, kv: jax.ShapeDtypeStruct, moving: Collection[int]) -> dict[str, Any]:
     def dumped(kind: str) -> str:
         (file,) = folder.glob(f"*jit_step.*{kind}.txt")
         return file.read_text()
@@ -299,6 +306,12 @@ def _read_dumps(folder: Path, kv: jax.ShapeDtypeStruct) -> dict[str, Any]:
         **read_thunks(dumped("thunk_sequence_after_thunk_passes")),
         **read_buffers(dumped("gpu_after_optimizations-buffer-assignment")),
         **read_program(dumped("gpu_after_optimizations"), kv),
+        **read_moving(
+            dumped("gpu_after_optimizations-buffer-assignment"),
+            dumped("gpu_after_optimizations-buffer-assignment-values"),
+            dumped("gpu_after_optimizations"),
+            moving,
+        ),
     }
 
 

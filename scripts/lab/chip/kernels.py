@@ -21,14 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from model.execution.device_memory import device_memory
 from model.loading.source import resolve
 from pallas_kernels import validate
 from pallas_kernels.api import PagedAttention, candidates
+from pallas_kernels.chips import GPU_POOL_SHARE
 from pallas_kernels.layout import default_page_size
 from pallas_kernels.self_test import Program, SelfTest, SelfTestError
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.child import ChildError, in_child
-from scripts.building.device import GPU_POOL_SHARE, start_jax
+from scripts.building.device import start_jax
 from scripts.flags.settings import EngineSettings
 from scripts.lab.accounts.specs import make_spec
 from scripts.lab.chip.parts import Options, Result
@@ -180,8 +182,9 @@ def test_pool(model: str, backend: Backend, kv_dtype: str, options: Options) -> 
 
 
 def memory_limit() -> int | None:
-    """Bytes of the device's memory; None if it does not report them."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    """Bytes of a chip's memory; None for a CPU."""
+    memory = device_memory(jax.devices()[0])
+    return None if memory.is_host else memory.total
 
 
 def first_page_of(elements: int) -> int:
@@ -215,10 +218,10 @@ def self_test(attention: PagedAttention, sizes: Sizes, seed: int, *, first_page:
 def poison(device: jax.Device) -> None:
     """Fills most of the device's free memory with NaN and frees it: the next outputs then begin as NaN.
 
-    On a device that does not report its memory, such as a CPU, one array is filled.
+    On a CPU, one array is filled.
     """
-    stats = device.memory_stats() or {}
-    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    memory = device_memory(device)
+    free = 0 if memory.is_host else memory.free
     arrays = []
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the free memory is fragmented: fill what can be allocated
         for _ in range(max(1, free * 9 // 10 // POISON_BYTES)):

@@ -24,13 +24,14 @@ def run(options: Options, result: Result) -> None:
     """Fills the result."""
     import jax
 
+    from model.execution.device_memory import device_memory
+
     start_jax(EngineSettings(device=options.device))
     device = jax.devices()[0]
-    memory = device.memory_stats() or {}
     result.figures |= {
         "device": device.device_kind,
         "devices": jax.device_count(),
-        "memory_bytes": memory.get("bytes_limit"),
+        "memory_bytes": device_memory(device).total,
         "runtime": device.client.platform_version,
         "python": platform.python_version(),
         "system": platform.platform(),

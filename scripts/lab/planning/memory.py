@@ -156,6 +156,7 @@ def size_up(
     from model.loading.source import resolve
     from model.loading.stored_weights import find_weights, has_weights
     from model.network.sharding import TENSOR_AXIS, abstract_model
+    from pallas_kernels.chips import GPU_POOL_SHARE
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
     from scripts.building.attention_backend import paged_attention
@@ -166,7 +167,6 @@ def size_up(
         choose_quantization,
         choose_rounding,
     )
-    from scripts.building.device import GPU_POOL_SHARE
 
     platform, chip = target.platform, target.chip
     source = resolve(settings.model, weights=False)

@@ -36,7 +36,7 @@ BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY)]
 
 def double() -> Program:
     x = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=HERE)
-    return Program(lambda state, x: (state + x, 2 * x), (x, x), donated=0, out_shardings=(HERE, HERE))
+    return Program(lambda state, x: (state + x, 2 * x), (x, x), donated=(0,), out_shardings=(HERE, HERE))
 
 
 class Start:

@@ -46,7 +46,7 @@ class Counted:
 
     def program(self, size: int = 3) -> Program:
         state = {"total": like(size), "unused": None}
-        return Program(self, (state, like(size)), donated=0, out_shardings=({"total": HERE, "unused": None}, HERE))
+        return Program(self, (state, like(size)), donated=(0,), out_shardings=({"total": HERE, "unused": None}, HERE))
 
 
 def test_what_was_traced_once_is_only_read_by_the_next_start(tmp_path):

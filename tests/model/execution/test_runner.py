@@ -22,10 +22,11 @@ from model.execution import runner as runner_module
 from model.execution.device_memory import DeviceMemory
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
+from model.execution.step_programs import StepPrograms
 from model.loading import weights
 from model.network.sharding import abstract_model, make_mesh
 from tests.model import checkpoints
-from tests.model.driver import TINY, Row, int8_scales, paged_attention, run, tiny_model, tiny_runner
+from tests.model.driver import TINY, Row, int8_scales, pack, paged_attention, run, tiny_model, tiny_runner
 
 SLOTS = 4
 BUCKETS = [Bucket(4, 4, Variant.GREEDY), Bucket(24, 4, Variant.GREEDY), Bucket(4, 4, Variant.SAMPLE)]
@@ -168,6 +169,30 @@ def test_execute_runs_ahead_of_the_results(runner):
     packed[parts["patch_indices"]] = SLOTS * runner.state.slots.shape[1]
     handles = [runner.execute(StepInput(bucket=BUCKETS[0], packed=packed)) for _ in range(2)]
     assert [int(handle.result().tokens[0, 0]) for handle in handles] == row.output[1:]
+
+
+@pytest.mark.parametrize("decode", [BUCKETS[0], BUCKETS[2]])
+def test_outputs_are_written_into_those_that_were_read(runner, monkeypatch, decode):
+    """As on a GPU: with two steps in flight, two buffers take turns, and none is made later."""
+    row, same = Row(0, [9, 8, 7], [1, 2]), Row(0, [9, 8, 7], [1, 2])
+    run(runner, BUCKETS[1], [(row, 3)], admit=[row])
+    for _ in range(6):
+        run(runner, decode, [(row, 1)])
+    monkeypatch.setattr(StepPrograms, "reuses_outputs", True)
+    made = tiny_runner()
+    made.warm_up(BUCKETS, lambda line: None)
+    run(made, BUCKETS[1], [(same, 3)], admit=[same])
+    packed = pack(decode, [(same, 1)], num_slots=SLOTS, width=runner.state.slots.shape[1]).packed
+    packed[PackedLayout(decode).sections()["tokens"]] = -1  # the token that the step before has drawn
+    in_flight, drawn, buffers, make = [], [], [], made._output_buffer
+    monkeypatch.setattr(made, "_output_buffer", lambda bucket: buffers.append(bucket) or make(bucket))
+    for _ in range(6):
+        if len(in_flight) == 2:
+            drawn.append(int(np.array(in_flight.pop(0).result().tokens)[0, 0]))
+        in_flight.append(made.execute(StepInput(bucket=decode, packed=packed)))
+    drawn += [int(handle.result().tokens[0, 0]) for handle in in_flight]
+    assert drawn == row.output[1:]
+    assert buffers == [decode]  # the other one is of the warm-up
 
 
 def test_a_lost_state_is_made_anew_without_compiling(runner):
