@@ -30,6 +30,7 @@ from scripts.building.kept_folders import users_cache_folder
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.llm import LLM
+from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
 from server.batches.batch_file import (
     Line,
@@ -41,7 +42,6 @@ from server.batches.batch_file import (
     parse_line,
     problem_record,
 )
-from server.batches.journal import Header, Journal
 from server.flag import flag_name
 from server.http.encoding import encode_json
 

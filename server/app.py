@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from model.inputs.private_folders import PRIVATE, check_closed
 from server.api.adapters import AdapterFolder
 from server.api.answers.errors import Refusals
 from server.api.gate import Gate
@@ -37,7 +39,8 @@ from server.api.routes.weights import Weights
 from server.api.state import ServerState
 from server.api.stats_history import StatsHistory
 from server.batches.batch_file import URLS
-from server.batches.folder import BatchFolder
+from server.batches.store import BatchStore
+from server.database import Database, FullError
 from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError
@@ -52,9 +55,14 @@ logger = logging.getLogger("pallas_serve")
 
 
 def create_state(
-    settings: Settings, client: EngineClient, tokenizer: ByteLevelTokenizer, runner: TemplateRunner | None = None
+    settings: Settings,
+    client: EngineClient,
+    tokenizer: ByteLevelTokenizer,
+    runner: TemplateRunner | None = None,
+    scratch: Path | None = None,
 ) -> ServerState:
     """The state that all routes share. The caller must close it. Without a `runner` it gets a new one.
+    Without --batch-folder the database is in the folder `scratch`, or in memory.
 
     Raises TemplateError if a chat template is not valid Jinja, and ValueError or OSError if the folder of batches
     cannot be used.
@@ -68,9 +76,14 @@ def create_state(
     )
     engines: Sequence[EngineClient] = client.engines if isinstance(client, EngineGroup) else [client]
     folder = settings.batch_folder
+    if folder is not None:
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        check_closed(folder, "--batch-folder")
+    database = Database(folder or scratch)
     state = ServerState(
         settings=settings,
-        batch_folder=None if folder is None else BatchFolder(folder, round(settings.batch_folder_gib * 2**30)),
+        database=database,
+        batches=None if folder is None else BatchStore(database, folder, round(settings.batch_folder_gib * 2**30)),
         client=client,
         engines=engines,
         tokenizer=tokenizer,
@@ -146,12 +159,12 @@ def create_app(state: ServerState) -> Starlette:
         middleware=[cors, Middleware(Gate, state=state, routes=routes)],
         exception_handlers=_exception_handlers(Refusals(routes)),
     )
-    if state.batch_folder is not None:
+    if state.batches is not None:
         served = [route for route in routes if route.path in URLS and route.method == "POST"]
         own = Starlette(
             routes=[route.starlette_route() for route in served], exception_handlers=_exception_handlers(Refusals(()))
         )
-        state.run_batches = BatchRunner(state, state.batch_folder, own).run
+        state.run_batches = BatchRunner(state, state.batches, own).run
     app.router.redirect_slashes = False  # a redirect's address would contain the client's own Host header
     return app
 
@@ -173,8 +186,13 @@ def _exception_handlers(refusals: Refusals) -> dict[Any, Callable[[Request, Any]
         refusal = RequestError(501, str(error) or "Not implemented.", type="NotImplementedError")
         return refusals.response(request.scope, refusal)
 
+    async def on_full(request: Request, error: FullError) -> Response:
+        refusal = RequestError(507, str(error), type="InsufficientStorageError", code="storage_full")
+        return refusals.response(request.scope, refusal)
+
     return {
         RequestError: on_request_error,
+        FullError: on_full,
         HTTPException: on_http_exception,
         NotImplementedError: on_not_implemented,
     }

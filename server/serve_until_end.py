@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from server.api.state import ServerState
 from server.app import create_state
@@ -27,13 +28,14 @@ EXIT_ENGINE_FAILED = 1
 TICK_S = 0.02
 
 
-def load_state(settings: Settings, client: Client) -> ServerState:
-    """Loads the state that the routes share. This takes a second or more, so it is called in a thread.
+def load_state(settings: Settings, client: Client, scratch: Path | None = None) -> ServerState:
+    """Loads the state that the routes share. This takes a second or more, so it is called in a thread. `scratch` is a
+    folder of all HTTP processes.
 
     Raises ValueError for an unusable tokenizer or chat template.
     """
     tokenizer = ByteLevelTokenizer.from_folder(settings.tokenizer_folder, vocab_size=settings.vocab_size)
-    return create_state(settings, client, tokenizer)
+    return create_state(settings, client, tokenizer, scratch=scratch)
 
 
 async def serve(
@@ -86,14 +88,14 @@ async def _drain(state: ServerState, client: Client, ending: Ending, server: Htt
     server.drain()
     logger.info("shutting down: %d requests in flight", state.num_in_flight)
     deadline = time.monotonic() + state.settings.grace_period_s
-    while state.num_busy and time.monotonic() < deadline and not ending.hurry.is_set() and client.death is None:
+    while state.num_in_flight and time.monotonic() < deadline and not ending.hurry.is_set() and client.death is None:
         await asyncio.sleep(TICK_S)
     await _abort_the_rest(state, client)
 
 
 async def _abort_the_rest(state: ServerState, client: Client) -> None:
-    if state.num_busy:
+    if state.num_in_flight:
         client.abort_all()
         deadline = time.monotonic() + FLUSH_S
-        while state.num_busy and time.monotonic() < deadline:
+        while state.num_in_flight and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)

@@ -182,8 +182,8 @@ class Settings:
     )  # fmt: skip
 
     batch_folder: Path | None = _of_server(  # noqa: RUF009
-        None, "The server answers /v1/files and /v1/batches, and keeps files and batches in this folder, which other "
-        "users must not be able to enter", type=local_path, metavar="DIR",
+        None, "The server answers /v1/files and /v1/batches, and keeps files, batches, responses and conversations in "
+        "this folder, which other users must not be able to enter", type=local_path, metavar="DIR",
     )  # fmt: skip
     batch_folder_gib: float = _of_server(
         4.0, "The most that the files of --batch-folder take", type=float, metavar="GIB", least=2**-20, most=2**20,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
-from server.batches.journal import Journal, ordered_path, partial_path
+from scripts.offline.journal import Journal, ordered_path, partial_path
 
 SECONDS_BETWEEN_COPIES = 60.0  # at least
 _SHARE_OF_COPYING = 0.05  # at most, of the time

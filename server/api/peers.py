@@ -30,10 +30,6 @@ from server.shared_counts import Row
 
 PARENT = "parent"  # the name of the parent's socket
 TIMEOUT_S = 5.0
-FORWARDED = "pallas_serve.forwarded"  # in a scope: another process of this server has sent the request
-# fields between processes
-KEY_FIELD = b"x-pallas-serve-key"  # the digest of the request's API key, in hexadecimal
-KEY_NUMBER_FIELD = b"x-pallas-serve-key-number"  # the key by which the request is counted
 
 
 class NotStarted(msgspec.Struct):
@@ -57,13 +53,6 @@ class Aborting(msgspec.Struct):
 
     frontend: int
     request_ids: list[str] | None
-
-
-class Keeping(msgspec.Struct):
-    """Asks which process keeps this response, conversation or item. The answer has the name of its socket, or None."""
-
-    frontend: int
-    id: str
 
 
 class Standing(msgspec.Struct):
@@ -120,12 +109,6 @@ class Peers:
     async def set_log_level(self, level: str) -> None:
         """Sets the log level of all processes, including this one."""
         await self._ask("/log_level", level)
-
-    async def keeper_of(self, id: str) -> Path | None:
-        """The socket of the process that keeps a response, a conversation or an item."""
-        answer = await self._ask("/keeper", Keeping(self._frontend, id))
-        name: str | None = msgspec.msgpack.decode(answer, type=str | None)
-        return None if name is None else self._folder / name
 
     async def change_weights(self, command: WeightsCommand) -> None:
         """Sends a command about the weights, or a pause, to the parent's engines. Raises WeightsError."""

@@ -16,7 +16,8 @@ from server.api.peers import Peers
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.api.worker_threads import WorkerThreads
-from server.batches.folder import BatchFolder
+from server.batches.store import BatchStore
+from server.database import Database
 from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
@@ -51,8 +52,9 @@ class ServerState:
     reasoning: ReasoningFormat | None  # None: the whole text is the answer, unless the system message asks for it
     metrics: ServerMetrics
     history: StatsHistory
+    database: Database
     tracer: Tracer | None = None  # None: there are no traces
-    batch_folder: BatchFolder | None = None  # None: there are no files and batches
+    batches: BatchStore | None = None  # None: there are no files and batches
     run_batches: Callable[[], Coroutine[Any, Any, None]] | None = None  # until it is cancelled
     threads: WorkerThreads = field(default_factory=WorkerThreads)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
@@ -60,12 +62,10 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes, of this process
-    num_forwarded: int = 0  # requests that this process answers for another one
     keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key, in this process
     peers: Peers | None = None  # None: there is one HTTP process
     prefills: RemotePrefills | None = None  # None: no other server computes prompts for this one
     adapter_folder: AdapterFolder | None = None  # None: a request's adapter must have been loaded
-    keeps: Callable[[str], bool] = lambda id: False  # whether this process has the response or conversation of the id
     # by the ids of their answers; the response keeps its generation alive
     generations: WeakValueDictionary[str, Generation | Embeddings] = field(default_factory=WeakValueDictionary)
 
@@ -75,11 +75,6 @@ class ServerState:
         tokens for each message."""
         max_marks = max(MIN_MARKS, 2 * self.client.info.max_model_len)
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
-
-    @property
-    def num_busy(self) -> int:
-        """The number of requests for which this process must not end yet."""
-        return self.num_in_flight + self.num_forwarded
 
     def count_in_flight(self, change: int) -> None:
         """Adds `change` to the requests that are being answered."""
@@ -111,8 +106,9 @@ class ServerState:
         return ended
 
     def close(self) -> None:
-        """Ends the processes that run templates."""
+        """Ends the processes that run templates, and closes the database."""
         self.templates.close()
+        self.database.close()
 
     async def find_model(self, name: str | None) -> Model:
         """The model that a request names; without `name`, the server's first. An adapter of `--lora-folder` is loaded
@@ -168,7 +164,7 @@ class Place:
             self._on_free()
 
     def leave_key(self) -> None:
-        """Stops counting the request for its key, because it is refused or another process counts it."""
+        """Stops counting the request for its key, because it is refused."""
         self._count_key(-1)
         self.key_number = None
 

@@ -14,28 +14,19 @@ from functools import partial
 import msgspec
 import uvloop
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.inputs.words import described, is_worded
 from server.api.peers import (
-    FORWARDED,
-    KEY_FIELD,
-    KEY_NUMBER_FIELD,
     PARENT,
     TIMEOUT_S,
     Aborting,
     Counted,
     EngineDied,
-    Keeping,
     NotStarted,
     Peers,
 )
 from server.api.routes.admin import aborted_by_administrator
-from server.api.routes.responses.conversation_routes import CONVERSATIONS_PATH
-from server.api.routes.responses.routes import PATH
-from server.api.state import Place, ServerState, current_place
+from server.api.state import ServerState
 from server.api.tracing import make_tracer
 from server.api_processes.process_args import ProcessArgs, events_name, private_route, socket_name
 from server.app import create_app
@@ -44,7 +35,6 @@ from server.engine.client import FrontendClient
 from server.engine.group import EngineGroup
 from server.engine.link import EngineFailedError
 from server.engine.routing import Router
-from server.http.auth import current_key
 from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, listener_beside
 from server.http.private import PrivateCallError, call, private_listener
@@ -59,9 +49,8 @@ from server.shared_counts import PrefixTable, Row
 logger = logging.getLogger("pallas_serve")
 
 EXIT_NOT_STARTED = 1
-KEPT_PATHS = (PATH, CONVERSATIONS_PATH)  # routes of objects that one process keeps for all processes
 COUNTS_INTERVAL_S = 1.0  # a process that is killed loses its counts since the last report
-PRIVATE_SHARE = 4  # one connection in so many is reserved for requests that other processes forward
+PRIVATE_CONNECTIONS = 16  # of the parent
 
 
 def main(args: ProcessArgs) -> None:
@@ -117,17 +106,16 @@ class _ApiProcess:
             client = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
         private = private_listener(args.folder / socket_name(args.frontend))
         try:
-            state = await asyncio.to_thread(load_state, settings, client)
+            state = await asyncio.to_thread(load_state, settings, client, args.folder)
             state.peers = Peers(args.folder, args.frontend, self._row)
             state.tracer = tracer
             app = create_app(state)
-            num_public, num_private = _connections(settings)
-            private_app = _private_app(state, app, engines, self._ending)
-            inside = HttpServer(private_app, settings, num_private, is_private=True)
+            private_app = _private_app(state, engines, self._ending)
+            inside = HttpServer(private_app, settings, PRIVATE_CONNECTIONS, is_private=True)
             serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
             if not await self._engine_is_ready(client):
                 return EXIT_OK
-            server = HttpServer(app, settings, num_public, tls)
+            server = HttpServer(app, settings, _max_connections(settings), tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 listener = listener_beside(args.listener)
                 listener.listen(BACKLOG)  # clients wait here until this process may accept
@@ -170,19 +158,14 @@ class _ApiProcess:
             logger.warning("the parent process has not taken a message: %s", error)
 
 
-def _connections(settings: Settings) -> tuple[int, int]:
-    """The most connections of clients, and of other processes. A forwarded request takes one more descriptor in each of
-    the two processes."""
+def _max_connections(settings: Settings) -> int:
+    """The most connections of clients of this process."""
     asked = settings.max_connections
-    share = None if asked is None else -(-asked // settings.api_server_count)
-    public = connection_limit(share)
-    private = max(1, public // PRIVATE_SHARE)
-    return public if share is not None else max(1, public - 2 * private), private
+    return connection_limit(None if asked is None else -(-asked // settings.api_server_count))
 
 
-def _private_app(state: ServerState, public: Starlette, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:
-    """The application for the parent and the other HTTP processes. It includes the routes of `public` for the responses
-    and conversations that this process keeps. Another process's gate has admitted their requests."""
+def _private_app(state: ServerState, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:
+    """The application for the parent."""
 
     async def end(message: None) -> None:
         """The first call lets running requests finish, the second ends them."""
@@ -193,9 +176,6 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
 
     async def abort(message: Aborting) -> list[str]:
         return state.abort(message.request_ids, aborted_by_administrator())
-
-    async def keeps(message: Keeping) -> bool:
-        return state.keeps(message.id)
 
     async def adapter_changes(numbers: list[int]) -> None:
         """Waits until this process has received so many changes of the adapters from each engine."""
@@ -209,37 +189,7 @@ def _private_app(state: ServerState, public: Starlette, engines: Sequence[Fronte
         private_route("end", None, end),
         private_route("engine_died", EngineDied, engine_died),
         private_route("abort", Aborting, abort),
-        private_route("keeps", Keeping, keeps),
         private_route("adapter_changes", list[int], adapter_changes),
         private_route("log_level", str, log_level),
     ]
-    kept = [route for route in public.routes if isinstance(route, Route) and route.path.startswith(KEPT_PATHS)]
-    app = Starlette(
-        routes=[*routes, *kept],
-        middleware=[Middleware(_Forwarded, state=state)],
-        exception_handlers=dict(public.exception_handlers),
-    )
-    app.router.redirect_slashes = False
-    return app
-
-
-class _Forwarded:
-    """Marks and counts the requests that another process has forwarded, and sets their API keys. This process does not
-    end before they do."""
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app = app
-        self._state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_forwarded = scope["path"].startswith(KEPT_PATHS)
-        scope[FORWARDED] = True
-        fields = dict(scope["headers"])
-        current_key.set(bytes.fromhex(fields.get(KEY_FIELD, b"").decode()))
-        number = fields.get(KEY_NUMBER_FIELD)
-        current_place.set(Place(self._state, None if number is None else int(number)))
-        self._state.num_forwarded += is_forwarded
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._state.num_forwarded -= is_forwarded
+    return Starlette(routes=routes)

@@ -22,7 +22,6 @@ from server.api.peers import (
     Aborting,
     Counted,
     EngineDied,
-    Keeping,
     NotStarted,
     Standing,
     change_weights,
@@ -198,7 +197,6 @@ class ApiProcesses:
             private_route("not_started", NotStarted, self._on_not_started),
             private_route("counts", Counted, self._count),
             private_route("abort", Aborting, self._abort),
-            private_route("keeper", Keeping, self._find_keeper),
             private_route("log_level", str, self._set_log_level),
             private_route("weights", WeightsCommand | None, self._change_weights),
             private_route("adapters", AdapterChange, self._change_adapters),
@@ -229,11 +227,6 @@ class ApiProcesses:
     async def _abort(self, message: Aborting) -> list[str]:
         answers = await self._ask("/abort", message, but=message.frontend)
         return [id for answer in answers.values() for id in msgspec.msgpack.decode(answer, type=list[str])]
-
-    async def _find_keeper(self, message: Keeping) -> str | None:
-        answers = await self._ask("/keeps", message, but=message.frontend)
-        keepers = [frontend for frontend, answer in answers.items() if msgspec.msgpack.decode(answer, type=bool)]
-        return socket_name(keepers[0]) if keepers else None
 
     async def _set_log_level(self, level: str) -> None:
         logger.setLevel(level)

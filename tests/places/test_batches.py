@@ -17,8 +17,8 @@ from model.inputs.paths import place
 from model.inputs.remote import RemotePath
 from scripts.generate import BatchInput, begin, generate
 from scripts.offline import output as outputs
+from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
-from server.batches.journal import Header, Journal
 from server.http.encoding import encode_json
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from batcher.request import Pooling, Request, SamplingParams
 from batcher.step import Capacity
 from scripts import generate
 from scripts import llm as llm_module
-from server.batches.journal import Journal
+from scripts.offline.journal import Journal
 from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner, expected_embedding
 

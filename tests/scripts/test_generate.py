@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from batcher.request import Pooling
 from scripts import generate as command
+from scripts.offline.journal import Journal
 from server.batches.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, digest, input_digest
-from server.batches.journal import Journal
 from tests.scripts.generating import foretold
 
 

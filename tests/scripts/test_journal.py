@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from server.batches import journal as journal_module
+from scripts.offline import journal as journal_module
+from scripts.offline.journal import Header, Journal
 from server.batches.batch_file import answer_record, parse_line
-from server.batches.journal import Header, Journal
 from server.http.encoding import encode_json
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.forwarded import forwarded
 from server.api.request.body import BodyReader
 from server.api.route import ApiRoute, Endpoint
 from server.api.state import ServerState
@@ -30,7 +29,6 @@ def route[F: Callable[..., Any]](
     fields: type[msgspec.Struct] | None = None,
     *,
     with_bytes: bool = False,
-    is_kept: bool = False,
     **options: Any,
 ) -> Callable[[F], F]:
     """Declares the route of an endpoint, which is called with the request and its decoded body.
@@ -39,8 +37,6 @@ def route[F: Callable[..., Any]](
         target: the method and the path.
         fields: the type of the body, which the endpoint gets. None: there is no body, or the endpoint reads it.
         with_bytes: whether the endpoint also gets the undecoded body.
-        is_kept: whether the path has the `id` of an object that one HTTP process keeps. Other processes forward the
-            request to that process.
         options: further fields of the `ApiRoute`.
     """
     method, path = target.split()
@@ -54,9 +50,9 @@ def route[F: Callable[..., Any]](
             endpoint: Endpoint = declared.__get__(owner)
             if fields is not None:
                 own["body"] = fields
-            if fields is not None or is_kept:
+            if fields is not None:
                 check = getattr(owner, "check_served", lambda: None)
-                endpoint = _after_reading(endpoint, state, fields, check, with_bytes=with_bytes, is_kept=is_kept)
+                endpoint = _after_reading(endpoint, state, fields, check, with_bytes=with_bytes)
             return ApiRoute(path=path, method=method, endpoint=endpoint, **own | options)
 
         declared.__dict__.setdefault("routes", []).insert(0, made)
@@ -74,23 +70,17 @@ def routes_of(owner: object, state: ServerState) -> list[ApiRoute]:
 def _after_reading(
     endpoint: Callable[..., Any],
     state: ServerState,
-    fields: type[msgspec.Struct] | None,
+    fields: type[msgspec.Struct],
     check: Callable[[], None],
     *,
     with_bytes: bool,
-    is_kept: bool,
 ) -> Endpoint:
-    reader = None if fields is None else BodyReader(fields, strict=state.settings.strict_fields)
+    reader = BodyReader(fields, strict=state.settings.strict_fields)
 
     async def read_and_answer(request: Request) -> Response:
-        read: tuple[Any, ...] = ()
-        raw = b""
         check()
-        if reader is not None:
-            body, raw = await reader.read(request, state.body_limits, state.threads)
-            read = (body, raw) if with_bytes else (body,)
-        if is_kept and (answer := await forwarded(state, request, request.path_params["id"], raw)) is not None:
-            return answer
+        body, raw = await reader.read(request, state.body_limits, state.threads)
+        read = (body, raw) if with_bytes else (body,)
         del raw  # a long one takes memory
         response: Response = await endpoint(request, *read)
         return response

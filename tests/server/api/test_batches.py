@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import io
 import json
-import logging
-import os
 import signal
+import sqlite3
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,8 @@ import psutil
 import pytest
 
 from server.api.routes.batches.work import PRIORITY
-from server.batches.folder import BatchFolder, FullError
-from server.logs import ThrottledLog
+from server.batches.store import BatchStore
+from server.database import NAME, Database, FullError
 from tests.server.support.api_processes import http_processes, through_each
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT, wait_until
@@ -321,8 +320,7 @@ def test_a_batch_goes_on_where_the_server_has_ended(tmp_path, number):
         wait_until(lambda: client.batches.retrieve(id).request_counts.completed)
         server.process.send_signal(number)
         server.process.wait(30)
-    (journal,) = kept.glob("no-key/batches/*.journal")
-    before = {entry["record"]["id"] for entry in map(json.loads, whole_lines(journal)[1:])}
+    before = {json.loads(record)["id"] for (record,) in rows(kept, "SELECT record FROM records")}
     assert 0 < len(before) < 100
     with running_server(tmp_path / "second", ECHO, SLOW, batch_folder=kept) as server:
         client = server.client()
@@ -331,11 +329,13 @@ def test_a_batch_goes_on_where_the_server_has_ended(tmp_path, number):
         found = records(client, batch.output_file_id)
         assert ids(found) == [f"q{i}" for i in range(100)]
         assert before <= {record["id"] for record in found}  # they were not asked again
-        assert not list(kept.glob("no-key/batches/*.journal"))
+        assert rows(kept, "SELECT count(*) FROM records") == [(0,)]
 
 
-def whole_lines(path: Path) -> list[str]:
-    return [text for text in path.read_text().splitlines(keepends=True) if text.endswith("\n")]
+def rows(folder: Path, statement: str) -> list[tuple]:
+    """Executes a statement in the database of a folder."""
+    with contextlib.closing(sqlite3.connect(folder / NAME)) as database, database:
+        return database.execute(statement).fetchall()
 
 
 @pytest.mark.slow
@@ -360,7 +360,7 @@ def test_two_processes_run_a_batch_once_and_one_takes_it_up_from_the_other(tmp_p
 
 
 def holds(process: psutil.Process, folder: Path) -> bool:
-    return any(file.path.endswith(".journal") for file in process.open_files() if file.path.startswith(str(folder)))
+    return any(file.path == str(folder / "lock") for file in process.open_files())
 
 
 def test_a_batch_waits_while_the_engine_has_no_room(tmp_path):
@@ -385,7 +385,7 @@ def test_a_full_folder(tmp_path):
         assert batch.errors.data[0].code == "storage_full"
         answered = records(client, batch.output_file_id)
         assert 0 < len(answered) < 3000
-        assert sum(file.stat().st_size for file in (tmp_path / "kept").rglob("*") if file.is_file()) <= 2**20 * 1.01
+        assert sum(file.stat().st_size for file in (tmp_path / "kept/files").iterdir()) <= 2**20
         for file in (batch.output_file_id, batch.input_file_id):
             client.files.delete(file)
         assert wait(client, begin(client, [line("a")])).status == "completed"
@@ -393,17 +393,30 @@ def test_a_full_folder(tmp_path):
 
 def test_room_is_kept_for_what_is_received(tmp_path):
     """Whoever receives a file has its room until the file is kept or given up."""
-    folder = BatchFolder(tmp_path / "kept", 1000).of_key(b"")
-    folder.reserve(600)
+    first, second = (BatchStore(Database(tmp_path), tmp_path, 1000) for _ in range(2))  # of two processes
+    given_up = first.reserve(b"", 600)
     with pytest.raises(FullError):
-        folder.reserve(600)
-    folder.release(600, 0)
-    folder.reserve(600)
-    kept = folder.keep(io.BytesIO(b"x" * 100), "a", "batch")
-    folder.release(600, kept["bytes"])
+        second.reserve(b"", 600)
+    first.release(given_up)
+    id = second.reserve(b"", 600)
+    second.keep(id, io.BytesIO(b"x" * 100), "a")
+    second.release(id)
+    assert first.find(b"", "file", id)["bytes"] == 100
     with pytest.raises(FullError):
-        folder.reserve(901)
-    folder.reserve(600)
+        first.reserve(b"", 901)
+    first.reserve(b"", 600)
+
+
+def test_uploads_of_processes_that_were_killed_are_removed(tmp_path, monkeypatch):
+    store = BatchStore(Database(tmp_path), tmp_path, 1000)
+    abandoned = store.reserve(b"", 600)
+    store.content(abandoned).write_bytes(b"x")
+    monkeypatch.setattr("server.batches.store.time.time", lambda: time.monotonic() + 2 * time.time_ns() / 1e9)
+    fresh = store.reserve(b"", 300)
+    store.content(fresh).write_bytes(b"x")
+    store.sweep()
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [fresh]
+    store.reserve(b"", 700)
 
 
 def test_an_upload_takes_no_memory_and_one_that_is_too_long_is_refused(tmp_path):
@@ -427,7 +440,7 @@ def test_an_upload_takes_no_memory_and_one_that_is_too_long_is_refused(tmp_path)
         headers = asked["headers"]
         with contextlib.suppress(httpx.WriteError):  # the server has answered and closed before all was sent
             assert http.post("/v1/files", content=endless(), headers=headers).status_code == 413
-        wait_until(lambda: len(list(kept.glob("no-key/files/*"))) == 2)  # the file that was kept, and its description
+        wait_until(lambda: len(list(kept.glob("files/*"))) == 1)  # the file that was kept
 
 
 def test_a_batch_expires_and_one_whose_input_is_gone_fails(tmp_path):
@@ -438,8 +451,8 @@ def test_a_batch_expires_and_one_whose_input_is_gone_fails(tmp_path):
         for id in (late, orphan):
             wait_until(lambda id=id: client.batches.retrieve(id).request_counts.completed)
         client.files.delete(client.batches.retrieve(orphan).input_file_id)
-    path = kept / f"no-key/batches/{late}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"expires_at": int(time.time()) - 1}))
+    expire = "json_set(CAST(fields AS TEXT), '$.expires_at', unixepoch() - 1)"
+    rows(kept, f"UPDATE objects SET fields = CAST({expire} AS BLOB) WHERE id = '{late}'")
     with running_server(tmp_path / "second", ECHO, SLOW, batch_folder=kept) as server:
         client = server.client()
         batch = wait(client, late)
@@ -451,36 +464,52 @@ def test_a_batch_expires_and_one_whose_input_is_gone_fails(tmp_path):
         assert records(client, batch.output_file_id)
 
 
-def test_a_broken_batch_is_left_alone(tmp_path):
+def test_a_damaged_database_is_named_at_the_start(tmp_path):
     kept = tmp_path / "kept"
-    with running_server(tmp_path / "first", ECHO, FAST, batch_folder=kept) as server:
+    kept.mkdir(mode=0o700)
+    (kept / NAME).write_bytes(b"no database\n" * 100)
+    with (
+        pytest.raises(RuntimeError, match="ended before it was ready"),
+        running_server(tmp_path, ECHO, FAST, batch_folder=kept),
+    ):
+        pass
+    said = (tmp_path / "stderr").read_text()
+    assert f"{kept / NAME} cannot be used: file is not a database. Move it away" in said
+
+
+def test_responses_and_conversations_outlive_the_server(tmp_path):
+    kept = tmp_path / "kept"
+    with running_server(tmp_path / "first", ECHO, SLOW, batch_folder=kept) as server:
         client = server.client()
-        broken, cut = (begin(client, [line("a")]) for _ in range(2))
-        for id in (broken, cut):
-            wait(client, id)
-    (kept / f"no-key/batches/{broken}.json").write_text("{")
-    state = kept / f"no-key/batches/{cut}.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"status": "in_progress"}))
-    state.with_suffix(".journal").write_text("notes\n")
-    with running_server(tmp_path / "second", ECHO, FAST, batch_folder=kept) as server:
+        done = client.responses.create(model="test-model", input="hello")
+        conversation = client.conversations.create(items=[{"role": "user", "content": "hi"}])
+        endless = client.responses.create(
+            model="test-model", input="hello", background=True, extra_body={"ignore_eos": True}
+        )
+        wait_until(lambda: client.responses.retrieve(endless.id).status == "in_progress")
+        server.process.kill()
+        server.process.wait(30)
+    rows(kept, "UPDATE kept SET seen = seen - 60")  # the time after which it counts as failed
+    with running_server(tmp_path / "second", ECHO, SLOW, batch_folder=kept) as server:
         client = server.client()
-        assert wait(client, begin(client, [line("a")])).status == "completed"
-        assert client.batches.retrieve(cut).status == "in_progress"
-    assert state.with_suffix(".journal").read_text() == "notes\n"
-    assert "is in the way" in (tmp_path / "second/stderr").read_text()
+        assert client.responses.retrieve(done.id) == done
+        assert client.responses.retrieve(endless.id).status == "failed"
+        for continued in ({"previous_response_id": done.id}, {"conversation": conversation.id}):
+            response = client.responses.create(model="test-model", input="more", **continued)
+            assert response.output_text == "abcdefghij"
+            assert response.usage.input_tokens > done.usage.input_tokens
+        assert len(client.conversations.items.list(conversation.id).data) == 3
 
 
 def test_batches_of_a_key_that_is_no_more_accepted_wait(tmp_path):
     kept = tmp_path / "kept"
     with running_server(tmp_path / "first", ECHO, SLOW, batch_folder=kept, api_keys=("old",)) as server:
         id = begin(server.client(api_key="old"), [line(f"q{i}", max_tokens=8) for i in range(2000)])
-    state = next(kept.glob(f"*/batches/{id}.json"))
     with running_server(tmp_path / "second", ECHO, FAST, batch_folder=kept, api_keys=("new",)) as server:
         client = server.client(api_key="new")
-        before = state.read_bytes()
+        before = rows(kept, f"SELECT fields FROM objects WHERE id = '{id}'")
         assert wait(client, begin(client, [line("a")])).status == "completed"
-        assert state.read_bytes() == before
-        assert os.path.exists(state.with_suffix(".journal")) or json.loads(before)["status"] == "validating"
+        assert rows(kept, f"SELECT fields FROM objects WHERE id = '{id}'") == before
 
 
 def test_requests_of_batches_come_last_and_as_those_of_their_key(tmp_path):
@@ -518,10 +547,9 @@ def test_requests_of_batches_come_last_and_as_those_of_their_key(tmp_path):
 @pytest.mark.parametrize("num_bytes", [10, 3 * 2**20])  # found when the file is closed, and before
 def test_an_upload_to_a_full_disk(tmp_path, monkeypatch, num_bytes):
     state = state_of(StubClient(), batch_folder=tmp_path / "kept")
-    files = tmp_path / "kept/no-key/files"
-    files.mkdir(parents=True, mode=0o700)
-    monkeypatch.setattr("server.batches.folder.secrets.token_hex", lambda num_bytes: "here")
-    (files / "upload-here").symlink_to("/dev/full")
+    files = tmp_path / "kept/files"
+    monkeypatch.setattr("server.batches.store.new_id", lambda kind: "file-here")
+    (files / "file-here").symlink_to("/dev/full")
     answer = call(state, "POST", "/v1/files", **form(PURPOSE, ("file", '; filename="a"', b"x" * num_bytes)))
     assert answer.status_code == 507, answer.text
     assert answer.json()["error"]["code"] == "storage_full"
@@ -529,26 +557,29 @@ def test_an_upload_to_a_full_disk(tmp_path, monkeypatch, num_bytes):
     assert [*files.iterdir()] == []
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b'{"id": "file-', b"\xff\xfe"])
-def test_what_is_damaged_is_passed_over(tmp_path, caplog, monkeypatch, damage):
-    monkeypatch.setattr("server.batches.folder._log", ThrottledLog(logging.getLogger("pallas_serve")), raising=False)
+def test_the_oldest_batch_that_is_over_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.batches.store.MAX_BATCHES", 2)
     state = state_of(StubClient(), batch_folder=tmp_path / "kept")
-    sent = form(PURPOSE, FILE)
-    files = [call(state, "POST", "/v1/files", **sent).json()["id"] for _ in range(3)]
-    asked = {"input_file_id": files[2], "endpoint": COMPLETIONS, "completion_window": "24h"}
-    batches = [call(state, "POST", "/v1/batches", json=asked).json()["id"] for _ in range(3)]
-    for name, ids in (("files", files), ("batches", batches)):
-        (tmp_path / "kept/no-key" / name / f"{ids[1]}.json").write_bytes(damage)
-        page = call(state, "GET", f"/v1/{name}")
-        assert page.status_code == 200, page.text
-        assert [entry["id"] for entry in page.json()["data"]] == [ids[2], ids[0]]
-        assert call(state, "GET", f"/v1/{name}/{ids[1]}").status_code == 404
-    assert f"{files[1]}.json is damaged" in caplog.text
-    refused = call(state, "POST", "/v1/batches", json=asked | {"input_file_id": files[1]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input_file_id")
-    monkeypatch.setattr("server.batches.folder.MAX_BATCHES", 3)
+    file = call(state, "POST", "/v1/files", **form(PURPOSE, FILE)).json()["id"]
+    asked = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    first, second = (call(state, "POST", "/v1/batches", json=asked).json() for _ in range(2))
     full = call(state, "POST", "/v1/batches", json=asked)
-    assert full.status_code == 507, full.text
+    assert (full.status_code, full.json()["error"]["code"]) == (507, "storage_full")
+    assert state.batches is not None
+    state.batches.end(b"", second | {"status": "failed"})
+    third = call(state, "POST", "/v1/batches", json=asked).json()
+    assert [entry["id"] for entry in call(state, "GET", "/v1/batches").json()["data"]] == [third["id"], first["id"]]
+
+
+def test_a_full_disk_is_507_where_the_database_has_no_room(tmp_path):
+    state = state_of(StubClient(DONE), batch_folder=tmp_path / "kept")
+    assert call(state, "GET", f"{RESPONSES}/resp-none").status_code == 404  # the tables are there
+    ((pages,),) = state.database.execute("PRAGMA page_count")
+    state.database.execute(f"PRAGMA max_page_count = {pages}")
+    metadata = {str(number): "x" * 500 for number in range(16)}
+    answer = call(state, "POST", RESPONSES, json={"input": "x", "metadata": metadata})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
+    assert call(state, "POST", RESPONSES, json={"input": "x", "store": False}).status_code == 200
 
 
 def test_a_form_that_cannot_be_read_is_no_line_in_the_log(tmp_path, caplog):

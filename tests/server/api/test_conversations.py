@@ -8,9 +8,6 @@ from openai.types.conversations import Conversation as OfficialConversation
 from openai.types.conversations import ConversationItemList
 from openai.types.responses import Response
 
-from server.api.request.schemas import Message
-from server.api.routes.responses.conversation import Conversation, new_items
-from server.api.routes.responses.store import ResponseStore
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import load, wait_until
 from tests.server.support.running import server_of
@@ -204,22 +201,6 @@ def test_an_empty_conversation_is_one(http):
     page = http.get(f"{PATH}/{id}/items").json()
     assert page == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
     assert responded(http, conversation=id)["usage"] == responded(http)["usage"]
-
-
-def test_conversations_take_their_share_of_the_store():
-    dropped = []
-    store = ResponseStore(max_kept=2, max_bytes=30_000, on_drop=dropped.append)
-    first, second = Conversation(b"", {}), Conversation(b"", {})
-    store.put(first)
-    store.put(second)
-    store.add_items(second, new_items([Message("user", "a" * 30_000)]))
-    assert dropped == [first, second]
-    for conversation in (first, second):
-        assert store.conversation(conversation.id, b"") is None
-    (item,) = second.items.values()
-    assert item.id not in store
-    second.remove(item)
-    assert second.num_bytes == first.num_bytes
 
 
 def test_a_strict_server_refuses_fields_that_it_does_not_know():

@@ -7,16 +7,9 @@ import json
 import openai
 import pydantic
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
-from server.api.routes.responses.record import ResponseRecord, ScoreWriter
-from server.api.routes.responses.store import ResponseStore
-from server.engine import wire
-from server.engine.generation import ScoredToken
 from server.text.tokenizer import ByteLevelTokenizer
-from server.text.tool_calls.pieces import Content
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, running_server, server_of
@@ -541,60 +534,6 @@ def test_what_cannot_be_meant_is_refused_by_name(server, fields, param):
     response = post(server, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
-
-
-def record(id: str, num_bytes: int, owner: bytes = b"") -> ResponseRecord:
-    return ResponseRecord(id, owner, {}, [], num_bytes, ScoreWriter(TOKENIZER, 0))
-
-
-def test_the_oldest_responses_are_forgotten():
-    store = ResponseStore(max_kept=3, max_bytes=100)
-    for id in "abcd":
-        store.put(record(id, 10))
-    assert [id for id in "abcd" if id in store] == ["b", "c", "d"]
-    store.put(record("e", 85))
-    assert [id for id in "abcde" if id in store] == ["d", "e"]
-    store.put(record("f", 200))
-    assert [id for id in "def" if id in store] == []
-    grown = record("g", 50)
-    store.put(grown)
-    grown.add(Content("a" * 40, 0))
-    store.put(grown)
-    store.put(record("h", 20))
-    assert [id for id in "gh" if id in store] == ["h"]
-    assert store.remove("h")
-    assert not store.remove("h")
-
-
-@given(st.lists(st.tuples(st.sampled_from([b"one", b"two", b"three"]), st.integers(0, 40)), max_size=60))
-def test_a_key_with_its_share_of_the_store_loses_nothing_to_others(made):
-    """Of three keys, one with a third of the number and of the bytes or less."""
-    store = ResponseStore(max_kept=6, max_bytes=100)
-    sizes: dict[bytes, dict[str, int]] = {owner: {} for owner in (b"one", b"two", b"three")}
-    for number, (owner, size) in enumerate(made):
-        store.put(record(str(number), size, owner))
-        sizes[owner][str(number)] = size
-        for name, own in sizes.items():
-            found = [id for id in own if store.response(id, name) is not None]
-            assert found == [*own][len(own) - len(found) :]  # the oldest go first
-            if len(own) <= 2 and sum(own.values()) <= 33:
-                assert len(found) == len(own)
-            sizes[name] = {id: own[id] for id in found}
-        assert sum(map(len, sizes.values())) <= 6
-        assert sum(sum(own.values()) for own in sizes.values()) <= 100
-
-
-def test_log_probabilities_take_their_share_of_the_store():
-    store = ResponseStore(max_bytes=30_000)
-    scored = ScoredToken(97, 0, wire.Logprobs.packed(-1.0, range(20), [-1.0] * 20))
-    kept = record("a", 10)
-    kept.receive([scored] * 50)
-    kept.add(Content("abc", 0))
-    assert kept.num_bytes > 50 * 20 * 12
-    store.put(kept)
-    assert store.response("a", b"") is kept
-    store.put(record("b", 5_000))
-    assert "a" not in store
 
 
 def test_log_probabilities_of_the_text(server):

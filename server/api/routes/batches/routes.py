@@ -1,15 +1,12 @@
 """/v1/files and /v1/batches, in OpenAI's forms. A file or a batch belongs to the API key that made it.
 
-Every process of the server answers these routes from the contents of the folder.
+Every process of the server answers these routes from the database.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-from collections.abc import Callable, Iterator
-from itertools import islice
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -25,18 +22,17 @@ from server.api.routes.batches.work import new_batch
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.batches.batch_file import EMBEDDINGS, URLS
-from server.batches.folder import (
+from server.batches.store import (
     BATCH,
+    FILE,
     INPUT,
     MAX_FILE_BYTES,
     MAX_FILES,
     OUTPUT,
     OVER,
+    BatchStore,
     Fields,
-    FullError,
-    KeyFolder,
     new_id,
-    whole,
 )
 from server.http.auth import current_key
 from server.http.body import read_form
@@ -78,61 +74,56 @@ class Batches:
     @route(f"POST {FILES}", body=FileUpload, body_type=FORM)
     async def upload(self, request: Request) -> Response:
         """Keeps a file (--batch-folder)."""
-        folder = self._folder()
+        store, owner = self._store(), current_key.get()
         num_bytes = min(int(request.headers.get("content-length", MAX_FORM_BYTES)), MAX_FORM_BYTES)
-        with _room_in_words():
-            await asyncio.to_thread(folder.reserve, num_bytes)
-            kept: Fields = {"bytes": 0}
+        id = await asyncio.to_thread(store.reserve, owner, num_bytes)
+        try:
+            limits = {"max_bytes": MAX_FORM_BYTES, "max_fields": MAX_FIELDS, "max_field_bytes": MAX_FIELD_BYTES}
+            form = await read_form(request, **limits)
             try:
-                limits = {"max_bytes": MAX_FORM_BYTES, "max_fields": MAX_FIELDS, "max_field_bytes": MAX_FIELD_BYTES}
-                form = await read_form(request, **limits)
-                try:
-                    file = _file_of(form)
-                    name = (file.filename or "file")[:MAX_NAME_CHARS]
-                    kept = await asyncio.to_thread(folder.keep, file.file, name, INPUT)
-                finally:
-                    await form.close()
+                file = _file_of(form)
+                name = (file.filename or "file")[:MAX_NAME_CHARS]
+                return json_response(await asyncio.to_thread(store.keep, id, file.file, name))
             finally:
-                folder.release(num_bytes, kept["bytes"])
-        return json_response(kept)
+                await form.close()
+        finally:
+            await asyncio.to_thread(store.release, id)
 
     @route(f"GET {FILES}")
     async def files(self, request: Request) -> Response:
         """The files, in pages (--batch-folder)."""
-        folder, purpose = self._folder(), request.query_params.get("purpose")
+        purpose = request.query_params.get("purpose")
         if purpose not in (None, INPUT, OUTPUT):
             raise invalid("purpose", f"must be {INPUT!r} or {OUTPUT!r}, got {purpose[:40]!r}")
         limit = page_size(request.query_params, most=MAX_FILES, default=MAX_FILES)
-        return await self._page(request, folder.file_ids, folder.file, limit, purpose)
+        return await self._page(request, FILE, limit, purpose)
 
     @route(f"GET {FILES}/{{id}}")
     async def file(self, request: Request) -> Response:
         """The description of a file (--batch-folder)."""
-        return json_response(await self._find(request, self._folder().file, "file"))
+        return json_response(await self._find(request, FILE))
 
     @route(f"DELETE {FILES}/{{id}}")
     async def delete(self, request: Request) -> Response:
         """Forgets it (--batch-folder)."""
-        folder = self._folder()
-        id = (await self._find(request, folder.file, "file"))["id"]
-        await asyncio.to_thread(folder.delete_file, id)
+        id = (await self._find(request, FILE))["id"]
+        await asyncio.to_thread(self._store().delete_file, id)
         return json_response({"id": id, "object": "file", "deleted": True})
 
     @route(f"GET {FILES}/{{id}}/content")
     async def content(self, request: Request) -> Response:
         """The content of a file (--batch-folder)."""
-        folder = self._folder()
-        fields = await self._find(request, folder.file, "file")
-        path = folder.content(fields["id"])
+        fields = await self._find(request, FILE)
+        path = self._store().content(fields["id"])
         return FileResponse(path, media_type="application/octet-stream", filename=fields["filename"])
 
     @route(f"POST {BATCHES}", BatchRequest)
     async def create(self, request: Request, body: BatchRequest) -> Response:
         """Answers the requests of a file, after all others (--batch-folder).
 
-        The process that runs the batches finds it in the folder.
+        The process that runs the batches finds it in the database.
         """
-        folder = self._folder()
+        store, owner = self._store(), current_key.get()
         if body.endpoint not in URLS:
             raise invalid("endpoint", f"must be one of {', '.join(URLS)}, got {body.endpoint[:80]!r}")
         if body.endpoint == EMBEDDINGS and self._state.client.info.embedding_size is None:
@@ -140,92 +131,60 @@ class Batches:
         if body.completion_window not in WINDOWS:
             raise invalid("completion_window", f"must be {', '.join(WINDOWS)}, got {body.completion_window[:40]!r}")
         check_metadata(body.metadata)
-        file = await asyncio.to_thread(whole, folder.file, body.input_file_id)
+        file = await asyncio.to_thread(store.find, owner, FILE, body.input_file_id)
         if file is None or file["purpose"] != INPUT:
             raise invalid("input_file_id", f"there is no file of purpose {INPUT!r} with this id")
         window = body.completion_window
         batch = new_batch(new_id(BATCH), file["id"], body.endpoint, window, WINDOWS[window], body.metadata)
-        with _room_in_words():
-            await asyncio.to_thread(folder.new_batch, batch)
+        await asyncio.to_thread(store.new_batch, owner, batch)
         return json_response(batch)
 
     @route(f"GET {BATCHES}")
     async def batches(self, request: Request) -> Response:
         """The batches, in pages (--batch-folder)."""
-        folder = self._folder()
         limit = page_size(request.query_params, most=MAX_BATCHES_OF_A_PAGE, default=DEFAULT_BATCHES_OF_A_PAGE)
-        return await self._page(request, folder.batch_ids, folder.batch, limit)
+        return await self._page(request, BATCH, limit)
 
     @route(f"GET {BATCHES}/{{id}}")
     async def batch(self, request: Request) -> Response:
         """How far a batch is (--batch-folder)."""
-        return json_response(await self._find(request, self._folder().batch, "batch"))
+        return json_response(await self._find(request, BATCH))
 
     @route(f"POST {BATCHES}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:
         """Ends one that is running (--batch-folder)."""
-        folder = self._folder()
-        batch = await self._find(request, folder.batch, "batch")
+        batch = await self._find(request, BATCH)
         if batch["status"] in OVER:
             raise RequestError(409, f"The batch is over: {batch['status']}.", code="batch_not_cancellable")
-        with _room_in_words():
-            await asyncio.to_thread(folder.cancel, batch["id"])
-        return json_response(await self._find(request, folder.batch, "batch"))
+        await asyncio.to_thread(self._store().cancel, current_key.get(), batch["id"])
+        return json_response(await self._find(request, BATCH))
 
     def check_served(self) -> None:
         """Raises RequestError 404 if there is no folder."""
-        self._folder()
+        self._store()
 
-    def _folder(self) -> KeyFolder:
-        """The folder of the request's key. Raises RequestError 404 if there is none."""
-        if self._state.batch_folder is None:
+    def _store(self) -> BatchStore:
+        """The store of files and batches. Raises RequestError 404 if there is none."""
+        if self._state.batches is None:
             message = "This server keeps no files and runs no batches: start it with --batch-folder DIR."
             raise RequestError(404, message, type=NOT_FOUND)
-        return self._state.batch_folder.of_key(current_key.get())
+        return self._state.batches
 
-    async def _find(self, request: Request, read: Callable[[str], Fields | None], kind: str) -> Fields:
+    async def _find(self, request: Request, kind: str) -> Fields:
         id = request.path_params["id"]
-        found = await asyncio.to_thread(whole, read, id)
+        found = await asyncio.to_thread(self._store().find, current_key.get(), kind, id)
         if found is None:
             raise RequestError(404, f"There is no {kind} with the id {id[:100]!r}.", type=NOT_FOUND, param=f"{kind}_id")
         return found
 
-    async def _page(
-        self,
-        request: Request,
-        list_ids: Callable[[], list[str]],
-        read: Callable[[str], Fields | None],
-        limit: int,
-        purpose: str | None = None,
-    ) -> Response:
+    async def _page(self, request: Request, kind: str, limit: int, purpose: str | None = None) -> Response:
         query = request.query_params
         ascending, after = is_ascending(query), query.get("after")
-
-        def found() -> list[Fields]:
-            ids = list_ids() if ascending else list_ids()[::-1]
-            if after is not None:  # it may have been deleted meanwhile
-                ids = [id for id in ids if id != after and (id > after) == ascending]
-            entries = filter(None, (whole(read, id) for id in ids))
-            return list(islice((entry for entry in entries if purpose in (None, entry.get("purpose"))), limit + 1))
-
-        entries = await asyncio.to_thread(found)
+        read = partial(self._store().page, current_key.get(), kind, ascending=ascending, after=after, purpose=purpose)
+        entries = await asyncio.to_thread(read, limit + 1)
         shown = entries[:limit]
         page = list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > limit)
         return LongJson(self._state.turns, json_pieces(page))
-
-
-@contextlib.contextmanager
-def _room_in_words() -> Iterator[None]:
-    """Raises RequestError 507 in place of FullError and of the errors of a full disk."""
-    try:
-        yield
-    except FullError as error:
-        raise RequestError(507, str(error), type="InsufficientStorageError", code="storage_full") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        message = "The server's disk is full."
-        raise RequestError(507, message, type="InsufficientStorageError", code="storage_full") from error
 
 
 def _file_of(form: FormData) -> UploadFile:

@@ -1,4 +1,4 @@
-"""Answers the requests of batches. Only the process of the server that holds the folder's lock does this.
+"""Answers the requests of batches. Only the process that holds the folder's lock does this.
 
 The requests go to the server's own routes, after all other requests in the engine's queue (`PRIORITY`). Running batches
 share a bounded number of requests. Batches of the key with the fewest running batches begin first.
@@ -19,15 +19,16 @@ from starlette.types import ASGIApp
 
 from server.api.routes.batches.work import COMPLETED, FAILED, Asked, BatchWork
 from server.api.state import ServerState
-from server.batches.folder import OVER, BatchFolder, FullError, KeyFolder
 from server.batches.in_process import post
+from server.batches.store import BatchStore
+from server.database import FullError
 from server.http.auth import KeyRing, current_key
 from server.http.request_error import internal
 from server.logs import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
 
-POLL_S = 0.5  # between two checks of the folder
+POLL_S = 0.5  # between two checks for new and cancelled batches
 NUM_THREADS = 4
 MOST_RUNNING = 16  # batches; each has files open
 RETRY_S = 10.0  # after an error of the disk
@@ -44,16 +45,15 @@ class BatchRunner:
         app: the routes that batches may name, without the gate, which a batch has passed already.
     """
 
-    def __init__(self, state: ServerState, folder: BatchFolder, app: ASGIApp) -> None:
+    def __init__(self, state: ServerState, store: BatchStore, app: ASGIApp) -> None:
         settings = state.settings
         self._state = state
-        self._folder = folder
+        self._store = store
         self._app = app
         self._room = asyncio.Semaphore(settings.batch_concurrency)
         self._concurrency = settings.batch_concurrency
         ring = KeyRing((*settings.api_keys, *settings.admin_api_keys) if settings.api_keys else ())
         self._keys = ring.digests or [b""]  # batches of other keys wait until the server accepts these again
-        self._over: set[_Id] = set()
         self._not_before: dict[_Id, float] = {}  # batches that have failed by an error of the disk
         self._running: dict[_Id, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches")
@@ -65,8 +65,8 @@ class BatchRunner:
         try:
             while True:
                 try:
-                    if lock is None and (lock := await self._in_thread(self._folder.lock)) is not None:
-                        await self._in_thread(self._folder.sweep)
+                    if lock is None and (lock := await self._in_thread(self._store.lock)) is not None:
+                        await self._in_thread(self._store.sweep)
                     if lock is not None:
                         self._begin(await self._in_thread(self._waiting))
                 except OSError as error:
@@ -91,39 +91,26 @@ class BatchRunner:
 
     def _waiting(self) -> list[_Id]:
         """The batches that are neither over nor running."""
-        found = []
-        for key in self._keys:
-            folder = self._folder.of_key(key)
-            for id in folder.batch_ids():
-                batch = (key, id)
-                if batch in self._over or batch in self._running:
-                    continue
-                try:
-                    is_over = (folder.batch(id) or {"status": FAILED})["status"] in OVER
-                except ValueError as error:
-                    self._log.warning("batch %s cannot be read, and is left alone: %s", id, error)
-                    self._over.add(batch)
-                    continue
-                if is_over:
-                    folder.clear(id)  # of a process that ended before it had cleared it
-                    self._over.add(batch)
-                elif time.monotonic() > self._not_before.get(batch, 0):
-                    found.append(batch)
-        return found
+        now = time.monotonic()
+        return [
+            (key, id)
+            for key, id in self._store.running()
+            if key in self._keys and (key, id) not in self._running and now > self._not_before.get((key, id), 0)
+        ]
 
     async def _run(self, batch: _Id) -> None:
         key, id = batch
         current_key.set(key)  # of this task and its own: the requests are the key's
         try:
-            await self._run_to_its_end(self._folder.of_key(key), id)
+            await self._run_to_its_end(key, id)
         except Exception:
             self._log.exception("batch %s: it is tried again in %g seconds", id, RETRY_S)
             self._not_before[batch] = time.monotonic() + RETRY_S
         finally:
             del self._running[batch]
 
-    async def _run_to_its_end(self, folder: KeyFolder, id: str) -> None:
-        work = await self._in_thread(BatchWork, folder, id, self._state.body_limits)
+    async def _run_to_its_end(self, key: bytes, id: str) -> None:
+        work = await self._in_thread(BatchWork, self._store, key, id, self._state.body_limits)
         try:
             if not await self._in_thread(work.begin):
                 return

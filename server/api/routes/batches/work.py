@@ -1,11 +1,13 @@
-"""One batch on the disk: its input, the journal of its answers, and its end."""
+"""One batch: its input, the records of its answers, and its end."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import batched
 from typing import Any, BinaryIO, NamedTuple
 
 from server.api.request.body import count_marks
@@ -18,8 +20,7 @@ from server.batches.batch_file import (
     parse_line,
     problem_record,
 )
-from server.batches.folder import FILE, OUTPUT, Fields, KeyFolder, new_id
-from server.batches.journal import Header, Journal
+from server.batches.store import BATCH, BatchStore, Fields
 from server.http.body import BodyLimits
 
 PRIORITY = 1_000_000  # after all requests without a higher number
@@ -48,30 +49,24 @@ class Asked(NamedTuple):
 class BatchWork:
     """A batch that is not over. Its methods wait for the disk and are called in threads.
 
-    The journal has all answers, so the work can stop at any time and be continued.
+    The store has all answers, so the work can stop at any time and be continued.
 
     Args:
         limits: the limits of the body of a request.
     """
 
-    def __init__(self, folder: KeyFolder, id: str, limits: BodyLimits) -> None:
-        self._folder = folder
+    def __init__(self, store: BatchStore, owner: bytes, id: str, limits: BodyLimits) -> None:
+        self._store = store
+        self._owner = owner
         self._limits = limits
         self._lock = threading.Lock()  # a call may outlive the task that awaits it
-        self._batch: Fields = folder.batch(id) or {}
+        self._batch: Fields = store.find(owner, BATCH, id) or {}
+        self._answered = store.answered(id)
         self._saved_s = 0.0
         self._is_closed = self._is_closing = False
-        self._journal = Journal(folder.journal(id))
         self._input: BinaryIO | None = None
-        try:
-            if self._journal.is_empty:
-                self._journal.begin(Header(input=self._batch["input_file_id"], settings={}, replaces=None))
-            self._input = folder.content(self._batch["input_file_id"]).open("rb")
-        except FileNotFoundError:
-            pass  # `begin` says so
-        except BaseException:
-            self._journal.__exit__()
-            raise
+        with contextlib.suppress(FileNotFoundError):  # `begin` says so
+            self._input = store.content(self._batch["input_file_id"]).open("rb")
         self._remaining = self._unanswered()
 
     def begin(self) -> bool:
@@ -102,15 +97,14 @@ class BatchWork:
         with self._lock:
             if self._is_closed:
                 return
-            record = answer_record(asked.line, status, answer)
-            self._folder.check_room(2 * len(record))
-            self._journal.add(asked.number, record)
+            records = {asked.number: answer_record(asked.line, status, answer)}
+            self._add(records, is_error=status != 200)
             if time.monotonic() > self._saved_s + SAVE_INTERVAL_S:
                 self._save()
 
     def early_end(self) -> str | None:
         """The status with which the batch must end now; None: it goes on."""
-        if self._folder.is_cancelled(self._batch["id"]):
+        if self._store.is_cancelled(self._owner, self._batch["id"]):
             return CANCELLED
         return EXPIRED if time.time() > self._batch["expires_at"] else None
 
@@ -168,9 +162,13 @@ class BatchWork:
             return Line(custom_id=None, problem=problem)
         return parse_line(text, number, {})
 
+    def _add(self, records: dict[int, bytes], *, is_error: bool, may_fill: bool = False) -> None:
+        self._store.add_records(self._batch["id"], records, is_error=is_error, may_fill=may_fill)
+        self._answered |= dict.fromkeys(records, is_error)
+
     def _unanswered(self) -> Iterator[Asked]:
         for number, line in self._lines():
-            if number in self._journal or line.body is None:
+            if number in self._answered or line.body is None:
                 continue
             body: dict[str, Any] = {"store": False} if line.url == RESPONSES else {}
             body |= line.body | {"priority": PRIORITY, "timeout_s": None}  # the batch has a deadline
@@ -179,52 +177,35 @@ class BatchWork:
 
     def _end(self, status: str, problems: list[Fields]) -> None:
         if status in _UNANSWERED:
-            for number, line in self._lines():
-                if number not in self._journal:
-                    self._journal.add(number, problem_record(line, *_UNANSWERED[status]))
+            unanswered = ((number, line) for number, line in self._lines() if number not in self._answered)
+            for some in batched(unanswered, LINES_AT_ONCE):
+                records = {number: problem_record(line, *_UNANSWERED[status]) for number, line in some}
+                self._add(records, is_error=True, may_fill=True)
         batch = self._batch
-        if status == CANCELLED:
-            batch["cancelling_at"] = (self._folder.batch(batch["id"]) or batch)["cancelling_at"]
         if problems:
             batch["errors"] = {"object": "list", "data": problems}
-        if not self._journal.is_empty:
+        if self._answered:
             batch["finalizing_at"] = _now()
-            numbers = sorted(self._journal.numbers)
-            errors = list(filter(self._journal.is_error, numbers))
-            files = {"output": sorted({*numbers} - {*errors}), "error": errors}
-            for kind in filter(files.get, files):  # if this process ends before it has made them, the next makes them
-                batch[f"{kind}_file_id"] = batch[f"{kind}_file_id"] or new_id(FILE)
             self._save(FINALIZING)
-            for kind in filter(files.get, files):
-                self._make_file(kind, files[kind])
         batch[f"{status}_at"] = _now()
-        self._save(status)
+        self._count(status)
+        self._store.end(self._owner, batch)
         self._close()
-        self._folder.clear(batch["id"])
-
-    def _make_file(self, kind: str, numbers: Sequence[int]) -> None:
-        path = self._folder.temporary()
-        try:
-            self._journal.write_to(path, numbers)
-            name = f"{self._batch['id']}_{kind}.jsonl"
-            self._folder.put_file(path, name, OUTPUT, self._batch[f"{kind}_file_id"])
-        finally:
-            path.unlink(missing_ok=True)
 
     def _save(self, status: str | None = None) -> None:
-        counts = self._batch["request_counts"]
-        counts["failed"] = self._journal.num_errors
-        counts["completed"] = len(self._journal.numbers) - self._journal.num_errors
-        if status is not None:
-            self._batch["status"] = status
-        self._folder.put_batch(self._batch)
+        self._count(status)
+        self._store.save(self._owner, self._batch)
         self._saved_s = time.monotonic()
 
+    def _count(self, status: str | None) -> None:
+        counts = self._batch["request_counts"]
+        counts["failed"] = sum(self._answered.values())
+        counts["completed"] = len(self._answered) - counts["failed"]
+        if status is not None:
+            self._batch["status"] = status
+
     def _close(self) -> None:
-        if self._is_closed:
-            return
         self._is_closed = True
-        self._journal.__exit__()
         if self._input is not None:
             self._input.close()
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from sys import getsizeof
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from server.api.request.kept_objects import is_ascending, list_object, page_size
 from server.api.request.schemas import ContentPart, FunctionCall, Message, ToolCall
-from server.http.encoding import LongText
+from server.http.encoding import LongText, json_pieces
 from server.http.request_error import invalid
 
 MAX_SHOWN = 100  # items on a page
 DEFAULT_SHOWN = 20
 CHARS_OF_AN_ITEM = 40  # the work on an item equals that on a text of this length
-BYTES_OF_A_MESSAGE = 300  # in memory, without its texts
+RESPONSE_PREFIX = "resp-"  # of a response's id
+INCOMPLETE = "incomplete"  # the status of an item that was cut
+CALLS = ("function_call", "custom_tool_call")
 
 
 class NamespacedCall(FunctionCall, kw_only=True):
@@ -35,27 +38,73 @@ def seen_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-@dataclass(frozen=True, slots=True)
-class KeptItem:
-    """An item that is kept.
-
-    Args:
-        message: the message that the template shows, with at most one call; None: it shows nothing.
-        num_bytes: its size in memory, approximately.
-        own_fields: its JSON object; None: it follows from the message.
-    """
+class Item(NamedTuple):
+    """An item with its JSON object, as it is kept."""
 
     id: str
-    message: Message | None
-    num_bytes: int
-    own_fields: Callable[[], dict[str, Any]] | None = None
+    fields: bytes
 
-    def fields(self) -> dict[str, Any]:
-        """Its JSON object, which may hold long texts."""
-        if self.own_fields is not None:
-            return self.own_fields()
-        assert self.message is not None, "an item without a message has fields of its own"
-        return input_item(self.id, self.message)
+
+class _Identified(msgspec.Struct):
+    id: str
+
+
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+class _CallStatus(msgspec.Struct):
+    type: str
+    status: str
+
+
+_identified = msgspec.json.Decoder(_Identified).decode
+_call_status = msgspec.json.Decoder(_CallStatus).decode
+
+
+def _items(raw: Iterable[msgspec.Raw]) -> list[Item]:
+    return [Item(_identified(fields).id, bytes(fields)) for fields in raw]
+
+
+def items_of(array: bytes) -> list[Item]:
+    """The items of a JSON array."""
+    return _items(msgspec.json.decode(array, type=list[msgspec.Raw]))
+
+
+def array_of(items: Iterable[Item]) -> bytes:
+    """The items as a JSON array."""
+    return b"[%b]" % b",".join(item.fields for item in items)
+
+
+def output_items(response: bytes) -> list[Item]:
+    """The items of the answer in a response's JSON. A call that was cut is left out: it cannot have a result."""
+    items = _items(msgspec.json.decode(response, type=_Output).output)
+    if items:
+        last = _call_status(items[-1].fields)
+        if last.type in CALLS and last.status == INCOMPLETE:
+            items.pop()
+    return items
+
+
+def item_id(prefix: str, response_id: str, number: int) -> str:
+    """The id of an item of a response."""
+    return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)}_{number}"
+
+
+def response_of_item(id: str) -> str:
+    """The id of the response to which an item belongs. For other ids the result is no response's id."""
+    return RESPONSE_PREFIX + id.partition("_")[2].rpartition("_")[0]
+
+
+def input_items(messages: Iterable[Message], ids: Callable[[int], str]) -> list[Item]:
+    """The messages as items. `ids` gives the id of each by its number."""
+    numbered = ((ids(number), message) for number, message in enumerate(one_by_one(messages)))
+    return [Item(id, b"".join(json_pieces(_input_item(id, message)))) for id, message in numbered]
+
+
+def new_items(messages: Iterable[Message]) -> list[Item]:
+    """The messages as items with new ids."""
+    return input_items(messages, lambda number: f"item_{uuid.uuid4().hex}")
 
 
 def one_by_one(messages: Iterable[Message]) -> Iterator[Message]:
@@ -84,15 +133,8 @@ def joined(messages: Iterable[Message]) -> list[Message]:
     return found
 
 
-def message_size(message: Message) -> int:
-    """The message's size in memory, approximately."""
-    parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
-    calls = [call.function.arguments for call in message.tool_calls or ()]
-    return BYTES_OF_A_MESSAGE + sum(getsizeof(text) for text in (*parts, *calls) if isinstance(text, str))
-
-
-def items_page(items: Sequence[KeptItem], query: Mapping[str, str]) -> dict[str, Any]:
-    """The list object of one page, as JSON that may hold long texts.
+def items_page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
+    """The list object of one page, for `json_pieces`.
 
     Args:
         items: all items, the oldest first.
@@ -108,12 +150,12 @@ def items_page(items: Sequence[KeptItem], query: Mapping[str, str]) -> dict[str,
     return items_list(shown, has_more=next(rest, None) is not None)
 
 
-def items_list(items: Sequence[KeptItem], *, has_more: bool = False) -> dict[str, Any]:
+def items_list(items: Sequence[Item], *, has_more: bool = False) -> dict[str, Any]:
     """The list object of these items."""
-    return list_object([item.id for item in items], (item.fields() for item in items), has_more=has_more)
+    return list_object([item.id for item in items], (msgspec.Raw(item.fields) for item in items), has_more=has_more)
 
 
-def input_item(id: str, message: Message) -> dict[str, Any]:
+def _input_item(id: str, message: Message) -> dict[str, Any]:
     """The JSON object of an item of an input."""
     fields: dict[str, Any]
     if message.tool_calls:

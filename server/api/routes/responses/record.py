@@ -7,35 +7,22 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from sys import getsizeof
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
 
 from server.api.answers.logprobs import chat_entries
-from server.api.request.schemas import Message
-from server.api.routes.responses.event_log import EventLog
-from server.api.routes.responses.items import (
-    BYTES_OF_A_MESSAGE,
-    CHARS_OF_AN_ITEM,
-    KeptItem,
-    joined,
-    message_size,
-    one_by_one,
-)
-from server.api.routes.responses.translation import CUSTOM_INPUT, SeenTool, call_message
+from server.api.routes.responses.items import INCOMPLETE, item_id
+from server.api.routes.responses.translation import CUSTOM_INPUT, SeenTool
 from server.engine.generation import CUT, Choice, ScoredToken
-from server.http.encoding import LongList, LongText, NestedList, list_of
+from server.http.encoding import LongList, LongText, NestedList, json_pieces, list_of
 from server.http.request_error import RequestError
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
-INCOMPLETE, CANCELLED, FAILED = "incomplete", "cancelled", "failed"
-RESPONSE_PREFIX = "resp-"  # of its id
-BYTES_OF_A_TOKEN = 300  # of a scored token in memory, approximately, without its most likely tokens
+CANCELLED, FAILED = "cancelled", "failed"
 LIMIT_REACHED = {"reason": "max_output_tokens"}
 
 
@@ -58,16 +45,6 @@ class ScoreWriter:
         for entry in chat_entries(self._tokenizer, scored, self.num_top):
             top = [{"token": each["token"], "logprob": each["logprob"]} for each in entry["top_logprobs"]]
             yield {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
-
-
-def item_id(prefix: str, response_id: str, number: int) -> str:
-    """The id of an item of a response."""
-    return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)}_{number}"
-
-
-def response_of_item(id: str) -> str:
-    """The id of the response to which an item belongs. For other ids the result is no response's id."""
-    return RESPONSE_PREFIX + id.partition("_")[2].rpartition("_")[0]
 
 
 class _GrowingItem:
@@ -194,10 +171,7 @@ class ResponseRecord:
     """One response. Only the event loop may use it.
 
     Args:
-        owner: the digest of the API key that it belongs to; empty if the server has no keys.
         fields: the fields of the response that repeat the request.
-        messages: the conversation up to the answer, without the instructions.
-        num_bytes: the size of `messages` in memory, approximately.
         scores: writes the log-probabilities of the text.
         tools: the tools that the model may call, by the names that it sees.
         is_background: whether it is made without a connection. It begins as `queued`.
@@ -206,24 +180,17 @@ class ResponseRecord:
     def __init__(
         self,
         id: str,
-        owner: bytes,
         fields: dict[str, Any],
-        messages: Sequence[Message],
-        num_bytes: int,
         scores: ScoreWriter,
         tools: Mapping[str, SeenTool] = MappingProxyType({}),
         *,
         is_background: bool = False,
     ) -> None:
         self.id = id
-        self.owner = owner
         self.is_background = is_background
-        self.log: EventLog | None = None  # of its events, if it is streamed in the background
         self.status = QUEUED if is_background else IN_PROGRESS
         self.items: list[Item] = []
         self._fields = fields
-        self._messages = messages
-        self._num_bytes = num_bytes
         self._scores = scores
         self._tools = tools
         self._unclaimed: deque[ScoredToken] = deque()  # tokens whose text has not been added
@@ -241,13 +208,6 @@ class ResponseRecord:
         """Notes that the engine has begun the answer."""
         if self.status == QUEUED:
             self.status = IN_PROGRESS
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the record in memory, approximately."""
-        scored = sum(_num_bytes_of(item.scored) for item in self.items if isinstance(item, TextItem))
-        logged = 0 if self.log is None else self.log.num_bytes
-        return self._num_bytes + scored + logged + sum(getsizeof(item.text) for item in self.items)
 
     def receive(self, scored: Iterable[ScoredToken]) -> None:
         """Receives tokens with their log-probabilities. Call it before the pieces with their text are added."""
@@ -317,7 +277,8 @@ class ResponseRecord:
 
     def item_status(self, item: Item) -> str:
         """The status of an item that no longer grows."""
-        is_cut = self._ends_in_half_call or (self.is_over and self.status != COMPLETED)
+        uncut = (COMPLETED, INCOMPLETE) if isinstance(item, CallItem) else (COMPLETED,)
+        is_cut = self._ends_in_half_call or (self.is_over and self.status not in uncut)
         return INCOMPLETE if is_cut and item is self.items[-1] else COMPLETED
 
     def body(self) -> dict[str, Any]:
@@ -335,44 +296,9 @@ class ResponseRecord:
             "usage": self._usage,
         }
 
-    def input_items(self) -> list[KeptItem]:
-        """The conversation that the response answers, without the instructions."""
-        return [
-            KeptItem(item_id("item", self.id, number), message, message_size(message))
-            for number, message in enumerate(one_by_one(self._messages))
-        ]
-
-    @property
-    def input_work(self) -> int:
-        """The work to list the input, in characters."""
-        return CHARS_OF_AN_ITEM * len(self._messages)
-
-    def conversation(self) -> list[Message]:
-        """The messages up to and including this answer, for the next response of the conversation."""
-        answer = joined(item.message for item in self.output_items() if item.message is not None)
-        return [*self._messages, *answer]
-
-    def output_items(self) -> list[KeptItem]:
-        """The items of the answer. A call that was cut is left out, because it cannot have a result."""
-        is_cut = self._ends_in_half_call or self.status in (CANCELLED, FAILED)
-        items = self.items[:-1] if self.items and is_cut and isinstance(self.items[-1], CallItem) else self.items
-        return [self._kept(item) for item in items]
-
-    def _kept(self, item: Item) -> KeptItem:
-        message = None
-        num_bytes = BYTES_OF_A_MESSAGE + getsizeof(item.text)
-        if isinstance(item, CallItem):
-            message = call_message(item.call_id, item.name, item.text, item.namespace)
-        elif isinstance(item, TextItem):
-            message = Message("assistant", item.text)
-            num_bytes += _num_bytes_of(item.scored)
-        return KeptItem(item.id, message, num_bytes, partial(item.fields, self.item_status(item)))
-
-
-def _num_bytes_of(scored: Sequence[ScoredToken]) -> int:
-    """The size of scored tokens in memory, approximately."""
-    sizes = (len(token.scores.top_ids) + len(token.scores.top_logprobs) for token in scored if token.scores)
-    return BYTES_OF_A_TOKEN * len(scored) + sum(sizes)
+    def encoded(self) -> bytes:
+        """The response's JSON."""
+        return b"".join(json_pieces(self.body()))
 
 
 def _usage(choice: Choice) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """/v1/responses: create, retrieve, delete, cancel.
 
-With several HTTP processes, each keeps the responses that it has made. A request about a response, or for the next one
-of a conversation, is forwarded to the process that keeps it.
+The server's database has all responses. The process that makes one saves it there, and looks several times a second
+whether it has been cancelled or deleted through another process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
-from sys import getsizeof
 from typing import Any
 
 import msgspec
@@ -20,26 +20,37 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from server.api.answers.answer import GenerationAnswer, LongJson, Sent, json_response, unenforced_header
-from server.api.answers.forwarded import forwarded
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.kept_objects import check_metadata
-from server.api.request.schemas import ChatRequest, Message
+from server.api.request.schemas import Message
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.endpoints import route, routes_of
-from server.api.routes.responses.conversation import Conversation, new_items
-from server.api.routes.responses.conversation_routes import Conversations, find_conversation
-from server.api.routes.responses.event_log import EventLog, logged_events
-from server.api.routes.responses.items import KeptItem, items_page, joined
-from server.api.routes.responses.record import CANCELLED, COMPLETED, INCOMPLETE, ResponseRecord, ScoreWriter
+from server.api.routes.responses.conversation_routes import Conversations, check_room, find_conversation
+from server.api.routes.responses.events import EventLog, kept_events
+from server.api.routes.responses.items import (
+    CHARS_OF_AN_ITEM,
+    INCOMPLETE,
+    RESPONSE_PREFIX,
+    Item,
+    array_of,
+    input_items,
+    item_id,
+    items_of,
+    items_page,
+    joined,
+    new_items,
+    output_items,
+)
+from server.api.routes.responses.record import CANCELLED, COMPLETED, QUEUED, ResponseRecord, ScoreWriter
 from server.api.routes.responses.schemas import ConversationName, FunctionTool, ResponsesRequest
 from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import (
     chat_request,
     first_event,
-    first_reference,
     format_fields,
     item_messages,
     items_work,
+    kept_messages,
     own_names,
     read_function_tools,
     seen_tools,
@@ -50,12 +61,13 @@ from server.engine.generation import Generation
 from server.http.auth import current_key
 from server.http.encoding import json_pieces
 from server.http.request_error import NOT_FOUND, RequestError, internal, invalid
+from server.logs import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
-
+_log = ThrottledLog(logger)
 PATH = "/v1/responses"
-COUNTED_BYTES = 64 * 1024  # of events; the store counts them after each growth by this number
-BYTES_OF_A_BYTE = 5  # of JSON that is decoded
+POLL_S = 0.25  # between two looks at the database for the responses that are being made
+CANCEL_POLL_S = 0.02
 
 
 def responses_routes(state: ServerState) -> list[ApiRoute]:
@@ -64,95 +76,162 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
     return [*routes_of(Conversations(state, responses.store), state), *routes_of(responses, state)]
 
 
+class _Shown(msgspec.Struct):
+    """The fields of a response that are read here."""
+
+    status: str
+    background: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Making:
+    """A response that this process makes."""
+
+    record: ResponseRecord
+    log: EventLog | None  # of a stream in the background
+    conversation: str | None  # the id of the conversation to which it is added
+    new: Sequence[Item]  # of the input
+
+
+_read_shown = msgspec.json.Decoder(_Shown).decode
+
+
 class Responses:
     """Answers the routes of responses."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self.store = ResponseStore(on_drop=self._stop_unkept)
-        self._tasks: set[asyncio.Task[None]] = set()  # of responses in the background
-        state.keeps = self.store.__contains__
+        self.store = ResponseStore(state.database)
+        self._run = state.database.run
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._kept: dict[str, _Making] = {}  # those that are being made and kept, by id
 
-    @route(f"POST {PATH}", ResponsesRequest, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
-    async def create(self, request: Request, body: ResponsesRequest, raw: bytes) -> Response:
+    @route(f"POST {PATH}", ResponsesRequest, generates=True, media_types=(JSON, EVENTS))
+    async def create(self, request: Request, body: ResponsesRequest) -> Response:
         """Answers an input, and keeps the answer."""
         state = self._state
-        if (elsewhere := await forwarded(state, request, _named(body), raw)) is not None:
-            if body.background:
-                current_place.get().leave_key()  # that process counts it
-            return elsewhere
         check_metadata(body.metadata)
         stores, in_background = body.store is not False, bool(body.background)
         if in_background and not stores:
             raise invalid("store", "must be true when `background` is true")
-        conversation = self._find_conversation(body)
-        tools, messages, new, num_bytes = await self._messages(body, conversation)
+        conversation, earlier = await self._earlier(body)
+        tools, messages, new = await self._translated(body, earlier)
         if conversation is not None:
-            conversation.check_room(len(new), "conversation")
+            check_room(len(earlier) + len(new), "conversation")
         seen = seen_tools(tools)
-        chat = chat_request(body, seen, messages)
         with own_names():
-            generation, plan = await start_chat(state, chat, request, id_prefix="resp")
+            generation, plan = await start_chat(state, chat_request(body, seen, messages), request, id_prefix="resp")
         head = plan.generation.head
-        num_bytes += _other_bytes(chat, body.instructions)
-        scores = ScoreWriter(state.tokenizer, plan.generation.logprobs or 0)
         record = ResponseRecord(
             head.id,
-            current_key.get(),
             _repeated(body, tools, head.model, state, conversation),
-            messages,
-            num_bytes,
-            scores,
+            ScoreWriter(state.tokenizer, plan.generation.logprobs or 0),
             {tool.function.name or "": tool for tool in seen},
             is_background=in_background,
         )
-        writer = ResponsesWriter(generation, record, lambda: self._end(record, conversation, new))
+        writer = ResponsesWriter(generation, record)
         answer = GenerationAnswer(generation, writer, state.turns, stream=plan.generation.stream)
-        if in_background and plan.generation.stream:
-            record.log = EventLog()
-            record.log.add(writer.queued())
+        log = EventLog() if in_background and plan.generation.stream else None
+        making = _Making(record=record, log=log, conversation=conversation, new=new)
         if stores:
-            self.store.put(record)
+            try:
+                await self._begin(making, messages, writer)
+            except BaseException:
+                generation.abort()
+                raise
         if not in_background:
-            return Sent(partial(self._send, record, answer))
+            return Sent(partial(self._send, making, answer))
         place = current_place.get()
         place.hold()
-        task = asyncio.create_task(_make_in_background(record, answer, writer, self.store, place))
+        self._start(self._make_in_background(making, answer, writer, place))
+        if log is not None:
+            return kept_events(self.store, record.id, log, unenforced=generation.unenforced)
+        headers = unenforced_header(generation.unenforced)
+        return LongJson(state.turns, json_pieces(record.body()), headers=headers)
+
+    async def _earlier(self, body: ResponsesRequest) -> tuple[str | None, list[Item]]:
+        """The id of the conversation that the request continues, if there is one, and the items before its input."""
+        if body.conversation is not None:
+            if body.previous_response_id is not None:
+                raise invalid("previous_response_id", "is not allowed when `conversation` is given")
+            named = body.conversation
+            id = named.id if isinstance(named, ConversationName) else named
+            await find_conversation(self.store, id, "conversation")
+            return id, await self._run(self.store.items, id)
+        if body.previous_response_id is None:
+            return None, []
+        kept = await self._kept_response(body.previous_response_id)
+        if kept is None:
+            message = f"previous_response_id: there is no response with the id {body.previous_response_id[:100]!r}."
+            raise RequestError(400, message, param="previous_response_id", code="previous_response_not_found")
+        if not kept.is_over:
+            raise invalid("previous_response_id", "the response is still being made")
+        return None, await self._run(kept.items)
+
+    async def _translated(
+        self, body: ResponsesRequest, earlier: Sequence[Item]
+    ) -> tuple[list[FunctionTool], list[Message], list[Item]]:
+        """The tools, all messages without the instructions, and the new ones as items."""
+        find = partial(self.store.find_items, owner=current_key.get())
+        strict = self._state.settings.strict_fields
+
+        def translated() -> tuple[list[FunctionTool], list[Message], list[Item]]:
+            messages = item_messages(body.input, "input", find, strict=strict)
+            new = new_items(messages)
+            return read_function_tools(body, strict=strict), joined([*kept_messages(earlier), *messages]), new
+
+        size = (len(bytes(body.tools)) if body.tools else 0) + items_work(body.input)
+        return await self._state.threads.in_thread(size + sum(len(item.fields) for item in earlier), translated)
+
+    async def _begin(self, making: _Making, messages: Sequence[Message], writer: ResponsesWriter) -> None:
+        """Saves a response that is about to be made."""
+        record, log = making.record, making.log
+        size = CHARS_OF_AN_ITEM * len(messages)
+        ids = partial(item_id, "item", record.id)
+        items = await self._state.threads.in_thread(size, input_items, messages, ids)
+        fields, has_events = await self._run(record.encoded), log is not None
+        await self._run(
+            self.store.add, record.id, current_key.get(), fields, array_of(items), is_over=False, has_events=has_events
+        )
+        if log is not None:
+            await self._run(self.store.update, record.id, events=log.take(writer.queued()))
+        self._kept[record.id] = making
+        if self._watching is None or self._watching.done():
+            self._watching = self._start(self._watch())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if record.log is not None:
-            return logged_events(record.log, unenforced=generation.unenforced)
-        return self._shown(record, unenforced_header(generation.unenforced))
+        return task
 
-    async def _messages(
-        self, body: ResponsesRequest, conversation: Conversation | None
-    ) -> tuple[list[FunctionTool], list[Message], list[KeptItem], int]:
-        """The tools, all messages without the instructions, the new ones as items, and the size of all in memory."""
-        if conversation is not None:
-            earlier, num_bytes = conversation.messages(), conversation.num_bytes
-        elif body.previous_response_id is not None:
-            record = self._previous(body.previous_response_id)
-            earlier, num_bytes = record.conversation(), record.num_bytes
-        else:
-            earlier, num_bytes = [], 0
-        size = (len(bytes(body.tools)) if body.tools else 0) + items_work(body.input)
-        tools, messages, new = await self._state.threads.in_thread(
-            size,
-            _translated,
-            body,
-            partial(self.store.find_items, owner=current_key.get()),
-            strict=self._state.settings.strict_fields,
-        )
-        return tools, [*earlier, *messages], new, num_bytes + sum(item.num_bytes for item in new)
+    async def _watch(self) -> None:
+        """Looks after the responses that are being made, until there are none."""
+        while self._kept:
+            try:
+                cancelled = await self._run(self.store.touch, [*self._kept])
+                for id, making in [*self._kept.items()]:
+                    if cancelled.get(id, making.record.is_background):
+                        self._stop(making.record)
+                    elif making.record.status == QUEUED and self._has_begun(id):
+                        making.record.begin()
+                        await self._run(self.store.update, id, making.record.encoded())
+            except OSError as error:
+                _log.warning("responses cannot be saved now: %s", error)
+            await asyncio.sleep(POLL_S)
 
-    @route(f"POST {PATH}/input_tokens", ResponsesRequest, with_bytes=True)
-    async def input_tokens(self, request: Request, body: ResponsesRequest, raw: bytes) -> Response:
+    def _has_begun(self, id: str) -> bool:
+        generation = self._state.generations.get(id)
+        return isinstance(generation, Generation) and bool(generation.choices[0].num_tokens)
+
+    @route(f"POST {PATH}/input_tokens", ResponsesRequest)
+    async def input_tokens(self, request: Request, body: ResponsesRequest) -> Response:
         """How many tokens an input has."""
         state = self._state
-        if (elsewhere := await forwarded(state, request, _named(body), raw)) is not None:
-            return elsewhere
         await state.find_model(body.model)
-        tools, messages, *_ = await self._messages(body, self._find_conversation(body))
+        _, earlier = await self._earlier(body)
+        tools, messages, _ = await self._translated(body, earlier)
         chat = chat_request(body, seen_tools(tools), messages)
         with own_names():
             count = await count_tokens(state, chat)
@@ -164,44 +243,55 @@ class Responses:
         message = "This server does not compact conversations: send the whole input, or less of it."
         raise RequestError(404, message, type=NOT_FOUND)
 
-    @route(f"GET {PATH}/{{id}}", is_kept=True, media_types=(JSON, EVENTS))
+    @route(f"GET {PATH}/{{id}}", media_types=(JSON, EVENTS))
     async def retrieve(self, request: Request) -> Response:
         """A response that was kept, or its events."""
         first = first_event(request.query_params)
-        record = self._find(request)
+        kept = await self._find(request)
         if first is None:
-            return self._shown(record)
-        if record.log is None:
+            return _shown(kept)
+        if not kept.has_events:
             raise invalid("stream", "only a response made with `background` and `stream` keeps its events")
-        return logged_events(record.log, first)
+        making = self._kept.get(kept.id)
+        return kept_events(self.store, kept.id, None if making is None else making.log, first)
 
-    @route(f"DELETE {PATH}/{{id}}", is_kept=True)
+    @route(f"DELETE {PATH}/{{id}}")
     async def delete(self, request: Request) -> Response:
         """Forgets it."""
-        record = self._find(request)
-        self.store.remove(record.id)
-        self._stop_unkept(record)
-        return json_response({"id": record.id, "object": "response", "deleted": True})
+        id = (await self._find(request)).id
+        await self._run(self.store.remove, id)
+        making = self._kept.get(id)
+        if making is not None and making.record.is_background:
+            self._stop(making.record)
+        return json_response({"id": id, "object": "response", "deleted": True})
 
-    @route(f"GET {PATH}/{{id}}/input_items", is_kept=True)
+    @route(f"GET {PATH}/{{id}}/input_items")
     async def input_items(self, request: Request) -> Response:
         """The input of a response."""
-        record = self._find(request)
-        items = await self._state.threads.in_thread(record.input_work, record.input_items)
+        kept = await self._find(request)
+        items = await self._state.threads.in_thread(len(kept.input), items_of, kept.input)
         page = items_page(items, request.query_params)
         return LongJson(self._state.turns, json_pieces(page))
 
-    @route(f"POST {PATH}/{{id}}/cancel", is_kept=True)
+    @route(f"POST {PATH}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:
         """Ends one that is running.
 
         The connection of the response gets an error. One in the background stays as it is if it is over.
         """
-        record = self._find(request)
-        if record.is_over and record.status != CANCELLED and not record.is_background:
-            raise RequestError(400, f"The response is over: {record.status}.", code="response_not_cancellable")
-        self._stop(record)
-        return self._shown(record)
+        kept = await self._find(request)
+        if kept.is_over:
+            shown = _read_shown(kept.fields)
+            if shown.status != CANCELLED and not shown.background:
+                raise RequestError(400, f"The response is over: {shown.status}.", code="response_not_cancellable")
+            return _shown(kept)
+        await self._run(self.store.cancel, kept.id)
+        if (making := self._kept.get(kept.id)) is not None:
+            self._stop(making.record)
+        while not kept.is_over:  # the process that makes it saves it
+            await asyncio.sleep(CANCEL_POLL_S)
+            kept = await self._find(request)
+        return _shown(kept)
 
     def _stop(self, record: ResponseRecord) -> None:
         generation = self._state.generations.get(record.id)
@@ -209,74 +299,107 @@ class Responses:
             generation.fail(RequestError(409, "The response was cancelled.", code="response_cancelled"))
         record.cancel()
 
-    def _stop_unkept(self, kept: Kept) -> None:
-        """Ends a response in the background that the store has dropped, because no client can ask for it."""
-        if isinstance(kept, ResponseRecord) and kept.is_background:
-            self._stop(kept)
+    async def _kept_response(self, id: str) -> Kept | None:
+        return await self._run(self.store.find, id, current_key.get()) if id.startswith(RESPONSE_PREFIX) else None
 
-    def _shown(self, record: ResponseRecord, headers: Sequence[tuple[bytes, bytes]] = ()) -> Response:
-        generation = self._state.generations.get(record.id)
-        if isinstance(generation, Generation) and generation.choices[0].num_tokens:
-            record.begin()
-        return LongJson(self._state.turns, json_pieces(record.body()), headers=headers)
-
-    def _find(self, request: Request) -> ResponseRecord:
+    async def _find(self, request: Request) -> Kept:
         id = request.path_params["id"]
-        record = self.store.response(id, current_key.get())
-        if record is None:
+        kept = await self._kept_response(id)
+        if kept is None:
             message = f"Response with id {id[:100]!r} not found. It is not stored, or not any more."
             raise RequestError(404, message, type=NOT_FOUND, param="response_id")
-        return record
+        return kept
 
-    def _find_conversation(self, body: ResponsesRequest) -> Conversation | None:
-        if body.conversation is None:
-            return None
-        if body.previous_response_id is not None:
-            raise invalid("previous_response_id", "is not allowed when `conversation` is given")
-        return find_conversation(self.store, _named(body) or "", "conversation")
+    async def _end(self, making: _Making, events: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Saves a response that is over, and adds it to its conversation. Further calls have no effect."""
+        record = making.record
+        is_kept = self._kept.pop(record.id, None) is not None
+        conversation = making.conversation if record.status in (COMPLETED, INCOMPLETE) else None
+        if not is_kept and conversation is None:
+            return
 
-    def _previous(self, id: str) -> ResponseRecord:
-        record = self.store.response(id, current_key.get())
-        if record is None:
-            message = f"previous_response_id: there is no response with the id {id[:100]!r}."
-            raise RequestError(400, message, param="previous_response_id", code="previous_response_not_found")
-        if not record.is_over:
-            raise invalid("previous_response_id", "the response is still being made")
-        return record
+        def save() -> None:
+            fields = record.encoded()  # a long one takes its time
+            with self.store.database.transaction():
+                if conversation is not None:
+                    self.store.add_items(conversation, [*making.new, *output_items(fields)])
+                if is_kept:
+                    self.store.update(record.id, fields, is_over=True, events=events)
 
-    def _end(self, record: ResponseRecord, conversation: Conversation | None, new: list[KeptItem]) -> None:
-        self.store.put_again(record)
-        if conversation is not None and record.status in (COMPLETED, INCOMPLETE):
-            self.store.add_items(conversation, [*new, *record.output_items()])
+        try:
+            await self._run(save)
+        except OSError as error:
+            _log.warning("response %s is not kept: %s", record.id, error)
 
     async def _send(
-        self, record: ResponseRecord, answer: GenerationAnswer, scope: Scope, receive: Receive, send: Send
+        self, making: _Making, answer: GenerationAnswer, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Sends a response. If it is not complete when the connection ends, it is cancelled."""
+        """Sends a response, and saves it before its end is sent. If it is not complete when the connection ends, it is
+        cancelled."""
+        record = making.record
+        has_ended = False
+
+        async def send_saved(message: AsgiMessage) -> None:
+            nonlocal has_ended
+            if record.is_over and not has_ended:
+                has_ended = True
+                await self._end(making)
+            await send(message)
+
         try:
-            await answer(scope, receive, send)
+            await answer(scope, receive, send_saved)
         finally:
             record.cancel()
+            if not has_ended:
+                await self._end(making)
+
+    async def _make_in_background(
+        self, making: _Making, answer: GenerationAnswer, writer: ResponsesWriter, place: Place
+    ) -> None:
+        """Makes a response without a connection. Its last events are saved with its end.
+
+        Args:
+            place: the request's place in the counts. It is held already, and is released at the end.
+        """
+        record, log = making.record, making.log
+        last: list[tuple[int, bytes]] = []
+        has_begun = False
+
+        async def send(message: AsgiMessage) -> None:
+            nonlocal has_begun
+            if log is None or message["type"] != "http.response.body":
+                return
+            events = log.take(message["body"])
+            if record.is_over:
+                last.extend(events)
+            elif events:
+                fields = None if has_begun else record.encoded()  # later ones have the same status
+                has_begun = True
+                await self._run(self.store.update, record.id, fields, events=events)
+                log.wake()
+
+        def fail(error: RequestError) -> None:
+            events = writer.failed(error)
+            if log is not None:
+                last.extend(log.take(events))
+
+        try:
+            await answer({}, _never, send)
+        except RequestError as error:
+            error.__traceback__ = None  # its frames hold the generation
+            fail(error)
+        except Exception:
+            logger.exception("response %s failed", record.id)
+            fail(internal("The server has failed on this request."))
+        finally:
+            await self._end(making, last)
+            if log is not None:
+                log.wake()
+            place.release()
 
 
-def _named(body: ResponsesRequest) -> str | None:
-    """The id of the response or conversation that the request continues, or of the first item that it names."""
-    continued = body.conversation.id if isinstance(body.conversation, ConversationName) else body.conversation
-    return continued or body.previous_response_id or first_reference(body.input)
-
-
-def _translated(
-    body: ResponsesRequest, find: Callable[[Iterable[str]], Mapping[str, KeptItem]], *, strict: bool
-) -> tuple[list[FunctionTool], list[Message], list[KeptItem]]:
-    """The tools, and the input as messages and as items."""
-    messages = item_messages(body.input, "input", find, strict=strict)
-    return read_function_tools(body, strict=strict), joined(messages), new_items(messages)
-
-
-def _other_bytes(chat: ChatRequest, instructions: str | None) -> int:
-    """The size of a record in memory without its messages, approximately."""
-    parsed = [field for field in (chat.tools, chat.response_format) if isinstance(field, msgspec.Raw)]
-    return getsizeof(instructions) + BYTES_OF_A_BYTE * sum(map(len, parsed))
+def _shown(kept: Kept) -> Response:
+    return Response(kept.fields, media_type="application/json")
 
 
 def _repeated(
@@ -284,7 +407,7 @@ def _repeated(
     tools: list[FunctionTool],
     model: str,
     state: ServerState,
-    conversation: Conversation | None,
+    conversation: str | None,
 ) -> dict[str, Any]:
     """The fields of the response that repeat the request, with defaults filled in."""
     defaults = state.settings.generation_defaults
@@ -301,53 +424,13 @@ def _repeated(
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": {"format": {"type": "text"} if text_format is None else format_fields(text_format)},
         "previous_response_id": body.previous_response_id,
-        "conversation": None if conversation is None else {"id": conversation.id},
+        "conversation": None if conversation is None else {"id": conversation},
         "reasoning": {"effort": None, "summary": None},
         "store": body.store is not False,
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
         "background": bool(body.background),
     }
-
-
-async def _make_in_background(
-    record: ResponseRecord, answer: GenerationAnswer, writer: ResponsesWriter, store: ResponseStore, place: Place
-) -> None:
-    """Computes a response in the background. The record keeps the result, and its log, if it has one, the events.
-
-    Args:
-        store: keeps the record, and counts its growth.
-        place: the request's place in the counts. It is held already, and is released at the end.
-    """
-    log = record.log
-    num_counted = 0  # bytes of the log
-
-    async def send(message: AsgiMessage) -> None:
-        nonlocal num_counted
-        if log is not None and message["type"] == "http.response.body":
-            log.add(message["body"])
-            if log.num_bytes >= num_counted + COUNTED_BYTES:
-                num_counted = log.num_bytes
-                store.put_again(record)
-
-    def fail(error: RequestError) -> None:
-        events = writer.failed(error)
-        if log is not None:
-            log.add(events)
-
-    try:
-        await answer({}, _never, send)
-    except RequestError as error:
-        error.__traceback__ = None  # its frames hold the generation
-        fail(error)
-    except Exception:
-        logger.exception("response %s failed", record.id)
-        fail(internal("The server has failed on this request."))
-    finally:
-        if log is not None:
-            log.close()
-        store.put_again(record)
-        place.release()
 
 
 async def _never() -> AsgiMessage:

@@ -33,6 +33,17 @@ class InputItem(Declared):
     status: str | None = None  # the answer continues a message of the assistant that is not complete
 
 
+class KeptPart(InputPart, forbid_unknown_fields=False):
+    """A part of a kept item's content."""
+
+
+class KeptItem(InputItem, forbid_unknown_fields=False):
+    """An item that this server has written. It may have fields that the model is not shown."""
+
+    content: str | list[KeptPart] | None = None  # type: ignore[assignment]  # nothing adds parts to the list
+    output: str | list[KeptPart] | None = None  # type: ignore[assignment]
+
+
 class TextFormat(Declared):
     """The form of the text: free, JSON, or JSON by a schema."""
 

@@ -15,8 +15,15 @@ from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES, function_tool, log_left_out, served_tools
-from server.api.routes.responses.items import CHARS_OF_AN_ITEM, KeptItem, NamespacedCall, seen_name
-from server.api.routes.responses.schemas import FunctionTool, InputItem, InputPart, ResponsesRequest, TextFormat
+from server.api.routes.responses.items import CHARS_OF_AN_ITEM, Item, NamespacedCall, seen_name
+from server.api.routes.responses.schemas import (
+    FunctionTool,
+    InputItem,
+    InputPart,
+    KeptItem,
+    ResponsesRequest,
+    TextFormat,
+)
 from server.api.worker_threads import LONG_WORK
 from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
@@ -51,6 +58,7 @@ _SAME = (
 _CALLED = ("function", "custom")
 
 _tools = msgspec.json.Decoder(list[FunctionTool] | None)
+_kept_item = msgspec.json.Decoder(KeptItem).decode
 
 
 @contextlib.contextmanager
@@ -262,7 +270,7 @@ def items_work(items: str | Sequence[InputItem]) -> int:
 def item_messages(
     items: str | Sequence[InputItem],
     param: str,
-    find: Callable[[Iterable[str]], Mapping[str, KeptItem]],
+    find: Callable[[Iterable[str]], Mapping[str, Item]],
     *,
     strict: bool,
 ) -> list[Message]:
@@ -292,13 +300,21 @@ def item_messages(
     return messages
 
 
-def _referenced(where: str, id: str | None, kept: Mapping[str, KeptItem]) -> Message | None:
+def _referenced(where: str, id: str | None, kept: Mapping[str, Item]) -> Message | None:
     """The message of a kept item; None: the template shows nothing of it."""
     id = given(where, id)
     if id not in kept:
         message = f"Item with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
         raise RequestError(404, message, type=NOT_FOUND, param=where)
-    return kept[id].message
+    return next(kept_messages([kept[id]]), None)
+
+
+def kept_messages(items: Iterable[Item]) -> Iterator[Message]:
+    """The messages of kept items that the template shows. Items of one answer may be calls of one message: `joined`
+    joins them."""
+    for item in map(_kept_item, (item.fields for item in items)):
+        if item.type not in LEFT_OUT:
+            yield _message("", item)
 
 
 def call_message(id: str, name: str, arguments: str, namespace: str | None) -> Message:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+from server.api.routes.responses.items import INCOMPLETE
 from server.api.routes.responses.record import (
     IN_PROGRESS,
-    INCOMPLETE,
     Added,
     CallItem,
     CustomCallItem,
@@ -23,12 +23,11 @@ from server.text.tool_calls.pieces import Piece
 
 
 class ResponsesWriter:
-    """A `Writer` for one choice. `on_end` is called when the record is complete."""
+    """A `Writer` for one choice."""
 
-    def __init__(self, generation: Generation, record: ResponseRecord, on_end: Callable[[], None]) -> None:
+    def __init__(self, generation: Generation, record: ResponseRecord) -> None:
         self._generation = generation
         self._record = record
-        self._on_end = on_end
         self._num_events = 0
 
     def whole(self) -> Iterator[bytes]:
@@ -38,7 +37,7 @@ class ResponsesWriter:
         for piece in gain.pieces:
             self._record.add(piece)
         self._record.add_rest()
-        self._finish(choice)
+        self._record.finish(choice)
         return json_pieces(self._record.body())
 
     def queued(self) -> bytes:
@@ -66,7 +65,7 @@ class ResponsesWriter:
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
         rest = self._growth(self._record.add_rest())
-        self._finish(choice)
+        self._record.finish(choice)
         done = self._done(self._record.items[-1])
         kind = "response.incomplete" if self._record.status == INCOMPLETE else "response.completed"
         return chain(rest, done, self._events(self._response(kind)))
@@ -76,12 +75,7 @@ class ResponsesWriter:
 
     def failed(self, error: RequestError) -> bytes:
         self._record.fail(error)
-        self._on_end()
         return b"".join(self._events(self._response("response.failed")))
-
-    def _finish(self, choice: Choice) -> None:
-        self._record.finish(choice)
-        self._on_end()
 
     def _response(self, kind: str) -> dict[str, Any]:
         return {"type": kind, "response": self._record.body()}
