@@ -51,7 +51,7 @@ def precompile(settings: EngineSettings, topology: TpuTopology, report: Report) 
 
     be_on(topology)
     built = build_runner(settings, report, only_programs=True)
-    if settings.max_model_len is None and built.info.max_model_len < built.weights.config.max_position_embeddings:
+    if settings.max_model_len is None and built.info.max_model_len < built.plan.weights.config.max_position_embeddings:
         report(
             f"  context           give the start --max-model-len {built.info.max_model_len}, too: its memory may differ"
         )
@@ -62,22 +62,25 @@ def fill(built: Built, target: str, report: Report) -> None:
     """Compiles the programs of a runner, unless they are in the cache. Raises OSError if one cannot be stored there."""
     from model.compiling.compile_cache import filling
     from scripts.building.attention_backend import compile_self_test
-    from scripts.building.kept_folders import kept_folders
     from scripts.building.precompiled import Made, is_made, program_facts
 
-    started, folder = time.perf_counter(), kept_folders(built.settings).compiled
+    started, folder = time.perf_counter(), built.plan.device.folders.compiled
     if folder is None:
         raise ValueError("--compile-cache: there is no folder in which programs can be kept; name one of your own")
-    facts, buckets = program_facts(built.runner, built.shaped_by), built.ladder.buckets()
+    plan, attention = built.plan, built.loader.attention
+    facts, buckets = program_facts(built.runner, plan.facts(attention)), plan.ladder.buckets()
     count = len(buckets) + len(built.runner.described.updates())
     if is_made(folder, facts):
         report(f"{folder} has these {count} programs for {target} already")
         return
     with filling():
         built.runner.compile(buckets, lambda line: report(f"  {line}"))
-        loader, info = built.loader, built.info
         num_tests = compile_self_test(
-            built.settings, loader.attention, loader.buckets, platform=built.platform, max_model_len=info.max_model_len
+            plan.settings,
+            attention,
+            plan.ladder.config,
+            platform=plan.device.platform,
+            max_model_len=built.info.max_model_len,
         )
     Made(target=target, facts=facts, programs=count).write(folder)
     tests = f" and {num_tests} of the self-test" if num_tests else ""

@@ -60,14 +60,6 @@ NOT_TESTED = "not needed: the reference is what kernels are compared with"
 NOT_HERE = "not run: the chip is not here"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backends:
-    """The attention backends that a start may choose from."""
-
-    candidates: Callable[[str, str], tuple[Backend, ...]]  # in place of `pallas_kernels.api.candidates`
-    make: Callable[..., PagedAttention]  # in place of `paged_attention`
-
-
 def paged_attention(
     config: LlamaConfig,
     backend: Backend,
@@ -90,6 +82,23 @@ def paged_attention(
         kv_dtype=kv_dtype,
     )
     return PagedAttention(spec, backend, mesh)
+
+
+def _candidates(asked: str, platform: str) -> tuple[Backend, ...]:
+    from pallas_kernels.api import candidates
+
+    return candidates(asked, platform)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backends:
+    """The attention backends that a start may choose from."""
+
+    candidates: Callable[[str, str], tuple[Backend, ...]] = _candidates  # from --attention-backend and the platform
+    make: Callable[..., PagedAttention] = paged_attention
+
+
+BACKENDS = Backends()
 
 
 @dataclass(frozen=True, kw_only=True)

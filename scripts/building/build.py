@@ -6,43 +6,35 @@ The engine's process calls `build_served`. Offline generation calls `build` in i
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from batcher.buckets import BucketLadder
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.page_events import PageEventSink
-from batcher.step import Bucket, Runner
-from batcher.step_times import StepTimes
+from batcher.step import Runner
 from scripts.building.adapters import RunnersStore, loaded_adapters
-from scripts.building.attention_backend import Backends, choose_attention, is_tested_by_a_child, paged_attention
+from scripts.building.attention_backend import BACKENDS, Backends, Chosen, choose_attention, is_tested_by_a_child
 from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights
-from scripts.building.choices import choose_deferred_programs, choose_model_len, choose_step_timeout
-from scripts.building.chosen_weights import ChosenWeights, bits_of_a_weight, choose_weights
 from scripts.building.compile_turn import CompileTurn
-from scripts.building.device import find_device, start_jax
-from scripts.building.draft import ChosenDraft, choose_draft
-from scripts.building.end_tokens import listed
-from scripts.building.head import ChosenHead
-from scripts.building.kept_folders import kept_folders
-from scripts.building.kv_events import make_publisher
-from scripts.building.limits import bucket_config, even_context, long_prompts, runner_config
+from scripts.building.device import find_device, start_device
+from scripts.building.limits import EnginePlan, choose_limits, choose_step_timeout, even_context, long_prompts
 from scripts.building.load import Loader, Report, phase
-from scripts.building.model_on_chips import ModelOnChips
 from scripts.building.offloading import GIB, Digests, give_pages, identity_of_pages, make_offloading, start_digests
-from scripts.building.parallel import choose_chips_and_context, describe_idle
 from scripts.building.precompiled import made_for
 from scripts.building.replicas import claim_chips
 from scripts.building.step_times import choose_step_times
 from scripts.building.tracers import trace_ahead
+from scripts.building.weights import bits_of_a_weight
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters, AdapterStore
+from server.engine.block_hashes import BlockHasher, HashAlgorithm
 from server.engine.kv_events import KvEventPublisher
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
@@ -54,30 +46,23 @@ if TYPE_CHECKING:
     from pallas_kernels.api import PagedAttention
     from server.text.tokenizer import ByteLevelTokenizer
 
+SEED = "PYTHONHASHSEED"  # of the hashes in K/V events, as in vLLM and its routers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A runner and the settings for engines over it. Several engines can be made over one runner, one at a time."""
+    """A runner and what engines over it need. Several engines can be made over one runner, one at a time."""
 
     runner: ModelRunner
-    ladder: BucketLadder
-    may_wait: tuple[Bucket, ...]  # programs that may be compiled while an engine serves
-    eos_token_ids: tuple[int, ...]
-    settings: EngineSettings
-    step_timeout_s: float | None  # None: a step may take any time
-    step_times: StepTimes
-    draft_cost: float  # the time of a pass of the draft model or head, in passes of the model; 0: there is none
+    plan: EnginePlan
     info: EngineInfo
-    weights: ChosenWeights
-    platform: str
     loader: Loader  # loads other weights
     adapter_store: AdapterStore | None  # None: requests have no adapters
     digests: Digests | None  # of the weights, for the files of pages; None: there are no files
-    shaped_by: Mapping[str, str]  # the facts that shape the programs
-    tokenizer: Path | None  # its end tokens end an answer; None: the model's own
 
     def changeable_weights(self) -> RunnerWeights:
-        return RunnerWeights(self.loader, self.settings, self.weights, self.platform, self.tokenizer)
+        plan = self.plan
+        return RunnerWeights(self.loader, plan.settings, plan.weights, plan.device.platform, plan.tokenizer)
 
     def engine(
         self,
@@ -93,24 +78,25 @@ class Built:
             runner: replaces the runner, which it wraps.
             page_events: gets the events of pages; None: there are none.
         """
-        settings = self.settings
+        settings, weights, chips = self.plan.settings, self.plan.weights, self.plan.chips
+        platform, draft = self.plan.device.platform, self.plan.draft
+        bits = bits_of_a_weight(weights.quantization, weights.dtype)
         config = EngineConfig(
-            eos_token_ids=self.eos_token_ids,
+            eos_token_ids=weights.eos_token_ids,
             scheduling=Scheduling(scheduling or settings.scheduling),
             prefix_caching=settings.enable_prefix_caching,
             long_prompts=long_prompts(settings, self.info.max_model_len),
-            even_context=even_context(self.weights.config) if settings.step_budget == "time" else math.inf,
+            even_context=even_context(weights.config) if settings.step_budget == "time" else math.inf,
             max_waiting=settings.max_queue,
             pipeline_depth=settings.pipeline_depth,
-            step_times=self.step_times,
-            draft_cost=self.draft_cost,
-            step_timeout_s=self.step_timeout_s,
+            step_times=choose_step_times(weights.config, platform, weight_bits=bits, num_chips=chips.num_chips),
+            draft_cost=0.0 if draft is None else draft.cost(weights, platform),
+            step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
             offloading=make_offloading(settings, self.runner, self.digests),
             seed=settings.seed,
         )
-        return Engine(
-            runner or self.runner, config, self.ladder, on_death=on_death, grammars=grammars, page_events=page_events
-        )
+        runner, ladder = runner or self.runner, self.plan.ladder
+        return Engine(runner, config, ladder, on_death=on_death, grammars=grammars, page_events=page_events)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,14 +180,40 @@ def warm_engine(
         publisher: the publisher of K/V events, which ends with the engine.
     """
     grammars = None
-    if tokenizer is not None and built.eos_token_ids:  # the text of a grammar ends with an end token
-        size, ends = built.info.vocab_size, built.eos_token_ids
+    ends = built.plan.weights.eos_token_ids
+    if tokenizer is not None and ends:  # the text of a grammar ends with an end token
+        size = built.info.vocab_size
         grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
         if read_tokens:
             threading.Thread(target=grammars.load, name="vocabulary", daemon=True).start()
     engine = built.engine(grammars=grammars, runner=runner, page_events=publisher)
-    engine.warm_up(lambda line: report(f"  {line}"), built.may_wait)
+    engine.warm_up(lambda line: report(f"  {line}"), built.plan.may_wait)
     return engine
+
+
+def make_publisher(
+    settings: EngineSettings,
+    report: Callable[[str], None],
+    *,
+    rank: int = 0,
+    environment: Mapping[str, str] = os.environ,
+) -> KvEventPublisher | None:
+    """A publisher with open sockets; None: the settings ask for no events.
+
+    Raises ValueError if an endpoint cannot be used.
+
+    Args:
+        rank: the number of the engine among several.
+    """
+    config = settings.kv_events
+    if config is None:
+        return None
+    seed = environment.get(SEED)
+    hasher = BlockHasher(HashAlgorithm(settings.prefix_caching_hash_algo), seed)
+    publisher = KvEventPublisher(config, hasher, rank)
+    unseeded = "" if seed is not None else f"; without {SEED}, the hashes are of this engine only"
+    report(f"  kv events         {config.endpoint_of(rank)}, topic {config.topic!r}{unseeded}")
+    return publisher
 
 
 def build_runner(
@@ -210,7 +222,7 @@ def build_runner(
     *,
     tokenizer: Path | None = None,
     compile_meanwhile: bool = False,
-    backends: Backends | None = None,
+    backends: Backends = BACKENDS,
     others: OtherHosts | None = None,
     only_programs: bool = False,
 ) -> Built:
@@ -218,227 +230,176 @@ def build_runner(
 
     Args:
         tokenizer: a folder or a GGUF file, whose end tokens end an answer; None: the model's own.
-        compile_meanwhile: starts to compile the programs of all buckets but `Built.may_wait` for the warm-up; otherwise
-            nothing is compiled yet.
-        backends: the candidates for the attention backend; None: those of `pallas_kernels.api`.
+        compile_meanwhile: starts to compile the programs of all buckets but `EnginePlan.may_wait` for the warm-up;
+            otherwise nothing is compiled yet.
+        backends: the candidates for the attention backend.
         others: the other hosts of this engine, which all build the same runner; None: there are none.
         only_programs: makes a runner that can only compile its programs. Nothing is tested, loaded or allocated on the
             device, which need not be attached.
     """
     import jax
 
-    num_hosts = 1 if others is None else others.num_hosts
     if others is not None and settings.kv_offloading_size:
         raise ValueError("--kv-offloading-size: the pages of an engine of several hosts cannot leave the devices")
     if others is not None and settings.export_cache is not None:
         raise ValueError("--export-cache: programs of several hosts cannot be exported; --compile-cache keeps them")
+    num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
     with phase("start", report) as say:
-        folders = kept_folders(settings)
-        join = None if others is None else others.join
-        platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
-        num_devices, kind = jax.device_count(), jax.devices()[0].device_kind
-        say(f"jax on {num_devices} x {kind}" + ("" if others is None else f" of {num_hosts} hosts"))
-    from pallas_kernels import api
+        device = start_device(settings, num_hosts=num_hosts, join=join)
+        of_hosts = "" if others is None else f" of {num_hosts} hosts"
+        say(f"jax on {device.num_devices} x {jax.devices()[0].device_kind}{of_hosts}")
+    plan = choose_limits(settings, device, report, tokenizer=tokenizer, backends=backends)
+    digests = start_digests(settings, plan.weights, plan.draft)
+    store = RunnersStore(settings, plan.weights.config) if settings.enable_lora else None
+    make = partial(_make_runner, plan, store, report, others, only_programs=only_programs)
+    runner, chosen = _choose_runner(plan, make, report, others, compiles=compile_meanwhile, is_here=not only_programs)
+    loader = Loader(runner=runner, plan=plan, attention=chosen.attention, report=report)
+    if not only_programs:
+        try:
+            loader.load(plan.weights)
+        except BaseException:
+            runner.stop_compiling()
+            raise
+    info = _engine_info(plan, runner, chosen, digests)
+    if settings.kv_offloading_size:
+        num_tokens = int(settings.kv_offloading_size * GIB) // runner.capacity().page_bytes * info.page_size
+        behind = "" if settings.kv_offloading_path is None else f", and behind it {settings.kv_offloading_path}"
+        report(f"  offloading        the host's memory has room for {num_tokens} tokens of prefixes{behind}")
+    return Built(runner=runner, plan=plan, info=info, loader=loader, adapter_store=store, digests=digests)
 
-    backends = backends or Backends(candidates=api.candidates, make=paged_attention)
-    candidates = backends.candidates(settings.attention_backend, platform)
-    weights = choose_weights(settings, platform, tokenizer)
-    report(f"  end tokens        {listed(weights.end_tokens)}")
-    max_model_len = choose_model_len(settings.max_model_len, weights.config.max_position_embeddings)
-    draft = choose_draft(settings, weights, platform, max_model_len)
-    digests = start_digests(settings, weights, draft)
 
-    @cache
-    def on_chips(number: int, context: int) -> ModelOnChips:
-        limits = runner_config(settings, bucket_config(settings, platform, number), context)
+def _choose_runner(
+    plan: EnginePlan,
+    make: Callable[[PagedAttention], ModelRunner],
+    report: Report,
+    others: OtherHosts | None,
+    *,
+    compiles: bool,
+    is_here: bool,
+) -> tuple[ModelRunner, Chosen]:
+    """Tests the attention backends. Returns the runner over the first one that can be used, and the test's result.
 
-        def placed(weights: ChosenWeights | ChosenHead, settings: EngineSettings, **more: Any) -> ModelOnChips:
-            form = {name: getattr(weights, name) for name in ("dtype", "quantization", "rounding")}
-            return ModelOnChips(weights.config, number, settings, limits, platform=platform, **form, **more)
-
-        of_draft = None
-        if draft is not None:
-            plan = draft.weights.plan if isinstance(draft.weights, ChosenHead) else None
-            of_draft = placed(draft.weights, draft.settings, plan=plan)
-        return placed(weights, settings, draft=of_draft)
-
-    num_chips, max_model_len = choose_chips_and_context(
-        settings.tensor_parallel_size,
-        num_devices,
-        settings.max_model_len,
-        weights.config.max_position_embeddings,
-        lambda number, context: on_chips(number, context).check_fits(backends.make, candidates),
-        num_hosts=num_hosts,
-    )
-    buckets = bucket_config(settings, platform, num_chips)
-    limits = runner_config(settings, buckets, max_model_len)
-    report(f"  chips             {describe_idle(num_chips, num_devices)}")
-    if settings.max_model_len is None and max_model_len < weights.config.max_position_embeddings:
-        report(
-            f"  context           {max_model_len} tokens, the longest for which the memory has room; the model was "
-            f"trained for {weights.config.max_position_embeddings}. More chips, --kv-cache-dtype or --quantization "
-            "leave room for more"
-        )
-    chips = on_chips(num_chips, max_model_len)
-    ladder = BucketLadder(buckets)
-    later = choose_deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=num_hosts)
-    adapter_store = RunnersStore(settings, weights.config) if settings.enable_lora else None
-
-    def runner_over(attention: PagedAttention) -> tuple[ModelRunner, dict[str, str]]:
-        """A runner without weights, and the facts that shape its programs."""
-        from model.execution.runner import ModelRunner
-
-        chips.pack_for(attention.backend, chips.planned)
-        of_draft = chips.draft_over(backends.make, attention.backend)
-        if chips.draft is not None:
-            chips.draft.pack_for(attention.backend, chips.draft.planned)
-        # An interpreted kernel calls back into this process and cannot be stored.
-        is_interpreted = attention.backend.is_interpreted
-        export_folder = folders.executables(platform, num_hosts=num_hosts, is_interpreted=is_interpreted)
-        if is_interpreted and export_folder is not None:
-            raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
-        make_runner = partial(
-            ModelRunner,
-            chips.planned,
-            attention,
-            traced_folder=None if folders.compiled is None or is_interpreted else folders.compiled / "traced",
-            export_folder=export_folder,
-            draft=of_draft,
-            adapter_weights=None if adapter_store is None else adapter_store.weights,
-        )
-        runner = make_runner(limits)
-        room, shaped_by = runner.capacity().num_pages, _facts(weights, draft, attention, ladder)
-        num_pages = room
-        if others is not None:
-            num_pages = others.agree(room, shaped_by)
-        elif not only_programs and (made := made_for(folders.compiled, runner, shaped_by)) is not None:
-            num_pages = made.num_pages or room
-            report(f"  precompiled       {made.remark}")
-        if num_pages < room:
-            runner = make_runner(replace(limits, num_pages=num_pages))
-        return runner, shaped_by
-
-    def start_compiling(runner: ModelRunner, attention: PagedAttention, *, only_trace: bool) -> None:
-        runner.start_compiling(ladder.buckets(), later, only_trace=only_trace)
-        if others is None:
-            own = replace(settings, attention_backend=str(attention.backend), max_model_len=max_model_len)
-            own = replace(own, tensor_parallel_size=num_chips)
-            again = partial(build_runner, report=_say_nothing, tokenizer=tokenizer, only_programs=True)
-            trace_ahead(runner, own, ladder.buckets(), platform, again)
-
-    # While another process tests the first candidate that applies, this one traces its programs.
-    early, first = None, chips.first_attention(backends.make, candidates)
-    if compile_meanwhile and others is None and is_tested_by_a_child(first.backend, candidates):
-        early = runner_over(first)
-        start_compiling(early[0], first, only_trace=True)
+    Args:
+        make: makes a runner.
+        compiles: whether to start to compile the programs, or to trace them while another process tests the backend.
+        is_here: whether the device can run a test.
+    """
+    chips, platform = plan.chips, plan.device.platform
+    first, early = chips.first_attention(), None
+    if compiles and others is None and is_tested_by_a_child(first.backend, chips.candidates):
+        early = make(first)
+        _start_compiling(plan, early, first, others, only_trace=True)
+    used = None
     try:
         with phase("self-test", report) as say:
             chosen = choose_attention(
-                settings,
-                candidates,
-                partial(chips.attention, backends.make),
-                buckets,
+                plan.settings,
+                chips.candidates,
+                chips.attention,
+                plan.ladder.config,
                 platform=platform,
-                max_model_len=max_model_len,
-                native_folder=folders.native,
+                max_model_len=chips.limits.max_model_len,
+                native_folder=plan.device.folders.native,
                 # A host cannot read the results of the other hosts' chips.
-                make_tested=None if others is None else partial(chips.share_of_a_chip, backends.make),
-                is_here=not only_programs,
+                make_tested=None if others is None else chips.share_of_a_chip,
+                is_here=is_here,
             )
             say("; ".join(chosen.remarks))
-    except BaseException:
-        if early is not None:
-            early[0].stop_compiling()
-        raise
-    attention = chosen.attention
-    if early is not None and attention.backend is not first.backend:
-        early[0].stop_compiling()
-        early = None
-    runner, shaped_by = early or runner_over(attention)
-    if compile_meanwhile and early is None:
+        if chosen.attention.backend is first.backend:
+            used = early
+    finally:
+        if early is not None and used is None:
+            early.stop_compiling()
+    if used is not None:
+        return used, chosen
+    runner = make(chosen.attention)
+    if compiles:
         # On a GPU, XLA's autotuner times kernels during compilation and keeps its choices: nothing else may run then.
-        start_compiling(runner, attention, only_trace=platform == "gpu")
-    loader = Loader(
-        runner=runner,
-        draft=draft,
-        chips=chips,
-        attention=attention,
-        buckets=buckets,
-        settings=settings,
-        report=report,
-        prepared_folder=folders.weights(platform),
+        _start_compiling(plan, runner, chosen.attention, others, only_trace=platform == "gpu")
+    return runner, chosen
+
+
+def _make_runner(
+    plan: EnginePlan,
+    adapters: RunnersStore | None,
+    report: Report,
+    others: OtherHosts | None,
+    attention: PagedAttention,
+    *,
+    only_programs: bool,
+) -> ModelRunner:
+    """A runner without weights, with as many pages as there is room for on all hosts."""
+    from model.execution.runner import ModelRunner
+
+    chips, device = plan.chips, plan.device
+    for model in filter(None, (chips, chips.draft)):
+        model.pack_for(attention.backend, model.planned)
+    # An interpreted kernel calls back into this process and cannot be stored.
+    is_interpreted, compiled = attention.backend.is_interpreted, device.folders.compiled
+    exported = device.folders.executables(device.platform, num_hosts=device.num_hosts, is_interpreted=is_interpreted)
+    if is_interpreted and exported is not None:
+        raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
+    make = partial(
+        ModelRunner,
+        chips.planned,
+        attention,
+        traced_folder=None if compiled is None or is_interpreted else compiled / "traced",
+        export_folder=exported,
+        draft=chips.draft_over(attention.backend),
+        adapter_weights=None if adapters is None else adapters.weights,
     )
-    try:
-        if not only_programs:
-            loader.load(weights)
-    except BaseException:
-        runner.stop_compiling()
-        raise
-    page_size, num_pages = attention.spec.page_size, runner.capacity().num_pages
-    if settings.kv_offloading_size:
-        num_tokens = int(settings.kv_offloading_size * GIB) // runner.capacity().page_bytes * page_size
-        behind = "" if settings.kv_offloading_path is None else f", and behind it {settings.kv_offloading_path}"
-        report(f"  offloading        the host's memory has room for {num_tokens} tokens of prefixes{behind}")
-    return Built(
-        runner=runner,
-        weights=weights,
-        platform=platform,
-        loader=loader,
-        adapter_store=adapter_store,
-        digests=digests,
-        shaped_by=shaped_by,
-        tokenizer=tokenizer,
-        ladder=ladder,
-        may_wait=tuple(later),
-        eos_token_ids=tuple(token.id for token in weights.end_tokens),
-        settings=settings,
-        step_timeout_s=choose_step_timeout(settings.step_timeout, platform),
-        step_times=choose_step_times(
-            weights.config,
-            platform,
-            weight_bits=bits_of_a_weight(weights.quantization, weights.dtype),
-            num_chips=num_chips,
-        ),
-        draft_cost=0.0 if draft is None else draft.cost(weights, platform),
-        info=EngineInfo(
-            max_model_len=max_model_len,
-            vocab_size=weights.config.vocab_size,
-            embedding_size=weights.config.hidden_size if settings.enable_embeddings else None,
-            attention=chosen.info,
-            max_loras=settings.num_adapter_slots,
-            adapter_bytes=runner.described.adapter_bytes,
-            page_identity=identity_of_pages(settings, runner, digests),
-            page_size=page_size,
-            cache_config={
-                "page_size": str(page_size),
-                "num_pages": str(num_pages),
-                "kv_cache_size_tokens": str(num_pages * page_size),
-                "kv_cache_max_concurrency": f"{num_pages * page_size / max_model_len:.2f}",
-                "cache_dtype": str(attention.spec.kv_dtype),
-                "enable_prefix_caching": str(settings.enable_prefix_caching),
-                "memory_utilization": str(settings.memory_utilization),
-                "attention_backend": str(attention.backend),
-                "tensor_parallel_size": str(num_chips),
-            },
-        ),
-    )
+    runner = make(chips.limits)
+    room = num_pages = runner.capacity().num_pages
+    if others is not None:
+        num_pages = others.agree(room, plan.facts(attention))
+    elif not only_programs and (made := made_for(compiled, runner, plan.facts(attention))) is not None:
+        num_pages = made.num_pages or room
+        report(f"  precompiled       {made.remark}")
+    return runner if num_pages >= room else make(replace(chips.limits, num_pages=num_pages))
+
+
+def _start_compiling(
+    plan: EnginePlan, runner: ModelRunner, attention: PagedAttention, others: OtherHosts | None, *, only_trace: bool
+) -> None:
+    """Starts to compile the programs for the warm-up, which other processes trace, too."""
+    buckets = plan.ladder.buckets()
+    runner.start_compiling(buckets, list(plan.may_wait), only_trace=only_trace)
+    if others is None:
+        own = replace(
+            plan.settings,
+            attention_backend=str(attention.backend),
+            max_model_len=plan.chips.limits.max_model_len,
+            tensor_parallel_size=plan.chips.num_chips,
+        )
+        again = partial(build_runner, report=_say_nothing, tokenizer=plan.tokenizer, only_programs=True)
+        trace_ahead(runner, own, buckets, plan.device.platform, again)
 
 
 def _say_nothing(line: str) -> None:
     """Drops a line of the report."""
 
 
-def _facts(
-    weights: ChosenWeights, draft: ChosenDraft | None, attention: PagedAttention, ladder: BucketLadder
-) -> dict[str, str]:
-    """The facts that shape the programs, in addition to the settings and the number of pages."""
-    import jax
-
-    return {
-        "the model's config": str(weights.config),
-        "the draft model": str(draft and (draft.network, draft.weights.quantization, draft.weights.rounding)),
-        "the attention": f"{attention.backend} {attention.spec}",
-        "the quantization": str((weights.quantization, weights.rounding)),
-        "the shapes of the steps": str(ladder.buckets()),
-        "jax": jax.__version__,
-    }
+def _engine_info(plan: EnginePlan, runner: ModelRunner, chosen: Chosen, digests: Digests | None) -> EngineInfo:
+    settings, config, spec = plan.settings, plan.weights.config, chosen.attention.spec
+    max_model_len, num_tokens = plan.chips.limits.max_model_len, runner.capacity().num_pages * spec.page_size
+    return EngineInfo(
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        embedding_size=config.hidden_size if settings.enable_embeddings else None,
+        attention=chosen.info,
+        max_loras=settings.num_adapter_slots,
+        adapter_bytes=runner.described.adapter_bytes,
+        page_identity=identity_of_pages(settings, runner, digests),
+        page_size=spec.page_size,
+        cache_config={
+            "page_size": str(spec.page_size),
+            "num_pages": str(runner.capacity().num_pages),
+            "kv_cache_size_tokens": str(num_tokens),
+            "kv_cache_max_concurrency": f"{num_tokens / max_model_len:.2f}",
+            "cache_dtype": str(spec.kv_dtype),
+            "enable_prefix_caching": str(settings.enable_prefix_caching),
+            "memory_utilization": str(settings.memory_utilization),
+            "attention_backend": str(chosen.attention.backend),
+            "tensor_parallel_size": str(plan.chips.num_chips),
+        },
+    )

@@ -14,9 +14,9 @@ from batcher.change import Change, OnDone
 from batcher.engine import Engine
 from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
-from scripts.building.chosen_weights import ChosenWeights, choose_weights
 from scripts.building.load import Loaded, Loader
 from scripts.building.sleep import Copies, RunnerSleep
+from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine.adapters import Adapters
 from server.engine.process import EngineWrapper, Weights

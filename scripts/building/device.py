@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from model.compiling.compiler_options import ALLOCATOR_VARIABLE, GPU_ALLOCATOR
@@ -18,6 +19,25 @@ PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # by device, as jax nam
 CUDA = 13  # the version of CUDA in jax's packages
 HAS_MAPPED_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The devices of an engine, on all its hosts together."""
+
+    platform: str  # 'cpu', 'gpu' or 'tpu'
+    num_devices: int
+    num_hosts: int
+    folders: KeptFolders
+
+
+def start_device(settings: EngineSettings, *, num_hosts: int, join: Callable[[], None] | None) -> Device:
+    """Creates the kept folders and starts jax. The arguments and errors are those of `start_jax`."""
+    folders = kept_folders(settings)
+    platform = start_jax(settings, join, num_hosts=num_hosts, folders=folders)
+    import jax
+
+    return Device(platform=platform, num_devices=jax.device_count(), num_hosts=num_hosts, folders=folders)
 
 
 def start_jax(

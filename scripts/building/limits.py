@@ -1,19 +1,30 @@
-"""The limits of an engine: rows, tokens and shapes of its steps, from the settings and the platform."""
+"""Chooses the limits of an engine before anything is compiled or loaded: chips, context, rows, tokens and shapes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from batcher.buckets import BucketConfig
+from batcher.buckets import BucketConfig, BucketLadder
 from batcher.long_prompts import LongPrompts
 from batcher.request import LogprobsMode
+from batcher.step import Bucket
+from scripts.building.attention_backend import Backends
+from scripts.building.chips import ModelOnChips, choose_chips_and_context, choose_model_len, describe_idle
+from scripts.building.device import Device
+from scripts.building.draft import ChosenDraft, ChosenHead, choose_draft
+from scripts.building.weights import ChosenWeights, choose_weights, listed
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
+    from pallas_kernels.api import PagedAttention
 
+STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
 # Per platform: the default limits, and the shapes that are worth a program.
 _DEFAULTS = {
     # A CPU takes about as long to read the weights as to compute one token, so long steps only delay other requests.
@@ -51,16 +62,102 @@ _DEFAULTS = {
 # Rows of the largest program with drafts. The table of step times (`step_times`) decides which steps have drafts: on a
 # CPU, with more rows hardly any would, and chips draw at most so many tokens at once.
 _MAX_DRAFT_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
-# The least time of a pass of a draft model or head, as the number of the model's weights that take as long. On a CPU
-# its operations are small: the demo's draft model takes 0.05 ms for one row and 0.13 ms for four, a fifth to a third of
-# the demo with its 3.1 million weights.
-LEAST_DRAFT_WEIGHTS = {"cpu": 630_000, "gpu": 0, "tpu": 0}
 # Rows of the largest program with several steps: with more rows, a step takes longer than the host's work.
 _MULTI_STEP_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
 # A draft model's pass over tokens that it has not seen: in smallest mixed steps, and tokens at most.
 _DRAFT_PASS, _MAX_DRAFT_PASS = 4, 256
 # Drawn tokens of one step with drafts: the logits of all of them are in memory at once.
 _MAX_DRAWN = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """What an engine is made of."""
+
+    settings: EngineSettings
+    device: Device
+    tokenizer: Path | None  # its end tokens end an answer; None: the model's own
+    weights: ChosenWeights
+    draft: ChosenDraft | None
+    chips: ModelOnChips
+    ladder: BucketLadder
+    may_wait: tuple[Bucket, ...]  # programs that may be compiled while an engine serves
+
+    def facts(self, attention: PagedAttention) -> dict[str, str]:
+        """The facts that shape the programs, in addition to the settings and the number of pages."""
+        import jax
+
+        weights, draft = self.weights, self.draft
+        return {
+            "the model's config": str(weights.config),
+            "the draft model": str(draft and (draft.network, draft.weights.quantization, draft.weights.rounding)),
+            "the attention": f"{attention.backend} {attention.spec}",
+            "the quantization": str((weights.quantization, weights.rounding)),
+            "the shapes of the steps": str(self.ladder.buckets()),
+            "jax": jax.__version__,
+        }
+
+
+def choose_limits(
+    settings: EngineSettings,
+    device: Device,
+    report: Callable[[str], None],
+    *,
+    tokenizer: Path | None,
+    backends: Backends,
+) -> EnginePlan:
+    """Finds the weights, and chooses the chips and the context for them. Raises ValueError if the weights cannot be
+    used, or do not fit.
+
+    Args:
+        tokenizer: a folder or a GGUF file, whose end tokens end an answer; None: the model's own.
+        backends: the candidates for the attention backend.
+    """
+    platform = device.platform
+    weights = choose_weights(settings, platform, tokenizer)
+    report(f"  end tokens        {listed(weights.end_tokens)}")
+    trained = weights.config.max_position_embeddings
+    draft = choose_draft(settings, weights, platform, choose_model_len(settings.max_model_len, trained))
+
+    @cache
+    def on_chips(number: int, context: int) -> ModelOnChips:
+        limits = runner_config(settings, bucket_config(settings, platform, number), context)
+
+        def placed(weights: ChosenWeights | ChosenHead, settings: EngineSettings, **more: Any) -> ModelOnChips:
+            form = {name: getattr(weights, name) for name in ("dtype", "quantization", "rounding")} | more
+            return ModelOnChips(weights.config, number, settings, limits, platform=platform, backends=backends, **form)
+
+        if draft is None:
+            return placed(weights, settings)
+        plan = draft.weights.plan if isinstance(draft.weights, ChosenHead) else None
+        return placed(weights, settings, draft=placed(draft.weights, draft.settings, plan=plan))
+
+    num_chips, context = choose_chips_and_context(
+        settings.tensor_parallel_size,
+        device.num_devices,
+        settings.max_model_len,
+        trained,
+        lambda number, context: on_chips(number, context).check_fits(),
+        num_hosts=device.num_hosts,
+    )
+    report(f"  chips             {describe_idle(num_chips, device.num_devices)}")
+    if settings.max_model_len is None and context < trained:
+        report(
+            f"  context           {context} tokens, the longest for which the memory has room; the model was trained "
+            f"for {trained}. More chips, --kv-cache-dtype or --quantization leave room for more"
+        )
+    ladder = BucketLadder(bucket_config(settings, platform, num_chips))
+    later = deferred_programs(ladder, platform, all_first=settings.compile_all_first, num_hosts=device.num_hosts)
+    return EnginePlan(
+        settings=settings,
+        device=device,
+        tokenizer=tokenizer,
+        weights=weights,
+        draft=draft,
+        chips=on_chips(num_chips, context),
+        ladder=ladder,
+        may_wait=later,
+    )
 
 
 def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> BucketConfig:
@@ -142,3 +239,23 @@ def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len
         max_loras=settings.num_adapter_slots,
         max_lora_rank=settings.max_lora_rank,
     )
+
+
+def deferred_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> tuple[Bucket, ...]:
+    """The programs that may be compiled while the engine serves.
+
+    On a chip there are none, because a GPU's compiler times kernels on the chip, and a program that does not fit must
+    be an error at the start. On several hosts there are none, because the leader does not know which programs the
+    others have.
+    """
+    if platform != "cpu" or all_first or num_hosts > 1:
+        return ()
+    first = set(ladder.needed_first())
+    return tuple(bucket for bucket in ladder.buckets() if bucket not in first)
+
+
+def choose_step_timeout(asked: float | None, platform: str) -> float | None:
+    """The least seconds after which a step counts as stuck; None: a step may take any time. This is a CPU's default,
+    because a long prompt of a large model may take minutes there."""
+    seconds = (0.0 if platform == "cpu" else STEP_TIMEOUT_S) if asked is None else asked
+    return seconds or None

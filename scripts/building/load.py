@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batcher.buckets import BucketConfig
 from model.inputs.words import one_line
-from scripts.building.choices import choose_kv_dtype
-from scripts.building.chosen_weights import ChosenWeights
-from scripts.building.draft import ChosenDraft
-from scripts.building.head import ChosenHead
-from scripts.building.model_on_chips import ModelOnChips
-from scripts.flags.settings import EngineSettings
+from scripts.building.chips import ModelOnChips, choose_kv_dtype
+from scripts.building.draft import ChosenHead
+from scripts.building.limits import EnginePlan
+from scripts.building.weights import ChosenWeights
 
 if TYPE_CHECKING:
     import jax
@@ -59,18 +56,12 @@ class Loader:
 
     With several hosts all of them call the same methods. `read` does not wait for other hosts; `place` may.
 
-    Args:
-        prepared_folder: the folder of weights that earlier starts have prepared; None: there is none.
     """
 
     runner: ModelRunner
-    draft: ChosenDraft | None
-    chips: ModelOnChips
+    plan: EnginePlan
     attention: PagedAttention
-    buckets: BucketConfig
-    settings: EngineSettings
     report: Report
-    prepared_folder: Path | None
 
     def load(self, weights: ChosenWeights) -> None:
         """Reads and places the weights. Weights that this start has prepared are kept for the next one."""
@@ -82,11 +73,11 @@ class Loader:
         Raises ValueError or OSError if they cannot be read.
         """
         with phase("load", self.report) as say, self.runner.expecting_compiles():
-            model = self._read_one(weights, self.chips, say, keeps=keeps)
-        draft_model = None
-        if self.draft is not None and self.chips.draft is not None:
+            model = self._read_one(weights, self.plan.chips, say, keeps=keeps)
+        draft, draft_model = self.plan.draft, None
+        if draft is not None and self.plan.chips.draft is not None:
             with phase("draft", self.report) as say, self.runner.expecting_compiles():
-                draft_model = self._read_one(self.draft.weights, self.chips.draft, say, keeps=keeps)
+                draft_model = self._read_one(draft.weights, self.plan.chips.draft, say, keeps=keeps)
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
 
     def _read_one(self, weights: ChosenWeights | ChosenHead, chips: ModelOnChips, say: Report, *, keeps: bool) -> Any:
@@ -96,7 +87,7 @@ class Loader:
         from model.execution.device_memory import return_freed_memory
         from model.loading import prepared_weights
 
-        file = _prepared_file(self.prepared_folder, weights, chips)
+        file = _prepared_file(self.plan.device.folders.weights(self.plan.device.platform), weights, chips)
         model = None if file is None else prepared_weights.mapped(chips.planned, file)
         kept = None if model is None else f"mapped from {file}, where an earlier start has kept them"
         if model is None:
@@ -113,13 +104,13 @@ class Loader:
 
     def place(self, loaded: Loaded, *, with_state: bool = True) -> None:
         """Gives the weights to the runner, which then allocates its pages unless `with_state` is false."""
-        runner, buckets, attention = self.runner, self.buckets, self.attention
+        runner, buckets, attention = self.runner, self.plan.ladder.config, self.attention
         spec, capacity, config = attention.spec, runner.capacity(), loaded.weights.config
         kv_scales = None
         if spec.has_kv_scales:
             with phase("scales", self.report) as say:
                 kv_scales, origin = find_kv_scales(loaded.model, loaded.kv_ranges, spec)
-                asked = self.settings.kv_cache_dtype
+                asked = self.plan.settings.kv_cache_dtype
                 kv_dtype, remark = choose_kv_dtype(asked, loaded.weights.dtype, attention.backend)
                 say(", ".join(filter(None, (f"K/V in {kv_dtype}", remark, origin))))
         with phase("allocate", self.report) as say:
@@ -146,7 +137,7 @@ class Loader:
         packed = self._packed()
         try:
             with self.runner.expecting_compiles():
-                for module, values in given.modules(self.chips.form, rehearses=True):
+                for module, values in given.modules(self.plan.chips.form, rehearses=True):
                     packed(module, values)
         except RuntimeError as error:
             raise ValueError(f"the new weights cannot be made on the device: {one_line(str(error))}") from error
@@ -160,10 +151,10 @@ class Loader:
             ValueError: the weights do not fit the model, and nothing has changed.
             RuntimeError: some modules have new weights, and others have old ones.
         """
-        given.check(self.chips.form)
+        given.check(self.plan.chips.form)
         packed = self._packed()
         try:
-            for module, values in given.modules(self.chips.form):
+            for module, values in given.modules(self.plan.chips.form):
                 before = f"{module}." if module else ""
                 self.runner.replace({f"{before}{name}": value for name, value in packed(module, values).items()})
             if self.attention.spec.has_kv_scales:
@@ -174,11 +165,11 @@ class Loader:
     def _packed(self) -> Callable[[str, Mapping[str, jax.Array]], dict[str, jax.Array]]:
         from model.network.packed import packer
 
-        return packer(self.chips.planned)
+        return packer(self.plan.chips.planned)
 
     def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
         """The checkpoint's ranges for 8-bit pages. None: the pages need none, or the ranges are to be measured."""
-        if not self.attention.spec.has_kv_scales or self.settings.calculate_kv_scales or weights.stored is None:
+        if not self.attention.spec.has_kv_scales or self.plan.settings.calculate_kv_scales or weights.stored is None:
             return None
         return weights.stored.kv_ranges()
 

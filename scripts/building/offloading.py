@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from batcher.engine import Engine
 from batcher.page_store import Offloading
 from model.inputs.paths import place
-from scripts.building.chosen_weights import ChosenWeights
-from scripts.building.draft import ChosenDraft
-from scripts.building.head import ChosenHead
+from scripts.building.draft import ChosenDraft, ChosenHead
+from scripts.building.weights import ChosenWeights
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.fetched_pages import FetchedPages
 from server.engine.page_server import PageServer

@@ -135,11 +135,11 @@ def under_a_grammar(requests: Sequence[Request]) -> list[Request]:
 
 def grammars_of(built: Built) -> TokenGrammars:
     """Grammars over the tokens of the model's tokenizer, or of a stand-in."""
-    source = resolve(built.settings.model, weights=built.settings.load_format != "dummy")
+    source = resolve(built.plan.settings.model, weights=built.plan.settings.load_format != "dummy")
     with ScratchFolder() as spare:
         size = built.info.vocab_size
         tokenizer = ByteLevelTokenizer.from_folder(tokenizer_folder(None, source, spare.path), vocab_size=size)
-    return TokenGrammars(lambda: vocabulary_of(tokenizer, vocab_size=size, end_ids=built.eos_token_ids))
+    return TokenGrammars(lambda: vocabulary_of(tokenizer, vocab_size=size, end_ids=built.plan.weights.eos_token_ids))
 
 
 def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str], repeats: int) -> dict[str, Run]:

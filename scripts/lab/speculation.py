@@ -115,7 +115,7 @@ def run(built: Built, name: str, prompt: tuple[int, ...], streams: int, output_l
     return Run(
         text=name,
         streams=streams,
-        has_drafts=built.settings.speculation is not None,
+        has_drafts=built.plan.settings.speculation is not None,
         tokens_per_s=made / seconds,
         tokens_per_step=made / drawing_rows,
         acceptance=counts.num_accepted_tokens / max(counts.num_draft_tokens, 1),

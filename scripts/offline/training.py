@@ -78,7 +78,7 @@ class EngineForTraining:
         """
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype: float32 or bfloat16, not {dtype!r}")
-        weights = self._built.weights
+        weights = self._built.plan.weights
         with self._changing:
             stored = weights.stored
             if not self._num_updates and stored is not None and stored.quantization is None and stored.packing is None:
@@ -119,7 +119,7 @@ class EngineForTraining:
         if requests not in get_args(Requests):
             raise ValueError(f"requests: {', '.join(get_args(Requests))}, not {requests!r}")
         with self._changing:
-            given = GivenWeights(arrays, self._built.weights.config, names=names, donate=donate)
+            given = GivenWeights(arrays, self._built.plan.weights.config, names=names, donate=donate)
             loader = self._built.loader
             loader.check(given)
             name = str(self._num_updates + 1) if version is None else version

@@ -243,7 +243,7 @@ def test_offline_and_batch_files_take_the_same_fields(built, monkeypatch):
     from scripts import llm
 
     def build(settings, report, tokenizer, **_):
-        size, ends = built.info.vocab_size, built.eos_token_ids
+        size, ends = built.info.vocab_size, built.plan.weights.eos_token_ids
         grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
         return built.engine(grammars=grammars), built, None
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
-from scripts.building.chosen_weights import choose_weights
+from scripts.building.weights import choose_weights
 from scripts.flags.settings import EngineSettings
 from scripts.lab.agreeing_pair import write_pair
 

@@ -9,7 +9,7 @@ import pytest
 
 from model.execution.memory_plan import DoesNotFitError
 from model.presets import PRESETS
-from scripts.building.parallel import CONTEXT_STEP, choose_chips_and_context
+from scripts.building.chips import CONTEXT_STEP, choose_chips_and_context
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import Sizes, size_up
 from scripts.lab.planning.target import CHIPS, parse_target

@@ -4,12 +4,14 @@
 """
 
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from unittest.mock import patch
 
 from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant
 from scripts import precompile
-from scripts.building import build
+from scripts.building import limits
+from scripts.building.build import Built, build_runner
 from scripts.flags.settings import EngineSettings
 
 
@@ -20,18 +22,24 @@ class OneStep(BucketLadder):
         return [bucket for bucket in super().buckets() if bucket.decode_only and bucket.variant is Variant.GREEDY][:1]
 
 
-def built(settings: EngineSettings, said: list[str], **options: bool) -> build.Built:
+def built(settings: EngineSettings, said: list[str], **options: bool) -> Built:
     """A runner with the one step. It keeps programs in JAX's cache alone, as on a TPU."""
-    start = build.build_runner(settings, said.append, **options)
+    with patch.object(limits, "BucketLadder", OneStep):
+        start = build_runner(settings, said.append, **options)
     start.runner.programs._export_folder = None
-    return replace(start, ladder=OneStep(start.ladder.config))
+    return start
 
 
-def described(settings: EngineSettings) -> build.Built:
+def described(settings: EngineSettings) -> Built:
     """As `built`, without weights."""
     return built(settings, [], only_programs=True)
 
 
+def shapes(start: Built) -> Mapping[str, str]:
+    """The facts that shape its programs."""
+    return start.plan.facts(start.loader.attention)
+
+
 if __name__ == "__main__":
-    build.BucketLadder = OneStep
+    limits.BucketLadder = OneStep
     sys.exit(precompile.main(sys.argv[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +16,10 @@ from pallas_kernels.api import candidates
 from pallas_kernels.chips import GPUS, SHARED_MEMORY, TPUS, XLA_READS
 from pallas_kernels.spec import Backend
 from pallas_kernels.tpu import blocks
-from scripts.building.attention_backend import Chosen, choose_attention, paged_attention
-from scripts.building.choices import chip_products
-from scripts.building.model_on_chips import ModelOnChips
+from scripts.building.attention_backend import Chosen, choose_attention
+from scripts.building.chips import ModelOnChips
 from scripts.building.step_times import attached_chip
+from scripts.building.weights import chip_products
 from scripts.flags.settings import EngineSettings
 
 # 32 query heads, 8 KV heads of 64 dimensions, which every kernel takes in bfloat16 and in pages of 64 tokens.
@@ -87,10 +86,9 @@ def choose(
     settings = EngineSettings(attention_backend=requested, page_size=page_size, kv_cache_dtype=kv_cache_dtype)
     of_draft = None if draft is None else model_on(platform, settings, dtype, **draft)
     model, found = model_on(platform, settings, dtype, draft=of_draft, **config), candidates(requested, platform)
-    make = partial(model.attention, paged_attention)
     limits = {"platform": platform, "max_model_len": 256, "native_folder": None}
-    chosen = choose_attention(settings, found, make, BUCKETS, is_here=False, **limits)
-    assert model.first_attention(paged_attention, found) == chosen.attention
+    chosen = choose_attention(settings, found, model.attention, BUCKETS, is_here=False, **limits)
+    assert model.first_attention() == chosen.attention
     return chosen
 
 
@@ -132,7 +130,7 @@ def test_a_plan_for_a_named_backend_that_does_not_apply_is_refused(monkeypatch):
     attach(monkeypatch, (9, 0))
     model = model_on("gpu", EngineSettings(attention_backend="gpu", page_size=64), "float32")
     with pytest.raises(ValueError, match=r"^--attention-backend gpu cannot be used here: gpu: .*spec\.dtype='float32'"):
-        model.check_fits(paged_attention, candidates("gpu", "gpu"))
+        model.check_fits()
 
 
 def test_the_kernels_must_take_the_draft_too(monkeypatch):

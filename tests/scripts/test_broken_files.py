@@ -31,7 +31,7 @@ from model.loading.source import resolve
 from model.loading.stored_weights import find_weights
 from model.loading.torch_file import read_torch_file
 from model.loading.weights import load_hf
-from scripts.building.end_tokens import find_end_tokens
+from scripts.building.weights import find_end_tokens
 from scripts.flags.config_file import with_config
 from server.settings import GenerationDefaults
 from server.text.tokenizer import ByteLevelTokenizer

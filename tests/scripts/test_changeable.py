@@ -8,7 +8,7 @@ import pytest
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
 from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights, change
-from scripts.building.chosen_weights import ChosenWeights, choose_weights
+from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, WeightsChange
 from tests.batcher.harness import Drive

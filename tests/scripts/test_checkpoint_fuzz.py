@@ -19,7 +19,7 @@ from model.config import Llama3Scaling, LlamaConfig
 from model.inputs.words import one_line
 from model.loading.source import DEMO_FOLDER, resolve
 from model.network.rope import inverse_frequencies
-from scripts.building.end_tokens import find_end_tokens
+from scripts.building.weights import find_end_tokens
 from server.settings import GenerationDefaults
 from server.text.chat_template import ChatTemplate, TemplateError
 from server.text.tokenizer import ByteLevelTokenizer

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from model.config import LlamaConfig, projections
 from model.loading.source import DEMO, DEMO_FOLDER
-from scripts.building.chosen_weights import ChosenWeights, choose_weights
 from scripts.building.draft import DEMO_DRAFT, choose_draft, draft_cost
+from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
 from tests.c_compiler import compiler
 from tests.model.checkpoints import write_tensors

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER, resolve
-from scripts.building.end_tokens import find_end_tokens, listed
+from scripts.building.weights import find_end_tokens, listed
 from scripts.llm import LLM, RefusedError
 from server.text.tiktoken_model import special_tokens
 from tests.conftest import COMPILED

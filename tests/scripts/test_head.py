@@ -13,9 +13,8 @@ from safetensors.numpy import load_file
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
 from model.loading.source import DEMO, DEMO_FOLDER
-from scripts.building.chosen_weights import choose_weights
-from scripts.building.draft import choose_draft, draft_cost
-from scripts.building.head import ChosenHead
+from scripts.building.draft import ChosenHead, choose_draft, draft_cost
+from scripts.building.weights import choose_weights
 from scripts.flags.settings import EngineSettings
 from tests.model import eagle_heads
 

@@ -18,11 +18,8 @@ from model.execution.memory_plan import (
     memory_needs,
 )
 from model.loading.source import resolve
-from pallas_kernels.api import candidates
 from pallas_kernels.spec import Backend, UnavailableError
-from scripts.building.attention_backend import paged_attention
-from scripts.building.model_on_chips import ModelOnChips
-from scripts.building.parallel import CONTEXT_STEP, choose_chips_and_context, choose_num_chips, describe_idle
+from scripts.building.chips import CONTEXT_STEP, ModelOnChips, choose_chips_and_context, choose_num_chips, describe_idle
 from scripts.flags.settings import EngineSettings
 
 
@@ -102,7 +99,7 @@ def test_a_start_fits_on_a_machine_whose_memory_has_no_room_for_the_trained_cont
         )
 
     whole = on_chips(1, config.max_position_embeddings)
-    attention = whole.attention(paged_attention, Backend.REFERENCE)
+    attention = whole.attention(Backend.REFERENCE)
     needs = memory_needs(
         whole.planned,
         attention,
@@ -144,13 +141,13 @@ def test_the_memory_plan_decides():
 
     def needed(num_chips: int) -> float:
         model = on(num_chips, limits)
-        attention = model.attention(paged_attention, Backend.REFERENCE)
+        attention = model.attention(Backend.REFERENCE)
         needs = memory_needs(model.planned, attention, limits)
         pages = 1 + -(-limits.max_model_len // attention.spec.page_size)
         return needs.weights + needs.state + needs.temporaries + pages * needs.page
 
     def check(limits: RunnerConfig, num_chips: int) -> None:
-        on(num_chips, limits).check_fits(paged_attention, candidates(None, "cpu"))
+        on(num_chips, limits).check_fits()
 
     share = (needed(2) + needed(4)) / 2 / memory.total
     limited = replace(limits, memory_utilization=share)
@@ -166,8 +163,8 @@ def test_a_backend_that_does_not_compute_the_model_is_passed_over():
     form = {"dtype": "bfloat16", "quantization": None, "rounding": None, "platform": "cpu"}
     model = ModelOnChips(config, 1, EngineSettings(page_size=8), limits, **form)
     with pytest.raises(UnavailableError, match="not 8"):
-        model.attention(paged_attention, Backend.CPU)
-    model.check_fits(paged_attention, candidates(None, "cpu"))
+        model.attention(Backend.CPU)
+    model.check_fits()
 
 
 def test_one_chips_share_of_the_attention():
@@ -175,6 +172,6 @@ def test_one_chips_share_of_the_attention():
     limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=256)
     form = {"dtype": "bfloat16", "quantization": None, "rounding": None, "platform": "cpu"}
     whole = ModelOnChips(config, 4, EngineSettings(), limits, **form)
-    share = whole.share_of_a_chip(paged_attention, Backend.REFERENCE)
+    share = whole.share_of_a_chip(Backend.REFERENCE)
     assert share.mesh is None
     assert (share.spec.num_query_heads, share.spec.num_kv_heads) == (config.num_heads // 4, config.num_kv_heads // 4)

@@ -26,7 +26,7 @@ from scripts.building.tracers import start_tracers
 from scripts.flags.settings import EngineSettings
 from tests.conftest import COMPILED
 from tests.model import checkpoints
-from tests.scripts.precompile_one import OneStep, built, described
+from tests.scripts.precompile_one import OneStep, built, described, shapes
 
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -56,7 +56,7 @@ def test_a_start_finds_programs_that_were_made_without_weights(settings):
 
     started = built(settings, said)
     assert any("precompiled       4 programs for" in line for line in said[3:])
-    started.runner.warm_up(started.ladder.buckets(), said.append)
+    started.runner.warm_up(started.plan.ladder.buckets(), said.append)
     assert "compiled 4 programs" in said[-2] and "(4 came from the disk" in said[-2]
     assert said[-2].endswith("4 were traced before)")
     assert "ran 1 of 1 programs once" in said[-1]
@@ -79,7 +79,7 @@ def test_the_configuration_alone_decides_the_programs(settings, tmp_path, quanti
     (alone / "config.json").write_bytes(Path(settings.model, "config.json").read_bytes())
     asked = replace(settings, quantization=quantization)
     with_weights, without = (
-        program_facts(start.runner, start.shaped_by)
+        program_facts(start.runner, shapes(start))
         for start in map(described, (asked, replace(asked, model=str(alone), load_format="dummy")))
     )
     assert with_weights == without
@@ -97,11 +97,11 @@ def test_the_configuration_alone_decides_the_programs(settings, tmp_path, quanti
 )
 def test_a_start_says_what_differs(settings, fact, there):
     start = described(settings)
-    facts = program_facts(start.runner, start.shaped_by)
+    facts = program_facts(start.runner, shapes(start))
     folder = Path(settings.compile_cache)
     # The digest of the code holds most facts, and is not named for them.
     Made(target="v6e:1x1", facts=facts | {fact: there, CODE: "another"}, programs=4).write(folder)
-    found = made_for(folder, start.runner, start.shaped_by)
+    found = made_for(folder, start.runner, shapes(start))
     assert found.num_pages is None
     assert found.remark.startswith(f"the programs made elsewhere for v6e:1x1 are not used: {fact}: {there} there, ")
     assert "; " not in found.remark
@@ -109,14 +109,14 @@ def test_a_start_says_what_differs(settings, fact, there):
 
 def test_other_flags_and_other_code_are_named(settings):
     start = described(settings)
-    folder, facts = Path(settings.compile_cache), program_facts(start.runner, start.shaped_by)
-    assert made_for(folder, start.runner, start.shaped_by) is None
+    folder, facts = Path(settings.compile_cache), program_facts(start.runner, shapes(start))
+    assert made_for(folder, start.runner, shapes(start)) is None
     Made(target="v6e:1x1", facts=facts | {CODE: "another"}, programs=4).write(folder)
     assert (
-        f"not used: {CODE}: another there, {facts[CODE]} here" in made_for(folder, start.runner, start.shaped_by).remark
+        f"not used: {CODE}: another there, {facts[CODE]} here" in made_for(folder, start.runner, shapes(start)).remark
     )
     other = described(replace(settings, max_model_len=16))
-    remark = made_for(folder, other.runner, other.shaped_by).remark
+    remark = made_for(folder, other.runner, shapes(other)).remark
     assert "the limits: max_model_len=32 there, max_model_len=16 here" in remark
     assert len(remark) < 400
 
@@ -136,9 +136,9 @@ def test_a_start_takes_the_pages_of_the_programs(settings, there, asked, expecte
     start = described(replace(settings, num_pages=1000))
     if not asked:
         start.runner.described.config = replace(start.runner.described.config, num_pages=None)
-    folder, facts = Path(settings.compile_cache), program_facts(start.runner, start.shaped_by)
+    folder, facts = Path(settings.compile_cache), program_facts(start.runner, shapes(start))
     Made(target="v6e:1x1", facts=facts | {PAGES: str(int(1000 * there))}, programs=4).write(folder)
-    found = made_for(folder, start.runner, start.shaped_by)
+    found = made_for(folder, start.runner, shapes(start))
     assert found.num_pages == (None if expected is None else int(1000 * expected))
     if expected is None:
         assert f"{PAGES}: {int(1000 * there)} there, 1000 here" in found.remark
@@ -150,7 +150,7 @@ def test_a_broken_list_is_a_warning(settings, caplog):
     Made(target="v6e:1x1", facts={}, programs=4).write(folder)
     (path,) = (folder / "precompiled").iterdir()
     path.write_bytes(msgspec.json.encode({"target": 1}))
-    assert made_for(folder, start.runner, start.shaped_by) is None
+    assert made_for(folder, start.runner, shapes(start)) is None
     assert str(path) in caplog.text and "facts is missing" in caplog.text
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from model.execution.host_copy import HostCopy
 from model.loading.given_tensors import GivenWeights
-from scripts.building import build
+from scripts.building import device
 from scripts.building.build import Built, build_runner
 from scripts.flags.settings import EngineSettings
 from tests.conftest import COMPILED
@@ -24,7 +24,7 @@ LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, 
 @pytest.fixture(autouse=True)
 def has_eight_devices(monkeypatch):
     """A start would set their number, which this process cannot change any more."""
-    monkeypatch.setattr(build, "start_jax", lambda *_, **__: "cpu")
+    monkeypatch.setattr(device, "start_jax", lambda *_, **__: "cpu")
 
 
 def start(folder: Path, cache: str = str(COMPILED), **settings: object) -> tuple[Built, str | None]:
@@ -83,7 +83,7 @@ def test_mapped_weights_are_updated_and_put_aside_as_others_are(tmp_path):
     assert are_equal(weights(built), before)
 
     built, how = start(folder)
-    built.loader.update(GivenWeights(tensors(seed=1), built.weights.config))
+    built.loader.update(GivenWeights(tensors(seed=1), built.plan.weights.config))
     assert not are_equal(weights(built), before)
     again, how = start(folder)
     assert how == "mapped" and are_equal(weights(again), before), "the file is as it was"

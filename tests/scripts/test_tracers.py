@@ -39,7 +39,7 @@ def settings(tmp_path) -> EngineSettings:
 
 def test_an_engine_reads_what_other_processes_have_traced(settings):
     first = BUILD(settings)
-    buckets = first.ladder.buckets()
+    buckets = first.plan.ladder.buckets()
     for process in start_tracers(settings, buckets, 2, BUILD):
         process.join(120)
         assert process.exitcode == 0
@@ -51,7 +51,7 @@ def test_an_engine_reads_what_other_processes_have_traced(settings):
 
 
 def test_a_process_that_fails_is_a_warning(settings, capfd):
-    (process,) = start_tracers(settings, BUILD(settings).ladder.buckets(), 1, refuse)
+    (process,) = start_tracers(settings, BUILD(settings).plan.ladder.buckets(), 1, refuse)
     process.join(120)
     assert process.exitcode == 0
     said = capfd.readouterr().err
@@ -63,7 +63,7 @@ def test_a_process_that_fails_is_a_warning(settings, capfd):
 def test_a_cpu_has_no_such_processes(settings, monkeypatch):
     monkeypatch.setattr("scripts.building.tracers.start_tracers", lambda *_: pytest.fail("started"))
     built = BUILD(settings)
-    trace_ahead(built.runner, settings, built.ladder.buckets(), "cpu", BUILD)
+    trace_ahead(built.runner, settings, built.plan.ladder.buckets(), "cpu", BUILD)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def built(folder: Path | str, **settings: object) -> Built:
 
 
 def given(of: Built, arrays: object, **options: object) -> GivenWeights:
-    return GivenWeights(arrays, of.weights.config, **options)
+    return GivenWeights(arrays, of.plan.weights.config, **options)
 
 
 def on_device(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -175,7 +175,7 @@ def test_an_engine_answers_with_the_weights_that_it_was_given_between_two_steps(
     """The prompts stay the same: no page of the weights before may be found again."""
     old, new = write_both(tmp_path, "gqa2")
     engine_of = built(old)
-    config = engine_of.weights.config
+    config = engine_of.plan.weights.config
     models = [load_hf(folder, config, dtype=jnp.float32) for folder in (old, new)]
     engine = warm_engine(engine_of, lambda line: None)
     engine.start()
@@ -256,7 +256,7 @@ class RefusedUpdates:
     """Updates of a served model, whose arrays come in shared memory."""
 
     def __init__(self, of: Built) -> None:
-        weights = RunnerWeights(of.loader, EngineSettings(device="cpu"), of.weights, "cpu")
+        weights = RunnerWeights(of.loader, EngineSettings(device="cpu"), of.plan.weights, "cpu")
         self._told: queue.Queue[Changed] = queue.Queue()
         engine = SimpleNamespace(updates=RunnerUpdates(of.loader, weights), missing=set())
         self._changes = WeightChanges(engine, self._told.put)
@@ -321,7 +321,7 @@ def test_nothing_stays_of_a_refused_reload(tmp_path, monkeypatch):
     old, new = write_both(tmp_path, "gqa2")
     of = built(old)
     settings = EngineSettings(model=str(old), device="cpu", **LIMITS)
-    weights = RunnerWeights(of.loader, settings, of.weights, "cpu")
+    weights = RunnerWeights(of.loader, settings, of.plan.weights, "cpu")
     check_unchanged, held = TensorFiles.check_unchanged, []
 
     def changed(files: TensorFiles) -> None:
@@ -362,7 +362,7 @@ def test_a_check_compiles_what_the_update_needs(tmp_path):
     old, new = write_both(tmp_path, "gqa2")
     of, expected = built(old, quantization="int8"), built(new, quantization="int8")
     jax.clear_caches()
-    trained = load_hf(new, of.weights.config, dtype=jnp.float32)
+    trained = load_hf(new, of.plan.weights.config, dtype=jnp.float32)
     weights = given(of, trained, names="own", donate=True)
     unplanned, counter = of.runner.num_compiles, CompileCounter()
     of.loader.check(weights)
@@ -383,14 +383,14 @@ def test_a_check_compiles_what_each_form_of_projections_needs(tmp_path):
 
     config, tensors = LlamaConfig.from_file(folder), checkpoints.tensors("gqa2")
     of = built(gguf_files.write(tmp_path / "model.gguf", config, tensors, packed=packed))
-    assert isinstance(of.weights.quantization, Mixed)
+    assert isinstance(of.plan.weights.quantization, Mixed)
     jax.clear_caches()
     weights = given(of, on_device(other_tensors("gqa2")))
     of.loader.check(weights)
     compiled = of.runner.num_compiles
     of.loader.update(weights)
     assert of.runner.num_compiles == compiled
-    expected = pack(loaded(given(of, other_tensors("gqa2")), **of.loader.chips.form))
+    expected = pack(loaded(given(of, other_tensors("gqa2")), **of.loader.plan.chips.form))
     leaves = [jax.tree.leaves(x) for x in (of.runner.weights, nnx.state(expected))]
     assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(*leaves, strict=True))
 

@@ -8,7 +8,7 @@ import pytest
 
 from model.loading.source import DEMO_FOLDER
 from scripts.building.changeable import FolderUpdates, RunnerUpdates, RunnerWeights
-from scripts.building.chosen_weights import choose_weights
+from scripts.building.weights import choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import KV_CACHE, ChangeWeights, InFolder, InSharedMemory, WeightsChange
 from tests.scripts.test_changeable import DROP, SLEEP, WAKE_UP, Changed

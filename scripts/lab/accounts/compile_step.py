@@ -60,7 +60,7 @@ from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import GpuChip, TpuChip
 from pallas_kernels.spec import Backend
 from scripts.building.attention_backend import paged_attention
-from scripts.building.choices import choose_rounding
+from scripts.building.weights import choose_rounding
 from scripts.lab.accounts import gpu_report
 from scripts.lab.accounts.glue import layer_cycles
 from scripts.lab.accounts.gpu_addresses import read_moving

@@ -160,13 +160,8 @@ def size_up(
     from pallas_kernels.layout import default_page_size
     from pallas_kernels.spec import Backend
     from scripts.building.attention_backend import paged_attention
-    from scripts.building.choices import (
-        choose_dtype,
-        choose_kv_dtype,
-        choose_model_len,
-        choose_quantization,
-        choose_rounding,
-    )
+    from scripts.building.chips import choose_kv_dtype, choose_model_len
+    from scripts.building.weights import choose_dtype, choose_quantization, choose_rounding
 
     platform, chip = target.platform, target.chip
     source = resolve(settings.model, weights=False)

@@ -25,7 +25,7 @@ from model.loading.weights import load_hf
 from model.network.rope import inverse_frequencies
 from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit
-from scripts.building.end_tokens import find_end_tokens
+from scripts.building.weights import find_end_tokens
 from scripts.convert_checkpoint import convert
 from server.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.examples import examples

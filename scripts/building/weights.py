@@ -1,19 +1,118 @@
-"""The choices of a start, from the flags, the checkpoint and the device. Each choice comes with its reason as text."""
+"""Chooses the weights of an engine: their place, the type of the computation, their stored form and the end tokens. Each
+choice comes with its reason as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.loading.source import ModelSource, resolve
+from scripts.flags.settings import EngineSettings
+from server.text.named_tokens import read_named_tokens
+
 if TYPE_CHECKING:
-    from batcher.buckets import BucketLadder
-    from batcher.step import Bucket
     from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
+    from model.network.llama import Llama
     from model.quantization.forms import Rounding, WeightForm
-    from pallas_kernels.spec import Backend
 
-STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
+# The names of Llama 3 and ChatML. An added token of such a name ends a text, a message or a turn in every model.
+NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndToken:
+    """A token that ends an answer."""
+
+    id: int
+    text: str | None  # None: the tokenizer has no name for it
+    origin: str  # the file or rule that makes it an end token, in words
+
+    def __str__(self) -> str:
+        return f"{self.id if self.text is None else self.text} ({self.origin})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenWeights:
+    """Weights that are found and checked, but not loaded yet."""
+
+    source: ModelSource
+    end_tokens: tuple[EndToken, ...]
+    stored: StoredWeights | None  # None: they are random
+    config: LlamaConfig  # the checkpoint's own
+    dtype: str  # the dtype of the computation
+    quantization: WeightForm | None  # the form of the projections and the head
+    rounding: Rounding | None  # how the inputs of these are rounded
+    dtype_reason: str
+    quantization_remark: str | None
+    rounding_remark: str | None
+    seed: int  # for random weights
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return tuple(token.id for token in self.end_tokens)
+
+    def load(self, form: dict[str, Any]) -> Llama:
+        """The model in the form of a `ModelOnChips`, with its weights."""
+        if self.stored is not None:
+            return self.stored.load(**form)
+        from model.loading.weights import random_weights
+
+        return random_weights(self.config, **form, seed=self.seed)
+
+    def remarks(self) -> Iterator[str]:
+        origin = "nowhere (random)" if self.stored is None else self.source.weights
+        yield f"of weights from {origin}, as {self.dtype} ({self.dtype_reason})"
+        yield from filter(None, (self.quantization_remark, self.rounding_remark, self.stored and self.stored.remark))
+
+
+def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | None = None) -> ChosenWeights:
+    """Finds the model's weights. Raises ValueError if there are none, or they cannot be used as the settings say.
+
+    Args:
+        tokenizer: the argument of `find_end_tokens`.
+    """
+    source = resolve(settings.model, weights=settings.load_format != "dummy")
+    stored = _find(settings, source)
+    config = source.config if stored is None else stored.config
+    dtypes = () if stored is None else stored.dtypes
+    dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform, dtypes)
+    chip = chip_products(platform)
+    quantization, remark = choose_quantization(settings.quantization, stored, config, **chip)
+    rounding, rounding_remark = choose_rounding(quantization, stored, **chip)
+    return ChosenWeights(
+        source=source,
+        end_tokens=find_end_tokens(source, tokenizer),
+        stored=stored,
+        config=config,
+        dtype=dtype,
+        quantization=quantization,
+        rounding=rounding,
+        dtype_reason=reason,
+        quantization_remark=remark,
+        rounding_remark=rounding_remark,
+        seed=settings.seed or 0,
+    )
+
+
+def bits_of_a_weight(form: WeightForm | None, dtype: str) -> int:
+    """The bits of a weight of the projections in `form`. With None the weights are stored in `dtype`."""
+    if form is None:
+        return 32 if dtype == "float32" else 16
+    return form.bits
+
+
+def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None:
+    if settings.load_format == "dummy":
+        return None
+    if source.weights is None:
+        raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
+    from model.loading.stored_weights import find_weights
+
+    return find_weights(source.weights, source.config, settings.load_format)
 
 
 def choose_dtype(
@@ -141,40 +240,6 @@ def choose_rounding(
     return rounding, f"inputs of {products} are rounded to {'int8' if in_blocks else form}, too, {scales}{steps}"
 
 
-def choose_kv_dtype(
-    asked: str, dtype: str, backend: Backend, arch: tuple[int, int] | None = None
-) -> tuple[str, str | None]:
-    """The dtype of the K/V pages, and a remark if it is not the requested one.
-
-    Args:
-        asked: the value of --kv-cache-dtype.
-        dtype: the dtype of the computation.
-        arch: the compute capability of a GPU that is not attached.
-    """
-    if asked == "auto":
-        return dtype, None
-    if asked == "int8":
-        return "int8", None
-    if not backend.startswith("gpu"):
-        return "int8", f"not {asked}: int8 is the 8-bit type of the {backend} attention"
-    from pallas_kernels.chips import arch_converts_fp8
-
-    if arch is None:
-        from pallas_kernels.gpu import device
-
-        arch = device.current().arch
-    if arch_converts_fp8(arch):
-        return "float8_e4m3fn", None
-    return "int8", f"not {asked}: this GPU has no instruction that converts fp8"
-
-
-def choose_model_len(asked: int | None, trained: int) -> int:
-    """The context length in tokens. Raises ValueError if it exceeds the length that the model was trained for."""
-    if asked is not None and asked > trained:
-        raise ValueError(f"--max-model-len {asked} is more than the {trained} tokens that the model was trained for")
-    return asked or trained
-
-
 def chip_products(platform: str) -> dict[str, Any]:
     """The fields `reads` and `rounded_rows` of the attached devices (`pallas_kernels.chips`).
 
@@ -204,21 +269,38 @@ def chip_products(platform: str) -> dict[str, Any]:
     return {"reads": CPU_READS, "rounded_rows": CPU_ROUNDED_ROWS}
 
 
-def choose_deferred_programs(ladder: BucketLadder, platform: str, *, all_first: bool, num_hosts: int) -> list[Bucket]:
-    """The programs that may be compiled while the engine serves.
+def find_end_tokens(source: ModelSource, tokenizer: Path | None = None) -> tuple[EndToken, ...]:
+    """Every end token of a model, each id once.
 
-    On a chip there are none, because a GPU's compiler times kernels on the chip, and a program that does not fit must
-    be an error at the start. On several hosts there are none, because the leader does not know which programs the
-    others have.
+    As in vLLM these are the ids of `generation_config.json`, or else of `config.json`, and the tokenizer's `eos_token`,
+    because a fine-tune of a base model often changes only the tokenizer. As in llama.cpp the tokens of `NAMES` are end
+    tokens, too, because many fine-tunes use a template whose end-of-turn token is in no file.
+
+    Args:
+        tokenizer: a folder or a GGUF file; None: the model's own.
+
+    Raises:
+        ValueError: the tokenizer's files cannot be read.
     """
-    if platform != "cpu" or all_first or num_hosts > 1:
-        return []
-    first = set(ladder.needed_first())
-    return [bucket for bucket in ladder.buckets() if bucket not in first]
+    path = tokenizer or source.path
+    named = None if path is None else read_named_tokens(path)
+    added = {} if named is None else named.added
+    texts = {id: text for text, id in added.items()}
+    found = [(id, texts.get(id), source.eos_origin) for id in source.eos_token_ids]
+    if named is not None and named.eos is not None:
+        eos_token, eos_id = named.eos
+        found.append((eos_id, eos_token, "the tokenizer's eos_token"))
+    found += [(added[name], name, "its name") for name in NAMES if name in added]
+    first: dict[int, EndToken] = {}
+    for id, text, origin in found:
+        if 0 <= id < source.config.vocab_size:  # the model never draws another one
+            first.setdefault(id, EndToken(id=id, text=text, origin=origin))
+    return tuple(first.values())
 
 
-def choose_step_timeout(asked: float | None, platform: str) -> float | None:
-    """The least seconds after which a step counts as stuck; None: a step may take any time. This is a CPU's default,
-    because a long prompt of a large model may take minutes there."""
-    seconds = (0.0 if platform == "cpu" else STEP_TIMEOUT_S) if asked is None else asked
-    return seconds or None
+def listed(tokens: Sequence[EndToken]) -> str:
+    """The end tokens and their origins as text, for the report of the start."""
+    if not tokens:
+        return "none: an answer ends at max_tokens or at a stop string"
+    more = f" and {len(tokens) - _MOST_SHOWN} more" if len(tokens) > _MOST_SHOWN else ""
+    return ", ".join(map(str, tokens[:_MOST_SHOWN])) + more
