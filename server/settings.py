@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,9 +14,8 @@ import msgspec
 from batcher.sampling_table import PARAMETERS
 from model.inputs.json_file import read_fields
 from model.inputs.limits import MAX_VOCAB_SIZE
-from model.inputs.paths import local_path
 from model.inputs.schema import TRUTH, integer, number, number_above
-from server.flag import MOST_COUNT, MOST_SECONDS, check_flags, check_range, setting
+from server.flag import MOST_SECONDS, Once, check_flags, setting
 
 DEFAULT_METRICS_PREFIX = "pallas_serve:"
 DEFAULT_MAX_REQUEST_LOGPROBS = 4 * 2**20
@@ -91,38 +90,58 @@ class GenerationDefaults:
         return replace(self, **given | greedy)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TlsFiles:
-    """The TLS files, in PEM form, and the options for clients' certificates."""
-
-    certfile: Path  # the server's certificate, with those of the authorities between it and the root
-    keyfile: Path | None = None  # None: the key is in `certfile`
-    keyfile_password: str | None = None
-    ca_certs: Path | None = None  # the authorities of the clients' certificates
-    cert_reqs: int = 0  # a client's certificate is not asked for (0), checked if it has one (1), or required (2)
-    ciphers: str | None = None  # for TLS 1.2, in OpenSSL's notation; None: Python's choice
-    refresh: bool = False  # changed files are loaded while the server runs
-
-    def __post_init__(self) -> None:
-        if self.cert_reqs not in (0, 1, 2):
-            raise ValueError(f"--ssl-cert-reqs is 0, 1 or 2, not {self.cert_reqs}")
-        if self.cert_reqs and self.ca_certs is None:
-            raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities that sign clients' certificates")
-
-
-GROUPS = {
+_GROUPS = {
     "server": "The address, the processes and the log.",
     "access": "API keys and origins.",
     "requests": "Defaults and limits of requests.",
     "connections": "What a client may take, for the server's own sake.",
 }
-_of_server, _of_access, _of_requests, _of_connections = (partial(setting, group=group) for group in GROUPS)
-_seconds = partial(_of_connections, type=float, metavar="S", above=0, most=MOST_SECONDS)
+_of_server, _of_access, _of_requests, _of_connections = (partial(setting, group=group) for group in _GROUPS)
+_of_tls = partial(setting, group="tls")
+_seconds = partial(_of_connections, metavar="S", above=0, most=MOST_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TlsFiles:
+    """The TLS files, in PEM form, and the options for clients' certificates. The flags have uvicorn's and vLLM's names.
+
+    `certfile` also has the certificates of the authorities between the server's and the root.
+    """
+
+    GROUPS: ClassVar = {"tls": "HTTPS in place of HTTP."}
+
+    certfile: Path = _of_tls(  # noqa: RUF009
+        None, "The server's certificate; with it, HTTPS is served", name="--ssl-certfile", metavar="FILE",
+    )  # fmt: skip
+    keyfile: Path | None = _of_tls(  # noqa: RUF009
+        None, "The certificate's key", unset="in --ssl-certfile", name="--ssl-keyfile", metavar="FILE",
+    )  # fmt: skip
+    keyfile_password: str | None = _of_tls(
+        None, "The password of an encrypted --ssl-keyfile", name="--ssl-keyfile-password", action=Once, metavar="TEXT",
+    )  # fmt: skip
+    ca_certs: Path | None = _of_tls(  # noqa: RUF009
+        None, "The authorities that sign clients' certificates", name="--ssl-ca-certs", metavar="FILE",
+    )  # fmt: skip
+    cert_reqs: int = _of_tls(
+        0, "A client's certificate is not asked for (0), checked if there is one (1) or required (2)",
+        name="--ssl-cert-reqs", choices=(0, 1, 2),
+    )  # fmt: skip
+    ciphers: str | None = _of_tls(
+        None, "The ciphers of TLS 1.2, in OpenSSL's notation", unset="Python's", name="--ssl-ciphers", metavar="NAMES",
+    )  # fmt: skip
+    refresh: bool = _of_tls(False, "These files are loaded again when they change", name="--enable-ssl-refresh")
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        if self.cert_reqs and self.ca_certs is None:
+            raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities that sign clients' certificates")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """The settings of the HTTP server. Fields with a flag are `setting`s. The command computes the other fields."""
+
+    GROUPS: ClassVar = _GROUPS
 
     tokenizer_folder: Path
     vocab_size: int = MAX_VOCAB_SIZE  # the model's; only a tokenizer's special tokens may have ids beyond it
@@ -131,8 +150,8 @@ class Settings:
     version: str = "0.0.0"
     tls: TlsFiles | None = None  # None: plain HTTP
     api_keys: tuple[str, ...] = ()  # none: open to all
-    admin_api_keys: tuple[str, ...] = ()  # none: the administrators' routes are closed
-    allowed_origins: tuple[str, ...] = ("*",)
+    tool_call_parser: str | None = None  # None: as the template shows
+    reasoning_parser: str | None = None  # None: as the template or a system message shows
     chat_template: str | None = None  # replaces the tokenizer's own
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     planner: tuple[str, ...] = ()  # the command that answers the page's plans; empty: there is no planner
@@ -151,14 +170,11 @@ class Settings:
     death_linger_s: float = 3.0  # after the engine's death /health answers 503 for this time, then the server exits
 
     host: str = _of_server("127.0.0.1", "The address to listen on")
-    port: int = _of_server(8000, "The port; 0: any free one", type=int, least=0, most=65535)
+    port: int = _of_server(8000, "The port; 0: any free one", least=0, most=65535)
     api_server_count: int = _of_server(
-        1, "HTTP processes that share the address and the engines", type=int, metavar="N", least=1,
-        most=MOST_API_SERVERS,
+        1, "HTTP processes that share the address and the engines", least=1, most=MOST_API_SERVERS,
     )  # fmt: skip
-    uds: Path | None = _of_server(  # noqa: RUF009
-        None, "A Unix socket in place of host and port", type=local_path, metavar="PATH",
-    )  # fmt: skip
+    uds: Path | None = _of_server(None, "A Unix socket in place of host and port", metavar="PATH")  # noqa: RUF009
     root_path: str = _of_server(
         "", "The path under which a proxy serves this server, for /openapi.json", metavar="PATH",
     )  # fmt: skip
@@ -178,56 +194,53 @@ class Settings:
     )  # fmt: skip
     prefill_threshold: int = _of_server(
         512, "Prompts with fewer new tokens are computed here: they disturb others less than a transfer takes time",
-        type=int, metavar="N", least=1,
+        least=1,
     )  # fmt: skip
 
     batch_folder: Path | None = _of_server(  # noqa: RUF009
         None, "The server answers /v1/files and /v1/batches, and keeps files, batches, responses and conversations in "
-        "this folder, which other users must not be able to enter", type=local_path, metavar="DIR",
+        "this folder, which other users must not be able to enter", metavar="DIR",
     )  # fmt: skip
     batch_folder_gib: float = _of_server(
-        4.0, "The most that the files of --batch-folder take", type=float, metavar="GIB", least=2**-20, most=2**20,
+        4.0, "The most that the files of --batch-folder take", metavar="GIB", least=2**-20, most=2**20,
         name="--batch-folder-size",
     )  # fmt: skip
 
+    admin_api_keys: Sequence[str] = _of_access(
+        (), "The keys of the administrators' routes", unset="these routes are closed", nargs="+", metavar="KEY",
+        name="--admin-api-key",
+    )  # fmt: skip
+    allowed_origins: Sequence[str] = _of_access(
+        ("*",), "The origins that browsers may call from, CORS", unset="all", nargs="+", metavar="ORIGIN",
+    )  # fmt: skip
     api_key_all_routes: bool = _of_access(False, "Probes, /metrics and /docs need a key, too")
     max_concurrent_per_key: int | None = _of_access(
-        None, "Requests that one API key may have running. One more is answered 429", unset="any number", type=int,
-        metavar="N", least=1,
+        None, "Requests that one API key may have running. One more is answered 429", unset="any number", least=1,
     )  # fmt: skip
     prefix_caching_per_key: bool = _of_access(False, "An API key finds cached prefixes of its own requests only")
 
     trust_request_chat_template: bool = _of_requests(
         False, "A request may have a chat template of its own, which is a program",
     )  # fmt: skip
-    tool_call_parser: str | None = _of_requests(
-        None, "The form in which the model writes tool calls",
-        unset="hermes or xlam if the template shows it, else llama3_json",
-    )  # fmt: skip
-    reasoning_parser: str | None = _of_requests(
-        None, "How the model marks its reasoning, which answers have apart from their content; `none` leaves it in the "
-        "content", unset="qwen3 if the template or a system message shows reasoning",
-    )  # fmt: skip
     enable_auto_tool_choice: bool = _of_requests(
         True, "A request with tools must say by `tool_choice` whether one is called",
     )  # fmt: skip
     enable_force_include_usage: bool = _of_requests(
-        False, "Every chunk of a stream has the usage so far, asked for or not"
-    )
+        False, "Every chunk of a stream has the usage so far, asked for or not",
+    )  # fmt: skip
     strict_fields: bool = _of_requests(False, "A request with an unknown field is refused, not only logged")
     queue_timeout_s: float | None = _of_requests(
         None, "Seconds that a request may wait for its first step before it is answered 503", unset="any time",
-        type=float, metavar="S", above=0, most=MOST_SECONDS, name="--queue-timeout",
+        metavar="S", above=0, most=MOST_SECONDS, name="--queue-timeout",
     )  # fmt: skip
     max_request_logprobs: int = _of_requests(
-        DEFAULT_MAX_REQUEST_LOGPROBS,
-        "Log-probabilities of one request: n x max_tokens x (logprobs + 1), and those of its prompt", type=int,
-        metavar="N", least=1,
+        DEFAULT_MAX_REQUEST_LOGPROBS, "Log-probabilities of one request: n x max_tokens x (logprobs + 1), and those of "
+        "its prompt", least=1,
     )  # fmt: skip
 
     max_connections: int | None = _of_connections(
         None, "Connections. For one more, the one that has waited longest is closed, or the new one is answered 503",
-        unset="what `ulimit -Hn` allows, at most 8192", type=int, metavar="N", least=1,
+        unset="what `ulimit -Hn` allows, at most 8192", least=1,
     )  # fmt: skip
     head_timeout_s: float = _seconds(
         20.0, "Seconds for the head of a request, and for the first byte on a connection", name="--head-timeout",
@@ -242,7 +255,7 @@ class Settings:
         300.0, "Seconds in which a client must read some of what waits for it", name="--send-timeout",
     )  # fmt: skip
     max_body_memory_mib: int = _of_connections(
-        256, "MiB of all requests that are being read. Beyond it they are answered 503", type=int, metavar="N", least=1,
+        256, "MiB of all requests that are being read. Beyond it they are answered 503", least=1,
         name="--max-body-memory",
     )  # fmt: skip
 
@@ -261,11 +274,6 @@ class Settings:
         for url in self.prefill_url or ():
             if not _is_url(url):
                 raise ValueError(f"--prefill-url is the address of a server, such as http://HOST:8000, not {url!r}")
-        for name in ("grace_period_s", "heartbeat_timeout_s", "death_linger_s", "template_timeout_s"):
-            check_range(name, getattr(self, name), 0, MOST_SECONDS)
-        for name in ("max_body_bytes", "max_embedding_inputs", "max_choices"):
-            check_range(name, getattr(self, name), 1, MOST_COUNT)
-        check_range("--batch-concurrency", self.batch_concurrency, 1, MOST_BATCH_REQUESTS)
         if not 2 * self.max_body_bytes <= self.max_body_memory_mib * 2**20:
             least = -(-2 * self.max_body_bytes // 2**20)
             raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")

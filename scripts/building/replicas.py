@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 from collections.abc import Callable, MutableMapping, Sequence
@@ -17,15 +16,6 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 GOOGLE, TPU7X = "0x1ae0", "0x0076"  # the PCI numbers of the vendor and the device, as in jax
 
 
-def add_replica_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--data-parallel-size`."""
-    group = parser.add_argument_group("replicas", "Several engines behind one server.")
-    group.add_argument(
-        "--data-parallel-size", "-dp", type=int, default=1, metavar="N",
-        help="Engines behind this server, each on its share of the chips (default: 1).",
-    )  # fmt: skip
-
-
 def replicas_of(served: ServedSettings, number: int, shared: Path | None = None) -> list[ServedSettings]:
     """The settings of each of `number` engines.
 
@@ -35,8 +25,6 @@ def replicas_of(served: ServedSettings, number: int, shared: Path | None = None)
     Raises:
         ValueError: this host cannot have so many engines.
     """
-    if number < 1:
-        raise ValueError(f"--data-parallel-size must be at least 1, not {number}")
     if number > 1 and served.cluster is not None:
         raise ValueError("--data-parallel-size is for one host: several hosts share one model")
     keeps_programs = number > 1 and shared is not None and served.engine.compile_cache != "none"

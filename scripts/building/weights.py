@@ -1,5 +1,7 @@
-"""Chooses the weights of an engine: their place, the type of the computation, their stored form and the end tokens. Each
-choice comes with its reason as text."""
+"""Chooses the weights of an engine: their place, the type of the computation, their stored form and the end tokens.
+
+Each choice comes with its reason as text.
+"""
 
 from __future__ import annotations
 

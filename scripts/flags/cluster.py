@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from model.inputs.paths import local_path
-from scripts.flags.parsing import Once
 from server.engine.hosts.cluster import Cluster
+from server.flag import Once, check_flags, setting
 
 SECRET_VARIABLE = "PALLAS_SERVE_HOSTS_SECRET"
 PORT = 8482  # JAX's own choice for TPUs
-TIMEOUT_S = 300.0
 METADATA_TIMEOUT_S = 5.0
 
 
@@ -27,28 +27,40 @@ class Place(NamedTuple):
     host_id: int
 
 
-def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `cluster_of`."""
-    hosts = parser.add_argument_group("hosts", "Several hosts that serve one model.")
-    hosts.add_argument(
-        "--coordinator", metavar="ADDR",
-        help="HOST:PORT of host 0 (default: as their manager says). It listens there and on the next two ports, at "
-        "this address only. The first is JAX's own, which knows no secret: whoever reaches it can end the server on "
-        "all hosts by one call. Let only the hosts reach it.",
+_of_hosts = partial(setting, group="hosts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFlags:
+    """How many engines serve, and on which hosts."""
+
+    GROUPS: ClassVar = {
+        "replicas": "Several engines behind one server.",
+        "hosts": "Several hosts that serve one model.",
+    }
+
+    data_parallel_size: int = setting(
+        1, "Engines behind this server, each on its share of the chips", group="replicas", least=1, most=1024,
+        also=("-dp",),
     )  # fmt: skip
-    hosts.add_argument(
-        "--num-hosts",
-        type=int,
-        metavar="N",
-        help="The number of hosts; 1: this one alone, and the environment is not read.",
-    )
-    hosts.add_argument("--host-id", type=int, metavar="I", help="This host's number from 0 on; host 0 serves.")
-    file_help = f"A file with the hosts' common secret (default: ${SECRET_VARIABLE})."
-    hosts.add_argument("--hosts-secret-file", type=local_path, action=Once, metavar="FILE", help=file_help)
-    hosts.add_argument(
-        "--hosts-timeout", type=float, default=TIMEOUT_S, metavar="S",
-        help="Seconds for all hosts to arrive at the start (default: %(default)g).",
+    coordinator: str | None = _of_hosts(
+        None, "HOST:PORT of host 0. It listens there and on the next two ports, at this address only. The first is "
+        "JAX's own, which knows no secret: whoever reaches it can end the server on all hosts by one call. Let only "
+        "the hosts reach it", unset="as their manager says", metavar="ADDR",
     )  # fmt: skip
+    num_hosts: int | None = _of_hosts(
+        None, "The number of hosts; 1: this one alone, and the environment is not read", unset="as their manager says",
+    )  # fmt: skip
+    host_id: int | None = _of_hosts(
+        None, "This host's number from 0 on; host 0 serves", unset="as their manager says", metavar="I",
+    )  # fmt: skip
+    hosts_secret_file: Path | None = _of_hosts(  # noqa: RUF009
+        None, "A file with the hosts' common secret", unset=f"${SECRET_VARIABLE}", action=Once, metavar="FILE",
+    )  # fmt: skip
+    hosts_timeout: float = _of_hosts(300.0, "Seconds for all hosts to arrive at the start", metavar="S")
+
+    def __post_init__(self) -> None:
+        check_flags(self)
 
 
 def cluster_of(

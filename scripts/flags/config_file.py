@@ -13,15 +13,17 @@ from model.inputs.words import shown
 
 CONFIG = "--config"
 MAX_CONFIG_BYTES = 2**20
-# Switches that are on without a flag. The value `false` of any other switch is its default.
-ON_BY_DEFAULT = ("enable-auto-tool-choice", "enable-chunked-prefill", "enable-prefix-caching")
 
 
-def with_config(argv: Sequence[str]) -> list[str]:
+def with_config(argv: Sequence[str], flags: Collection[str] = ()) -> list[str]:
     """The arguments of the file, then those of `argv` without `--config FILE`.
 
     A key is a flag's name, with `-` or `_`: `max-model-len: 512`, `served_model_name: [a, b]`, `strict-fields: true`.
     Raises ValueError or OSError for an invalid file.
+
+    Args:
+        flags: the flags that there are. The value `false` of a switch is `--no-SWITCH` if there is such a flag, and
+            otherwise the switch's default.
     """
     arguments, files = [], []
     rest = iter(argv)
@@ -37,12 +39,12 @@ def with_config(argv: Sequence[str]) -> list[str]:
     if len(files) > 1:
         raise ValueError(f"--config was given {len(files)} times: one file is read")
     given = {argument.partition("=")[0] for argument in arguments}  # they replace those of the file, lists too
-    from_file = [argument for file in files for argument in _arguments(file, given)]
+    from_file = [argument for file in files for argument in _arguments(file, given, flags)]
     num_first = 1 if arguments and not arguments[0].startswith("-") else 0  # the model stays before lists of the file
     return arguments[:num_first] + from_file + arguments[num_first:]
 
 
-def _arguments(file: Path, given: Collection[str]) -> Iterator[str]:
+def _arguments(file: Path, given: Collection[str], flags: Collection[str]) -> Iterator[str]:
     text = read_text(file, MAX_CONFIG_BYTES)
     try:
         settings = yaml.safe_load(text)
@@ -57,17 +59,17 @@ def _arguments(file: Path, given: Collection[str]) -> Iterator[str]:
     for key, value in settings.items():
         name = key.replace("_", "-")
         if f"--{name}" not in given:
-            yield from _flag(name, value, file)
+            yield from _flag(name, value, file, flags)
 
 
-def _flag(name: str, value: Any, file: Path) -> Iterator[str]:
+def _flag(name: str, value: Any, file: Path, flags: Collection[str]) -> Iterator[str]:
     if name == CONFIG.removeprefix("--"):
         raise ValueError(f"--config {file}: it names another file")
     match value:
         case True:
             yield f"--{name}"
         case False:
-            if name in ON_BY_DEFAULT:
+            if f"--no-{name}" in flags:
                 yield f"--no-{name}"
         case None:
             return

@@ -98,28 +98,6 @@ def completion(parser: argparse.ArgumentParser) -> str:
     return SCRIPT.format(flags=" ".join(flags), choices="\n".join(choices), command=parser.prog)
 
 
-class EachCounts(argparse.Action):
-    """Collects the values of a list flag that is given several times. They replace the default."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
-    ) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, [*values] if before is self.default else [*before, *values])
-
-
-class Once(argparse.Action):
-    """Refuses a flag that is given twice, such as one with a secret. Otherwise the first value would silently be
-    dropped."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
-    ) -> None:
-        if getattr(namespace, self.dest) is not self.default:
-            parser.error(f"{flag}: it is given twice, and there can be one only")
-        setattr(namespace, self.dest, values)
-
-
 def json_object(flag: str, value: str | Mapping[str, Any], example: str) -> dict[str, Any]:
     """The fields of a JSON object, or of its text. Raises ValueError, with the flag, for anything else."""
     try:

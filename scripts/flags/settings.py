@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH, Scheduling
 from batcher.request import LogprobsMode, Pooling
-from model.inputs.paths import is_url, local_path, place
+from model.inputs.paths import is_url, place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
 from scripts.flags.lora import LoraModule, lora_modules
@@ -23,21 +23,21 @@ from server.engine.block_hashes import HashAlgorithm
 from server.engine.hosts.cluster import Cluster
 from server.engine.kv_events import FLAG as KV_EVENTS
 from server.engine.kv_events import KvEventsConfig
-from server.flag import MOST_SECONDS, add_flags, check_flags, flag_name, setting
+from server.flag import MOST_SECONDS, add_flags, check_flags, flag_name, setting, values_of
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = FORM_NAMES
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
-GROUPS = {
+_GROUPS = {
     "model": "The checkpoint, and the types it is computed in.",
     "batching": "What the requests of one step share.",
     "device": "The chips, their memory, and the programs for them.",
     "kv_offloading": "Where prefixes go for which the device has no pages left, and from where they come back.",
     "lora": "LoRA adapters, which requests name as their model.",
 }
-_of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in GROUPS)
+_of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in _GROUPS)
 _KV_EVENTS_EXAMPLE = """'{"enable_kv_cache_events": true, "topic": "kv@POD@MODEL"}'"""
 ROLES = ("both", "prefill", "decode")
 # The limit of counts that have no other limit. No machine has so many. A larger number is a typing error, and would
@@ -51,6 +51,8 @@ class EngineSettings:
 
     Flags with a counterpart in vLLM have vLLM's names.
     """
+
+    GROUPS: ClassVar = _GROUPS
 
     model: str = _of_model(
         DEMO, "A checkpoint folder, a GGUF file, a Hugging Face name, a folder in a bucket, or preset:NAME with "
@@ -75,9 +77,8 @@ class EngineSettings:
         False, "The scales of 8-bit K/V are measured at the start, also if the checkpoint has some",
     )  # fmt: skip
     max_model_len: int | None = _of_model(
-        None, "Tokens of prompt and output together",
-        unset="the length that the model was trained for, or the longest for which the memory has room", type=int,
-        metavar="N", least=1, most=_MANY,
+        None, "Tokens of prompt and output together", unset="the length that the model was trained for, or the longest "
+        "for which the memory has room", least=1, most=_MANY,
     )  # fmt: skip
     enable_embeddings: bool = _of_model(False, "The server answers /v1/embeddings, too")
     pooling_type: str = _of_model(
@@ -85,20 +86,18 @@ class EngineSettings:
         choices=tuple(Pooling), metavar="TYPE",
     )  # fmt: skip
     max_num_seqs: int | None = _of_batching(
-        None, "Sequences that run at once", unset="64 on a CPU, 256 on a chip", type=int, metavar="N", least=1,
-        most=2**16,
+        None, "Sequences that run at once", unset="64 on a CPU, 256 on a chip", least=1, most=2**16,
     )  # fmt: skip
     max_num_batched_tokens: int | None = _of_batching(
         None, "Tokens of one step, those of prompts and of decodes together", unset="512 on a CPU, 2048 on a chip",
-        type=int, metavar="N", least=1, most=2**20,
+        least=1, most=2**20,
     )  # fmt: skip
     long_prefill_token_threshold: int = _of_batching(
-        0, "Tokens of one prompt that a step computes at most; 0: a prompt may take a whole step", type=int,
-        metavar="N", least=0, most=_MANY,
+        0, "Tokens of one prompt that a step computes at most; 0: a prompt may take a whole step", least=0, most=_MANY,
     )  # fmt: skip
     max_num_partial_prefills: int | None = _of_batching(
         None, "Longer prompts that are computed at once; shorter ones do not wait for them", unset="any number",
-        type=int, metavar="N", least=1, most=_MANY,
+        least=1, most=_MANY,
     )  # fmt: skip
     logprobs_mode: str = _of_model(
         LogprobsMode.RAW_LOGPROBS.value, "The numbers that answers have as log-probabilities of generated tokens: raw "
@@ -120,56 +119,52 @@ class EngineSettings:
         choices=tuple(HashAlgorithm), metavar="NAME",
     )  # fmt: skip
     scheduling: str = _of_batching(
-        Scheduling.CONTINUOUS.value,
-        "Each step is planned anew (`continuous`), or a batch runs until its longest request ends (`static`, a "
-        "baseline for measurements)", choices=tuple(Scheduling),
+        Scheduling.CONTINUOUS.value, "Each step is planned anew (`continuous`), or a batch runs until its longest "
+        "request ends (`static`, a baseline for measurements)", choices=tuple(Scheduling),
     )  # fmt: skip
     speculative_config: str | Mapping[str, Any] | None = _of_batching(
         None, f"Drafts of several tokens a step, such as {SPECULATION_EXAMPLE}", metavar="JSON",
     )  # fmt: skip
     num_scheduler_steps: int = _of_batching(
-        1, "Decode steps of one program at most, while no request waits", type=int, metavar="N", least=1, most=1024,
+        1, "Decode steps of one program at most, while no request waits", least=1, most=1024,
     )  # fmt: skip
     max_queue: int = _of_batching(
-        DEFAULT_MAX_WAITING, "Requests that may wait. One more is answered 429", type=int, metavar="N", least=0,
-        most=_MANY,
+        DEFAULT_MAX_WAITING, "Requests that may wait. One more is answered 429", least=0, most=_MANY,
     )  # fmt: skip
     pipeline_depth: int = _of_batching(
-        DEFAULT_PIPELINE_DEPTH, "Steps in flight. With 1, the host and the device take turns", type=int, metavar="N",
-        least=1, most=64,
+        DEFAULT_PIPELINE_DEPTH, "Steps in flight. With 1, the host and the device take turns", least=1, most=64,
     )  # fmt: skip
     seed: int | None = _of_batching(
-        None, "The seed of the draws of requests without a seed of their own", unset="random", type=int,
+        None, "The seed of the draws of requests without a seed of their own", unset="random",
     )  # fmt: skip
     device: str = _of_device("auto", "Where the model runs. `auto` takes the machine's chips", choices=DEVICES)
     tensor_parallel_size: int | None = _of_device(
-        None, "Chips that share the model", unset="the least power of two on which it fits", type=int, metavar="N",
-        least=1, most=2**16, also=("-tp",),
+        None, "Chips that share the model", unset="the least power of two on which it fits", least=1, most=2**16,
+        also=("-tp",),
     )  # fmt: skip
     attention_backend: str = _of_device(
-        "auto",
-        "The kernels: tpu, gpu, gpu-mma, cpu or reference; `-interpret` after one of the first three interprets them "
-        "on a CPU", metavar="B",
+        "auto", "The kernels: tpu, gpu, gpu-mma, cpu or reference; `-interpret` after one of the first three "
+        "interprets them on a CPU", metavar="B",
     )  # fmt: skip
     memory_utilization: float = _of_device(
-        0.9, "The share of the device's memory for weights, programs and K/V pages together", type=float,
-        metavar="SHARE", above=0, most=1, also=("--gpu-memory-utilization",),
+        0.9, "The share of the device's memory for weights, programs and K/V pages together", metavar="SHARE", above=0,
+        most=1, also=("--gpu-memory-utilization",),
     )  # fmt: skip
     page_size: int | None = _of_device(
-        None, "Tokens of one K/V page", unset="by the device, and said at the start", type=int, metavar="N", least=1,
-        most=2**16, also=("--block-size",),
+        None, "Tokens of one K/V page", unset="by the device, and said at the start", least=1, most=2**16,
+        also=("--block-size",),
     )  # fmt: skip
     num_pages: int | None = _of_device(
-        None, "K/V pages", unset="as many as the memory has room for", type=int, metavar="N", least=1, most=_MANY,
+        None, "K/V pages", unset="as many as the memory has room for", least=1, most=_MANY,
         also=("--num-gpu-blocks-override",),
     )  # fmt: skip
     step_timeout: float | None = _of_device(
-        None, "Seconds after which a step that does not return ends the server; 0: never",
-        unset="30 on a chip, 0 on a CPU", type=float, metavar="S", least=0, most=MOST_SECONDS,
+        None, "Seconds after which a step that does not return ends the server; 0: never", unset="30 on a chip, 0 on a "
+        "CPU", metavar="S", least=0, most=MOST_SECONDS,
     )  # fmt: skip
     compile_all_first: bool = _of_device(
-        False,
-        "All programs are compiled before the server is ready. By default a CPU compiles most of them while it serves",
+        False, "All programs are compiled before the server is ready. By default a CPU compiles most of them while it "
+        "serves",
     )  # fmt: skip
     compile_cache: str | None = _of_device(
         None, "The folder of compiled programs; `none` keeps none", unset="in the user's cache folder", metavar="DIR",
@@ -179,15 +174,15 @@ class EngineSettings:
     )  # fmt: skip
     kv_offloading_size: float = _of_offloading(
         0, "GiB of the host's memory for K/V pages of prefixes, for each engine; 0: evicted pages are computed again",
-        type=float, metavar="GIB", least=0, most=2**16,
+        metavar="GIB", least=0, most=2**16,
     )  # fmt: skip
     kv_offloading_path: str | None = _of_offloading(
         None, "The folder, or folder in a bucket, behind the host's memory. A later start finds its prefixes there",
         metavar="DIR",
     )  # fmt: skip
     kv_offloading_disk: float = _of_offloading(
-        16, "GiB of the files in --kv-offloading-path. The least recently used ones are deleted", type=float,
-        metavar="GIB", above=0, most=2**20,
+        16, "GiB of the files in --kv-offloading-path. The least recently used ones are deleted", metavar="GIB",
+        above=0, most=2**20,
     )  # fmt: skip
     kv_role: str = _of_offloading(
         "both", "A server can compute prompts for others (`prefill`), or have long prompts computed by others "
@@ -195,12 +190,11 @@ class EngineSettings:
     )  # fmt: skip
     kv_port: int = _of_offloading(
         0, "The port at which a `prefill` server gives pages to those that ask with the token of a prompt; 0: any free "
-        "one. Connections are encrypted, with a key that /kv/prefill tells to who has an API key", type=int, least=0,
-        most=65535,
+        "one. Connections are encrypted, with a key that /kv/prefill tells to who has an API key", least=0, most=65535,
     )  # fmt: skip
     kv_transfer_timeout: float = _of_offloading(
         30, "Seconds. A `prefill` server keeps a prompt's pages so long if nobody takes them. A `decode` server waits "
-        "so long for a prompt", type=float, metavar="S", above=0, most=MOST_SECONDS,
+        "so long for a prompt", metavar="S", above=0, most=MOST_SECONDS,
     )  # fmt: skip
     enable_lora: bool = _of_lora(False, "Requests may name LoRA adapters")
     lora_modules: Sequence[str | Mapping[str, Any]] | None = _of_lora(
@@ -208,16 +202,15 @@ class EngineSettings:
         metavar="NAME=PATH",
     )  # fmt: skip
     lora_folder: Path | None = _of_lora(  # noqa: RUF009
-        None, "An unknown model of a request is the adapter in this folder's folder of that name", type=local_path,
-        metavar="DIR",
+        None, "An unknown model of a request is the adapter in this folder's folder of that name", metavar="DIR",
     )  # fmt: skip
-    max_loras: int = _of_lora(8, "Adapters that run at once", type=int, metavar="N", least=1, most=1024)
+    max_loras: int = _of_lora(8, "Adapters that run at once", least=1, most=1024)
     max_lora_rank: int = _of_lora(
-        16, "The highest rank of an adapter. All take the memory of this one", type=int, metavar="N", least=1, most=512,
+        16, "The highest rank of an adapter. All take the memory of this one", least=1, most=512,
     )  # fmt: skip
     max_cpu_loras: int | None = _of_lora(
         None, "Adapters in the host's memory. Others are read again when they are needed", unset="twice --max-loras",
-        type=int, metavar="N", least=1, most=2**16,
+        least=1, most=2**16,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -313,7 +306,7 @@ class EngineSettings:
     @classmethod
     def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
         """The settings from parsed flags. Raises ValueError if a value is out of range."""
-        asked = {name: getattr(args, name) for name in cls.field_names()}
+        asked = values_of(cls, args)
         plain = {name: getattr(args, f"spec_{name}", None) for name in ("method", "model", "tokens")}
         return cls(**asked | {"speculative_config": merged(asked["speculative_config"], **plain)})
 
@@ -345,7 +338,8 @@ class ServedSettings:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every command that runs an engine."""
-    batching = add_flags(parser, EngineSettings, GROUPS)["batching"]
+    add_flags(parser, EngineSettings)
+    batching = next(group for group in parser._action_groups if group.title == "batching")
     for name, value_type in (("method", str), ("model", str), ("tokens", int)):
         field = "num_speculative_tokens" if name == "tokens" else name
         batching.add_argument(

@@ -25,10 +25,10 @@ from model.loading.source import DEMO, resolve
 from model.loading.weights import load_hf
 from model.network.llama import Llama, rotation_of
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.lab.rollouts import Rollouts, dense_logprobs, rollouts
 from scripts.lab.tables import Table, say, say_head
 from scripts.llm import LLM, SamplingParams
+from server.flag import EachCounts
 
 FORMS: Mapping[str, Mapping[str, Any]] = {  # the engine's settings
     "float32": {},

@@ -36,11 +36,11 @@ from batcher.page_store import Offloading
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.scheduling.page_moves import OffloadingCounts
 from batcher.step import Capacity
-from scripts.flags.parsing import EachCounts
 from scripts.lab.load.tiers import Tier
 from scripts.lab.simulation.instant_runner import InstantRunner
 from scripts.lab.tables import Table, say, say_head
 from server.engine import outbox
+from server.flag import EachCounts
 
 PAGE_SIZE = 16
 BUDGET = 2048

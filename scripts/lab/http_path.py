@@ -30,9 +30,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from scripts.flags.parsing import EachCounts
 from scripts.lab.instant_engine import InstantConfig
 from scripts.lab.tables import Table, say, say_head
+from server.flag import EachCounts
 from server.main import run
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer

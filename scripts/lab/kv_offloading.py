@@ -42,7 +42,6 @@ import numpy as np
 from model.inputs.paths import local_path
 from model.loading.source import resolve
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.lab.load.conversations import VOCAB_SIZE, Conversations
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.measured import Measured, measure, ratio_of_rounds, together
@@ -55,6 +54,7 @@ from scripts.lab.load.tiers import Tier, TieredServers
 from scripts.lab.load.workload import BenchRequest, random_ids
 from scripts.lab.tables import Table, say, say_head
 from server.engine.scratch_folder import ScratchFolder
+from server.flag import EachCounts
 
 VALUE_BYTES = 4  # of K/V at most, on a CPU
 OTHERS_PROMPT, OTHERS_OUTPUT = 32, 200  # tokens: the streams are seldom admitted, so their pauses are not each other's

@@ -23,12 +23,12 @@ import uvloop
 
 from model.inputs.paths import local_path
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.lab.load.client import Target, run
 from scripts.lab.load.metrics import both_of, failures_of, summary
 from scripts.lab.load.servers import ForeignLoad, serving
 from scripts.lab.load.workload import BenchRequest, from_file
 from scripts.lab.tables import Table, ratio, say, say_head
+from server.flag import EachCounts
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import argparse
 from itertools import product
 
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import QUANTIZATIONS
 from scripts.lab.tables import Table, say, say_head
+from server.flag import EachCounts
 
 CPU_FORMS = ("int4-g32-f16", "int4-g32-q4_1")  # of GGUF files: Q4_0 and Q4_1
 

@@ -19,7 +19,6 @@ import uvloop
 from model.inputs.json_file import json_argument
 from model.inputs.paths import local_path
 from scripts.flags.errors import FailedError, add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.lab.load.arrivals import arrival_times, at_rate
 from scripts.lab.load.client import Outcome, Target, run
 from scripts.lab.load.goodput import MOST_TRIALS, Trial, best_of, find_rate, passes
@@ -28,6 +27,7 @@ from scripts.lab.load.lengths import Lengths, Trace
 from scripts.lab.load.metrics import METRICS, summary, table
 from scripts.lab.load.workload import BenchRequest, from_file, from_trace, random_prompts
 from scripts.lab.tables import say_head
+from server.flag import EachCounts
 
 GOODPUT_SHARE = 0.9  # of the requests of a rate that must meet the objectives
 

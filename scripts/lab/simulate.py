@@ -25,13 +25,13 @@ import numpy as np
 
 from batcher.long_prompts import LongPrompts
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.lab.load.arrivals import arrival_times
 from scripts.lab.load.lengths import Trace
 from scripts.lab.load.presets import TRAFFIC
 from scripts.lab.simulation.machine import Machine, Result, SimulatedRequest, WithAttention, simulate
 from scripts.lab.simulation.policies import AdmitIfFree, Clairvoyant
 from scripts.lab.tables import Table, say, say_head
+from server.flag import EachCounts
 
 PAGE_SIZE = 64  # tokens
 LONG = 100_000  # tokens of a long prompt

@@ -26,12 +26,12 @@ from model.loading.source import resolve
 from scripts.building.build import Built, build_runner
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.agreeing_pair import write_pair
 from scripts.lab.serve_all import serve_all
 from scripts.lab.tables import Table, say, say_head
 from server.engine.scratch_folder import ScratchFolder
+from server.flag import EachCounts
 from server.text.tokenizer import ByteLevelTokenizer
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'

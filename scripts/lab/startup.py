@@ -30,10 +30,10 @@ import psutil
 
 from model.inputs.paths import local_path
 from scripts.flags.errors import FailedError, add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.lab import startup_account
 from scripts.lab.load.servers import READY, launched
 from scripts.lab.tables import Table, say, say_head
+from server.flag import EachCounts
 
 # Lines that the server prints at its start. Each phase is named by its line.
 _PHASE = re.compile(r"^  (\w[\w -]*?) +(\d+\.\d) s ")

@@ -18,7 +18,6 @@ from batcher.step import Bucket, Variant, longest_first
 from pallas_kernels.chips import GIB, GPU_POOL_SHARE
 from scripts.building.tracers import num_tracers
 from scripts.flags.errors import FailedError
-from scripts.flags.parsing import EachCounts
 from scripts.flags.settings import add_engine_flags
 from scripts.lab.accounts.process import CompilerError
 from scripts.lab.planning.compiled import obstacle
@@ -37,6 +36,7 @@ from scripts.lab.planning.memory import size_up
 from scripts.lab.planning.planner import read_settings
 from scripts.lab.planning.target import parse_target
 from scripts.lab.tables import Table, say, say_head
+from server.flag import EachCounts
 
 UPDATES = ("patch", "bring masks", "reset history")  # the programs besides the steps, as `StepPrograms` names them
 

@@ -24,11 +24,11 @@ from flax import nnx
 from model.loading.source import resolve
 from model.network.llama import Llama
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.parsing import EachCounts
 from scripts.lab.load.mid import write_mid
 from scripts.lab.tables import Table, say, say_head
 from scripts.llm import LLM
 from server.engine.scratch_folder import ScratchFolder
+from server.flag import EachCounts
 
 FORMS: Mapping[str, Mapping[str, Any]] = {  # the engine's settings
     "float32": {"dtype": "float32"},

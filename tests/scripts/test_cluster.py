@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.flags.cluster import SECRET_VARIABLE, Place, add_cluster_flags, cluster_of, find_place, first_node
+from scripts.flags.cluster import SECRET_VARIABLE, ClusterFlags, Place, cluster_of, find_place, first_node
+from server.flag import add_flags
 
 SECRET = "0123456789abcdef"
 LWS = {"LWS_LEADER_ADDRESS": "s-0.s.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}
@@ -26,7 +27,7 @@ def place(environment: dict[str, str], *, has_tpu: bool = False) -> Place | None
 
 def cluster(*flags: str, environment: dict[str, str] | None = None):
     parser = argparse.ArgumentParser()
-    add_cluster_flags(parser)
+    add_flags(parser, ClusterFlags)
     variables = {SECRET_VARIABLE: SECRET} if environment is None else environment
     return cluster_of(parser.parse_args(flags), variables, has_tpu=lambda: False)
 

@@ -15,13 +15,14 @@ from scripts import launch
 from scripts.building.limits import long_prompts
 from scripts.flags.compatibility import HARMLESS, REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
 from scripts.flags.lora import LoraModule
+from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
-from scripts.flags.tls import tls_files
+from scripts.lab import flag_table
 from server.settings import GenerationDefaults, TlsFiles
 
 
 def parse(*flags: str) -> argparse.Namespace:
-    return launch.parser().parse_args(flags)
+    return launch.parse(flags)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,11 @@ def test_the_help_has_the_most_important_flags_and_names_the_groups(capsys):
     assert sum("--ssl-certfile" in group for group in in_groups) == 1
     for flag in {flag for action in visible_flags() for flag in action.option_strings}:
         assert flag in everything
+
+
+def test_the_tables_of_flags_in_the_documents_are_made_of_the_declarations():
+    for document, text in flag_table.documents().items():
+        assert document.read_text() == text, "run python -m scripts.lab flag_table"
 
 
 def test_the_help_of_an_unknown_group_names_those_that_there_are(capsys):
@@ -250,25 +256,25 @@ def test_keys_come_from_flags_a_file_and_the_environment(monkeypatch, tmp_path):
     file = tmp_path / "keys"
     file.write_text("# whose they are\nsk-2\n\n  sk-3  \n")
     monkeypatch.setenv("PALLAS_SERVE_API_KEY", "sk-4")
-    assert launch.api_keys(parse("--api-key", "sk-1", "--api-key-file", str(file))) == ("sk-1", "sk-2", "sk-3", "sk-4")
+    assert api_keys(parse("--api-key", "sk-1", "--api-key-file", str(file))) == ("sk-1", "sk-2", "sk-3", "sk-4")
     monkeypatch.delenv("PALLAS_SERVE_API_KEY")
-    assert launch.api_keys(parse()) == ()
+    assert api_keys(parse()) == ()
     monkeypatch.setenv("PALLAS_SERVE_API_KEY", " ")
     with pytest.raises(ValueError, match="PALLAS_SERVE_API_KEY is set and holds no key"):
-        launch.api_keys(parse())
+        api_keys(parse())
 
 
 def test_vllms_variable_is_the_default_of_the_key(monkeypatch, caplog):
     monkeypatch.setenv("VLLM_API_KEY", "sk-secret")
     with caplog.at_level("INFO", logger="pallas_serve"):
-        assert launch.api_keys(parse()) == ("sk-secret",)
-        assert launch.api_keys(parse("--api-key", "sk-1")) == ("sk-1",)
+        assert api_keys(parse()) == ("sk-secret",)
+        assert api_keys(parse("--api-key", "sk-1")) == ("sk-1",)
     assert [record.getMessage() for record in caplog.records] == [
         "requests need the key of the environment variable VLLM_API_KEY"
     ]
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(ValueError, match="VLLM_API_KEY is set and holds no key"):
-        launch.api_keys(parse())
+        api_keys(parse())
 
 
 def test_connection_flags_are_settings(model_folder):
@@ -440,13 +446,13 @@ def test_a_configuration_file_comes_before_the_command_line(tmp_path):
     file.write_text(
         "max-model-len: 512\nserved_model_name: [a, b]\nstrict_fields: true\nenable-prefix-caching: false\n"
         "enable-auto-tool-choice: false\nenable-chunked-prefill: false\nenable-ssl-refresh: false\n"
-        "api-key-all-routes: false\nmetrics-prefix: 'vllm:'\nseed:\nport: 9\n"
+        "api-key-all-routes: false\nmetrics-prefix: 'vllm:'\nseed:\nport: 9\nui: false\n"
     )
     args = launch.parse(["folder", "--config", str(file), "--port", "7"])
     assert (args.model, args.max_model_len, args.served_model_name) == ("folder", 512, ["a", "b"])
     assert (args.strict_fields, args.enable_prefix_caching, args.api_key_all_routes) == (True, False, False)
     assert (args.metrics_prefix, args.seed, args.port) == ("vllm:", None, 7)
-    assert (args.enable_auto_tool_choice, args.enable_ssl_refresh) == (False, False)
+    assert (args.enable_auto_tool_choice, args.enable_ssl_refresh, args.ui) == (False, False, False)
     assert launch.parse([f"--config={file}"]).port == 9
 
 

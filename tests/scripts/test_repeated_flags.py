@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from scripts import launch
-from scripts.flags.parsing import EachCounts, Once
+from scripts.flags.serve import api_keys
 from scripts.lab.chip.parts import PARTS
+from server.flag import EachCounts, Once
 
 SCRIPTS = Path(launch.__file__).parent
 COMMANDS = sorted(
@@ -105,7 +106,7 @@ def test_keys_of_all_times_and_files_are_accepted(monkeypatch, tmp_path):
         (tmp_path / name).write_text(f"in-{name}\n")
     files = [text for name in ("one", "two") for text in ("--api-key-file", str(tmp_path / name))]
     args = launch.parse(["--api-key", "k1", "k2", "--api-key", "k3", *files])
-    assert launch.api_keys(args) == ("k1", "k2", "k3", "in-one", "in-two")
+    assert api_keys(args) == ("k1", "k2", "k3", "in-one", "in-two")
 
 
 def test_the_command_line_replaces_lists_of_a_configuration_file(tmp_path):

@@ -77,7 +77,6 @@ def test_one_engine_has_everything():
 @pytest.mark.parametrize(
     ("number", "device", "settings", "message"),
     [
-        (0, "cpu", {}, "--data-parallel-size must be at least 1, not 0"),
         (9, "cuda", {}, r"--data-parallel-size 9 with 1 chip\(s\) each: there are 8 chips"),
         (4, "cuda", {"tensor_parallel_size": 4}, r"4 with 4 chip\(s\) each: there are 8 chips"),
         (2, "tpu", {"tensor_parallel_size": 3}, "a TPU process has 1, 2, 4, 8 chips, not 3"),

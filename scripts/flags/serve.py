@@ -1,0 +1,146 @@
+"""The flags of `scripts/serve` from which it computes settings, with what the environment and files say."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from model.inputs.paths import Place, local_path, place
+from model.loading.source import ModelSource, local_folder
+from server.flag import MOST_COUNT, check_flags, flag_name, setting, values_of
+from server.settings import DEFAULT_BATCH_CONCURRENCY, MOST_BATCH_REQUESTS, GenerationDefaults, TlsFiles
+from server.text.reasoning import REASONING_FORMATS
+from server.text.tool_calls.formats import FORMATS
+
+logger = logging.getLogger("pallas_serve")
+
+KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's variable with the default of --api-key
+_of_server, _of_access, _of_requests = (partial(setting, group=group) for group in ("server", "access", "requests"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeFlags:
+    """The flags."""
+
+    GROUPS: ClassVar[dict[str, str]] = {}  # it adds to groups that are there
+
+    served_model_name: Sequence[str] | None = _of_server(
+        None, "The names of the model for clients; answers have the first", unset="as --model", nargs="+",
+        metavar="NAME",
+    )  # fmt: skip
+    batch_concurrency: int | None = _of_server(
+        None, "Requests of batches that are in the engine at once, after all others",
+        unset=f"{DEFAULT_BATCH_CONCURRENCY}, and no more than half of --max-queue", least=1, most=MOST_BATCH_REQUESTS,
+    )  # fmt: skip
+    log_level: str = _of_server(
+        "info", "The least severe lines of the log", choices=("debug", "info", "warning", "error"),
+    )  # fmt: skip
+    api_key: Sequence[str] = _of_access(
+        (), "The keys that open the routes, all but probes, /metrics and /docs",
+        unset=f"the key in the environment variable {VLLM_KEY_VARIABLE}; without it, open to all", nargs="+",
+        metavar="KEY",
+    )  # fmt: skip
+    api_key_file: Sequence[Path] = _of_access(
+        (), f"A file with one key a line. Unlike --api-key, `ps` shows neither it nor ${KEY_VARIABLE}", type=local_path,
+        action="append", metavar="FILE",
+    )  # fmt: skip
+    tool_call_parser: str | None = _of_requests(
+        None, "The form in which the model writes tool calls", unset="hermes or xlam if the template shows it, else "
+        "llama3_json", choices=FORMATS,
+    )  # fmt: skip
+    reasoning_parser: str | None = _of_requests(
+        None, "How the model marks its reasoning, which answers have apart from their content; `none` leaves it in the "
+        "content", unset="qwen3 if the template or a system message shows reasoning",
+        choices=REASONING_FORMATS,
+    )  # fmt: skip
+    tokenizer: Place | None = _of_requests(  # noqa: RUF009
+        None, "A folder with the tokenizer", unset="the model's own", metavar="DIR",
+    )  # fmt: skip
+    chat_template: Place | None = _of_requests(  # noqa: RUF009
+        None, "A Jinja file in place of the model's chat templates", unset="the model's own", metavar="FILE",
+    )  # fmt: skip
+    generation_config: str = _of_requests(
+        "auto", "Defaults of requests: `auto` (the model's), `vllm` (none of the model's) or a folder's "
+        "generation_config.json. Its `max_new_tokens` is the most output of any request", metavar="FROM",
+    )  # fmt: skip
+    override_generation_config: str | None = _of_requests(
+        None, """Defaults of requests that count before those, such as '{"temperature": 0.5}'""", metavar="JSON",
+    )  # fmt: skip
+    max_output_tokens: int | None = _of_requests(
+        None, "The most output tokens of any request, whatever it asks for", unset="what fits the context", least=1,
+        most=MOST_COUNT,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+
+
+def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """The API keys from flags and environment. Raises ValueError if a given source has no key, because access would be
+    open."""
+    keys = list(args.api_key)
+    for file in args.api_key_file:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        in_file = [line for line in lines if line and not line.startswith("#")]
+        if not in_file:
+            raise ValueError(f"--api-key-file {file}: there is no key in it")
+        keys += in_file
+    for variable in (KEY_VARIABLE, *(() if args.api_key else (VLLM_KEY_VARIABLE,))):
+        if variable in os.environ:
+            key = os.environ[variable].strip()
+            if not key:
+                raise ValueError(f"{variable} is set and holds no key: unset it to let everybody in")
+            keys.append(key)
+            if variable == VLLM_KEY_VARIABLE:
+                logger.info("requests need the key of the environment variable %s", variable)
+    return tuple(keys)
+
+
+def batch_concurrency(args: argparse.Namespace) -> int:
+    """The number of batch requests at once. Raises ValueError if they would fill the queue, because other requests
+    would then be refused."""
+    asked: int | None = args.batch_concurrency
+    if asked is None:
+        return max(1, min(DEFAULT_BATCH_CONCURRENCY, args.max_queue // 2))
+    if args.batch_folder is not None and asked > args.max_queue:
+        message = f"requests would fill the queue of --max-queue {args.max_queue}: choose fewer, or a longer queue"
+        raise ValueError(f"--batch-concurrency: {asked} {message}")
+    return asked
+
+
+def generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:
+    """The values of fields that a request leaves out. Raises ValueError for values that a request may not have."""
+    defaults = GenerationDefaults()
+    match args.generation_config:
+        case "vllm":
+            pass
+        case "auto":
+            defaults = defaults if source.path is None else GenerationDefaults.from_folder(source.path)
+        case folder:
+            where = place(folder, "--generation-config")
+            if not (where / "generation_config.json").is_file():
+                raise ValueError(f"--generation-config {folder}: there is no generation_config.json in this folder")
+            defaults = GenerationDefaults.from_folder(local_folder(where))
+    changes = args.override_generation_config
+    if changes is not None:
+        defaults = defaults.overridden(changes, where="--override-generation-config")
+    limits = [limit for limit in (defaults.max_new_tokens, args.max_output_tokens) if limit is not None]
+    return replace(defaults, max_new_tokens=min(limits, default=None))
+
+
+def tls_files(args: argparse.Namespace) -> TlsFiles | None:
+    """The TLS files of the flags; None: plain HTTP. Raises ValueError for a flag without the flags that it needs."""
+    given = values_of(TlsFiles, args)
+    if given["certfile"] is not None:
+        return TlsFiles(**given)
+    for field, value in given.items():
+        if value:
+            raise ValueError(f"{flag_name(TlsFiles, field)} has no effect without --ssl-certfile")
+    return None
