@@ -34,14 +34,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batcher.buckets import BucketConfig, BucketLadder
+from batcher.step import Variant
+from model.config import LlamaConfig
 from scripts.building.child import ChildError, in_child
 from scripts.building.device import start_jax
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import AttentionInfo
 
 if TYPE_CHECKING:
-    from batcher.buckets import BucketConfig
-    from model.config import LlamaConfig
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.self_test import Program, SelfTest, SelfTestError
     from pallas_kernels.spec import Backend
@@ -212,8 +213,6 @@ def compile_self_test(
 def self_test_programs(buckets: BucketConfig, platform: str) -> list[Program]:
     """The shapes of the self-test: those of a mixed step of the engine, of its largest decode-only step, and of its
     largest speculative step if it has any."""
-    from batcher.buckets import BucketLadder
-    from batcher.step import Variant
     from pallas_kernels.self_test import Program
 
     tokens = min(TEST_TOKENS_OF_GPUS if platform == "gpu" else TEST_TOKENS, buckets.max_num_batched_tokens)

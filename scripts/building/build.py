@@ -38,13 +38,13 @@ from server.engine.block_hashes import BlockHasher, HashAlgorithm
 from server.engine.kv_events import KvEventPublisher
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of
+from server.text.tokenizer import ByteLevelTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from model.execution.runner import ModelRunner
     from pallas_kernels.api import PagedAttention
-    from server.text.tokenizer import ByteLevelTokenizer
 
 SEED = "PYTHONHASHSEED"  # of the hashes in K/V events, as in vLLM and its routers
 
@@ -135,8 +135,6 @@ def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokeniz
     """A function that makes the server's tokenizer from the size of the vocabulary."""
 
     def tokenizer(vocab_size: int) -> ByteLevelTokenizer:
-        from server.text.tokenizer import ByteLevelTokenizer
-
         return ByteLevelTokenizer.from_folder(served.tokenizer, vocab_size=vocab_size)
 
     return tokenizer

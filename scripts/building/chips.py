@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from model.config import LlamaConfig
+from model.quantization.forms import Rounding, WeightForm
+from pallas_kernels.chips import arch_converts_fp8
 from scripts.building.attention_backend import BACKENDS, Backends, none_can_be_used
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
     from model.network.eagle import EagleHead
     from model.network.llama import Llama
-    from model.quantization.forms import Rounding, WeightForm
     from pallas_kernels.api import PagedAttention
     from pallas_kernels.spec import Backend
 
@@ -149,8 +150,6 @@ def choose_kv_dtype(
         return "int8", None
     if not backend.startswith("gpu"):
         return "int8", f"not {asked}: int8 is the 8-bit type of the {backend} attention"
-    from pallas_kernels.chips import arch_converts_fp8
-
     if arch is None:
         from pallas_kernels.gpu import device
 
@@ -158,48 +157,6 @@ def choose_kv_dtype(
     if arch_converts_fp8(arch):
         return "float8_e4m3fn", None
     return "int8", f"not {asked}: this GPU has no instruction that converts fp8"
-
-
-def choose_num_chips(
-    asked: int | None,
-    num_devices: int,
-    check: Callable[[int], None],
-    *,
-    num_hosts: int = 1,
-) -> int:
-    """The number of chips that share the model: `asked`, or else the least power of two on which the model fits.
-    Several hosts use all their chips.
-
-    Args:
-        num_devices: the number of chips, on all hosts together.
-        check: raises ValueError if the model does not fit on so many chips, or cannot be divided over them.
-
-    Raises:
-        ValueError: the model fits on no number of chips (the error is that of the largest number, or the first about
-            the attention backend), or `asked` is not the number of all chips of several hosts.
-    """
-    from pallas_kernels.spec import UnavailableError
-
-    if num_hosts > 1:
-        if asked not in (None, num_devices):
-            raise ValueError(
-                f"--tensor-parallel-size {asked}: {num_hosts} hosts share a model over all their {num_devices} chips"
-            )
-        return num_devices
-    if asked is not None:
-        return asked
-    if num_devices == 1:
-        return 1  # the runner says whether the model fits
-    refusal = ValueError("there is no chip")
-    for num_chips in _powers_of_two(num_devices):
-        try:
-            check(num_chips)
-        except ValueError as error:
-            if not isinstance(refusal, UnavailableError):
-                refusal = error
-        else:
-            return num_chips
-    raise refusal
 
 
 def choose_chips_and_context(
@@ -213,32 +170,46 @@ def choose_chips_and_context(
 ) -> tuple[int, int]:
     """The number of chips that share the model, and the tokens of the longest request.
 
-    If `asked_context` is None, the context is the one that the model was trained for, or else the longest that fits on
-    as many chips as possible, in steps of CONTEXT_STEP tokens. Several hosts could find different contexts, so they
-    need `asked_context`.
+    The chips are `asked_chips`, or else the least power of two on which the model fits. Several hosts use all their
+    chips. If `asked_context` is None, the context is the one that the model was trained for, or else the longest that
+    fits on as many chips as possible, in steps of CONTEXT_STEP tokens. Several hosts could find different contexts, so
+    they need `asked_context`.
 
     Args:
-        check: raises DoesNotFitError if requests of a context do not fit on a number of chips.
+        num_devices: the number of chips, on all hosts together.
+        check: raises ValueError if the model cannot be divided over a number of chips, or DoesNotFitError if requests
+            of a context do not fit on them.
 
     Raises:
-        DoesNotFitError: the asked context does not fit, or no context.
+        ValueError: the model fits on no number of chips (the error is that of the largest number, or the first about
+            the attention backend), or `asked_chips` is not the number of all chips of several hosts.
     """
     from model.execution.memory_plan import DoesNotFitError
+    from pallas_kernels.spec import UnavailableError
 
-    context = choose_model_len(asked_context, trained_context)
-    try:
-        chips = choose_num_chips(asked_chips, num_devices, lambda number: check(number, context), num_hosts=num_hosts)
-        check(chips, context)
-        return chips, context
-    except DoesNotFitError as error:
-        if asked_context is not None or num_hosts > 1:
-            raise
-        chips = asked_chips or max(_powers_of_two(num_devices))
-        longest = error.longest // CONTEXT_STEP * CONTEXT_STEP
-        if not longest:
-            raise
-    check(chips, longest)
-    return chips, longest
+    context, numbers = choose_model_len(asked_context, trained_context), [asked_chips or num_devices]
+    if num_hosts > 1 and numbers != [num_devices]:
+        raise ValueError(
+            f"--tensor-parallel-size {asked_chips}: {num_hosts} hosts share a model over all their {num_devices} chips"
+        )
+    if num_hosts == 1 and asked_chips is None:
+        numbers = [2**power for power in range(num_devices.bit_length())]
+    refusal = ValueError("there is no chip")
+    for number in numbers:
+        try:
+            check(number, context)
+        except ValueError as error:
+            if not isinstance(refusal, UnavailableError):
+                refusal = error
+        else:
+            return number, context
+    if asked_context is not None or num_hosts > 1 or not isinstance(refusal, DoesNotFitError):
+        raise refusal
+    longest = refusal.longest // CONTEXT_STEP * CONTEXT_STEP
+    if not longest:
+        raise refusal
+    check(numbers[-1], longest)
+    return numbers[-1], longest
 
 
 def describe_idle(num_chips: int, num_devices: int) -> str:
@@ -259,10 +230,3 @@ def choose_model_len(asked: int | None, trained: int) -> int:
     if asked is not None and asked > trained:
         raise ValueError(f"--max-model-len {asked} is more than the {trained} tokens that the model was trained for")
     return asked or trained
-
-
-def _powers_of_two(most: int) -> Iterator[int]:
-    number = 1
-    while number <= most:
-        yield number
-        number *= 2

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
+from model.inputs.gguf import is_gguf
+from model.loading.checkpoint import open_checkpoint
+from model.loading.hf_format import EMBEDDING
 from model.loading.source import DEMO_FOLDER, Kind, ModelSource, head_folder
 from scripts.building.weights import ChosenWeights, bits_of_a_weight, choose_weights
 from scripts.flags.settings import EngineSettings
 from scripts.flags.speculation import FLAG
+from server.text.tokenizer import ByteLevelTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -176,10 +180,7 @@ def choose_head(
 
 def _find(folder: Path, config: EagleConfig, model: ChosenWeights) -> StoredHead:
     """The weights on disk. A copy of the model's embedding is not loaded."""
-    from model.inputs.gguf import is_gguf
-    from model.loading.checkpoint import open_checkpoint
     from model.loading.eagle_head import HeadFiles, StoredHead
-    from model.loading.hf_format import EMBEDDING
 
     with HeadFiles(folder, config) as files:
         files.tokens()
@@ -228,8 +229,6 @@ def _check_same_tokens(draft: ModelSource, model: ModelSource, vocab_size: int) 
     """Raises ValueError if a token has another text, or is special in one of the models only."""
     if draft.path is None or model.path is None:
         return  # a preset has no tokens
-    from server.text.tokenizer import ByteLevelTokenizer
-
     own, expected = (ByteLevelTokenizer.from_folder(x.path, vocab_size=vocab_size) for x in (draft, model) if x.path)
     texts = zip(own.token_bytes, expected.token_bytes, strict=False)
     differing = [id for id, (a, b) in enumerate(texts) if a != b]

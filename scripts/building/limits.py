@@ -12,6 +12,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.long_prompts import LongPrompts
 from batcher.request import LogprobsMode
 from batcher.step import Bucket
+from model.config import LlamaConfig
 from scripts.building.attention_backend import Backends
 from scripts.building.chips import ModelOnChips, choose_chips_and_context, choose_model_len, describe_idle
 from scripts.building.device import Device
@@ -20,7 +21,6 @@ from scripts.building.weights import ChosenWeights, choose_weights, listed
 from scripts.flags.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from model.config import LlamaConfig
     from model.execution.memory_plan import RunnerConfig
     from pallas_kernels.api import PagedAttention
 

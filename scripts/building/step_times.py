@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batcher.step_times import StepTimes
+from model.config import LlamaConfig
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
 from scripts.building.draft import num_multiplied
-
-if TYPE_CHECKING:
-    from model.config import LlamaConfig
 
 MOST_TOKENS = 1024  # in the table of a chip
 # The shares of the published figures that a step is expected to reach. Other engines' whole decode steps reach 0.77 of

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.config import LlamaConfig
 from model.loading.source import ModelSource, resolve
+from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm, described, form_named
+from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
 from scripts.flags.settings import EngineSettings
 from server.text.named_tokens import read_named_tokens
 
 if TYPE_CHECKING:
-    from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
     from model.network.llama import Llama
-    from model.quantization.forms import Rounding, WeightForm
 
 # The names of Llama 3 and ChatML. An added token of such a name ends a text, a message or a turn in every model.
 NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")
@@ -167,8 +168,6 @@ def choose_quantization(
         ValueError: a converted checkpoint has another form than `asked`, or one that the chip reads slowly. Or the
             model's sizes have no common groups for int4.
     """
-    from model.quantization.forms import Activations, EightBit, described, form_named
-
     if stored is None or stored.activations not in (Activations.EXACT, Activations.BLOCKS):
         reads = reads | {kind for kind, rows in rounded_rows.items() if rows == 1}
     held = None if stored is None else stored.quantization
@@ -221,8 +220,6 @@ def choose_rounding(
             rounded, too.
         rounded_rows: the chip's field of this name.
     """
-    from model.quantization.forms import Activations, EightBit, FourBit, Rounding
-
     stated = None if stored is None else stored.activations
     if form is None or form.kind not in rounded_rows or stated is Activations.EXACT:
         return None, None
@@ -249,8 +246,6 @@ def chip_products(platform: str) -> dict[str, Any]:
     C code, and the two can be compared. XLA's own products of int8 with int8 are slow.
     """
     import jax
-
-    from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
 
     of_xla: dict[str, Any] = {"reads": XLA_READS, "rounded_rows": {}}
     if platform == "gpu":

@@ -127,40 +127,37 @@ HARMLESS = {
 }
 
 
-class _Warn(argparse.Action):
+class _Do(argparse.Action):
+    """Calls the function `const` with the parser, the namespace, the flag and its value."""
+
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
     ) -> None:
-        getattr(namespace, self.dest).append(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
+        self.const(parser, namespace, flag, values)
 
 
-class _Refuse(argparse.Action):
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
-    ) -> None:
-        if values in HARMLESS.get(flag, ()):
-            return
+def _warn(_parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag: str, _value: Any) -> None:
+    namespace.compatibility_warnings.append(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
+
+
+def _refuse(parser: argparse.ArgumentParser, _namespace: argparse.Namespace, flag: str, value: Any) -> None:
+    if value not in HARMLESS.get(flag, ()):
         parser.error(f"{flag}: {REFUSED[flag]}")
 
 
-class _Embed(argparse.Action):
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
-    ) -> None:
-        namespace.enable_embeddings = EMBEDDING_FLAGS[flag][values] or namespace.enable_embeddings
+def _embed(_parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag: str, value: Any) -> None:
+    namespace.enable_embeddings = EMBEDDING_FLAGS[flag][value] or namespace.enable_embeddings
 
 
 def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, hidden from the help. The namespace's `compatibility_warnings` has the warnings."""
     parser.set_defaults(compatibility_warnings=[])
-    for flag in WITHOUT_EFFECT:
-        nargs = None if flag in WITH_VALUE else 0
-        parser.add_argument(flag, dest="compatibility_warnings", nargs=nargs, action=_Warn, help=argparse.SUPPRESS)
+    hidden: dict[str, Any] = {"action": _Do, "dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flags, work in ((WITHOUT_EFFECT, _warn), (REFUSED, _refuse)):
+        for flag in flags:
+            parser.add_argument(flag, nargs=None if flag in WITH_VALUE else 0, const=work, **hidden)
     for flag, values in EMBEDDING_FLAGS.items():
-        parser.add_argument(flag, choices=values, action=_Embed, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    for flag in REFUSED:
-        nargs = None if flag in WITH_VALUE else 0
-        parser.add_argument(flag, dest=argparse.SUPPRESS, nargs=nargs, action=_Refuse, help=argparse.SUPPRESS)
+        parser.add_argument(flag, choices=values, const=_embed, **hidden)
 
 
 def log_warnings(warnings: Sequence[str]) -> None:

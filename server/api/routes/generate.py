@@ -27,17 +27,15 @@ from server.api.state import ServerState
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.encoding import LongText, list_of
 from server.http.request_error import RequestError
+from server.settings import GenerationDefaults
 from server.text.tokenizer import ByteLevelTokenizer
+
+_DEFAULTS = GenerationDefaults()
 
 
 class GenerateParams(SamplingParameters, kw_only=True):
-    """vLLM's sampling parameters, with vLLM's defaults in place of the model's."""
+    """vLLM's sampling parameters. The defaults are vLLM's (`GenerationDefaults`), not the model's."""
 
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = 0
-    min_p: float | None = 0.0
-    repetition_penalty: float | None = 1.0
     n: int | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
@@ -80,7 +78,7 @@ class Generate:
             prompt=list[str | int | list[int]](ids),
             **{name: getattr(body, name) for name in names}
             | {"return_token_ids": True, "return_weight_versions": True},
-            **{name: getattr(params, name) for name in GenerateParams.__struct_fields__},
+            **{name: _value(params, name) for name in GenerateParams.__struct_fields__},
         )
         generation, head, (prompt,) = await self._completions.start(
             asked, request, id_prefix="generate-tokens", fills_context=True, shows_text=False
@@ -89,6 +87,11 @@ class Generate:
             generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
         )
         return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+
+
+def _value(params: GenerateParams, name: str) -> Any:
+    value = getattr(params, name)
+    return getattr(_DEFAULTS, name, None) if value is None else value
 
 
 class GenerateWriter(ChoicesWriter):
