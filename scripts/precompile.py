@@ -23,8 +23,8 @@ from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
-    from scripts.building.build import Built
-    from scripts.building.load import Report
+    from scripts.building.device import Report
+    from scripts.building.runner import Built
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,9 +47,9 @@ def precompile(settings: EngineSettings, topology: TpuTopology, report: Report) 
         ValueError: the settings cannot be used, or the compiler for the target is missing.
         OSError: a program cannot be stored.
     """
-    from scripts.building.build import build_runner
-
     be_on(topology)
+    from scripts.building.runner import build_runner
+
     built = build_runner(settings, report, only_programs=True)
     if settings.max_model_len is None and built.info.max_model_len < built.plan.weights.config.max_position_embeddings:
         report(

@@ -32,20 +32,21 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.step import Variant
+from model.compiling.compiler_options import compiler_options
 from model.config import LlamaConfig
+from model.network.sharding import make_mesh
+from pallas_kernels.api import PagedAttention, candidates
+from pallas_kernels.cpu import four_bit, library, per_token, products
+from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, Program, SelfTest, SelfTestError
+from pallas_kernels.spec import AttentionSpec, Backend, UnavailableError
 from scripts.building.child import ChildError, in_child
 from scripts.building.device import start_jax
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import AttentionInfo
-
-if TYPE_CHECKING:
-    from pallas_kernels.api import PagedAttention
-    from pallas_kernels.self_test import Program, SelfTest, SelfTestError
-    from pallas_kernels.spec import Backend
 
 logger = logging.getLogger("pallas_serve")
 
@@ -71,9 +72,6 @@ def paged_attention(
     mesh: Any,  # a Mesh; an AbstractMesh is enough for a plan; None for one chip
 ) -> PagedAttention:
     """The attention of a model in its stored form: `config` has the repeated KV heads (`sharding.stored_config`)."""
-    from pallas_kernels.api import PagedAttention
-    from pallas_kernels.spec import AttentionSpec
-
     spec = AttentionSpec(
         num_query_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -85,17 +83,11 @@ def paged_attention(
     return PagedAttention(spec, backend, mesh)
 
 
-def _candidates(asked: str, platform: str) -> tuple[Backend, ...]:
-    from pallas_kernels.api import candidates
-
-    return candidates(asked, platform)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Backends:
     """The attention backends that a start may choose from."""
 
-    candidates: Callable[[str, str], tuple[Backend, ...]] = _candidates  # from --attention-backend and the platform
+    candidates: Callable[[str, str], tuple[Backend, ...]] = candidates  # from --attention-backend and the platform
     make: Callable[..., PagedAttention] = paged_attention
 
 
@@ -136,14 +128,12 @@ def choose_attention(
     Raises:
         ValueError: no candidate passes.
     """
-    from pallas_kernels.self_test import SelfTestError
-    from pallas_kernels.spec import UnavailableError
-
     requested, failures = settings.attention_backend, dict[str, str]()
     for backend in candidates:
         try:
             attention = make(backend)
-            _load_native(backend, native_folder)
+            if backend is Backend.CPU:
+                library.load(native_folder)
             test = _Test(
                 attention=attention if make_tested is None else make_tested(backend),
                 settings=settings,
@@ -180,8 +170,6 @@ def is_tested_by_a_child(backend: Backend, candidates: Sequence[Backend]) -> boo
 
 def _can_a_child_test(backend: Backend, *, may_fail: bool) -> bool:
     """Whether a second process can test the backend. This requires that another backend could replace it."""
-    from pallas_kernels.spec import Backend
-
     may_have_children = not multiprocessing.current_process().daemon
     return may_fail and may_have_children and backend in (Backend.GPU, Backend.GPU_MMA)
 
@@ -198,8 +186,6 @@ def compile_self_test(
 
     Raises SelfTestError if a program cannot be compiled.
     """
-    from pallas_kernels.spec import Backend
-
     if attention.backend is Backend.REFERENCE and platform == "cpu":
         return 0
     test = _Test(
@@ -213,8 +199,6 @@ def compile_self_test(
 def self_test_programs(buckets: BucketConfig, platform: str) -> list[Program]:
     """The shapes of the self-test: those of a mixed step of the engine, of its largest decode-only step, and of its
     largest speculative step if it has any."""
-    from pallas_kernels.self_test import Program
-
     tokens = min(TEST_TOKENS_OF_GPUS if platform == "gpu" else TEST_TOKENS, buckets.max_num_batched_tokens)
     ladder = BucketLadder(buckets)
     rows = min(buckets.max_num_seqs, tokens - 1)
@@ -248,9 +232,6 @@ class _Test:
             SelfTestError: the backend cannot be used here.
             ValueError: the test hangs, and this process cannot continue.
         """
-        from pallas_kernels.self_test import SelfTestError
-        from pallas_kernels.spec import Backend
-
         backend = self.attention.backend
         if backend is Backend.REFERENCE and self.platform == "cpu":
             return NOT_TESTED, f"attention backend {backend}: a test is {NOT_TESTED}"
@@ -276,16 +257,11 @@ class _Test:
 
     def run(self) -> tuple[str, str]:
         """Runs the test in this process and thread. Raises SelfTestError if it fails."""
-        from pallas_kernels.self_test import SelfTestError
-        from pallas_kernels.spec import Backend
-
         started, attention = time.perf_counter(), self.attention
         test = self.made()
-        if attention.backend is Backend.CPU:
-            from pallas_kernels.cpu import four_bit, per_token, products
-
-            if fault := products.fault() or four_bit.fault() or per_token.fault():
-                raise SelfTestError(fault)
+        in_c = (products, four_bit, per_token) if attention.backend is Backend.CPU else ()
+        if fault := next(filter(None, (part.fault() for part in in_c)), None):
+            raise SelfTestError(fault)
         passed = test.run(self_test_programs(self.buckets, self.platform))
         return "passed", (
             f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
@@ -294,9 +270,6 @@ class _Test:
 
     def made(self) -> SelfTest:
         """The test of the kernels, of which nothing is compiled yet."""
-        from model.compiling.compiler_options import compiler_options
-        from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, SelfTest
-
         return SelfTest(
             self.attention,
             pages_per_seq=-(-self.max_model_len // self.attention.spec.page_size),
@@ -308,16 +281,12 @@ class _Test:
 def _in_this_child(test: _Test, num_chips: int) -> tuple[str, str] | SelfTestError | str:
     """Runs a test over so many chips in a child process. Returns its result or its error. A string is the reason why a
     second process cannot use the chips."""
-    from pallas_kernels.self_test import SelfTestError
-
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the other process's pool has most of the memory
     try:
         start_jax(test.settings)
     except ValueError as error:
         return str(error)
     if num_chips > 1:
-        from model.network.sharding import make_mesh
-
         test = replace(test, attention=replace(test.attention, mesh=make_mesh(num_chips)))
     try:
         return test.run()
@@ -363,8 +332,6 @@ def _warning_after(seconds: float, message: str) -> Iterator[None]:
 
 def _warning(info: AttentionInfo, first: Backend) -> str:
     """The warning that the first candidate does not serve: the reason, the cost, and what to do."""
-    from pallas_kernels.spec import Backend
-
     slower = "several times slower" if info.backend == Backend.REFERENCE else "slower"
     said = f"WARNING: serving with the attention backend {info.backend}, {slower} than the backend {first}. "
     said += f"Not used: {_reasons(info.failures)}"
@@ -373,13 +340,3 @@ def _warning(info: AttentionInfo, first: Backend) -> str:
 
 def _reasons(failures: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-
-
-def _load_native(backend: Backend, folder: Path | None) -> None:
-    """Compiles and loads the backend's C code, if it has any. Raises UnavailableError if this fails."""
-    from pallas_kernels.spec import Backend
-
-    if backend is Backend.CPU:
-        from pallas_kernels.cpu import library
-
-        library.load(folder)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from model.config import LlamaConfig
+from model.execution.device_memory import device_memory
+from model.execution.memory_plan import DoesNotFitError, RunnerConfig, check_fits, memory_needs
+from model.network.eagle import EagleHead
+from model.network.llama import Llama
+from model.network.packed import pack, pack_for_tpu, use_cpu_products
+from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import Rounding, WeightForm
+from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import arch_converts_fp8
+from pallas_kernels.layout import default_page_size
+from pallas_kernels.spec import Backend, UnavailableError
 from scripts.building.attention_backend import BACKENDS, Backends, none_can_be_used
 from scripts.flags.settings import EngineSettings
-
-if TYPE_CHECKING:
-    from model.execution.memory_plan import RunnerConfig
-    from model.network.eagle import EagleHead
-    from model.network.llama import Llama
-    from pallas_kernels.api import PagedAttention
-    from pallas_kernels.spec import Backend
 
 CONTEXT_STEP = 256  # tokens
 
@@ -48,8 +52,6 @@ class ModelOnChips:
         draft: ModelOnChips | None = None,
         plan: Callable[[Mapping[str, Any]], EagleHead] | None = None,
     ) -> None:
-        from model.network.sharding import abstract_model, make_mesh
-
         self.num_chips = num_chips
         self._platform = platform
         self.draft = draft
@@ -90,8 +92,6 @@ class ModelOnChips:
     def pack_for(self, backend: Backend, model: Llama | EagleHead) -> None:
         """Converts the model's weights and operations to the form of the platform, in place. On one CPU with the C
         code's attention, this also chooses the C code for all other operations of a step."""
-        from model.network.packed import pack, pack_for_tpu, use_cpu_products
-
         if self.is_one_cpu and backend == "cpu":
             pack(model)
         elif self.is_one_cpu:
@@ -102,10 +102,6 @@ class ModelOnChips:
     def check_fits(self) -> None:
         """Raises ValueError if no candidate computes the attention, or if a chip of this process has too little
         memory."""
-        import jax
-
-        from model.execution.device_memory import device_memory
-        from model.execution.memory_plan import check_fits, memory_needs
 
         attention = self.first_attention()
         needs = memory_needs(self.planned, attention, self.limits, self.draft_over(attention.backend))
@@ -115,8 +111,6 @@ class ModelOnChips:
 
     def first_attention(self) -> PagedAttention:
         """The attention over the first candidate that computes it. Raises UnavailableError if there is none."""
-        from pallas_kernels.spec import UnavailableError
-
         failures = dict[str, str]()
         for backend in self.candidates:
             try:
@@ -126,8 +120,6 @@ class ModelOnChips:
         raise UnavailableError(none_can_be_used(self._settings.attention_backend, failures))
 
     def _attention(self, backend: Backend, config: LlamaConfig, mesh: Any) -> PagedAttention:
-        from pallas_kernels.layout import default_page_size
-
         dtype = self.form["dtype"]
         kv_dtype, _ = choose_kv_dtype(self._settings.kv_cache_dtype, dtype, backend)
         page_size = self._settings.page_size or default_page_size(backend, self.limits.max_model_len)
@@ -151,7 +143,7 @@ def choose_kv_dtype(
     if not backend.startswith("gpu"):
         return "int8", f"not {asked}: int8 is the 8-bit type of the {backend} attention"
     if arch is None:
-        from pallas_kernels.gpu import device
+        from pallas_kernels.gpu import device  # it imports Mosaic GPU
 
         arch = device.current().arch
     if arch_converts_fp8(arch):
@@ -184,9 +176,6 @@ def choose_chips_and_context(
         ValueError: the model fits on no number of chips (the error is that of the largest number, or the first about
             the attention backend), or `asked_chips` is not the number of all chips of several hosts.
     """
-    from model.execution.memory_plan import DoesNotFitError
-    from pallas_kernels.spec import UnavailableError
-
     context, numbers = choose_model_len(asked_context, trained_context), [asked_chips or num_devices]
     if num_hosts > 1 and numbers != [num_devices]:
         raise ValueError(

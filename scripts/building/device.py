@@ -6,7 +6,9 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}  # by device, as jax nam
 CUDA = 13  # the version of CUDA in jax's packages
 HAS_MAPPED_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 ROOT = Path(__file__).parents[2]
+Report = Callable[[str], None]  # takes a line of the report of a start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +128,12 @@ def find_device() -> str:
 def runs_on_tpu(settings: EngineSettings) -> bool:
     """Whether the engine's device is a TPU. Does not start jax."""
     return settings.device == "tpu" or (settings.device == "auto" and find_device() == "tpu")
+
+
+@contextmanager
+def phase(name: str, report: Report) -> Iterator[Report]:
+    """Reports the seconds of a phase, with the remarks that its body reports."""
+    started = time.perf_counter()
+    said: list[str] = []
+    yield said.append
+    report(f"  {name:<9}{time.perf_counter() - started:6.1f} s  {'; '.join(said)}")

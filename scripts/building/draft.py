@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
 from model.inputs.gguf import is_gguf
 from model.loading.checkpoint import open_checkpoint
+from model.loading.eagle_head import HeadFiles, StoredHead, random_head
 from model.loading.hf_format import EMBEDDING
 from model.loading.source import DEMO_FOLDER, Kind, ModelSource, head_folder
+from model.network.eagle import EagleHead
+from model.network.sharding import abstract_head
+from scripts.building.step_times import num_multiplied
 from scripts.building.weights import ChosenWeights, bits_of_a_weight, choose_weights
 from scripts.flags.settings import EngineSettings
 from scripts.flags.speculation import FLAG
 from server.text.tokenizer import ByteLevelTokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from model.loading.eagle_head import StoredHead
-    from model.network.eagle import EagleHead
 
 DEMO_DRAFT = DEMO_FOLDER / "draft"
 # The least time of a pass of a draft model or head, as the number of the model's weights that take as long. On a CPU
@@ -56,14 +55,10 @@ class ChosenHead:
 
     def plan(self, form: Mapping[str, Any]) -> EagleHead:
         """The head in the form of a `ModelOnChips`, without weights."""
-        from model.network.sharding import abstract_head
-
         return abstract_head(self.eagle, has_embedding=self.has_embedding, **_placement(form))
 
     def load(self, form: Mapping[str, Any]) -> EagleHead:
         """The head in the form of a `ModelOnChips`, with its weights."""
-        from model.loading.eagle_head import random_head
-
         if self.stored is None:
             return random_head(self.eagle, seed=self.seed, has_embedding=self.has_embedding, **_placement(form))
         return self.stored.load(**_placement(form))
@@ -180,8 +175,6 @@ def choose_head(
 
 def _find(folder: Path, config: EagleConfig, model: ChosenWeights) -> StoredHead:
     """The weights on disk. A copy of the model's embedding is not loaded."""
-    from model.loading.eagle_head import HeadFiles, StoredHead
-
     with HeadFiles(folder, config) as files:
         files.tokens()
         has_embedding, stored = files.has_embedding, model.stored
@@ -210,19 +203,6 @@ def draft_cost(
     """
     weights = num_multiplied(draft) * bits[0] / bits[1]  # as many of the model's take as long to read
     return max(weights, LEAST_DRAFT_WEIGHTS[platform]) / num_multiplied(model)
-
-
-def num_multiplied(network: LlamaConfig | EagleConfig) -> int:
-    """The number of weights that a pass multiplies: all but the embedding."""
-    config = network if isinstance(network, LlamaConfig) else network.layer
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    of_layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    if isinstance(network, LlamaConfig):
-        return config.num_layers * of_layer + config.vocab_size * config.hidden_size
-    of_head = network.draft_vocab_size * config.hidden_size
-    if network.form is EagleForm.EAGLE:
-        return of_layer + of_head + 2 * config.hidden_size**2
-    return of_layer + of_head + config.hidden_size * (queries + 2 * keys)  # the inputs of attention are twice as wide
 
 
 def _check_same_tokens(draft: ModelSource, model: ModelSource, vocab_size: int) -> None:

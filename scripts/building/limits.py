@@ -6,23 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.long_prompts import LongPrompts
 from batcher.request import LogprobsMode
 from batcher.step import Bucket
 from model.config import LlamaConfig
+from model.execution.memory_plan import RunnerConfig
+from model.execution.prompt_lookup import PromptLookup
+from pallas_kernels.api import PagedAttention
 from scripts.building.attention_backend import Backends
 from scripts.building.chips import ModelOnChips, choose_chips_and_context, choose_model_len, describe_idle
 from scripts.building.device import Device
 from scripts.building.draft import ChosenDraft, ChosenHead, choose_draft
 from scripts.building.weights import ChosenWeights, choose_weights, listed
 from scripts.flags.settings import EngineSettings
-
-if TYPE_CHECKING:
-    from model.execution.memory_plan import RunnerConfig
-    from pallas_kernels.api import PagedAttention
 
 STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
 # Per platform: the default limits, and the shapes that are worth a program.
@@ -85,8 +86,6 @@ class EnginePlan:
 
     def facts(self, attention: PagedAttention) -> dict[str, str]:
         """The facts that shape the programs, in addition to the settings and the number of pages."""
-        import jax
-
         weights, draft = self.weights, self.draft
         return {
             "the model's config": str(weights.config),
@@ -216,9 +215,6 @@ def even_context(config: LlamaConfig) -> float:
 
 def runner_config(settings: EngineSettings, buckets: BucketConfig, max_model_len: int) -> RunnerConfig:
     """The limits for the memory plan."""
-    from model.execution.memory_plan import RunnerConfig
-    from model.execution.prompt_lookup import PromptLookup
-
     lookup = None
     if settings.speculation is not None and settings.speculation.looks_up:
         least, most = settings.speculation.lookup

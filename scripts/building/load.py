@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from model.compiling.traced_programs import fingerprint
+from model.execution.device_memory import return_freed_memory
+from model.execution.kv_range import measured_range
+from model.execution.runner import ModelRunner
 from model.inputs.words import one_line
+from model.loading import prepared_weights
+from model.loading.given_tensors import GivenWeights
+from model.loading.prepared_weights import SUFFIX
+from model.loading.weights_digest import files_of
+from model.network.eagle import EagleHead
+from model.network.llama import Llama
+from model.network.packed import packer
+from pallas_kernels.api import PagedAttention
+from pallas_kernels.quantised import scales_of
+from pallas_kernels.spec import AttentionSpec
 from scripts.building.chips import ModelOnChips, choose_kv_dtype
+from scripts.building.device import Report, phase
 from scripts.building.draft import ChosenHead
 from scripts.building.limits import EnginePlan
 from scripts.building.weights import ChosenWeights
 
-if TYPE_CHECKING:
-    import jax
-    import numpy as np
-
-    from model.execution.runner import ModelRunner
-    from model.loading.given_tensors import GivenWeights
-    from model.network.eagle import EagleHead
-    from model.network.llama import Llama
-    from pallas_kernels.api import PagedAttention
-    from pallas_kernels.spec import AttentionSpec
-
-Report = Callable[[str], None]
 GIB = 1 << 30
 _PACKAGES = [Path(__file__).parents[2] / name for name in ("model", "pallas_kernels")]  # they prepare weights
 
@@ -42,9 +48,6 @@ class Loaded:
 
     def delete(self) -> None:
         """Frees the memory of the chips."""
-        import jax
-        from flax import nnx
-
         for model in filter(None, (self.model, self.draft)):
             for leaf in jax.tree.leaves(nnx.state(model)):
                 leaf.delete()
@@ -81,11 +84,6 @@ class Loader:
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
 
     def _read_one(self, weights: ChosenWeights | ChosenHead, chips: ModelOnChips, say: Report, *, keeps: bool) -> Any:
-        import jax
-        from flax import nnx
-
-        from model.execution.device_memory import return_freed_memory
-        from model.loading import prepared_weights
 
         file = _prepared_file(self.plan.device.folders.weights(self.plan.device.platform), weights, chips)
         model = None if file is None else prepared_weights.mapped(chips.planned, file)
@@ -163,8 +161,6 @@ class Loader:
             raise RuntimeError("an update of the weights has failed half way") from error
 
     def _packed(self) -> Callable[[str, Mapping[str, jax.Array]], dict[str, jax.Array]]:
-        from model.network.packed import packer
-
         return packer(self.plan.chips.planned)
 
     def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
@@ -184,12 +180,6 @@ def _prepared_file(folder: Path | None, weights: ChosenWeights | ChosenHead, chi
     """
     if folder is None or not chips.is_one_cpu or not isinstance(weights, ChosenWeights) or weights.stored is None:
         return None
-    import jax
-    from flax import nnx
-
-    from model.compiling.traced_programs import fingerprint
-    from model.loading.prepared_weights import SUFFIX
-    from model.loading.weights_digest import files_of
 
     files = files_of(weights.stored)
     local = [file.resolve() for file in files if isinstance(file, Path)]
@@ -210,15 +200,6 @@ def _version(file: Path) -> tuple[Any, ...]:
     return str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-@contextmanager
-def phase(name: str, report: Report) -> Iterator[Report]:
-    """Reports the seconds of a phase, with the remarks that its body reports."""
-    started = time.perf_counter()
-    said: list[str] = []
-    yield said.append
-    report(f"  {name:<9}{time.perf_counter() - started:6.1f} s  {'; '.join(said)}")
-
-
 def find_kv_scales(model: Llama, stored: np.ndarray | None, spec: AttentionSpec) -> tuple[np.ndarray, str]:
     """The scales f32[L, 2, K] for the stored KV heads, and their origin in words.
 
@@ -226,11 +207,6 @@ def find_kv_scales(model: Llama, stored: np.ndarray | None, spec: AttentionSpec)
         model: a model with its weights in place.
         stored: the checkpoint's ranges (`StoredWeights.kv_ranges`); None: they are measured, on all hosts at once.
     """
-    import jax.numpy as jnp
-    import numpy as np
-
-    from model.execution.kv_range import measured_range
-    from pallas_kernels.quantised import scales_of
 
     ranges, origin = stored, "with the checkpoint's scales"
     if ranges is None:

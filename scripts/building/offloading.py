@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from batcher.engine import Engine
 from batcher.page_store import Offloading
+from model.execution.device_memory import host_memory
+from model.execution.runner import ModelRunner
 from model.inputs.paths import place
+from model.loading.weights_digest import files_digest, weights_digest
+from model.page_files.store import PATH_FLAG, PageFiles
 from scripts.building.draft import ChosenDraft, ChosenHead
 from scripts.building.weights import ChosenWeights
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.fetched_pages import FetchedPages
 from server.engine.page_server import PageServer
 from server.engine.wire import EngineInfo
-
-if TYPE_CHECKING:
-    from model.execution.runner import ModelRunner
 
 GIB = 1 << 30
 # Returns digests of the model's weights and of those of the draft model or head.
@@ -43,9 +43,6 @@ def make_offloading(settings: EngineSettings, runner: ModelRunner, digests: Dige
 
     Raises ValueError if the host's memory or the folder cannot be used.
     """
-    from model.execution.device_memory import host_memory
-    from model.page_files.store import PATH_FLAG, PageFiles
-
     if not settings.kv_offloading_size:
         return None
     size, free = int(settings.kv_offloading_size * GIB), host_memory().free
@@ -87,8 +84,6 @@ def give_pages(served: ServedSettings, engine: Engine, info: EngineInfo) -> Engi
 
 def _digest(weights: ChosenWeights | ChosenHead) -> str:
     """A text that is equal only for equal weights."""
-    from model.loading.weights_digest import files_digest, weights_digest
-
     if weights.stored is None:
         return f"random {weights.seed} {weights.config!r}"
     if isinstance(weights, ChosenHead):

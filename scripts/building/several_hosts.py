@@ -10,8 +10,8 @@ from functools import partial
 
 from model.inputs.words import described
 from scripts.building.adapters import loaded_adapters
-from scripts.building.build import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
 from scripts.building.changeable import ChangeableEngine, FolderUpdates
+from scripts.building.runner import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.adapters import AllAdapters
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError

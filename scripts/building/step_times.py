@@ -7,8 +7,8 @@ from typing import Any
 
 from batcher.step_times import StepTimes
 from model.config import LlamaConfig
+from model.eagle_config import EagleConfig, EagleForm
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
-from scripts.building.draft import num_multiplied
 
 MOST_TOKENS = 1024  # in the table of a chip
 # The shares of the published figures that a step is expected to reach. Other engines' whole decode steps reach 0.77 of
@@ -114,6 +114,19 @@ def products(
         "num_reduces": 2 * config.num_layers + 1 if num_chips > 1 else 0,
         "num_devices": num_chips,
     }
+
+
+def num_multiplied(network: LlamaConfig | EagleConfig) -> int:
+    """The number of weights that a pass multiplies: all but the embedding."""
+    config = network if isinstance(network, LlamaConfig) else network.layer
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    of_layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    if isinstance(network, LlamaConfig):
+        return config.num_layers * of_layer + config.vocab_size * config.hidden_size
+    of_head = network.draft_vocab_size * config.hidden_size
+    if network.form is EagleForm.EAGLE:
+        return of_layer + of_head + 2 * config.hidden_size**2
+    return of_layer + of_head + config.hidden_size * (queries + 2 * keys)  # the inputs of attention are twice as wide
 
 
 def flops_per_s(chip: TpuChip | GpuChip) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ LEAST_PROGRAMS = 6  # with fewer programs, the engine has traced them before a p
 LIMIT_S = 300.0
 # In a process that only describes chips, libtpu logs errors about what it does not find of them.
 QUIET = {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
-Build = Callable[[EngineSettings], Any]  # -> `build.Built`
+Build = Callable[[EngineSettings], Any]  # -> `runner.Built`
 
 
 def num_tracers(
@@ -105,15 +106,15 @@ def start_tracers(
     for index in range(count):
         share = buckets[::-1][index::count]
         process = context.Process(
-            target=_trace, args=(settings, share, build, target), name=f"tracer-{index}", daemon=True
+            target=_trace, args=(settings, share, pickle.dumps(build), target), name=f"tracer-{index}", daemon=True
         )
         start_without_main(process)
         processes.append(process)
     return processes
 
 
-def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: Build, target: str | None) -> None:
-    """The work of one process."""
+def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: bytes, target: str | None) -> None:
+    """The work of one process. `build` is pickled: its module imports jax, which must find the described chips."""
     end_with_parent()
     limit = threading.Timer(LIMIT_S, os._exit, (1,))
     limit.daemon = True
@@ -123,6 +124,6 @@ def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: Build, ta
     try:
         if target is not None:
             be_on(tpu_topology(target))
-        build(settings).runner.programs.trace(buckets)
+        pickle.loads(build)(settings).runner.programs.trace(buckets)
     except Exception as error:
         logger.warning("a process that traces programs has ended, and the engine traces them: %s", described(error))

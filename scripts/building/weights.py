@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from model.config import LlamaConfig
 from model.loading.source import ModelSource, resolve
+from model.loading.stored_weights import StoredWeights, find_weights
+from model.loading.weights import random_weights
+from model.network.llama import Llama
 from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm, described, form_named
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
+from pallas_kernels.cpu.library import find_compiler
+from pallas_kernels.spec import UnavailableError
 from scripts.flags.settings import EngineSettings
 from server.text.named_tokens import read_named_tokens
-
-if TYPE_CHECKING:
-    from model.loading.stored_weights import StoredWeights
-    from model.network.llama import Llama
 
 # The names of Llama 3 and ChatML. An added token of such a name ends a text, a message or a turn in every model.
 NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>")
@@ -62,8 +65,6 @@ class ChosenWeights:
         """The model in the form of a `ModelOnChips`, with its weights."""
         if self.stored is not None:
             return self.stored.load(**form)
-        from model.loading.weights import random_weights
-
         return random_weights(self.config, **form, seed=self.seed)
 
     def remarks(self) -> Iterator[str]:
@@ -113,8 +114,6 @@ def _find(settings: EngineSettings, source: ModelSource) -> StoredWeights | None
         return None
     if source.weights is None:
         raise ValueError(f"--model {settings.model} has no weights: add --load-format dummy for random ones")
-    from model.loading.stored_weights import find_weights
-
     return find_weights(source.weights, source.config, settings.load_format)
 
 
@@ -245,20 +244,15 @@ def chip_products(platform: str) -> dict[str, Any]:
     They do not depend on the attention backend. So `--attention-backend reference` rounds the same numbers as a CPU's
     C code, and the two can be compared. XLA's own products of int8 with int8 are slow.
     """
-    import jax
-
     of_xla: dict[str, Any] = {"reads": XLA_READS, "rounded_rows": {}}
     if platform == "gpu":
         major, minor = map(int, jax.devices()[0].compute_capability.split("."))
         return {"reads": arch_reads((major, minor)), "rounded_rows": arch_rounded_rows((major, minor))}
     if platform == "tpu":
-        from pallas_kernels.tpu.blocks import this_chip
+        from pallas_kernels.tpu.blocks import this_chip  # it imports Mosaic
 
         chip = TPUS.get(this_chip())
         return {"reads": chip.reads, "rounded_rows": chip.rounded_rows} if chip else of_xla
-    from pallas_kernels.cpu.library import find_compiler
-    from pallas_kernels.spec import UnavailableError
-
     try:
         find_compiler()
     except UnavailableError:  # XLA's loops read int8 fastest with inputs as they are; the start says what is missing

@@ -23,7 +23,7 @@ from batcher.engine import Engine
 from batcher.request import Request, SamplingParams
 from model.inputs.paths import local_path
 from model.loading.source import resolve
-from scripts.building.build import Built, build_runner
+from scripts.building.runner import Built, build_runner
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.settings import EngineSettings, add_engine_flags

@@ -52,7 +52,7 @@ def bench(args: argparse.Namespace, argv: list[str]) -> int:
         return bench_dispatch(args.dispatch)
     import jax
 
-    from scripts.building.build import build_runner
+    from scripts.building.runner import build_runner
     from scripts.lab.in_engine import num_drawn
 
     budget = max([*args.prefill, max(args.rows) + 1])

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from batcher.change import Change, OnDone, PauseMode
 from batcher.engine import Engine
 from batcher.errors import EngineDeadError
-from scripts.building.build import Built
-from scripts.building.changeable import change
 from scripts.offline.in_process import InProcessEngineClient
 from server.engine.wire import PARTS, WEIGHTS, ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
     from model.network.llama import Llama
+    from scripts.building.runner import Built
 
 Names = Literal["hf", "own", "maxtext", "tunix"]
 Requests = Literal["abort", "wait", "keep"]
@@ -211,6 +210,8 @@ class EngineForTraining:
                 self.resume()
 
     def _change_weights(self, command: ChangeWeights) -> None:
+        from scripts.building.changeable import change
+
         self._change(partial(change, self._weights, command))
 
     def _change(self, work: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.building.build import Built, build_runner
+from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
 from tests.conftest import EXPORTED
 from tests.e2e.replay import LIMITS

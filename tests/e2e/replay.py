@@ -10,7 +10,7 @@ import numpy as np
 
 from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
-from scripts.building.build import Built
+from scripts.building.runner import Built
 from scripts.lab.load.lengths import Lengths
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}

@@ -17,7 +17,7 @@ from batcher.buckets import BucketConfig
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.attention_backend import Backends, Chosen, choose_attention, paged_attention
-from scripts.building.build import build_runner, warm_engine
+from scripts.building.runner import build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from tests.server.support import real_engine
 from tests.server.support.real_engine import RealConfig

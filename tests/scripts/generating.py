@@ -50,7 +50,7 @@ def build_fake(
 
 
 def built_of(info: EngineInfo, runner: FakeRunner | None) -> SimpleNamespace:
-    """What an LLM needs of `scripts.building.build.Built`. All parts are on the device."""
+    """What an LLM needs of `scripts.building.runner.Built`. All parts are on the device."""
     return SimpleNamespace(info=info, runner=runner, changeable_weights=lambda: SimpleNamespace(missing=frozenset()))
 
 

@@ -11,7 +11,7 @@ from batcher.buckets import BucketLadder
 from batcher.step import Bucket, Variant
 from scripts import precompile
 from scripts.building import limits
-from scripts.building.build import Built, build_runner
+from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
 
 

@@ -18,9 +18,9 @@ from model.loading.stored_weights import StoredWeights, find_weights
 from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, Rounding, SixBit
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_READS
 from pallas_kernels.spec import Backend
-from scripts.building.build import OtherHosts, build_runner
 from scripts.building.chips import choose_kv_dtype
 from scripts.building.limits import choose_step_timeout
+from scripts.building.runner import OtherHosts, build_runner
 from scripts.building.weights import choose_dtype, choose_quantization, choose_rounding
 from scripts.convert_checkpoint import convert
 from scripts.flags.settings import EngineSettings

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts import launch
-from scripts.building.build import make_publisher
+from scripts.building.runner import make_publisher
 from scripts.flags.settings import EngineSettings
 from server.engine.block_hashes import BlockHasher, HashAlgorithm
 

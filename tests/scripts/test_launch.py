@@ -30,7 +30,7 @@ def parse(*flags: str) -> argparse.Namespace:
     [
         ("scripts.launch", {"jax", "transformers", "gguf"}),
         ("scripts.lab.check", {"jax", "transformers", "gguf"}),
-        ("scripts.building.build, model.execution.runner", {"transformers", "gguf"}),
+        ("scripts.building.build, scripts.building.runner", {"transformers", "gguf"}),
     ],
     ids=["server", "check", "engine"],
 )

@@ -12,7 +12,7 @@ import pytest
 from model.execution.host_copy import HostCopy
 from model.loading.given_tensors import GivenWeights
 from scripts.building import device
-from scripts.building.build import Built, build_runner
+from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
 from tests.conftest import COMPILED
 from tests.model import checkpoints

@@ -16,8 +16,8 @@ from pallas_kernels.cpu import library, products
 from pallas_kernels.self_test import Program
 from pallas_kernels.spec import Backend
 from scripts.building.attention_backend import NOT_TESTED, Backends, paged_attention, self_test_programs
-from scripts.building.build import build_runner, warm_engine
 from scripts.building.limits import bucket_config
+from scripts.building.runner import build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from scripts.lab.serve_all import serve_all
 from server.settings import Settings

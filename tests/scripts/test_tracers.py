@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.building.build import build_runner, warm_engine
+from scripts.building.runner import build_runner, warm_engine
 from scripts.building.tracers import GIB, num_tracers, start_tracers, trace_ahead
 from scripts.flags.settings import EngineSettings
 from tests.model import checkpoints

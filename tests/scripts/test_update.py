@@ -35,8 +35,8 @@ from model.network.llama import Llama
 from model.network.packed import pack
 from model.quantization.forms import Mixed
 from scripts.building import build
-from scripts.building.build import Built, build_runner, warm_engine
 from scripts.building.changeable import RunnerUpdates, RunnerWeights
+from scripts.building.runner import Built, build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from server.engine.weight_changes import WeightChanges
 from server.engine.wire import (

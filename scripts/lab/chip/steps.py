@@ -15,8 +15,8 @@ from jax.profiler import ProfileData
 from batcher.step import Bucket, Variant
 from model.config import LlamaConfig
 from model.loading.source import resolve
-from scripts.building.build import build_runner
 from scripts.building.device import start_jax
+from scripts.building.runner import build_runner
 from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.kernels import memory_limit
 from scripts.lab.chip.parts import Options, Result
