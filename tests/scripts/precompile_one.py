@@ -3,19 +3,23 @@
 `python -m tests.scripts.precompile_one FLAGS` prints what the command says, and last its CPU seconds.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from batcher.buckets import BucketLadder
+from batcher import buckets
 from batcher.step import Bucket, Variant
 from scripts import precompile
-from scripts.building import limits
-from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
 
+if TYPE_CHECKING:  # a process that describes chips imports jax later
+    from scripts.building.runner import Built
 
-class OneStep(BucketLadder):
+
+class OneStep(buckets.BucketLadder):
     """The smallest step that only decodes."""
 
     def buckets(self) -> list[Bucket]:
@@ -24,8 +28,10 @@ class OneStep(BucketLadder):
 
 def built(settings: EngineSettings, said: list[str], **options: bool) -> Built:
     """A runner with the one step. It keeps programs in JAX's cache alone, as on a TPU."""
+    from scripts.building import limits, runner
+
     with patch.object(limits, "BucketLadder", OneStep):
-        start = build_runner(settings, said.append, **options)
+        start = runner.build_runner(settings, said.append, **options)
     start.runner.programs._export_folder = None
     return start
 
@@ -41,5 +47,5 @@ def shapes(start: Built) -> Mapping[str, str]:
 
 
 if __name__ == "__main__":
-    limits.BucketLadder = OneStep
+    buckets.BucketLadder = OneStep
     sys.exit(precompile.main(sys.argv[1:]))

@@ -34,7 +34,7 @@ from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.packed import pack
 from model.quantization.forms import Mixed
-from scripts.building import build
+from scripts.building import device
 from scripts.building.changeable import RunnerUpdates, RunnerWeights
 from scripts.building.runner import Built, build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
@@ -80,7 +80,7 @@ def write_both(folder: Path, variant: str) -> tuple[Path, Path]:
 @pytest.fixture(autouse=True)
 def has_eight_devices(monkeypatch):
     """A start would set their number, which this process cannot change any more."""
-    monkeypatch.setattr(build, "start_jax", lambda *_, **__: "cpu")
+    monkeypatch.setattr(device, "start_jax", lambda *_, **__: "cpu")
 
 
 def built(folder: Path | str, **settings: object) -> Built:
