@@ -47,6 +47,12 @@ class _GenerationFile(msgspec.Struct):
     repetition_penalty: Annotated[float, _range_of("repetition_penalty")] | None = None
     max_new_tokens: Annotated[int, integer(1, 2**31 - 1)] | None = None
 
+    def given(self) -> dict[str, Any]:
+        """The given fields of `GenerationDefaults`; `do_sample: false` means greedy."""
+        fields = msgspec.structs.asdict(self)
+        greedy = {"temperature": 0.0} if fields.pop("do_sample") is False else {}
+        return {name: value for name, value in fields.items() if value is not None} | greedy
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
@@ -68,26 +74,22 @@ class GenerationDefaults:
         path = folder / "generation_config.json"
         if not path.exists():
             return cls()
-        file = msgspec.structs.asdict(read_fields(path, _GenerationFile))
-        greedy = file.pop("do_sample") is False
-        values = {name: value for name, value in file.items() if value is not None}
-        return cls(**values | ({"temperature": 0.0} if greedy else {}))
+        return cls(**read_fields(path, _GenerationFile).given())
 
     def overridden(self, text: str, *, where: str) -> GenerationDefaults:
         """A copy with the values of a JSON object. Raises ValueError for a value that a request may not have. The
         message begins with `where`."""
         try:
             names = msgspec.json.decode(text, type=dict[str, Any]).keys()
-            values = msgspec.structs.asdict(msgspec.json.decode(text, type=_GenerationFile))
+            file = msgspec.json.decode(text, type=_GenerationFile)
         except msgspec.DecodeError as error:
             raise ValueError(f"{where} {text!r}: {error}") from error
         except RecursionError as error:
             raise ValueError(f"{where} is nested too deeply") from error
-        if unknown := sorted(names - values.keys()):
-            raise ValueError(f"{where}: unknown fields {', '.join(unknown)}; there are {', '.join(values)}")
-        greedy = {"temperature": 0.0} if values.pop("do_sample") is False else {}
-        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-        return replace(self, **given | greedy)
+        known = file.__struct_fields__
+        if unknown := sorted(names - set(known)):
+            raise ValueError(f"{where}: unknown fields {', '.join(unknown)}; there are {', '.join(known)}")
+        return replace(self, **file.given())
 
 
 _GROUPS = {

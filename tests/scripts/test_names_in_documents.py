@@ -131,10 +131,12 @@ def test_a_name_that_leads_nowhere_is_found(text, names):
 
 @pytest.mark.parametrize(("name", "is_all"), [("presence_penalty", True), ("min_p", False)])
 def test_contributing_names_the_files_of_a_sampling_parameter(name, is_all):
-    (rule,) = re.findall(r"(?s)- A new sampling parameter that.*?\n(?=- )", (ROOT / ".github/CONTRIBUTING.md").read_text())
+    contributing = (ROOT / ".github/CONTRIBUTING.md").read_text()
+    (rule,) = re.findall(r"(?s)- A new sampling parameter that.*?\n(?=- )", contributing)
     named = set(re.findall(r"`([\w/]+\.py)`", rule))
-    rooms = [path for path in FILES if path.suffix == ".py" and not {"tests", "lab"} & set(path.relative_to(ROOT).parts)]
-    found = {str(path.relative_to(ROOT)) for path in rooms if re.search(rf"\b{name}\b", path.read_text())}
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in FILES if path.suffix == ".py"}
+    product = {path: text for path, text in sources.items() if not path.startswith(("tests/", "scripts/lab/"))}
+    found = {path for path, text in product.items() if re.search(rf"\b{name}\b", text)}
     assert found <= named
     first = set(re.findall(r"`([\w/]+\.py)`", rule.partition("where a stage")[0]))
     assert (found == first) is is_all
