@@ -64,7 +64,7 @@ def fill(built: Built, target: str, report: Report) -> None:
     from scripts.building.attention_backend import compile_self_test
     from scripts.building.precompiled import Made, is_made, program_facts
 
-    started, folder = time.perf_counter(), built.plan.device.folders.compiled
+    started, folder = time.perf_counter(), built.plan.device.folders.programs
     if folder is None:
         raise ValueError("--compile-cache: there is no folder in which programs can be kept; name one of your own")
     plan, attention = built.plan, built.loader.attention
@@ -102,10 +102,6 @@ def _precompile(args: argparse.Namespace) -> int:
         )
     if args.device not in ("auto", "tpu"):
         raise ValueError(f"--device {args.device}: --target names the device")
-    if args.export_cache is not None:
-        raise ValueError(
-            "--export-cache: a start exports programs that it has loaded; --compile-cache can be filled here"
-        )
     if args.compile_cache == "none":
         raise ValueError("--compile-cache none: it names the folder that is filled")
     args.device = "tpu"

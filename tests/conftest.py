@@ -38,7 +38,6 @@ if not any("xla_cpu_max_isa" in flag for flag in _given):
 else:
     os.environ |= AS_FOR_USERS
 COMPILED = Path(__file__).parents[1] / ".pytest_cache/d/compiled"
-EXPORTED = COMPILED / "exported"  # of runners: found there, a program is neither traced nor compiled
 # JAX can keep a limit, too. For that it reads the whole folder whenever it stores a program.
 MAX_COMPILED_BYTES = 1 << 30
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(COMPILED), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Container, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import jax
 
 from batcher.step import Bucket, longest_first
 from model.compiling.compilation import Compilation
-from model.compiling.compile_cache import CompileCounter, compiling_anew
+from model.compiling.compile_cache import CompileCounter, Made, compile_lowered
 from model.compiling.compiler_options import compiler_options
-from model.compiling.exported_programs import ExportedPrograms, executable_fingerprint
-from model.compiling.traced_programs import Program, TracedPrograms, fingerprint
+from model.compiling.program import Program, fingerprint
+from model.compiling.program_store import ProgramStore, executable_fingerprint
 from model.execution import dequantized_copies, memory_plan
 from model.execution.device_memory import device_memory, return_freed_memory
 from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, WRITE_ADAPTER, StepPrograms
@@ -31,7 +31,7 @@ class CompiledPrograms:
 
     Args:
         described: the programs.
-        traced_folder, export_folder: the arguments of `ModelRunner`.
+        folder, keeps_executables: the arguments of `ModelRunner`.
         planned_room: the bytes that the plan has left for temporaries. A host reports more free memory, because pages
             that no step has used, and weights that are mapped from a file, count as free. Infinite: the device reports
             the right number.
@@ -41,8 +41,8 @@ class CompiledPrograms:
         self,
         described: StepPrograms,
         *,
-        traced_folder: Place | None,
-        export_folder: Path | None,
+        folder: Place | None,
+        keeps_executables: bool,
         planned_room: float = math.inf,
     ) -> None:
         self.steps: dict[Bucket, Any] = {}
@@ -53,14 +53,19 @@ class CompiledPrograms:
         self.read_pages: dict[int, Any] = {}  # number of pages -> program; empty: pages do not move
         self.write_pages: dict[int, Any] = {}
         self.left: list[Bucket] = []  # buckets for `compile_later`
-        self.untried: set[Bucket] = set()  # buckets whose programs an earlier start exported, and that have not run yet
+        self.from_disk: set[Bucket | str] = set()  # programs of an earlier start that `compile_anew` can make again
+        self.untried: set[Bucket] = set()  # those of `from_disk` that have not run yet
         self._described = described
         self._planned_room = planned_room
         self._counter = CompileCounter()
-        self._traced_folder = traced_folder
-        self._traced: TracedPrograms | None = None
-        self._export_folder = export_folder
-        self._exported: ExportedPrograms[Bucket | str] | None = None
+        self._programs: dict[Bucket | str, Program] = {}
+        self._loaded: set[Bucket | str] = set()  # programs of an earlier start that were neither traced nor lowered
+        self._compiled_before: set[Bucket | str] = set()  # programs of an earlier start that were lowered
+        self._store: ProgramStore | None = None
+        if folder is not None:
+            traced_from = self.fingerprint()
+            compiled_from = executable_fingerprint(traced_from, self._options) if keeps_executables else None
+            self._store = ProgramStore(folder, traced_from, compiled_from)
         self._compilation: Compilation[Bucket | str] | None = None
 
     @property
@@ -74,11 +79,6 @@ class CompiledPrograms:
         make weights: a start that maps its weights from a file has not compiled them."""
         return self._counter.expecting()
 
-    @property
-    def exported(self) -> Container[Bucket | str]:
-        """The programs that an earlier start has exported."""
-        return set() if self._exported is None else self._exported.found
-
     def fingerprint(self) -> str:
         """A digest of all facts that decide what the programs compute, other than their arguments."""
         return fingerprint(_PACKAGES, self._described.made_from, self._described.device)
@@ -90,48 +90,27 @@ class CompiledPrograms:
         call `compile` must call `stop_compiling`; otherwise the process exits only after the last program.
 
         Args:
-            may_wait: buckets whose programs are left for `compile_later`, except programs on the disk.
+            may_wait: buckets whose programs are left for `compile_later`.
             only_trace: nothing is compiled before `compile` is called.
         """
         described = self._described
-        self._find_traced()
-        programs: dict[Bucket | str, Program] = {bucket: described.step(bucket) for bucket in longest_first(buckets)}
+        self._programs = {bucket: described.step(bucket) for bucket in longest_first(buckets)}
+        self._programs.update(described.updates())
         self.left = list(may_wait)
-        if self._export_folder is None:
-            self.left = [bucket for bucket in may_wait if not self._is_on_disk(bucket, programs[bucket])]
-        programs.update(described.updates())
-        if self._export_folder is not None:
-            names = {key: described.name(key) for key in programs}
-            made_from, of_machine = (
-                executable_fingerprint(packages, facts, described.device, self._options)
-                for packages, facts in ((_PACKAGES, described.made_from), ((), ()))
-            )
-            self._exported = ExportedPrograms(
-                self._export_folder, made_from, dict(programs), names, of_machine=of_machine
-            )
-        for bucket in self.left:
-            del programs[bucket]
-        lower = {key: partial(self._lower, key, program) for key, program in programs.items()}
-        self._compilation = Compilation(lower, self._options, self._counter, self._exported, only_trace=only_trace)
+        lower = {key: partial(self._lower, key) for key in self._programs if key not in self.left}
+        self._compilation = Compilation(lower, self._options, load=self._load, keep=self._keep, only_trace=only_trace)
 
     def untraced(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """The buckets whose programs must be traced: the disk has neither the traced program nor the executable. It is
-        empty if this runner cannot use what another process traces. Call it after `start_compiling`."""
-        if self._traced is None or self._exported is not None:
-            return []
-        return [bucket for bucket in buckets if not self._is_on_disk(bucket, self._described.step(bucket))]
+        """The buckets whose programs must be traced, because an earlier start has not kept them. It is empty if this
+        runner cannot use what another process traces."""
+        store = self._store
+        return [] if store is None else [b for b in buckets if not store.has(self._name(b), self._described.step(b))]
 
     def trace(self, buckets: Iterable[Bucket]) -> None:
         """Traces the buckets' programs that are not on the disk, and stores them there for another process."""
-        self._find_traced()
-        for bucket in buckets:
-            program = self._described.step(bucket)
-            if not self._is_on_disk(bucket, program):
-                self._lower(bucket, program)
-
-    def _find_traced(self) -> None:
-        if self._traced_folder is not None:
-            self._traced = TracedPrograms(self._traced_folder, self.fingerprint())
+        for bucket in self.untraced(buckets):
+            self._programs[bucket] = self._described.step(bucket)
+            self._lower(bucket)
 
     def stop_compiling(self) -> None:
         """Cancels the compilation that `start_compiling` started."""
@@ -169,58 +148,70 @@ class CompiledPrograms:
         report(self._account(compilation, waiting_since))
 
     def compile_later(self, bucket: Bucket, report: Callable[[str], None]) -> None:
-        """Compiles the program of a bucket that `compile` has left, or loads it if it was exported. Other threads may
+        """Compiles the program of a bucket that `compile` has left, or loads it from the disk. Other threads may
         execute steps. Its memory is not checked, because the largest programs are compiled before.
 
         Raises:
             ValueError: the program writes dequantised copies of weights (`dequantized_copies.check`).
         """
-        program = None if self._exported is None else self._exported.load(bucket)
-        if program is None:
-            program = self._compiled_now(bucket)
-        else:
+        program = self._load(bucket) or self._compiled_now(bucket)
+        if bucket in self.from_disk:
             self.untried.add(bucket)
         self._check_dequantized_copies({bucket: program}, report)
         self.steps[bucket] = program
         return_freed_memory()
 
     def compile_anew(self, report: Callable[[str], None]) -> None:
-        """Compiles all programs again, and deletes the files of the exported ones."""
-        assert self._exported is not None
-        self._exported.discard(list(self._exported.found))
+        """Compiles all programs again, and deletes the files of those that came from the disk."""
+        self._discard(list(self.from_disk))
         self.untried.clear()
         self.compile([*self.steps, *self.left], report, self.left)
 
     def compile_in_place(self, bucket: Bucket) -> None:
-        """Compiles one program again, and deletes the file of the exported one."""
-        assert self._exported is not None
-        self._exported.discard([bucket])
+        """Compiles one program again, and deletes its files."""
+        self._discard([bucket])
         self.steps[bucket] = self._compiled_now(bucket)
 
-    def _compiled_now(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Compiles a program without counting it, and exports it. If an equal lowered program was exported, it is
-        loaded instead."""
-        before = self._counter.from_cache_in_this_thread
-        with self._counter.expecting(), nullcontext() if self._exported is None else compiling_anew():
-            lowered = self._lower(bucket, self._described.step(bucket))
-            if self._exported is not None and (found := self._exported.load_lowered(bucket, lowered)) is not None:
-                self.untried.add(bucket)
-                return found
-            program = lowered.compile(compiler_options=self._options)
-        if self._exported is not None and self._counter.from_cache_in_this_thread == before:
-            self._exported.store(bucket, program, lowered)
-        return program
+    def _compiled_now(self, bucket: Bucket) -> Any:
+        """Compiles a program without counting it, and keeps it."""
+        with self._counter.expecting():
+            made = compile_lowered(self._lower(bucket), self._options)
+        self._keep(bucket, made)
+        return made.executable
+
+    def _lower(self, key: Bucket | str) -> jax.stages.Lowered:
+        """The lowered program. Its trace comes from the disk, or it is traced now."""
+        program = self._programs[key]
+        return program.lower() if self._store is None else self._store.lower(self._name(key), program)
+
+    def _load(self, key: Bucket | str) -> jax.stages.Compiled | None:
+        """The executable of an earlier start; None: there is none."""
+        executable = None if self._store is None else self._store.load(self._name(key), self._programs[key])
+        if executable is not None:
+            self.from_disk.add(key)
+            self._loaded.add(key)
+        return executable
+
+    def _keep(self, key: Bucket | str, made: Made) -> None:
+        is_kept = self._store is not None and self._store.keep(self._name(key), self._programs[key], made)
+        if made.is_from_disk:
+            self._compiled_before.add(key)
+            if is_kept:
+                self.from_disk.add(key)
+
+    def _discard(self, keys: Iterable[Bucket | str]) -> None:
+        for key in keys:
+            assert self._store is not None, "they came from it"
+            self._store.discard(self._name(key), self._programs[key])
+            for found in (self.from_disk, self._loaded, self._compiled_before):
+                found.discard(key)
+
+    def _name(self, key: Bucket | str) -> str:
+        return self._described.name(key)
 
     @property
     def _options(self) -> dict[str, Any]:
         return compiler_options(self._described.device.platform)
-
-    def _lower(self, key: Bucket | str, program: Program) -> jax.stages.Lowered:
-        """The lowered program. Its trace comes from the disk, or it is traced now."""
-        return program.lower() if self._traced is None else self._traced.lower(self._described.name(key), program)
-
-    def _is_on_disk(self, bucket: Bucket, program: Program) -> bool:
-        return self._traced is not None and self._traced.has(self._described.name(bucket), program)
 
     def _check_temporaries(self) -> None:
         """Raises ValueError if the largest temporaries that the compiler reports exceed the free memory. The memory
@@ -246,13 +237,13 @@ class CompiledPrograms:
         now = time.perf_counter()
         num_compiled = len(self.steps) + len(self._described.updates())
         early = f", {now - waiting_since:.1f} s of them after loading" if waiting_since > compilation.started_s else ""
-        before = "" if self._traced is None else f", {self._traced.num_found} were traced before"
-        if self._exported is not None and self._exported.found:
-            before += f", {len(self._exported.found)} more were exported before"
-            num_compiled -= len(self._exported.found)
+        before = "" if self._store is None else f", {self._store.num_traces_found} were traced before"
+        if self._loaded:
+            before += f", {len(self._loaded)} more were exported before"
+            num_compiled -= len(self._loaded)
         later = f"; {len(self.left)} more come while serving" if self.left else ""
         return (
             f"compiled {num_compiled} programs in {now - compilation.started_s:.1f} s{early} "
-            f"({compilation.num_from_disk} came from the disk; tracing took {compilation.tracing_s:.1f} s{before})"
+            f"({len(self._compiled_before)} came from the disk; tracing took {compilation.tracing_s:.1f} s{before})"
             f"{later}"
         )

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from batcher.step import pages_of_small_copy
-from model.compiling.traced_programs import Program
+from model.compiling.program import Program
 from model.execution.adapter_slots import bytes_of
 from model.execution.host_copy import HostCopy, ranges
 from model.execution.step import DeviceState

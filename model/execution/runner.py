@@ -8,10 +8,9 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,8 +69,9 @@ class ModelRunner:
         attention: the paged attention of the step, bound to its backend and mesh.
         config: the limits. Memory is planned at once; the K/V pages are allocated when the weights are in place.
         kv_scales: the argument of `place`, if the model's weights are arrays.
-        traced_folder: the folder that keeps traced programs for later starts; None: each start traces all programs.
-        export_folder: the folder that keeps executables for later starts (`ExportedPrograms`); None: none are kept.
+        program_folder: the folder that keeps programs for later starts (`ProgramStore`); None: none are kept.
+        keeps_executables: if False, only traces are kept there: executables of several hosts, and of described
+            devices, cannot be loaded.
         draft: a small model with the same vocabulary or an EAGLE head, and its attention over pages of the same size.
             Its weights are arrays or abstract, like those of `model`.
         adapter_weights: gives the weights of a LoRA adapter by its identity, for `stage_adapter`; None: there are no
@@ -85,7 +85,7 @@ class ModelRunner:
         adapters: the slots of LoRA adapters. An `AdapterWrite` updates them.
 
     Raises:
-        ValueError: the model does not fit (`memory_plan.plan_pages`), or others may write to `export_folder`.
+        ValueError: the model does not fit (`memory_plan.plan_pages`), or others may write to `program_folder`.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class ModelRunner:
         config: RunnerConfig,
         kv_scales: np.ndarray | None = None,
         *,
-        traced_folder: Place | None = None,
-        export_folder: Path | None = None,
+        program_folder: Place | None = None,
+        keeps_executables: bool = True,
         draft: tuple[Llama | EagleHead, PagedAttention] | None = None,
         adapter_weights: Callable[[int], LoraWeights] | None = None,
     ) -> None:
@@ -114,7 +114,7 @@ class ModelRunner:
             )
         self.described = StepPrograms(model, attention, config, self._num_pages, draft)
         self.programs = CompiledPrograms(
-            self.described, traced_folder=traced_folder, export_folder=export_folder, planned_room=planned_room
+            self.described, folder=program_folder, keeps_executables=keeps_executables, planned_room=planned_room
         )
         programs = self.programs
         self.start_compiling, self.stop_compiling = programs.start_compiling, programs.stop_compiling
@@ -244,27 +244,27 @@ class ModelRunner:
 
     def run_each(self, execute: Callable[[StepInput], StepHandle], report: Callable[[str], None]) -> None:
         """Runs every program once on padding, by `execute`, because a first call is slow and may fail. The smallest
-        bucket runs first. If an exported program fails, all programs are compiled.
+        bucket runs first. If a program from the disk fails, all programs are compiled.
 
         On a CPU the runs stop after `CPU_FIRST_RUNS_S`: one call may take seconds there, and a first call is only a
-        tenth of a second slower. The first step of an exported program that has not run then blocks until it is done.
+        tenth of a second slower. The first step of a program from the disk that has not run then waits until it is
+        done.
         """
         started = time.perf_counter()
-        exported = self.programs.exported
         try:
-            num_run = self._run_each(execute, exported)
+            num_run = self._run_each(execute)
         except jax.errors.JaxRuntimeError as error:
-            if not exported:
+            if not self.programs.from_disk:
                 raise
-            report(f"an exported program fails, and all are compiled: {one_line(str(error))}")
+            report(f"a program from the disk fails, and all are compiled: {one_line(str(error))}")
             self.programs.compile_anew(report)
             self._reallocate()
-            num_run = self._run_each(execute, exported)
+            num_run = self._run_each(execute)
         report(f"ran {num_run} of {len(self.programs.steps)} programs once in {time.perf_counter() - started:.1f} s")
         if self.programs.read_pages:
             report(self._time_page_copies())
 
-    def _run_each(self, execute: Callable[[StepInput], StepHandle], exported: Container[Bucket | str]) -> int:
+    def _run_each(self, execute: Callable[[StepInput], StepHandle]) -> int:
         """Runs the programs, as many as there is time for. Returns their number."""
         started, num_run = time.perf_counter(), 0
         enough_s = CPU_FIRST_RUNS_S if self.described.device.platform == "cpu" else math.inf
@@ -273,7 +273,7 @@ class ModelRunner:
                 for _ in range(self._first_runs):
                     execute(self.described.padding(bucket)).result()
                 num_run += 1
-            elif bucket in exported:
+            elif bucket in self.programs.from_disk:
                 self.programs.untried.add(bucket)
         self._run_page_copies()
         return num_run
@@ -395,13 +395,13 @@ class ModelRunner:
         return output
 
     def _run_first(self, bucket: Bucket, arguments: tuple[Any, ...]) -> jax.Array:
-        """Runs an exported program for the first time, and waits for it. If the program fails, it is compiled while all
-        requests wait. JAX's error is then raised: the failed program has consumed the state, so the step fails."""
+        """Runs a program from the disk for the first time, and waits for it. If the program fails, it is compiled while
+        all requests wait. JAX's error is then raised: the failed program has consumed the state, so the step fails."""
         self.programs.untried.discard(bucket)
         try:
             return jax.block_until_ready(self._run(bucket, arguments))
         except jax.errors.JaxRuntimeError as error:
-            logger.warning("an exported program fails, and is compiled: %s: %s", bucket, one_line(str(error)))
+            logger.warning("a program from the disk fails, and is compiled: %s: %s", bucket, one_line(str(error)))
             self.programs.compile_in_place(bucket)
             raise
 

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
-from model.compiling.traced_programs import Program
+from model.compiling.program import Program
 from model.execution import adapter_slots, dequantized_copies
 from model.execution.draft_networks import DraftModel, EagleDrafts
 from model.execution.draft_pages import DraftPages

@@ -89,14 +89,14 @@ def expanded(path: str | Path, name: str) -> Path:
         raise ValueError(f"{name} {str(path)!r}: {error}") from error
 
 
-def write_whole(path: Place, content: bytes) -> None:
-    """Writes a file whole or not at all: a reader sees the old content or the new one."""
+def write_whole(path: Place, content: bytes, mode: int = 0o666) -> None:
+    """Writes a file whole or not at all: a reader sees the old content or the new one. `mode` is that of `os.open`."""
     if isinstance(path, RemotePath):
         path.write_bytes(content)  # an object is there once its upload is complete
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may write the same
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -11,7 +11,6 @@ import logging
 import mmap  # noqa: TID251, of files that this program alone writes, whole, under names of their own
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from model.inputs.private_folders import make_folder
+from model.inputs.private_folders import delete_unused, make_folder
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".weights"
 _ALIGNED = 4096  # bytes; XLA copies an array that does not begin at a multiple of 64
-_KEPT_FILES = 3  # the one that was not used for the longest time is deleted first
-_IN_USE_S = 3600.0  # a file that was used so recently stays: another start may be at it
+_KEPT_FILES = 3
 _FREE_SHARE = 3  # the disk must have room for so many files of the size
 
 
@@ -72,7 +70,7 @@ def keep(model: nnx.Module, file: Path) -> bool:
     places, size = _places(arrays)
     try:
         make_folder(file.parent)
-        _delete_unused(file.parent)
+        delete_unused(file.parent.glob(f"*{SUFFIX}*"), max_files=_KEPT_FILES - 1)  # and room for this one
         if shutil.disk_usage(file.parent).free < _FREE_SHARE * size:
             return False
         _write(file, arrays, places, size)
@@ -104,11 +102,3 @@ def _places(arrays: Sequence[Any]) -> tuple[list[int], int]:
         places.append(end)
         end += -(-array.size * array.dtype.itemsize // _ALIGNED) * _ALIGNED
     return places, end
-
-
-def _delete_unused(folder: Path) -> None:
-    """Leaves room for one file more."""
-    last_used = sorted(((path.stat().st_mtime, path) for path in folder.glob(f"*{SUFFIX}*")), reverse=True)
-    for used_s, path in last_used[_KEPT_FILES - 1 :]:
-        if used_s < time.time() - _IN_USE_S:
-            path.unlink(missing_ok=True)

@@ -81,7 +81,7 @@ def start_jax(
         raise ValueError(f"no {device} device can be used: {error}") from error
     if platform != PLATFORMS[device]:  # jax leaves out a platform whose devices it does not see
         raise ValueError(f"no {device} device can be used: jax finds only {jax.devices()[0].device_kind} here")
-    folder = (folders or kept_folders(settings)).compiled
+    folder = (folders or kept_folders(settings)).programs
     if folder is not None:
         from model.compiling.compile_cache import keep_compilations
 

@@ -12,8 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.inputs.paths import Place, check_local, expanded, place
-from model.inputs.private_folders import make_folder
+from model.inputs.paths import Place, check_local, place
+from model.inputs.private_folders import check_private, make_folder
 from model.inputs.remote import RemotePath
 from scripts.flags.settings import EngineSettings
 
@@ -22,29 +22,11 @@ logger = logging.getLogger("pallas_serve")
 
 @dataclass(frozen=True, kw_only=True)
 class KeptFolders:
-    """The folders in which programs are kept between starts; None: they are not kept."""
+    """The folders in which files are kept between starts; None: they are not kept."""
 
-    compiled: Place | None
+    programs: Place | None
     native: Path | None  # for C code, which is loaded from this machine only
-    exported: Path | None  # the folder of --export-cache
-
-    def executables(self, platform: str, *, num_hosts: int, is_interpreted: bool) -> Path | None:
-        """The folder of executables. None: they are not kept. Executables of several hosts, and of interpreted kernels,
-        cannot be.
-
-        On a CPU without --export-cache it is inside the folder of compiled programs. From that folder alone a start
-        would trace or lower each program again, which takes longer the more layers there are.
-        """
-        if self.exported is not None:
-            return self.exported
-        if platform != "cpu" or num_hosts > 1 or is_interpreted or not isinstance(self.compiled, Path):
-            return None
-        folder = self.compiled / "executables"
-        return folder if _is_private(folder, asked=False) else None
-
-    def weights(self, platform: str) -> Path | None:
-        """The folder of prepared weights, which only CPUs use; None: they are not kept."""
-        return self.compiled / "weights" if platform == "cpu" and isinstance(self.compiled, Path) else None
+    weights: Path | None  # for prepared weights
 
 
 def kept_folders(settings: EngineSettings) -> KeptFolders:
@@ -52,16 +34,15 @@ def kept_folders(settings: EngineSettings) -> KeptFolders:
 
     Raises ValueError if a flag names a folder that other users could write to.
     """
-    asked = settings.compile_cache
-    compiled = compile_cache_folder(asked)
-    if isinstance(compiled, Path) and not _is_private(compiled, asked=asked is not None):
-        compiled = None
+    programs = compile_cache_folder(settings.compile_cache)
+    if isinstance(programs, Path) and not _is_private(programs, asked=settings.compile_cache is not None):
+        programs = None
     native = None
-    if compiled is not None:
-        native = (users_cache_folder() / "compiled" if isinstance(compiled, RemotePath) else compiled) / "native"
+    if programs is not None:
+        native = (users_cache_folder() / "compiled" if isinstance(programs, RemotePath) else programs) / "native"
         native = native if _is_private(native, asked=False) else None
-    exported = None if settings.export_cache is None else expanded(settings.export_cache, "--export-cache")
-    return KeptFolders(compiled=compiled, native=native, exported=exported)
+    weights = programs / "weights" if isinstance(programs, Path) else None
+    return KeptFolders(programs=programs, native=native, weights=weights)
 
 
 def compile_cache_folder(asked: str | None) -> Place | None:
@@ -88,8 +69,6 @@ def _is_private(folder: Path, *, asked: bool) -> bool:
 
     Raises ValueError if a flag names the folder (`asked`) and other users can write to it.
     """
-    from model.compiling.program_files import check_private
-
     try:
         make_folder(folder)
         check_private(folder, "--compile-cache")

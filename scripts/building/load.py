@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model.compiling.traced_programs import fingerprint
+from model.compiling.program import fingerprint
 from model.execution.device_memory import return_freed_memory
 from model.execution.kv_range import measured_range
 from model.execution.runner import ModelRunner
@@ -85,7 +85,7 @@ class Loader:
 
     def _read_one(self, weights: ChosenWeights | ChosenHead, chips: ModelOnChips, say: Report, *, keeps: bool) -> Any:
 
-        file = _prepared_file(self.plan.device.folders.weights(self.plan.device.platform), weights, chips)
+        file = _prepared_file(self.plan.device.folders.weights, weights, chips)
         model = None if file is None else prepared_weights.mapped(chips.planned, file)
         kept = None if model is None else f"mapped from {file}, where an earlier start has kept them"
         if model is None:

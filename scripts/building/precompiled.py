@@ -76,14 +76,11 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
     import flax
     import jax
     import jaxlib
-    from jaxlib import xla_client
+
+    from model.compiling.program_store import topology
 
     device, limits = runner.described.device, runner.described.config
     compresses = importlib.util.find_spec("zstandard") is not None  # JAX then compresses programs
-    try:
-        topology = str(xla_client.get_topology_for_devices(jax.devices()).fingerprint())
-    except jax.errors.JaxRuntimeError:  # a platform whose devices have none
-        topology = str(len(jax.devices()))
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "the package zstandard": "there" if compresses else "missing",
@@ -92,7 +89,7 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
         "flax": flax.__version__,
         "the compiler": " ".join(device.client.platform_version.split()),
         "the chip": device.device_kind,
-        "the chips' topology": topology,
+        "the chips' topology": topology(),
         **{name: " ".join(sorted(os.environ.get(name, "").split())) for name in FLAGS},
         **shapes,
         "the limits": str(replace(limits, num_pages=None, memory_utilization=1.0)),

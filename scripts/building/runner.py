@@ -188,8 +188,6 @@ def build_runner(
     """
     if others is not None and settings.kv_offloading_size:
         raise ValueError("--kv-offloading-size: the pages of an engine of several hosts cannot leave the devices")
-    if others is not None and settings.export_cache is not None:
-        raise ValueError("--export-cache: programs of several hosts cannot be exported; --compile-cache keeps them")
     num_hosts, join = (1, None) if others is None else (others.num_hosts, others.join)
     with phase("start", report) as say:
         device = start_device(settings, num_hosts=num_hosts, join=join)
@@ -280,16 +278,12 @@ def _make_runner(
     for model in filter(None, (chips, chips.draft)):
         model.pack_for(attention.backend, model.planned)
     # An interpreted kernel calls back into this process and cannot be stored.
-    is_interpreted, compiled = attention.backend.is_interpreted, device.folders.compiled
-    exported = device.folders.executables(device.platform, num_hosts=device.num_hosts, is_interpreted=is_interpreted)
-    if is_interpreted and exported is not None:
-        raise ValueError(f"--export-cache: programs of --attention-backend {attention.backend} cannot be exported")
     make = partial(
         ModelRunner,
         chips.planned,
         attention,
-        traced_folder=None if compiled is None or is_interpreted else compiled / "traced",
-        export_folder=exported,
+        program_folder=None if attention.backend.is_interpreted else device.folders.programs,
+        keeps_executables=others is None and not only_programs,
         draft=chips.draft_over(attention.backend),
         adapter_weights=None if adapters is None else adapters.weights,
     )
@@ -297,7 +291,7 @@ def _make_runner(
     room = num_pages = runner.capacity().num_pages
     if others is not None:
         num_pages = others.agree(room, plan.facts(attention))
-    elif not only_programs and (made := made_for(compiled, runner, plan.facts(attention))) is not None:
+    elif not only_programs and (made := made_for(device.folders.programs, runner, plan.facts(attention))) is not None:
         num_pages = made.num_pages or room
         report(f"  precompiled       {made.remark}")
     return runner if num_pages >= room else make(replace(chips.limits, num_pages=num_pages))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH, Scheduling
 from batcher.request import LogprobsMode, Pooling
-from model.inputs.paths import is_url, place
+from model.inputs.paths import place
 from model.loading.source import DEMO
 from model.quantization.forms import FORM_NAMES
 from scripts.flags.lora import LoraModule, lora_modules
@@ -168,9 +168,7 @@ class EngineSettings:
     )  # fmt: skip
     compile_cache: str | None = _of_device(
         None, "The folder of compiled programs; `none` keeps none", unset="in the user's cache folder", metavar="DIR",
-    )  # fmt: skip
-    export_cache: str | None = _of_device(
-        None, "The folder of loaded executables, with which later starts do not compile", metavar="DIR",
+        also=("--export-cache",),
     )  # fmt: skip
     kv_offloading_size: float = _of_offloading(
         0, "GiB of the host's memory for K/V pages of prefixes, for each engine; 0: evicted pages are computed again",
@@ -217,11 +215,6 @@ class EngineSettings:
         check_flags(self)
         for name in ("model", "compile_cache"):
             place(getattr(self, name) or "", flag_name(EngineSettings, name))
-        if is_url(self.export_cache or ""):
-            raise ValueError(
-                f"--export-cache {self.export_cache!r}: executables run as this user's code, so they are kept in a "
-                "folder of this machine that only this user can write to; --compile-cache may be in a bucket"
-            )
         tokens, rows = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and rows is not None and tokens <= rows:
             raise ValueError(

@@ -1,13 +1,12 @@
 """Starts servers from empty and from filled caches: seconds of each phase until ready, CPU seconds, peak memory.
 
     python -m scripts.lab startup
-    python -m scripts.lab startup --kinds warm exported --starts 5 -- --model ~/ckpt/1b --dtype bfloat16
+    python -m scripts.lab startup --kinds warm --starts 5 -- --model ~/ckpt/1b --dtype bfloat16
     python -m scripts.lab startup --target v6e:1x1 --model 8b --max-model-len 8192
 
-`cold`: an empty --compile-cache. `warm`: a --compile-cache with all programs. `exported`: an --export-cache with all
-programs. The caches lie in a temporary folder, and the starts that fill them are not counted. The phases are those that
-the server prints; some overlap. CPU seconds and the peak of resident memory are those of all its processes when it is
-ready.
+`cold`: an empty --compile-cache. `warm`: a --compile-cache with all programs. The caches lie in a
+temporary folder, and the starts that fill them are not counted. The phases are those that the server prints; some
+overlap. CPU seconds and the peak of resident memory are those of all its processes when it is ready.
 
 With `--target` no server is started. The programs of a start on these chips are compiled here, by the chips' own
 compiler: CPU seconds of each, and the time until all are there. `--programs` compiles a few; the others of the table
@@ -52,11 +51,7 @@ class Start:
     engine_mib: float  # the same of all others
 
 
-KINDS: dict[str, Callable[[Path], list[str]]] = {
-    "cold": lambda folder: ["--compile-cache", str(folder)],
-    "warm": lambda folder: ["--compile-cache", str(folder)],
-    "exported": lambda folder: ["--export-cache", str(folder)],
-}
+KINDS = ("cold", "warm")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m scripts.lab startup", description=__doc__.splitlines()[0], allow_abbrev=False,
         usage="%(prog)s [FLAG ...] -- [FLAG of scripts/serve ...]",
     )  # fmt: skip
-    p.add_argument("--kinds", nargs="+", action=EachCounts, choices=KINDS, default=list(KINDS), help="default: all")
+    p.add_argument("--kinds", nargs="+", action=EachCounts, choices=KINDS, default=KINDS, help="default: all")
     p.add_argument("--starts", type=int, default=3, help="of each kind (default: 3)")
     p.add_argument("--output-json", type=local_path)
     startup_account.add_flags(p.add_argument_group("chips that are not here"))
@@ -106,10 +101,10 @@ def starts(kind: str, count: int, flags: Sequence[str], say: Callable[[str], Non
     results = []
     with tempfile.TemporaryDirectory() as shared:
         if kind != "cold":
-            start([*KINDS[kind](Path(shared)), "--compile-all-first", *flags])
+            start(["--compile-cache", shared, "--compile-all-first", *flags])
         for _ in range(count):
             with tempfile.TemporaryDirectory() as own:
-                result = start([*KINDS[kind](Path(own if kind == "cold" else shared)), *flags])
+                result = start(["--compile-cache", own if kind == "cold" else shared, *flags])
             phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
             say(f"{kind}: ready after {result.ready:.1f} s, {result.cpu:.1f} CPU s ({phases})")
             results.append(result)

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.e2e.replay import LIMITS
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
 from tests.server.support.requests import requests_end_with_their_test  # noqa: F401, a fixture
@@ -84,7 +84,7 @@ def serve(*flags: str, env: Mapping[str, str] | None = None, descriptors: int | 
 
 def serve_exported(*flags: str, **options: Any) -> contextlib.AbstractContextManager[DemoServer]:
     """`serve`, for a test whose flags change every program: they are kept for the next run of the test."""
-    return serve("--export-cache", str(EXPORTED), *flags, **options)
+    return serve("--compile-cache", str(COMPILED), *flags, **options)
 
 
 @pytest.fixture(scope="session")

@@ -62,4 +62,3 @@ def test_no_optional_folder_stops_a_start(tmp_path, capfd) -> None:
     assert server.process.returncode == 0
     said = capfd.readouterr().err
     assert "programs are not kept for the next start: " in said
-    assert "exported programs cannot be kept: " in said

@@ -12,7 +12,7 @@ from itertools import count, islice
 import pytest
 
 from server.engine.block_hashes import shown_hash
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.e2e.conftest import ADMIN_KEY, DemoServer, serve
 from tests.server.engine.hosts.loopback import free_port
 from tests.server.support.kv_reader import Indexer, Message, Reader, block_hashes, replay
@@ -42,7 +42,7 @@ def ports() -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def server(ports) -> Iterator[DemoServer]:
     events = flags(ports[0], replay_endpoint=f"tcp://*:{ports[1]}")
-    kept = ("--export-cache", str(EXPORTED))
+    kept = ("--compile-cache", str(COMPILED))
     with serve(*SMALL, *LORA, *kept, *events, "--admin-api-key", ADMIN_KEY, env=os.environ | SEED) as server:
         yield server
     assert server.process.returncode == 0

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from model.loading.source import DEMO_FOLDER
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.e2e.conftest import ROOT, serve, serve_exported
 from tests.e2e.kv_crowd import (
     ADMIN,
@@ -135,7 +135,7 @@ def test_no_text_is_wrong_whatever_becomes_of_servers_files_and_disk(flags, told
     """`KV_FAULTS_REQUESTS=10000` and `-s` make it longer, and say what has happened."""
     beside = tmp_path / "beside"
     beside.mkdir()
-    own = [*flags, *in_files(folder, file_pages=300), "--export-cache", str(EXPORTED)]
+    own = [*flags, *in_files(folder, file_pages=300), "--compile-cache", str(COMPILED)]
     with disk(folder, beside) as under:
         run = FaultyRun(told, folder, under, NUM_REQUESTS, of_a_server=max(100, NUM_REQUESTS // 20))
         while not run.is_done:

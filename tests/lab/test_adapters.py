@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts.lab import adapters
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.demo.one_layer import one_layer
 
 
@@ -16,7 +16,7 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
     out = tmp_path / "out.json"
     flags = ["--model", str(one_layer(tmp_path / "model")), "--streams", "8", "--seconds", "0.5", "--rounds", "2"]
     flags += ["--rate", "10", "--rank", "2", "--port", str(free_port), "--output-json", str(out)]
-    of_servers = ["--max-num-batched-tokens", "16", "--export-cache", str(EXPORTED)]
+    of_servers = ["--max-num-batched-tokens", "16", "--compile-cache", str(COMPILED)]
     assert adapters.main([*flags, "--", *of_servers]) == 0
     results = json.loads(out.read_text())
     assert list(results) == [row.name for row in adapters.ROWS]

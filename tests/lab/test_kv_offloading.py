@@ -16,7 +16,7 @@ from scripts.lab.load.conversations import ANSWER, QUESTION, Conversations
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.measured import Measured
 from scripts.lab.load.tiers import Tier
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.demo.one_layer import one_layer
 
 # Answers with as many chunks as are asked for. Its slots are files, and a request after a restart needs its slot.
@@ -63,7 +63,7 @@ SMALL = ["--conversations", "32", "--pool", "4", "--lengths", "uniform:40:80", "
 SMALL += ["--num-pages", "48", "--streams", "2", "--rate", "2", "--seconds", "1", "--prefix-len", "100"]
 OF_ROUNDS = ("away", "others, away", "others, in the pool", "fits")
 METRICS = {metric for metric, *_ in RATIOS}
-OF_SERVERS = ["--", "--max-num-batched-tokens", "16", "--export-cache", str(EXPORTED)]
+OF_SERVERS = ["--", "--max-num-batched-tokens", "16", "--compile-cache", str(COMPILED)]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from scripts.lab.simulation.replicas import Replicas, simulate_replicas
 from scripts.lab.simulation.routers import ROUTERS, RoundRobin
 from scripts.lab.simulation.shared_prefixes import CASES, Figures, compare_routers, shared_prefixes
 from server.engine.routing import MOST_AHEAD, Router
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.demo.one_layer import one_layer
 
 TWO_POOLS, SMALL_POOLS, NOTHING_SHARED = CASES.values()
@@ -96,7 +96,7 @@ def test_every_policy_serves_the_same_requests(tmp_path, capsys, free_port, monk
     out = tmp_path / "out.json"
     flags = ["--model", str(one_layer(tmp_path / "model")), "--prefixes", "4", "--prefix-len", "64", "--rounds", "2"]
     flags += ["--num-requests", "12", "--request-rate", "50", "--port", str(free_port), "--output-json", str(out)]
-    assert routing.main([*flags, "--", "--max-num-batched-tokens", "16", "--export-cache", str(EXPORTED)]) == 0
+    assert routing.main([*flags, "--", "--max-num-batched-tokens", "16", "--compile-cache", str(COMPILED)]) == 0
     results = json.loads(out.read_text())
     assert list(results) == ["least loaded", "prefix"]
     for rounds in results.values():

@@ -25,7 +25,7 @@ def test_a_start_finds_programs_in_a_bucket(store, tmp_path):
     try:
         precompile.fill(described(asked), "a CPU", said.append)
         kept = store.names("results", "programs/")
-        assert len([name for name in kept if name.endswith("-cache")]) == 4
+        assert len([name for name in kept if name.endswith(".xla")]) == 4
         precompile.fill(described(asked), "a CPU", said.append)
         assert said[-1] == "gs://results/programs has these 4 programs for a CPU already"
 

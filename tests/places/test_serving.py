@@ -59,7 +59,7 @@ def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):
         assert http.get("/get_weight_version").json() == {"weight_version": "of a bucket"}
         assert http.post("/v1/completions", json={"model": url, **PROMPT}).json()["choices"] == answer["choices"]
     kept = store.names("results", "programs/")
-    assert any(name.endswith("-cache") for name in kept) and any(name.endswith(".stablehlo") for name in kept)
+    assert any(name.endswith(".xla") for name in kept) and any(name.endswith(".stablehlo") for name in kept)
 
     store.requests.clear()
     store.bytes_read.clear()

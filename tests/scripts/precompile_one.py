@@ -27,12 +27,11 @@ class OneStep(buckets.BucketLadder):
 
 
 def built(settings: EngineSettings, said: list[str], **options: bool) -> Built:
-    """A runner with the one step. It keeps programs in JAX's cache alone, as on a TPU."""
+    """A runner with the one step."""
     from scripts.building import limits, runner
 
     with patch.object(limits, "BucketLadder", OneStep):
         start = runner.build_runner(settings, said.append, **options)
-    start.runner.programs._export_folder = None
     return start
 
 

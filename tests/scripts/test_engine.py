@@ -20,7 +20,7 @@ from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_RE
 from pallas_kernels.spec import Backend
 from scripts.building.chips import choose_kv_dtype
 from scripts.building.limits import choose_step_timeout
-from scripts.building.runner import OtherHosts, build_runner
+from scripts.building.runner import build_runner
 from scripts.building.weights import choose_dtype, choose_quantization, choose_rounding
 from scripts.convert_checkpoint import convert
 from scripts.flags.settings import EngineSettings
@@ -314,9 +314,3 @@ def test_a_head_of_its_own_under_a_tied_config_is_planned_for_used_and_announced
     np.testing.assert_array_equal(head, checkpoints.tensors("gqa2")["lm_head.weight"])
     line = start(folder)  # its runner was planned for that head: it takes the weights
     assert ("lm_head.weight differs from the embedding and is used" in line) is not is_converted
-
-
-def test_programs_of_several_hosts_are_not_exported(tmp_path):
-    others = OtherHosts(num_hosts=2, join=lambda: None, agree=lambda room, facts: room)
-    with pytest.raises(ValueError, match="--export-cache: programs of several hosts cannot be exported"):
-        build_runner(EngineSettings(export_cache=str(tmp_path)), lambda line: None, others=others)

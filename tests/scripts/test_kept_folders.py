@@ -20,11 +20,11 @@ def home(tmp_path, monkeypatch) -> Path:
 
 def test_folders_are_made_for_this_user_alone(home):
     folders = kept_folders(EngineSettings())
-    assert folders.compiled == home / ".cache/pallas-serve/compiled"
+    assert folders.programs == home / ".cache/pallas-serve/compiled"
     assert folders.native == home / ".cache/pallas-serve/compiled/native"
     made = [home / ".cache", *(home / ".cache").rglob("*")]
     assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 4
-    assert kept_folders(EngineSettings(compile_cache="none")).compiled is None
+    assert kept_folders(EngineSettings(compile_cache="none")).programs is None
 
 
 @pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings(compile_cache="~/programs")])
@@ -32,19 +32,19 @@ def test_a_folder_that_cannot_be_made_is_a_warning(home, monkeypatch, caplog, se
     (home / "file").touch()
     monkeypatch.setenv("HOME", str(home / "file/home"))
     folders = kept_folders(settings)
-    assert (folders.compiled, folders.native) == (None, None)
+    assert (folders.programs, folders.native) == (None, None)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "programs are not kept for the next start" in caplog.text and str(home / "file") in caplog.text
 
 
 def test_the_default_folder_is_not_used_if_others_can_write_to_it(home, caplog):
-    compiled = kept_folders(EngineSettings()).compiled
-    assert isinstance(compiled, Path)
-    compiled.chmod(0o775)
-    assert kept_folders(EngineSettings()).compiled is None
-    assert f"other users may write to {compiled}" in caplog.text and "`chmod 700` it" in caplog.text
+    programs = kept_folders(EngineSettings()).programs
+    assert isinstance(programs, Path)
+    programs.chmod(0o775)
+    assert kept_folders(EngineSettings()).programs is None
+    assert f"other users may write to {programs}" in caplog.text and "`chmod 700` it" in caplog.text
     with pytest.raises(ValueError, match="--compile-cache: other users may write to"):
-        kept_folders(EngineSettings(compile_cache=str(compiled)))
+        kept_folders(EngineSettings(compile_cache=str(programs)))
 
 
 def test_code_in_c_is_not_read_from_a_folder_that_others_can_write_to(home, caplog):
@@ -52,7 +52,7 @@ def test_code_in_c_is_not_read_from_a_folder_that_others_can_write_to(home, capl
     assert native is not None
     native.chmod(0o777)
     folders = kept_folders(EngineSettings())
-    assert folders.compiled is not None and folders.native is None
+    assert folders.programs is not None and folders.native is None
     assert f"other users may write to {native}" in caplog.text
 
 

@@ -19,7 +19,7 @@ from scripts.lab.accounts.process import printing
 from scripts.lab.planning.compiled import Described
 
 if TYPE_CHECKING:
-    from model.compiling.traced_programs import Program
+    from model.compiling.program import Program
 
 TRACER_START_S, READ_S = 2.0, 0.1  # of a process that traces, and of a program that it has kept
 PATCH = "patch"  # the smallest program, as `StepPrograms` names it

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from model.compiling.compilation import Compilation
-from model.compiling.compile_cache import CompileCounter
 
 
 def lower(size: int) -> jax.stages.Lowered:
@@ -18,7 +17,7 @@ def lower(size: int) -> jax.stages.Lowered:
 
 
 def test_every_program_is_there_in_order():
-    compilation = Compilation({size: lambda size=size: lower(size) for size in (5, 2, 9)}, {}, CompileCounter())
+    compilation = Compilation({size: lambda size=size: lower(size) for size in (5, 2, 9)}, {})
     programs = compilation.result()
     assert list(programs) == [5, 2, 9]
     assert programs[2](jnp.array([1, 2])).tolist() == [3, 6]
@@ -40,7 +39,7 @@ class Watched:
 def test_programs_may_be_traced_first_and_compiled_when_they_are_asked_for(is_cancelled):
     compiled: list[int] = []
     programs = {size: lambda size=size: Watched(compiled, size) for size in range(1, 3 + (os.cpu_count() or 1))}
-    compilation = Compilation(programs, {}, CompileCounter(), only_trace=True)
+    compilation = Compilation(programs, {}, only_trace=True)
     waiting = compilation._traced.result()  # all are traced
     assert len(waiting) == len(programs)
     assert compiled == []
@@ -57,7 +56,7 @@ def test_what_tracing_raises_is_raised():
         raise ValueError("no such shape")
 
     with pytest.raises(ValueError, match="no such shape"):
-        Compilation({"good": lambda: lower(3), "bad": refuse}, {}, CompileCounter()).result()
+        Compilation({"good": lambda: lower(3), "bad": refuse}, {}).result()
 
 
 def test_after_cancelling_nothing_more_is_traced():
@@ -69,7 +68,7 @@ def test_after_cancelling_nothing_more_is_traced():
         traced.append("first")
         return lower(4)
 
-    compilation = Compilation({"first": first, "second": lambda: traced.append("second")}, {}, CompileCounter())
+    compilation = Compilation({"first": first, "second": lambda: traced.append("second")}, {})
     tracing.wait()
     canceller = threading.Thread(target=compilation.cancel)
     canceller.start()

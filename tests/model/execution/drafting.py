@@ -16,15 +16,17 @@ from batcher.engine import Engine
 from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.stats import EngineStats, SpeculationCounts
 from batcher.step import Bucket, Variant
+from model.compiling.compile_cache import keep_compilations
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 from tests.batcher.harness import after_weights
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.model.driver import dense_logits, paged_attention
 
+keep_compilations(COMPILED)  # JAX's own cache, in which this process would keep them, is none of the store's
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
 _BUCKETS = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_decode_rows": 4, "min_mixed_tokens": 24}
 _WITH_DRAFTS = _BUCKETS | {"num_drafts": 3, "max_draft_rows": 4}
@@ -70,7 +72,7 @@ def warm_runner(
     """A runner of the model within `LIMITS`, for all steps of `PLAIN` and `DRAFTS` that score no prompt, or for those
     of `GREEDY` or `SAMPLE`."""
     limits, attention = RunnerConfig(**LIMITS, **config), attention or paged_attention()
-    runner = ModelRunner(model, attention, limits, draft=draft, export_folder=EXPORTED)
+    runner = ModelRunner(model, attention, limits, draft=draft, program_folder=COMPILED)
     runner.warm_up(buckets, lambda line: None)
     return runner
 

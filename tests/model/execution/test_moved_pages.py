@@ -14,18 +14,20 @@ from batcher.grammar import num_mask_words
 from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, PackedLayout, StepOutput, Variant
+from model.compiling.compile_cache import keep_compilations
 from model.execution.memory_plan import RunnerConfig
 from model.execution.prompt_lookup import PromptLookup
 from model.execution.runner import ModelRunner
 from model.loading.weights import random_weights
 from model.network.sharding import make_mesh
-from tests.conftest import EXPORTED
+from tests.conftest import COMPILED
 from tests.model.driver import TINY, Row, int8_scales, paged_attention, run, tiny_model
 from tests.model.driver import pack as packed_step
 from tests.model.execution.test_eagle_drafts import head
 
 pytestmark = pytest.mark.slow
 
+keep_compilations(COMPILED)
 NUM_DRAFTS = 3
 PROMPT, DECODE = Bucket(24, 4, Variant.SAMPLE), Bucket(4, 4, Variant.SAMPLE)
 DRAFTS = Bucket(16, 4, Variant.SAMPLE, num_drafts=NUM_DRAFTS)
@@ -55,7 +57,7 @@ def warm_runner(form: str) -> ModelRunner:
     attention = paged_attention(model.config, kv_dtype=kv_dtype, mesh=mesh)
     limits = RunnerConfig(**LIMITS, moves_pages=True, **options)
     scales = int8_scales(model) if attention.spec.has_kv_scales else None
-    made = ModelRunner(model, attention, limits, scales, draft=draft, export_folder=EXPORTED)
+    made = ModelRunner(model, attention, limits, scales, draft=draft, program_folder=COMPILED)
     made.warm_up([PROMPT, DECODE, DRAFTS] if "max_draft_rows" in options else [PROMPT, DECODE], lambda line: None)
     return made
 

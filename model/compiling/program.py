@@ -1,14 +1,9 @@
-"""Keeps traced programs on disk between starts: a start that finds them does not run the model's Python code.
-
-JAX's own cache finds compiled programs by their traces, so it cannot save the tracing, which is most of the time of a
-start from the disk. This module finds a program by all that decides its trace. The file holds StableHLO as `jax.export`
-serialises it. This is data: reading it runs no code.
-"""
+"""A program before it is compiled: its function and the shapes and shardings of its arguments, and what decides its
+trace."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
@@ -20,11 +15,7 @@ import jax
 import jaxlib
 from jax import export
 
-from model.compiling.program_files import ProgramFiles
-from model.inputs.paths import Place
 from pallas_kernels.cpu import library
-
-logger = logging.getLogger(__name__)
 
 # Custom calls of our kernels on GPUs and CPUs. `jax.export` does not promise that a later JAX runs them; the key holds
 # the version of JAX.
@@ -104,41 +95,6 @@ class Program:
     def as_read(self) -> Program:
         """The same program after it was stored and read again, as in a start from the disk."""
         return self.calling(export.deserialize(bytearray(self.traced().serialize())))
-
-
-class TracedPrograms:
-    """The traced programs of one fingerprint. A folder that cannot be used is a warning, and programs are then traced.
-
-    Args:
-        folder, fingerprint: the arguments of `ProgramFiles`. A program's name and its `shapes` identify it.
-    """
-
-    def __init__(self, folder: Place, fingerprint: str) -> None:
-        self.num_found = 0
-        self._files: ProgramFiles | None = None
-        try:
-            self._files = ProgramFiles(folder, fingerprint, kind="traced program", suffix=".stablehlo")
-        except ValueError as error:
-            logger.warning("traced programs cannot be kept: %s", error)
-
-    def has(self, name: str, program: Program) -> bool:
-        """Whether the program is on the disk."""
-        return self._files is not None and self._files.has(self._files.path(name, *program.shapes))
-
-    def lower(self, name: str, program: Program) -> jax.stages.Lowered:
-        """The lowered program. Its trace is read from the disk; if it is not there, the program is traced and
-        stored."""
-        if self._files is None:
-            return program.lower()
-        path = self._files.path(name, *program.shapes)
-        serialized = self._files.read(path)
-        if serialized is None:
-            exported = program.traced()
-            self._files.write(path, exported.serialize())
-        else:
-            exported = export.deserialize(bytearray(serialized))
-            self.num_found += 1
-        return program.calling(exported).lower()
 
 
 def fingerprint(packages: Iterable[Path], facts: Iterable[object], device: jax.Device) -> str:
