@@ -82,8 +82,8 @@ class KeptFiles:
         return program
 
     def write(self, name: str, program: bytes | bytearray) -> None:
-        """Replaces the file atomically, because several servers may start at once. A failure is a warning. After one of a
-        folder of this machine, nothing is written any more."""
+        """Replaces the file atomically, because several servers may start at once. A failure is a warning. After one of
+        a folder of this machine, nothing is written any more."""
         if self._is_given_up:
             return
         path = self.folder / name
