@@ -31,8 +31,7 @@ def built(settings: EngineSettings, said: list[str], **options: bool) -> Built:
     from scripts.building import limits, runner
 
     with patch.object(limits, "BucketLadder", OneStep):
-        start = runner.build_runner(settings, said.append, **options)
-    return start
+        return runner.build_runner(settings, said.append, **options)
 
 
 def described(settings: EngineSettings) -> Built:

@@ -52,7 +52,7 @@ def test_a_traced_program_leaves_the_fingerprint_as_it_is(tmp_path):
     jax.config.update("jax_export_ignore_forward_compatibility", False)  # as in a new process
     before = fingerprint([tmp_path], (), DEVICE)
     x = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(DEVICE))
-    Program(lambda x: 2 * x, (x,), donated=None, out_shardings=x.sharding).traced()
+    Program(lambda x: 2 * x, (x,), donated=(), out_shardings=x.sharding).traced()
     assert fingerprint([tmp_path], (), DEVICE) == before
 
 

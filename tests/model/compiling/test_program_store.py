@@ -73,7 +73,7 @@ class Start:
     def _program(self, size: int) -> Program:
         x = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=HERE)
         shardings = ({"total": HERE, "unused": None}, HERE)
-        return Program(self._trace, ({"total": x, "unused": None}, x), donated=0, out_shardings=shardings)
+        return Program(self._trace, ({"total": x, "unused": None}, x), donated=(0,), out_shardings=shardings)
 
     def _trace(self, state: dict[str, jax.Array | None], x: jax.Array) -> tuple[dict[str, jax.Array | None], jax.Array]:
         self.num_traced += 1
