@@ -23,10 +23,10 @@ from server.engine.process import status_of
 from server.engine.wire import (
     DEFAULT_VERSION,
     Adapter,
-    AdapterAnswer,
     AdapterChange,
     EngineInfo,
     Outputs,
+    Reply,
     WeightVersion,
     WireRequest,
     failure,
@@ -97,9 +97,9 @@ class InProcessEngineClient:
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
         if self._adapters is None:
             raise AdapterError("This engine has no LoRA adapters: enable_lora=True.")
-        answered: asyncio.Future[AdapterAnswer] = self._loop.create_future()
+        answered: asyncio.Future[Reply] = self._loop.create_future()
 
-        def on_answer(answer: AdapterAnswer) -> None:
+        def on_answer(answer: Reply) -> None:
             if not answered.done():  # else the caller has been interrupted
                 answered.set_result(answer)
 

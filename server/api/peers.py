@@ -16,10 +16,10 @@ from server.engine.client import WeightsError
 from server.engine.group import Engines
 from server.engine.wire import (
     Adapter,
-    AdapterAnswer,
     AdapterChange,
     ChangeWeights,
     Pause,
+    Reply,
     Resume,
     UpdateWeights,
     WeightsCommand,
@@ -125,7 +125,7 @@ class Peers:
 
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
         """Loads or unloads a LoRA adapter in the parent's engines. Raises AdapterError."""
-        answer = msgspec.msgpack.decode(await self._ask("/adapters", change, None), type=AdapterAnswer)
+        answer = msgspec.msgpack.decode(await self._ask("/adapters", change, None), type=Reply)
         if answer.error is not None:
             raise AdapterError(answer.error, answer.status)
         return answer.adapter

@@ -34,7 +34,7 @@ from server.engine.child_process import start_without_main
 from server.engine.client import ProcessEngineClient, WeightsError
 from server.engine.group import Engines, OwnEngines
 from server.engine.link import EngineFailedError
-from server.engine.wire import AdapterAnswer, AdapterChange, WeightsCommand
+from server.engine.wire import AdapterChange, Reply, WeightsCommand
 from server.http.private import PrivateCallError, call
 from server.http.server import FLUSH_S
 from server.http.signals import Signals
@@ -242,14 +242,14 @@ class ApiProcesses:
             error = str(reason)
         return standing_of(self._client, error)
 
-    async def _change_adapters(self, change: AdapterChange) -> AdapterAnswer:
+    async def _change_adapters(self, change: AdapterChange) -> Reply:
         """Returns when all processes have heard of the change."""
         try:
             adapter = await self._client.change_adapters(change)
         except AdapterError as error:
-            return AdapterAnswer(error=str(error), status=error.status)
+            return Reply(error=str(error), status=error.status)
         await self._tell("/adapter_changes", [engine.adapter_changes for engine in self.engines])
-        return AdapterAnswer(adapter)
+        return Reply(adapter=adapter)
 
     async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:
         """Asks all processes except `but`. Returns their answers by frontend. Raises PrivateCallError."""

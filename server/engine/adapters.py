@@ -73,7 +73,7 @@ class Adapters:
         with self._lock:
             tell(self._event())
 
-    def ask(self, change: wire.AdapterChange, answer: Callable[[wire.AdapterAnswer], object]) -> None:
+    def ask(self, change: wire.AdapterChange, answer: Callable[[wire.Reply], object]) -> None:
         """Schedules a change. It is answered after the new adapters have been sent to all HTTP processes."""
         self._changes.submit(self._answer, change, answer)
 
@@ -124,8 +124,8 @@ class Adapters:
         """Drops the changes that have not begun."""
         self._changes.shutdown(wait=False, cancel_futures=True)
 
-    def _answer(self, change: wire.AdapterChange, answer: Callable[[wire.AdapterAnswer], object]) -> None:
-        told = wire.AdapterAnswer(number=change.number)
+    def _answer(self, change: wire.AdapterChange, answer: Callable[[wire.Reply], object]) -> None:
+        told = wire.Reply(number=change.number)
         try:
             told.adapter = self.change(change)
         except AdapterError as error:

@@ -92,7 +92,7 @@ class ProcessEngineClient(EngineLink):
         self.missing: Set[str] = frozenset()  # names in `wire.PARTS` of the parts that are not on the engine's devices
         self.is_paused = False
         self._changes = asyncio.Lock()
-        self._asked: dict[int, asyncio.Future[Any]] = {}  # by the number of the command
+        self._asked: dict[int, asyncio.Future[wire.Reply]] = {}  # by the number of the question
         self._numbers = count(1)
         self._report = report
         self._stopping = False
@@ -164,13 +164,12 @@ class ProcessEngineClient(EngineLink):
         await self._ask_of_weights(wire.UpdateWeights(step, source, version))
 
     async def _ask_of_weights(self, command: wire.WeightsCommand) -> None:
-        """Sends a command about the weights and waits for its answer. Raises WeightsError if nothing has changed."""
-        answer: wire.Changed | None = await self._ask(command)
-        if answer is not None and answer.missing is not None:
-            self.missing = frozenset(answer.missing)
-        error = f"the engine has failed: {self.death}" if answer is None else answer.error
-        if error is not None:
-            raise WeightsError(error)
+        """Asks about the weights. Raises WeightsError if nothing has changed."""
+        reply = await self.ask(command)
+        if reply.missing is not None:
+            self.missing = frozenset(reply.missing)
+        if reply.error is not None:
+            raise WeightsError(reply.error)
 
     @to_its_end
     async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
@@ -178,21 +177,23 @@ class ProcessEngineClient(EngineLink):
 
         Raises AdapterError if the change cannot be made.
         """
-        answer: wire.AdapterAnswer | None = await self._ask(change)
-        if answer is None:
-            raise AdapterError(f"The engine has failed: {self.death}", 503)
-        if answer.error is not None:
-            raise AdapterError(answer.error, answer.status)
-        return answer.adapter
+        reply = await self.ask(change)
+        if reply.error is not None:
+            raise AdapterError(reply.error, reply.status)
+        return reply.adapter
 
-    async def _ask(self, command: wire.WeightsCommand | wire.AdapterChange) -> Any:
-        """Sends a command and waits for its answer. Returns None if the engine is dead."""
-        if self.death is not None:
-            return None
+    async def ask(self, question: wire.WeightsCommand | wire.AdapterChange) -> wire.Reply:
+        """Sends a question and waits for its reply. A dead engine's reply is an error with status 503."""
         number = next(self._numbers)
-        answered = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._send(msgspec.structs.replace(command, number=number))
-        return await answered
+        if self.death is not None:
+            return self._reply_of_the_dead(number)
+        replied: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+        self._asked[number] = replied
+        self._send(msgspec.structs.replace(question, number=number))
+        return await replied
+
+    def _reply_of_the_dead(self, number: int) -> wire.Reply:
+        return wire.Reply(number=number, error=f"The engine has failed: {self.death}", status=503)
 
     async def stop(self) -> None:
         """Ends the process: sends Stop, and kills it after STOP_TIMEOUT_S. Kills it at once if it is still starting."""
@@ -216,18 +217,18 @@ class ProcessEngineClient(EngineLink):
         match event:
             case wire.Report(line=line):
                 self._report(line)
-            case wire.Changed(number=number) | wire.AdapterAnswer(number=number):
-                self._answer(number, event)
+            case wire.Reply():
+                self._take_reply(event)
             case wire.Ended():
                 self._stopping = True
                 self.died.set()
             case _:
                 super()._on_event(event)
 
-    def _answer(self, number: int, answer: wire.Event | None) -> None:
-        asked = self._asked.pop(number, None)
+    def _take_reply(self, reply: wire.Reply) -> None:
+        asked = self._asked.pop(reply.number, None)
         if asked is not None and not asked.done():
-            asked.set_result(answer)
+            asked.set_result(reply)
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self.process.sentinel)
@@ -244,7 +245,7 @@ class ProcessEngineClient(EngineLink):
     def die(self, reason: str, *, is_refusal: bool = False) -> None:
         super().die(reason, is_refusal=is_refusal)
         for number in list(self._asked):
-            self._answer(number, None)
+            self._take_reply(self._reply_of_the_dead(number))
 
 
 class FrontendClient(EngineLink):

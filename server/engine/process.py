@@ -246,13 +246,13 @@ def _serve(
                 case wire.ChangeWeights() | wire.Pause() | wire.Resume() | wire.UpdateWeights() as command:
                     if weights is None:
                         error = "this engine cannot pause or change its weights while it serves"
-                        sender.put(wire.Changed(error, number=command.number))
+                        sender.put(wire.Reply(error=error, number=command.number))
                     else:
                         weights.ask(command)
                 case wire.LoadAdapter() | wire.UnloadAdapter() | wire.UndoLoad() as change:
                     if adapters is None:
                         error = "This engine has no LoRA adapters: --enable-lora."
-                        sender.put(wire.AdapterAnswer(error=error, number=change.number))
+                        sender.put(wire.Reply(error=error, number=change.number))
                     else:
                         adapters.ask(change, sender.put)
                 case wire.AddFrontend(frontend=number) as added:

@@ -26,7 +26,7 @@ TO_END = "POST /finish_weight_update ends it, and serves its arrays only if all 
 
 
 class Answer(Protocol):
-    """Answers a command with an error or with None. `missing` is the field of `wire.Changed`."""
+    """Answers a command with an error or with None. `missing` is the field of `wire.Reply`."""
 
     def __call__(self, error: Exception | None, *, missing: list[str] | None = None) -> None: ...
 
@@ -118,7 +118,7 @@ class WeightChanges:
             put(wire.WeightVersion(self._version))
 
     def ask(self, command: wire.WeightsCommand) -> None:
-        """Starts the work of a command, which is answered with Changed when it is done."""
+        """Starts the work of a command, which is answered with a Reply when it is done."""
 
         answer = partial(self._answer, command)
         try:
@@ -136,7 +136,7 @@ class WeightChanges:
 
     def _answer(self, command: wire.WeightsCommand, error: Exception | None, missing: list[str] | None = None) -> None:
         told = None if error is None else described(error)
-        self._put(wire.Changed(told, missing, number=command.number))
+        self._put(wire.Reply(number=command.number, error=told, missing=missing))
 
     def close(self) -> None:
         """Drops the steps of updates that have not begun."""

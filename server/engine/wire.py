@@ -2,8 +2,9 @@
 
 Commands go to the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Pause, Resume, UpdateWeights, LoadAdapter,
 UnloadAdapter, UndoLoad, Stop. Events come from the engine. While it starts these are Report, and then Ready or Failed.
-Later they are Outputs (one message per step, for all requests in it), Changed, WeightVersion before the first tokens of
-other weights, AdapterAnswer, Adapters after each change of them, and Stats at intervals, which are also the heartbeat.
+Later they are Outputs (one message per step, for all requests in it), WeightVersion before the first tokens of other
+weights, Adapters after each change of them, and Stats at intervals, which are also the heartbeat. Each Question has a
+number, and the Reply with the same number answers it.
 
 With several HTTP processes, each of them is a *frontend*. A frontend has a number that is never used again, and a
 socket for the outputs of its own requests. AddFrontend names both, and Ready answers it on that socket. The process
@@ -71,8 +72,8 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     reset_external: bool  # also those in the host's memory and in files
 
 
-class Asked(msgspec.Struct, kw_only=True):
-    """A command that is answered by a Changed or an AdapterAnswer with the same number."""
+class Question(msgspec.Struct, kw_only=True):
+    """A command that is answered by a Reply with the same number."""
 
     number: int = 0
 
@@ -89,8 +90,8 @@ class WeightsChange(enum.Enum):
     RELOAD = "reload"  # other weights of the same shapes are loaded
 
 
-class ChangeWeights(Asked, tag=True):
-    """Changes the weights between two steps. Changed answers it."""
+class ChangeWeights(Question, tag=True):
+    """Changes the weights between two steps."""
 
     change: WeightsChange
     model: str | None = None  # for RELOAD: the folder or file to load; None: the one of the start
@@ -98,15 +99,15 @@ class ChangeWeights(Asked, tag=True):
     parts: tuple[str, ...] | None = None  # for WAKE_UP: some of PARTS; None: all, and none may have been dropped
 
 
-class Pause(Asked, tag=True):
-    """Holds all requests until Resume. Changed answers it when no request runs any more."""
+class Pause(Question, tag=True):
+    """Holds all requests until Resume. The reply comes when no request runs any more."""
 
     mode: PauseMode = PauseMode.ABORT
     clear_cache: bool = True  # whether the prefix cache is emptied
 
 
-class Resume(Asked, tag=True):
-    """Lets requests run again. Changed answers it."""
+class Resume(Question, tag=True):
+    """Lets requests run again."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -143,8 +144,8 @@ class UpdateStep(enum.Enum):
     ABANDON = "abandon"  # forgets the arrays that have been received; there may be no update
 
 
-class UpdateWeights(Asked, tag=True):
-    """Does one step of an update of the weights. Changed answers it."""
+class UpdateWeights(Question, tag=True):
+    """Does one step of an update of the weights."""
 
     step: UpdateStep
     source: WeightsSource | None = None  # for RECEIVE
@@ -159,8 +160,8 @@ class IfLoaded(enum.Enum):
     REPLACE = "replace"  # loads the folder's current weights, which later requests use
 
 
-class LoadAdapter(Asked, tag=True):
-    """Loads a LoRA adapter and gives it a name. AdapterAnswer answers it."""
+class LoadAdapter(Question, tag=True):
+    """Loads a LoRA adapter and gives it a name."""
 
     name: str
     path: str
@@ -168,14 +169,14 @@ class LoadAdapter(Asked, tag=True):
     if_loaded: IfLoaded = IfLoaded.REFUSE
 
 
-class UnloadAdapter(Asked, tag=True):
-    """Removes an adapter's name. Running requests keep its weights. AdapterAnswer answers it."""
+class UnloadAdapter(Question, tag=True):
+    """Removes an adapter's name. Running requests keep its weights."""
 
     name: str
 
 
-class UndoLoad(Asked, tag=True):
-    """Undoes the last LoadAdapter, which succeeded here and failed in another engine. AdapterAnswer answers it."""
+class UndoLoad(Question, tag=True):
+    """Undoes the last LoadAdapter, which succeeded here and failed in another engine."""
 
 
 class AddFrontend(msgspec.Struct, tag=True):
@@ -321,14 +322,6 @@ class WeightVersion(msgspec.Struct, tag=True):
     version: str
 
 
-class Changed(msgspec.Struct, tag=True):
-    """The answer to a ChangeWeights, Pause, Resume or UpdateWeights. `error` says why nothing has changed."""
-
-    error: str | None = None
-    missing: list[str] | None = None  # the PARTS that are not on the device from now on; None: as before
-    number: int = 0  # the number of the command
-
-
 class Adapter(msgspec.Struct, frozen=True):
     """A LoRA adapter with its name."""
 
@@ -346,13 +339,14 @@ class Adapters(msgspec.Struct, tag=True):
     num_loads: int
 
 
-class AdapterAnswer(msgspec.Struct, tag=True):
-    """The answer to a LoadAdapter or UnloadAdapter. `error` says why nothing has changed."""
+class Reply(msgspec.Struct, tag=True, kw_only=True):
+    """The reply to a Question. `error` says why nothing has changed."""
 
-    adapter: Adapter | None = None  # the adapter that was loaded or unloaded
+    number: int = 0  # the number of the question
     error: str | None = None
     status: int = 400  # the HTTP status of an error
-    number: int = 0  # the number of the command
+    adapter: Adapter | None = None  # the adapter that was loaded or unloaded
+    missing: list[str] | None = None  # the PARTS that are not on the device from now on; None: as before
 
 
 class Stats(msgspec.Struct, tag=True):
@@ -364,7 +358,7 @@ class Stats(msgspec.Struct, tag=True):
 AdapterChange = LoadAdapter | UnloadAdapter | UndoLoad
 WeightsCommand = ChangeWeights | Pause | Resume | UpdateWeights
 Command = Submit | Abort | ResetPrefixCache | WeightsCommand | AdapterChange | AddFrontend | RemoveFrontend | Stop
-Event = Report | Ready | Failed | Ended | Outputs | WeightVersion | Changed | Adapters | AdapterAnswer | Stats
+Event = Report | Ready | Failed | Ended | Outputs | WeightVersion | Adapters | Reply | Stats
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

@@ -107,10 +107,10 @@ def test_a_removed_frontend_hears_nothing_and_the_others_go_on() -> None:
 def test_all_hear_how_the_engine_is_and_the_first_what_it_asked() -> None:
     sorter = Sorter()
     sorter.frontends = {FIRST, 1}
-    stats, failed, changed = wire.Stats(EngineStats()), wire.Failed("gone"), wire.Changed()
+    stats, failed, reply = wire.Stats(EngineStats()), wire.Failed("gone"), wire.Reply()
     version = wire.WeightVersion("new")
-    found = sorter.sort([stats, version, changed, failed])
-    assert found == {FIRST: [stats, version, changed, failed], 1: [stats, version, failed]}
+    found = sorter.sort([stats, version, reply, failed])
+    assert found == {FIRST: [stats, version, reply, failed], 1: [stats, version, failed]}
 
 
 def test_a_frontend_forgets_what_has_ended() -> None:

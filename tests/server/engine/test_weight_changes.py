@@ -287,7 +287,7 @@ def test_an_engine_that_dies_answers_the_update():
             assert "the device is lost" in await refusal(update(client, 5))
             await client.died.wait()
             for asked in (client.update_weights(BEGIN), client.pause(PauseMode.ABORT), client.resume()):
-                assert "the engine has failed" in await refusal(asked)
+                assert "The engine has failed" in await refusal(asked)
 
     run(work())
 
