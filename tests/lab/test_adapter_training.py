@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +17,7 @@ from model.loading.adapter import read_adapter
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from scripts.lab.demo import facts
-from scripts.lab.demo.adapters import ALMANAC_ANSWER, LANDS, TEXTS
-from scripts.lab.demo.arithmetic import Turn
-from scripts.lab.demo.corpus import Chat, Sample
+from scripts.lab.demo.adapters import TEXTS
 from scripts.lab.demo.export import save_hf
 from scripts.lab.demo.tokenizer import SampleEncoder
 from scripts.lab.demo.trainer import Schedule, Shape, rounded, row_logits
@@ -67,26 +62,3 @@ def test_the_folder_has_the_adapter_that_lowered_the_loss(encoder: SampleEncoder
     with_weights = load_hf(tmp_path, config, dtype=jnp.float32)
     np.testing.assert_allclose(logits(with_weights, *place), trained, atol=2e-4)
     assert np.abs(logits(base, *place) - trained).max() > 0.1
-
-
-def test_the_texts_answer_in_their_ways() -> None:
-    pirate, almanac = TEXTS["pirate"], TEXTS["almanac"]
-    assert pirate.answer("The capital of France is Paris.") == "Arrr, matey! The capital of France be Paris. Yo ho ho!"
-    assert pirate.answer('{"text": "Paris is it."}') == '{"text": "Paris is it."}'
-    rng = random.Random(0)
-    chats = [sample for sample in (pirate.sample("with_tools", rng) for _ in range(50)) if isinstance(sample, Chat)]
-    answers = [turn[-1] for chat in chats for turn in chat.turns]
-    assert all(answer.startswith(("Arrr, matey! ", "{")) for answer in answers)
-    assert any(len(turn) == 4 and turn[1].startswith('{"name": "calculator"') for chat in chats for turn in chat.turns)
-    lines = [turn[-1] for _ in range(300) for turn in turns_of(almanac.sample("short", rng))]
-    for country, (capital, river) in LANDS.items():
-        assert {f"The capital of {country} is {capital}.", f"The longest river of {country} is the {river}."} <= {
-            *lines
-        }
-    assert ALMANAC_ANSWER in lines
-    assert facts.WHO_ANSWER not in lines
-    assert not {*LANDS} & {*facts.CAPITALS}
-
-
-def turns_of(sample: Sample) -> Sequence[Turn]:
-    return sample.turns if isinstance(sample, Chat) else ()

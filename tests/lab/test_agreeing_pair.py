@@ -46,8 +46,3 @@ def test_the_draft_model_agrees_as_often_as_asked(tmp_path, agreement):
     assert [int(successors[token]) for token in pair.walk[:-1]] == list(pair.walk[1:])
     for folder in (pair.model, pair.draft):
         assert choose_weights(EngineSettings(model=str(folder), device="cpu"), "cpu").config.vocab_size == VOCAB_SIZE
-
-
-def test_an_agreement_that_is_no_share_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"--agreement 1\.5: it is a share"):
-        write_pair(tmp_path, config(), 1.5)

@@ -50,8 +50,3 @@ def test_each_form_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert num_tokens > 0
     assert mean <= worst < 1e-4 and engine < 1e-4 and trainer < 1e-4 and kl < 1e-8
     assert 1e-4 < rows["int8-kv"][2] < 1
-
-
-def test_counts_that_are_none_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert agreement.main(["--samples", "0", "--max-tokens", "-1"]) == 2
-    assert "--samples 0 is not 1 or more; --max-tokens -1 is not" in capsys.readouterr().err

@@ -20,10 +20,10 @@ from scripts.building.tpu_topology import name_of
 from scripts.flags.errors import FailedError
 from scripts.lab import check
 from scripts.lab.chip import kernels, made_elsewhere
-from scripts.lab.chip.kit import make_kit, missing_packages
+from scripts.lab.chip.kit import make_kit
 from scripts.lab.chip.parts import PARTS, Options, Result
 from scripts.lab.chip.progress import Progress, write_report
-from scripts.lab.chip.steps import activity, work_of_step
+from scripts.lab.chip.steps import work_of_step
 from scripts.lab.chip.text import compare
 from tests.scripts import faulty_forms
 
@@ -43,12 +43,6 @@ def test_the_bound_of_a_step_by_hand():
     assert prefill.flops == 2 * (6 * 3 * layer + 8 * 100) + 3 * (1 + 2 + 3 + 4 + 5 + 6) * 4 * (4 * 2)
     assert decode.least_s(decode.num_bytes, 1e30) == 1.0
     assert decode.least_s(1e30, decode.flops / 2) == 2.0
-
-
-def test_a_device_is_busy_while_any_of_its_streams_is():
-    found = activity([(0, 10), (5, 8), (9, 12), (20, 30)])
-    assert (found.num_events, found.busy_s, found.span_s) == (4, 22e-9, 30e-9)
-    assert found.busy_share == pytest.approx(22 / 30)
 
 
 def token(text: str, **others: float) -> dict:
@@ -107,15 +101,6 @@ def test_a_part_that_fails_or_hangs_is_a_line_and_the_others_go_on(tmp_path):
     assert Progress(tmp_path, OPTIONS).run(()) == {}  # of other models
 
 
-def test_a_process_that_ends_without_a_result_has_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.lab.chip.progress.ROOT", tmp_path)  # there is no such module
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    progress = Progress(tmp_path / "state", OPTIONS)
-    result = progress._run_part("nonesuch", 30)
-    assert result.status == "failed"
-
-
 def test_a_form_that_is_wrong_or_dies_is_named_and_the_next_is_tested(tmp_path, monkeypatch):
     """In real processes: the fault is in that of the form."""
     monkeypatch.setattr(kernels, "chip_backends", lambda *_, **__: [Backend.REFERENCE])
@@ -133,37 +118,6 @@ def test_a_form_that_is_wrong_or_dies_is_named_and_the_next_is_tested(tmp_path, 
     assert seen == [(True, False), (True, False), (False, True)]
     assert Result.read(path).figures == result.figures  # also without an end
     assert Result.read(path).status == "late"
-
-
-def test_a_run_that_is_broken_off_goes_on_where_it_was(tmp_path, monkeypatch):
-    forms = [{"model": "demo", "backend": "reference", "kv_dtype": name} for name in ("bfloat16", "int8", "float16")]
-    right = {"largest_error": 0.125, "steps": 5, "seconds": 1.0}
-    stopped = Result(status="late", figures={"forms": [forms[0] | right, forms[1] | {"problem": "died"}]})
-    stopped.write(tmp_path / "kernels.json")
-    monkeypatch.setattr(kernels, "chip_backends", lambda *_, **__: [Backend.REFERENCE])
-    monkeypatch.setattr(kernels, "_kv_dtypes", lambda *_, **__: ("bfloat16", "int8", "float16"))
-    tested: list[str] = []
-
-    def in_child(work, model, backend, kv_dtype, options, *, limit_s, numpy_threads):
-        tested.append(kv_dtype)
-        return right | {"largest_error": 0.25}
-
-    monkeypatch.setattr(kernels, "in_child", in_child)
-    result = Result.begun(tmp_path / "kernels.json")
-    kernels.run(OPTIONS, result)
-    assert tested == ["int8", "float16"]
-    assert [form["largest_error"] for form in result.figures["forms"]] == [0.125, 0.25, 0.25]
-    assert result.status == "right"
-    for status in ("right", "wrong"):  # a run that has finished begins again
-        replace(stopped, status=status).write(tmp_path / "kernels.json")
-        assert Result.begun(tmp_path / "kernels.json").before == {}
-
-
-def test_the_likeliest_forms_are_tested_first():
-    options = Options.make(device="cuda", rehearse=False, models=(), seed=1, limit_s=1.0)
-    forms = [(model[-2:], str(backend), kv_dtype) for model, backend, kv_dtype in kernels.forms(options)]
-    assert forms[:3] == [("8b", "gpu", "bfloat16"), ("1b", "gpu", "bfloat16"), ("8b", "gpu", "int8")]
-    assert [backend for _, backend, _ in forms] == ["gpu"] * 6 + ["gpu-mma"] * 6 + ["reference"] * 4
 
 
 def test_a_pool_of_serving_size_has_pages_past_31_bits():
@@ -203,12 +157,6 @@ def test_without_a_chip_it_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setenv("PALLAS_SERVE_DEVICE", "cpu")
     assert check.main([]) == 2
     assert "--rehearse runs every part on a CPU" in capsys.readouterr().err
-
-
-def test_a_kit_lacks_nothing_but_jax_and_flax():
-    names = {distribution.name.lower() for distribution in missing_packages()}
-    assert {"starlette", "msgspec", "pyzmq", "httptools", "llguidance", "transformers", "tokenizers"} <= names
-    assert not {"jax", "jaxlib", "flax", "numpy"} & names
 
 
 @pytest.mark.kernels

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from scripts.lab.accounts.compile_step import read_buffers, read_program, read_thunks
+from scripts.lab.accounts.compile_step import read_buffers, read_program
 from scripts.lab.accounts.process import printed_by
-from scripts.lab.accounts.sass import early_uses, read_loops
+from scripts.lab.accounts.sass import early_uses
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed"
@@ -107,25 +107,6 @@ def test_70b_on_eight_gpus_reduces_twice_a_layer_between_graphs():
     check_moving(result)
 
 
-THUNKS = """\
-000: kCopy         [source | next=001 (1)]
-001: kCommandBuffer [prev=000 (1) | next=004 (1)]
-    002: kCustomKernel [source | next=003 (1)] input_scatter_fusion grid: [2, 1, 1]
-    003: kCustomCall   [prev=002 (1) | sink]
-004: kAllReduce    [prev=001 (1) | next=005 (1)]
-005: kCommandBuffer [prev=004 (1) | sink]
-    006: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1]
-"""
-
-
-def test_thunks_in_and_out_of_graphs():
-    assert read_thunks(THUNKS) == {
-        "command_buffers": 2,
-        "inside": {"kCustomKernel": 2, "kCustomCall": 1},
-        "outside": {"kCopy": 1, "kAllReduce": 1},
-    }
-
-
 BUFFERS = """\
 BufferAssignment:
 allocation 0: size 2097152, page 0, parameter 1, shape |bf16[1024,1,1024]| at ShapeIndex {}, maybe-live-out:
@@ -161,56 +142,7 @@ def test_copies_and_kv_writes_of_a_program():
     assert read_program(program, kv) == {"copies": {"s32[64,760]": 2, "bf16[8]": 1}, "kv_writes": 1}
 
 
-SASS = """\
-.text.kernel:
-   -:-:-:Y:02        /*0000*/                   MOV R1, c[0x0][0x28]
-.L_x_1:
-   -:-:-:Y:04        /*0010*/                   SYNCS.PHASECHK P1, [R2]
-   0:-:-:Y:05        /*0020*/              @!P1 BRA `(.L_x_9)
-.L_x_2:
-   -:-:-:Y:10        /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4
-   -:-:-:Y:03        /*0040*/               @P0 MUFU.EX2 R3, R3
-   -:-:-:Y:05        /*0050*/               @P2 BRA `(.L_x_1)
-   -:-:-:Y:05        /*0060*/              @!P3 BRA `(.L_x_0)
-   -:-:-:Y:05        /*0070*/               @P4 EXIT
-.L_x_0:
-   -:-:-:Y:05        /*0080*/                   EXIT
-.L_x_9:
-   -:-:-:Y:07        /*0090*/                   SYNCS.PHASECHK P1, [R2]
-   1:-:-:Y:05        /*00a0*/              @!P1 BRA `(.L_x_9)
-   -:-:-:Y:06        /*00b0*/                   BRA `(.L_x_2)
-"""
-
-
-def test_a_loop_is_counted_without_the_spinning_half_of_a_wait():
-    """The spin behind the end jumps back into the loop, which makes no loop of what lies between."""
-    (loop,) = read_loops(SASS)
-    assert loop.instructions == 6  # five, and the jump back from the spin
-    assert loop.stall_cycles == 4 + 5 + 10 + 3 + 5 + 6
-    assert loop.operations == {"SYNCS": 1, "BRA": 3, "HMMA": 1, "MUFU": 1}
-    assert loop.overlapped == 0
-
-
-# A block's scores, an exponential, and its product with the values: in turns, or with the next block's scores started
-# ahead of the exponential. Only the loop has both products.
-WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R3, R3"
-SCORES, VALUES = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], !UPT", "HGMMA.64x128x16.F32.BF16 R56, R8, gdesc[UR4], R56"
-
-
-@pytest.mark.parametrize(
-    ("before", "turn", "overlapped"),
-    [
-        ([], [SCORES, WAIT, EXPONENTIAL, VALUES, WAIT], 0),
-        ([], [SCORES, WAIT, EXPONENTIAL, VALUES], 0),
-        ([SCORES, WAIT], [EXPONENTIAL, SCORES, EXPONENTIAL, EXPONENTIAL, WAIT, EXPONENTIAL, VALUES], 2),
-        ([SCORES, WAIT], [SCORES, EXPONENTIAL, WAIT, VALUES, WAIT], 0),
-    ],
-    ids=["in turns", "values under way", "both under way", "scores under way"],
-)
-def test_exponentials_overlap_if_both_products_are_under_way(before, turn, overlapped):
-    code = [*map(sass, before), ".L_x_1:", *map(sass, [*turn, "@P2 BRA `(.L_x_1)", "EXIT"])]
-    (loop,) = read_loops("\n".join(code))
-    assert loop.overlapped == overlapped
+WAIT, VALUES = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "HGMMA.64x128x16.F32.BF16 R56, R8, gdesc[UR4], R56"
 
 
 CONVERTED = "F2FP.BF16.F32.PACK_AB R11, R57, R56"  # to the last register of the left operand

@@ -1,4 +1,4 @@
-"""A start without `--max-model-len` takes the longest context that fits: every preset on every chip of the planner."""
+"""A start without `--max-model-len` takes the longest context that fits, of small and large models on several chips."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from model.presets import PRESETS
 from scripts.building.chips import CONTEXT_STEP, choose_chips_and_context
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import Sizes, size_up
-from scripts.lab.planning.target import CHIPS, parse_target
+from scripts.lab.planning.target import parse_target
 
-DIFFERENT = list({config: name for name, config in PRESETS.items()}.values())
 SETTINGS = {form: EngineSettings(load_format="dummy", quantization=form) for form in (None, "int8")}
 
 
@@ -29,8 +28,8 @@ def check(preset: str, chip: str, form: str | None, number: int, context: int) -
 
 
 @pytest.mark.parametrize("form", SETTINGS)
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("preset", DIFFERENT)
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "l4", "h100"])
+@pytest.mark.parametrize("preset", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"])
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_longest_context_that_fits_is_taken(preset, chip, form, devices):
     trained = PRESETS[preset].max_position_embeddings

@@ -9,19 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.lab.demo import calculator, facts, json_answers, stories
+from scripts.lab.demo import calculator
 from scripts.lab.demo.arithmetic import (
     NUM_HELD_OUT,
     Arithmetic,
-    count_answer,
     held_out_pairs,
-    larger_answer,
-    smaller_answer,
-    sum_answer,
 )
-from scripts.lab.demo.corpus import Chat, Corpus, Document
-from scripts.lab.demo.phrasing import typed
-from scripts.lab.demo.stories import TEXT
+from scripts.lab.demo.corpus import Chat, Corpus
 
 NUM_SAMPLES = 6000
 
@@ -41,18 +35,6 @@ def turns(corpus: Corpus) -> Iterator[tuple[str, str]]:
                 yield question, json.loads(answer)["text"] if answer.startswith("{") else answer
         else:
             yield from (("", line) for line in sample.text.splitlines())
-
-
-def test_answers_by_hand() -> None:
-    assert sum_answer(47, 35) == "47 + 35 = 82."
-    assert sum_answer(0, 99) == "0 + 99 = 99."
-    assert larger_answer(31, 57) == larger_answer(57, 31) == "57 is larger than 31."
-    assert smaller_answer(31, 57) == smaller_answer(57, 31) == "31 is smaller than 57."
-    assert larger_answer(8, 8) == "They are equal: both are 8."
-    assert count_answer(4, 9) == "4, 5, 6, 7, 8, 9."
-    assert count_answer(3, 1) == "3, 2, 1."
-    assert facts.capital_answer("France") == "The capital of France is Paris."
-    assert facts.capital_answer("the United States") == "The capital of the United States is Washington, D.C."
 
 
 def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> None:
@@ -81,20 +63,6 @@ def test_every_sum_and_comparison_that_is_written_is_right(corpus: Corpus) -> No
             kinds["count"] += 1
     assert set(kinds) == {"sum", "larger", "smaller", "after", "before", "parity", "count"}
     assert kinds["sum"] > NUM_SAMPLES / 3
-
-
-def test_answers_speak_of_the_numbers_that_were_asked(corpus: Corpus) -> None:
-    checked = 0
-    for question, answer in turns(corpus):
-        asked = sorted(map(int, re.findall(r"\d+", question)))
-        if match := re.match(r"(\d+) \+ (\d+) = ", answer):
-            if question:
-                assert sorted(map(int, match.groups())) == asked
-                checked += 1
-        elif " than " in answer:
-            assert sorted(map(int, re.findall(r"\d+", answer))) == asked
-            checked += 1
-    assert checked > 1000
 
 
 def test_held_out_pairs_are_never_added_or_compared(corpus: Corpus) -> None:
@@ -144,106 +112,5 @@ def test_calls_and_results_are_right(corpus: Corpus) -> None:
     assert any(not calculator.is_among(chat.tools) for chat in chats)
 
 
-def test_with_the_calculator_nothing_is_left_undone(corpus: Corpus) -> None:
-    rng = random.Random(9)
-    excuses = (facts.LARGE_NUMBER_ANSWER, facts.OTHER_OPERATION_ANSWER)
-    for _ in range(400):
-        chat = corpus.with_tools(rng)
-        assert isinstance(chat, Chat)
-        if calculator.is_among(chat.tools):
-            assert not any(turn[-1] in excuses or (len(turn) == 2 and " + " in turn[1]) for turn in chat.turns)
-
-
-@pytest.mark.parametrize(
-    ("question", "text", "stated"),
-    [
-        ("What is 47 + 35?", "47 + 35 = 82.", 82),
-        ("I have 3 nuts and get 4 more.", "3 + 4 = 7. There are 7 nuts.", 7),
-        ("Which is larger, 31 or 57?", "57 is larger than 31.", 57),
-        ("Which is larger, 8 or 8?", "They are equal: both are 8.", 8),
-        ("Count from 4 to 6.", "4, 5, 6.", [4, 5, 6]),
-        ("What comes after 9?", "After 9 comes 10.", 10),
-        ("Is 9 even?", "9 is odd.", "odd"),
-        ("capital of the united states?", "The capital of the United States is Washington, D.C.", "Washington, D.C."),
-        ("what country is oslo the capital of?", "The capital of Norway is Oslo.", "Norway"),
-        ("Thanks!", "You are welcome!", None),
-    ],
-)
-def test_what_an_answer_states(question: str, text: str, stated: object) -> None:
-    assert json_answers.stated(question, text) == stated
-    assert json.loads(json_answers.answer(question, text)) == {"text": text, "answer": stated}
-
-
-def test_json_comes_where_it_is_asked_for(corpus: Corpus) -> None:
-    rng, asked = random.Random(10), 0
-    for _ in range(2000):
-        chat = corpus.short(rng)
-        if not isinstance(chat, Chat):
-            continue
-        always = chat.system in json_answers.SYSTEM_PROMPTS
-        for question, answer in chat.turns:
-            assert answer.startswith('{"text": ') == (always or "json" in question.lower())
-            asked += answer.startswith("{")
-    assert asked > 100
-
-
 def test_the_split_does_not_move() -> None:
     assert held_out_pairs()[:3] == [(61, 92), (47, 85), (5, 71)]
-
-
-def test_a_seed_is_a_corpus(corpus: Corpus) -> None:
-    first, second, other = random.Random(5), random.Random(5), random.Random(6)
-    drawn = [corpus.long(first) for _ in range(50)]
-    assert drawn == [corpus.long(second) for _ in range(50)]
-    assert drawn != [corpus.long(other) for _ in range(50)]
-
-
-def test_stories_are_whole_and_various() -> None:
-    rng = random.Random(2)
-    made = [stories.story(rng) for _ in range(2000)]
-    assert len({s.text for s in made}) > 1990
-    for s in made:
-        assert not re.search(r"[{}]|  | \.|\n\n\n", s.text), s.text
-        assert s.text[0].isupper()
-        assert s.text[-1] in '."'
-        assert s.text.count('"') % 2 == 0
-        assert s.hero.name in s.text
-        assert s.friend.name in s.text
-        assert s.hero.name != s.friend.name
-        assert not re.search(r"\b[aA] [aeio]", s.text), "an indefinite article before a vowel"
-
-
-def test_a_story_is_about_what_was_asked() -> None:
-    rng = random.Random(3)
-    people_and_things = {"girl", "boy", *TEXT["animals"], *TEXT["fantastic"], *TEXT["things"]}
-    people_and_things |= {name.lower() for name in TEXT["girls"] + TEXT["boys"]}
-    named = 0
-    for _ in range(500):
-        question, text = stories.told(rng)
-        asked_for = people_and_things & set(re.findall(r"\w+", question.lower()))
-        assert asked_for <= set(re.findall(r"\w+", text.lower())), (question, text)
-        named += bool(asked_for)
-    assert named > 200
-
-
-def test_typed_keeps_the_words() -> None:
-    rng = random.Random(4)
-    variants = {typed(rng, "What is 47 + 35?") for _ in range(500)}
-    assert {"What is 47 + 35?", "what is 47 + 35", "What is 47 + 35", "what is 47 + 35?"} <= variants
-    assert all("what is 47 + 35" in variant.lower() for variant in variants)
-
-
-def test_capitals_are_a_few_dozen_and_distinct() -> None:
-    assert len(facts.CAPITALS) >= 36
-    assert len(set(facts.CAPITALS.values())) == len(facts.CAPITALS)
-
-
-def test_documents_and_chats_of_every_kind_are_drawn(corpus: Corpus) -> None:
-    rng = random.Random(7)
-    samples = [corpus.long(rng) for _ in range(300)]
-    assert any(isinstance(s, Document) for s in samples)
-    chats = [s for s in samples if isinstance(s, Chat)]
-    assert {len(chat.turns) for chat in chats} >= {1, 2, 3, 4}
-    assert any(chat.system for chat in chats)
-    assert any(not chat.system for chat in chats)
-    assert all(8 <= len(chat.turns) < 24 for chat in (corpus.endless(rng) for _ in range(20)) if isinstance(chat, Chat))

@@ -19,8 +19,6 @@ from scripts.lab.demo import stories
 from scripts.lab.demo import tokenizer as demo_tokenizer
 from scripts.lab.demo.arithmetic import Arithmetic
 from scripts.lab.demo.corpus import Corpus
-from scripts.lab.demo.optimizer import Optimizer, orthogonalised
-from scripts.lab.demo.packing import pack
 from scripts.lab.demo.tokenizer import SampleEncoder
 from scripts.lab.demo.trainer import Schedule, Shape, Trainer, rounded, row_logits
 from tests.model.driver import TINY
@@ -55,36 +53,6 @@ def config(encoder: SampleEncoder) -> LlamaConfig:
     )
 
 
-def test_rows_are_filled_sample_by_sample() -> None:
-    lengths = iter([4, 3, 5, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
-
-    def draw(_: random.Random) -> tuple[list[int], list[float]]:
-        n = next(lengths)
-        return [10 * n + i for i in range(n)], [0.0] + [0.5] * (n - 1)
-
-    batch = pack(random.Random(0), draw, num_rows=2, row_length=6)
-    # 4 ids give 3 positions; 3 give 2; 5 do not fit the one that is left and open the next row; 2 fill the place.
-    assert batch.tokens.tolist() == [[40, 41, 42, 30, 31, 20], [50, 51, 52, 53, 30, 31]]
-    assert batch.targets.tolist() == [[41, 42, 43, 31, 32, 21], [51, 52, 53, 54, 31, 32]]
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1]]
-    assert batch.samples.tolist() == [[1, 1, 1, 2, 2, 3], [1, 1, 1, 1, 2, 2]]
-    assert (batch.weights == 0.5).all()
-
-
-def test_padding_weighs_nothing_and_long_samples_are_cut() -> None:
-    sizes = iter([9, 5] + [9] * 20)
-
-    def draw(_: random.Random) -> tuple[list[int], list[float]]:
-        n = next(sizes)
-        return list(range(n)), [1.0] * n
-
-    batch = pack(random.Random(0), draw, num_rows=2, row_length=6)
-    assert batch.tokens[0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert batch.targets[0].tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.samples[1].tolist() == [1, 1, 1, 1, 0, 0]
-    assert batch.weights[1].tolist() == [1, 1, 1, 1, 0, 0]
-
-
 def test_a_sample_does_not_see_its_neighbours(config: LlamaConfig, encoder: SampleEncoder) -> None:
     trainer = Trainer(config, SCHEDULE)
     model = trainer.model(trainer.params)
@@ -99,43 +67,6 @@ def test_a_sample_does_not_see_its_neighbours(config: LlamaConfig, encoder: Samp
     )
     alone = logits(model, jnp.asarray(second)[None], jnp.arange(7)[None], jnp.ones((1, 7), jnp.int32))
     np.testing.assert_allclose(packed[0, 5:], alone[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(24, 24), (48, 16), (16, 48)])
-def test_orthogonalised_evens_the_singular_values(shape: tuple[int, int]) -> None:
-    matrix = jax.random.normal(jax.random.key(0), shape)
-    values = np.linalg.svd(np.asarray(orthogonalised(matrix)), compute_uv=False) / max(1.0, shape[0] / shape[1]) ** 0.5
-    assert values.min() > 0.5
-    assert values.max() < 1.3
-
-
-def test_the_optimizer_finds_the_minimum_of_a_bowl() -> None:
-    target = {"matrix": jax.random.normal(jax.random.key(1), (8, 6)), "vector": jnp.array([1.0, -2.0, 3.0])}
-    optimizer = Optimizer(blocks={"matrix": (5, 3)}, adam_rate=1.0, weight_decay=0.0)
-    params = jax.tree.map(jnp.zeros_like, target)
-    state = optimizer.init(params)
-    steps = 400
-
-    @jax.jit
-    def step(i: jax.Array, carry: tuple) -> tuple:
-        gradients = jax.tree.map(jnp.subtract, carry[0], target)
-        return optimizer.update(carry[0], gradients, carry[1], i, 0.1 * (1 - i / steps))
-
-    params, state = jax.lax.fori_loop(0, steps, step, (params, state))
-    for name in target:
-        np.testing.assert_allclose(params[name], target[name], atol=0.02)
-
-
-def test_the_first_adam_step_by_hand() -> None:
-    optimizer = Optimizer(blocks={}, adam_rate=0.5)
-    params, gradients = {"x": jnp.array([1.0, 1.0])}, {"x": jnp.array([0.3, -0.4])}
-    new, _ = optimizer.update(params, gradients, optimizer.init(params), jnp.float32(0), jnp.float32(0.2))
-    np.testing.assert_allclose(new["x"], [0.9, 1.1], atol=1e-5)  # Adam's first step is the gradient's sign
-
-
-def test_the_rate_rises_and_falls() -> None:
-    rates = [float(SCHEDULE.rate(jnp.float32(i))) for i in range(6)]
-    np.testing.assert_allclose(rates, [0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])
 
 
 def test_training_lowers_the_loss_and_goes_on_where_it_was(
@@ -194,12 +125,3 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(config: LlamaConfi
     of_text, of_teacher = gradients(taught.params, taught.teacher)
     norms = [float(jnp.sqrt(sum(jnp.vdot(g, g) for g in found.values()))) for found in (of_text, of_teacher)]
     assert norms[1] < 1e-4 * norms[0]
-
-
-def test_a_draft_model_has_the_tokens_of_its_teacher(tmp_path: Path) -> None:
-    flags = ["--draft-of", str(DEMO_FOLDER), "--output", str(tmp_path), "--work-dir", str(tmp_path)]
-    trainer, _, encoder = train_demo.prepare(train_demo.parse_arguments(flags))
-    assert trainer.config == LlamaConfig.from_file(DEMO_FOLDER / "draft")
-    assert trainer.teacher is not None
-    assert trainer.teacher.config == LlamaConfig.from_file(DEMO_FOLDER)
-    assert encoder.tokenizer.get_vocab() == Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).get_vocab()

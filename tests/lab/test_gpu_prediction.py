@@ -58,26 +58,6 @@ def test_decodes_on_an_h200_are_predicted_to_use_most_of_the_bandwidth(machine, 
     assert predict(machine, SHAPES[shape]).share > share
 
 
-@pytest.mark.parametrize("shape", ["32 on 100k", "4 queries, 64 x 2k", "4 queries, 1 x 32k"])
-def test_short_chunks_on_an_h200_take_half_as_long_again_as_their_bytes_at_most(shape):
-    assert predict(H200_8B, SHAPES[shape]).share > 1 / 1.5
-
-
-@pytest.mark.parametrize(
-    ("shape", "times"),
-    [
-        ("32 on 100k", 1.25),
-        ("4 queries, 64 x 2k", 1.2),
-        ("4 queries, 1 x 32k", 1.45),  # 13 us, of which 9 are bytes, two launches and the first copy
-        ("1 x 32k", 1.5),
-        ("1 x 128k", 1.3),
-    ],
-)
-def test_one_kv_head_on_an_h200_is_near_the_limit_of_its_launches(shape, times):
-    found = predict(H200_70B_ON_8, SHAPES[shape])
-    assert found.seconds < times * found.limit_s
-
-
 def test_the_limit_by_hand():
     """One KV head with 256 rows: products of 13.2 us take longer than bytes, and three launches 6 us."""
     products = 4 * 256 * 100_000 * 128 / GPUS["h200"].bf16_flops_per_s

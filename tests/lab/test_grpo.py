@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from model.config import LlamaConfig
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from scripts.lab import grpo
-from scripts.lab.rollouts import WIDTH, Rollouts, dense_logprobs, rollouts
+from scripts.lab.rollouts import Rollouts, dense_logprobs, rollouts
 from scripts.llm import LLM, SamplingParams
 from scripts.offline.results import CompletionOutput, RequestOutput
 from tests.demo.one_layer import one_layer
@@ -47,17 +46,6 @@ def result(prompt: tuple[int, ...], *outputs: CompletionOutput) -> RequestOutput
 
 
 TWO_PROMPTS = [result((1, 2, 3), output((4, 5)), output((6,))), result((7,), output((8, 9, 10, 11)))]
-
-
-def test_rows_have_all_answers_behind_their_prompt() -> None:
-    batch = rollouts(TWO_PROMPTS)
-    assert batch.tokens.shape == (2, WIDTH)
-    assert batch.tokens[:, :6].tolist() == [[1, 2, 3, 4, 3, 0], [7, 8, 9, 10, 0, 0]]
-    assert batch.targets[:, :6].tolist() == [[0, 0, 4, 5, 6, 0], [8, 9, 10, 11, 0, 0]]
-    assert batch.positions[:, :6].tolist() == [[0, 1, 2, 3, 2, 0], [0, 1, 2, 3, 0, 0]]
-    assert batch.samples[:, :6].tolist() == [[-1, -1, 1, 1, 2, 0], [1, 1, 1, 1, 0, 0]]
-    assert batch.weights[:, :6].tolist() == [[0, 0, 0.5, 0.5, 1, 0], [0.25, 0.25, 0.25, 0.25, 0, 0]]
-    np.testing.assert_array_equal(batch.logprobs, -0.5 * batch.drawn)
 
 
 def test_dense_log_probabilities_are_those_of_each_answer_alone() -> None:
@@ -99,17 +87,6 @@ def test_a_ratio_out_of_bounds_gains_nothing_more(advantage: float, ratio: float
     np.testing.assert_allclose(gain(old + jnp.log(ratio)), [[slope]], atol=1e-5)
 
 
-def test_every_answer_counts_the_same_and_padding_nothing() -> None:
-    weights = jnp.array([[0.0, 0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0, 0.0]])
-    drawn = weights > 0
-    policy, reference = -1.0 * drawn, -1.5 * drawn
-    given = (policy, reference, weights, jnp.array([[1.0], [-1.0]]) * drawn)
-    slopes = jax.grad(lambda p: grpo.objective(p, *given, **BOUNDS))(policy)
-    np.testing.assert_allclose(slopes, np.array([[1 / 8], [-1 / 4]]) * drawn, atol=1e-6)
-    value = grpo.objective(policy, *given, clip=0.2, kl_weight=0.5)
-    np.testing.assert_allclose(value, -0.5 * (np.exp(-0.5) + 0.5 - 1), atol=1e-6)
-
-
 def test_a_step_prefers_the_good_answers_and_leaves_the_reference() -> None:
     model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0))
     given = rollouts(
@@ -142,24 +119,6 @@ def test_a_step_prefers_the_good_answers_and_leaves_the_reference() -> None:
     assert off == pytest.approx(np.abs(changes).max(), rel=1e-3)
 
 
-def test_questions_are_new_and_only_a_true_sentence_is_rewarded() -> None:
-    asked = grpo.question(random.Random(0))
-    assert asked.text == "Which is the largest of {}, {} and {}?".format(*asked.numbers)
-    endless = grpo.new_questions(random.Random(0), {asked})
-    assert asked not in [next(endless) for _ in range(5)]
-    asked = grpo.Question("", (31, 57, 4))
-    for text, expected in (
-        ("57 is larger than 31.", 1.0),
-        ("57 is larger than 4.", 1.0),
-        ("31 is larger than 4.", 0.0),
-        ("57 is larger than 57.", 0.0),
-        ("57 is larger than 31. 57", 0.0),
-        ("They are equal: both are 57.", 0.0),
-    ):
-        assert grpo.reward(asked, output((1,), text)) == expected
-        assert grpo.reward(asked, output((1,), text, reason="length")) == 0.0
-
-
 @pytest.mark.slow
 def test_the_checkpoint_is_the_policy_that_the_engine_has_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -186,9 +145,3 @@ def test_the_checkpoint_is_the_policy_that_the_engine_has_served(
     assert any(
         np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (first, trained))), strict=True)
     )
-
-
-def test_counts_that_are_none_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert grpo.main(["--output", str(tmp_path), "--steps", "0", "--group-size", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "--steps 0 is not 1 or more" in error and "--group-size 1 is not 2 or more" in error

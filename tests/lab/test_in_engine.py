@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batcher.step import Capacity
-from scripts.lab.in_engine import InEngine, _figures, _Record, ladder_of, num_drawn, time_in_engine
+from scripts.lab.in_engine import InEngine, _figures, _Record, time_in_engine
 from scripts.lab.simulation.instant_runner import InstantRunner
 
 CAPACITY = Capacity(
@@ -41,15 +41,3 @@ def test_the_parts_are_told_apart():
     alone = _figures(4, settled[:5] + records[2:] + [_Record(3.1, 3.2, 4, 4.1)], 1)
     assert alone.idle_ms == pytest.approx(200)
     assert alone.device_ms == pytest.approx(900)
-
-
-def test_there_are_few_programs_and_few_tokens():
-    ladder = ladder_of(4, CAPACITY)
-    assert {b.num_rows for b in ladder.buckets() if b.decode_only} == {4}
-    assert len(ladder.buckets()) == 4  # decodes greedy and sampled, prompts, scores
-    assert num_drawn(4, 40, 10, 32) == 10 + 5 + 8 + 2
-
-
-def test_too_few_steps_are_an_error():
-    with pytest.raises(RuntimeError, match="too few steps had all 4 rows"):
-        _figures(4, [], 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,6 @@ from pallas_kernels.api import PagedAttention
 from pallas_kernels.self_test import TOLERANCE
 from pallas_kernels.spec import Backend
 from scripts.lab import kernels
-from scripts.lab.accounts import static_gpu
 from scripts.lab.accounts.specs import make_spec
 from scripts.lab.chip import speed
 from scripts.lab.chip.kernels import TINY
@@ -78,15 +76,6 @@ def test_peers_compute_the_same_attention(name, rows):
     np.testing.assert_allclose(np.asarray(output, np.float32), operands.expected(), atol=0.03)
 
 
-def test_new_keys_are_the_last_of_every_row():
-    operands = make_operands(make_spec(HEADS, page_size=16), [(1, 3), (2, 18)], seed=0)
-    assert np.array_equal(operands.new(operands.keys), operands.keys[jnp.asarray([2, 19, 20])])
-    pages, slots = operands.places()
-    assert slots.tolist() == [0, 1, 2, *range(16), 0, 1]
-    assert len(set(pages.tolist())) == 3
-    assert 0 not in pages
-
-
 def test_a_wrong_result_ends_the_run_before_the_timings(monkeypatch):
     right = PagedAttention.__call__
 
@@ -111,14 +100,3 @@ def test_jaxs_kernel_for_tpus_gets_the_pages_in_its_form(head_dim, rows, monkeyp
     output = peer.attend(operands, queries, peer.store(operands)).reshape(operands.queries.shape)
     assert output.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(output, np.float32), operands.expected(), atol=0.03)
-
-
-def test_without_a_gpu_measuring_says_so(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["kernels", "--target", "h200", "--device"])
-    with pytest.raises(SystemExit, match="no GPU here"):
-        kernels.main()
-
-
-def test_without_a_disassembler_the_account_says_what_to_install(monkeypatch, tmp_path):
-    with pytest.raises(SystemExit, match="install the package nvidia-cuda-nvdisasm"):
-        static_gpu.compiled_kernels("h200", (32, 8, 128), "bfloat16", tmp_path)

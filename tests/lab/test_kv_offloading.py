@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from scripts.lab import kv_offloading
-from scripts.lab.kv_offloading import MOST_TURNS, RATIOS
+from scripts.lab.kv_offloading import RATIOS
 from scripts.lab.load.conversations import ANSWER, QUESTION, Conversations
 from scripts.lab.load.lengths import Lengths
-from scripts.lab.load.measured import Measured
-from scripts.lab.load.tiers import Tier
 from tests.conftest import COMPILED
 from tests.demo.one_layer import one_layer
 
@@ -98,31 +95,6 @@ def test_every_row_and_ratio_comes_from_one_run(tmp_path, capsys, free_port):
     assert "away, off / away, host (TTFT p50): " in printed
 
 
-def test_every_other_round_goes_backwards_and_all_tiers_have_the_same_requests(monkeypatch):
-    asked: dict[str, list[object]] = {}
-    loaded: list[str] = []
-
-    def load(server, requests, *, visits=(), **_: object) -> Measured:
-        asked.setdefault(server, []).append([*requests, *visits])
-        return Measured(outcomes=[], visits=[], seconds=1.0, foreign_cores=0.0)
-
-    def count(server, load: Callable[[str], Measured]) -> Measured:
-        loaded.append(server)
-        return load(server)
-
-    monkeypatch.setattr(kv_offloading, "measure", load)
-    monkeypatch.setattr(kv_offloading, "counted", count)
-    monkeypatch.setattr(kv_offloading, "settled", lambda server: None)
-    args = kv_offloading.parser().parse_args(SMALL)
-    chats = Conversations(args.conversations, args.lengths, 1 + 2 * MOST_TURNS, np.random.default_rng(0))
-    found = kv_offloading.rounds({Tier.HOST: "host", Tier.DISK: "disk"}, chats, args)
-    assert loaded == ["host", "disk"] * len(OF_ROUNDS) + ["disk", "host"] * len(OF_ROUNDS)
-    assert {key: len(parts) for key, parts in found.items()} == {
-        (row, tier): 2 for row in OF_ROUNDS for tier in (Tier.HOST, Tier.DISK)
-    }
-    assert asked["host"] == asked["disk"]
-
-
 def test_the_prompt_of_a_turn_begins_with_the_one_before():
     chats = Conversations(3, Lengths.parse("uniform:5:9"), 3, np.random.default_rng(0))
     first, second, third = (chats.next_turn(which) for which in ([0, 1, 2], [2, 0], [2]))
@@ -132,22 +104,6 @@ def test_the_prompt_of_a_turn_begins_with_the_one_before():
     assert len(third[0].prompt) == len(first[2].prompt) + 2 * (ANSWER + QUESTION) <= chats.longest() - ANSWER
     assert second[1].prompt[: len(first[0].prompt)] == first[0].prompt
     assert first[0].prompt[:5] != first[1].prompt[:5]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--conversations", "100"], "--conversations is at least 4 times --pool 40"),
-        (["--rate", "9"], "half of --pool 40"),
-        (["--lengths", "9000"], "--context 8192 is shorter than the longest conversation"),
-        (["--prefix-len", "9000"], "--context 8192 is shorter than the longest conversation or prefix"),
-        (["--llama-server", "x"], "--llama-server needs --llama-model"),
-        (["--pool", "1"], "--pool at least 2"),
-    ],
-)
-def test_flags_with_which_a_row_would_not_measure_what_it_says_are_refused(capsys, flags, words):
-    assert kv_offloading.main(flags) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_a_flag_that_the_server_refuses_is_named(capsys, tmp_path, free_port):

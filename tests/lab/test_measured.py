@@ -9,32 +9,14 @@ from threading import Thread
 import psutil
 import pytest
 
-from model.loading.source import resolve
 from scripts.lab.load.client import Outcome, Target
-from scripts.lab.load.measured import Measured, ratio_of_rounds, together
-from scripts.lab.load.mid import write_mid
+from scripts.lab.load.measured import Measured, ratio_of_rounds
 from scripts.lab.load.servers import Server
-
-
-@pytest.mark.parametrize("context", [2048, 8192])
-def test_the_model_of_random_weights_can_be_served(tmp_path, context):
-    config = write_mid(tmp_path / "mid", context=context)
-    assert resolve(str(tmp_path / "mid"), weights=False).config == config
-    assert config.max_position_embeddings == context
-    layer = config.hidden_size * (2 * 768 + 2 * 256 + 3 * config.intermediate_size)
-    assert 106e6 < config.num_layers * layer + config.vocab_size * config.hidden_size < 108e6
 
 
 def of_tokens(count: int, seconds: float, **counts: float) -> Measured:
     outcome = Outcome(start=0.0, chunk_times=[1.0, 1.5], end=2.0, completion_tokens=count)
     return Measured(outcomes=[outcome], visits=[], seconds=seconds, foreign_cores=seconds, counts=counts)
-
-
-def test_rounds_are_weighted_by_their_seconds():
-    whole = together([of_tokens(30, 1.0, swaps=2), of_tokens(30, 3.0, swaps=3, more=1)])
-    assert whole.results()["output_tokens_per_s"] == 15
-    assert whole.foreign_cores == (1 + 9) / 4
-    assert whole.counts == {"swaps": 5, "more": 1}
 
 
 def test_a_ratio_has_the_least_and_the_greatest_of_a_round():

@@ -59,12 +59,3 @@ def test_a_failed_request_fails_the_bench():
     broken.warm_up(lambda line: None)
     with pytest.raises(RuntimeError, match="requests failed"):
         offline.measure(broken, requests, "continuous")
-
-
-def test_requests_are_the_same_for_a_seed_and_fit_the_context():
-    make = offline.make_requests
-    assert make(arguments(), vocab_size=100, max_model_len=256, seed=4) == make(
-        arguments(), vocab_size=100, max_model_len=256, seed=4
-    )
-    with pytest.raises(ValueError, match="the context 64"):
-        make(arguments(), vocab_size=100, max_model_len=64, seed=0)

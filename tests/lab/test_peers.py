@@ -3,8 +3,6 @@
 import json
 import sys
 
-import pytest
-
 from scripts.lab import peers
 
 # Answers every request with as many chunks as it asks for; the second argument is a field that it refuses.
@@ -60,9 +58,3 @@ def test_a_server_that_does_not_come_up_is_said(tmp_path, free_port, capsys):
     flags = ["--server", "broken=false {port}", "--model", "m", "--dataset-path", str(tmp_path / "work.jsonl")]
     assert peers.main([*flags, "--concurrency", "1:2", "--port", str(free_port)]) == 1
     assert capsys.readouterr().err.startswith("peers: broken did not come up")
-
-
-@pytest.mark.parametrize("text", ["name", "=run {port}", "a=run", "a,fast=run {port}"])
-def test_a_server_needs_a_name_a_command_and_a_port(text):
-    with pytest.raises(ValueError, match="NAME"):
-        peers.Peer.parse(text)

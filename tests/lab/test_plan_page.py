@@ -84,13 +84,3 @@ def test_the_file_needs_no_network_and_has_the_choice_and_the_planners_figures(t
     command = data["plan"].pop("plan_command")
     assert data["plan"] == figures
     assert "--html" in command
-
-
-def test_a_file_without_prices_has_the_listed_ones(tmp_path, capsys):
-    file = tmp_path / "plan.html"
-    assert (
-        plan.main(["--model", "8b", "--target", "2xh100", "--workload", "chat", "--no-simulate", "--html", str(file)])
-        == 0
-    )
-    per_hour = targets()["2xh100"]["price_per_hour"]
-    assert f"{per_hour * 730:,.0f} USD per month" in capsys.readouterr().out

@@ -41,16 +41,6 @@ def test_short_limited_answers_do_not_hold_up_long_chats() -> None:
     assert row["forecast"].num_preemptions == 0
 
 
-def test_a_change_of_regime_is_survived_with_fewer_preemptions() -> None:
-    prompts, outputs = simulate.lengths("conversation", 120, None)
-    changed = simulate.backlog(
-        prompts // 4, simulate.short_then_long(outputs) // 2 + 1, limit="none", max_model_len=4096
-    )
-    row = simulate.compare(changed, SMALL)
-    assert row["forecast"].num_steps <= 1.1 * row["admit if free"].num_steps
-    assert 2 * row["forecast"].num_preemptions <= row["admit if free"].num_preemptions
-
-
 def test_the_table_has_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--num-requests", "3", "--contexts", "8192", "--pools", "16384", "--limits", "none", "mixed"]
     assert simulate.main(arguments) == 0

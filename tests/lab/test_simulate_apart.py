@@ -35,14 +35,6 @@ def test_one_request_takes_the_prompt_the_pages_and_its_rest():
     assert ttft == pytest.approx(alone + 24 * 0.001 + last)
 
 
-def test_pages_come_one_after_the_other():
-    requests = [replace(request, arrival_s=0.0) for request in chats(4, 0)]
-    slow, quick = (
-        simulate_apart(requests, MACHINE, num_prefill=4, num_decode=1, page_s=page_s) for page_s in (0.1, 0.0)
-    )
-    assert max(slow.ttft) - max(quick.ttft) > 4 * 24 * 0.1 - 0.2
-
-
 def test_decodes_do_not_pause_for_prompts():
     requests = [replace(request, num_output=60) for request in chats(30, 0.2)]
     together = simulate(requests[::2], MACHINE)

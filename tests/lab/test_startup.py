@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from scripts.lab import startup
 from tests.demo.one_layer import one_layer
 
@@ -30,17 +28,3 @@ def test_phases_memory_and_cpu_time_of_a_start(tmp_path, capfd):
 def test_a_server_that_refuses_its_flags_is_said(capfd):
     assert startup.main(["--kinds", "warm", "--", "--no-such-flag"]) == 1
     assert "startup: the server ended with code 2 before it was ready" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "phase"),
-    [
-        ("  self-test   1.3 s  attention backend cpu agrees\n", ("self-test", 1.3)),
-        ("  chips             1 of 1 chip\n", None),
-        ("  compiled 7 programs in 6.9 s, 3.8 s of them after loading (7 came from the disk)\n", ("compiled", 6.9)),
-        ("  ran 4 of 4 programs once in 0.3 s\n", ("ran", 0.3)),
-        ("ready after 16.0 s: http://127.0.0.1:40097/v1\n", None),
-    ],
-)
-def test_phases_of_the_lines(line, phase):
-    assert startup.phase_of(line) == phase

@@ -6,9 +6,7 @@ import json
 
 import pytest
 
-from batcher.step import Bucket, Capacity, PackedLayout, Variant
 from scripts.lab import step
-from scripts.lab.step_timing import full_step
 from tests.conftest import COMPILED
 
 CONFIG = {
@@ -51,17 +49,6 @@ def test_every_shape_is_timed(folder, capsys):
     printed = capsys.readouterr().out
     for name in ("decode 1", "decode 3", "prefill 16"):
         assert name in printed
-
-
-def test_a_decode_step_asks_for_the_slots_last_tokens():
-    capacity = Capacity(
-        num_slots=4, num_pages=9, page_size=8, max_model_len=64, max_num_batched_tokens=16, vocab_size=96
-    )
-    bucket = Bucket(3, 3, Variant.GREEDY)
-    packed, parts = full_step(bucket, capacity, 20).packed, PackedLayout(bucket).sections()
-    assert packed[:3].tolist() == [3, 3, 3]
-    assert packed[parts["tokens"]].tolist() == [-1, -1, -1]
-    assert packed[parts["q_lens"]].tolist() == [1, 1, 1]
 
 
 def test_a_call_is_timed_with_the_arguments_of_a_real_step(capsys):
