@@ -12,22 +12,16 @@ from model.network.layers import Attend
 from model.network.llama import Llama
 
 
-def causal_attention(num_sequences: int = 1) -> Attend:
-    """An `attend` for T tokens that are `num_sequences` whole sequences of T / num_sequences tokens each, in a row.
-
-    It keeps nothing: the K/V handed in (None) come back.
-    """
+def causal_attention() -> Attend:
+    """An `attend` for T tokens that are a whole sequence. It keeps nothing: the K/V handed in (None) come back."""
 
     def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, kv: Any) -> tuple[jax.Array, Any]:
         tokens, heads, dim = queries.shape
-        kv_heads, length = keys.shape[1], tokens // num_sequences
-        q = queries.reshape(num_sequences, length, kv_heads, heads // kv_heads, dim)
-        k = keys.reshape(num_sequences, length, kv_heads, dim)
-        v = values.reshape(num_sequences, length, kv_heads, dim)
-        scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * dim**-0.5
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(tokens, heads, dim), kv
+        q = queries.reshape(tokens, keys.shape[1], -1, dim)
+        scores = jnp.einsum("tkgh,skh->kgts", q, keys, preferred_element_type=jnp.float32) * dim**-0.5
+        causal = jnp.tril(jnp.ones((tokens, tokens), bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(values.dtype)
+        return jnp.einsum("kgts,skh->tkgh", weights, values).reshape(tokens, heads, dim), kv
 
     return attend
 

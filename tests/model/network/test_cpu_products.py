@@ -42,14 +42,6 @@ def test_more_rows_are_left_to_the_plain_product():
     assert multiply_few(jnp.ones((MAX_ROWS_FROM_LEFT + 1, IN)), jnp.ones((OUT, IN)), jnp.float32) is None
 
 
-def test_the_output_has_the_type_that_was_asked_for():
-    for rows in (1, 16):
-        assert (
-            multiply_few(jnp.ones((rows, IN), jnp.bfloat16), jnp.ones((OUT, IN), jnp.bfloat16), jnp.bfloat16).dtype
-            == jnp.bfloat16
-        )
-
-
 @pytest.mark.parametrize(("dtype", "streamed"), [(jnp.float32, 8), (jnp.bfloat16, 2)])
 def test_so_many_rows_are_streamed(dtype, streamed):
     assert max_rows_streamed(dtype) == streamed

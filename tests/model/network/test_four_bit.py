@@ -48,12 +48,6 @@ def test_each_weight_is_the_nearest_multiple_of_its_groups_scale(seed, exponent)
     assert (np.abs(values - groups)[inner] <= (np.abs(wide) * 0.5001 * np.ones_like(groups))[inner]).all()
 
 
-def test_zeros_are_subtracted_before_the_scale():
-    kernel = jnp.array([[-8, 7, 3, 0]], jnp.int4)
-    values = dequantize_groups(kernel, jnp.array([[2, -1]], jnp.bfloat16), jnp.array([[-3, 2.5]], jnp.bfloat16))
-    np.testing.assert_array_equal(values, [[-10, 20, -0.5, 2.5]])
-
-
 def test_a_group_of_zeros_stays_zero_and_one_that_is_not_finite_shows():
     weights = np.ones((3, 32), np.float32)
     weights[0, :16] = 0

@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from model.network.four_bit import multiply_groups
-from model.network.linear import Linear
-from model.quantization.forms import FourBit
 from tests.model.dequantized import dequantize_groups
 
 SHAPE = (48, 96)
@@ -36,19 +33,3 @@ def test_products_are_those_of_the_dequantised_kernel(rows, has_zeros, dtype):
     terms = np.abs(np.asarray(inputs, np.float64)) @ np.abs(np.asarray(dequantize_groups(kernel, scale), np.float64)).T
     # In bfloat16 each weight is rounded to 8 bits.
     np.testing.assert_array_less(np.abs(found - wanted), terms * (1e-5 if dtype == jnp.float32 else 2.0**-8))
-
-
-def test_a_linear_keeps_scales_and_zeros_with_its_kernel():
-    form = FourBit(group=32, has_zeros=True)
-    axes = ("embed", "mlp")
-    linear = Linear(SHAPE, axes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), quantization=form)
-    for name, shape, dtype in (("kernel", SHAPE, jnp.int4), ("scale", (48, 3), jnp.bfloat16),
-                               ("zero", (48, 3), jnp.bfloat16)):  # fmt: skip
-        param = getattr(linear, name)
-        assert (param.shape, param.dtype, param.get_metadata("axes")) == (shape, dtype, axes)
-    inputs, kernel, scale, zero = operands(True, 5, jnp.bfloat16)
-    for name, value in (("kernel", kernel), ("scale", scale), ("zero", zero)):
-        getattr(linear, name).set_value(value)
-    wide = linear(inputs, out_dtype=jnp.float32)
-    np.testing.assert_array_equal(wide, multiply_groups(inputs, kernel, scale, zero))
-    np.testing.assert_array_equal(linear(inputs), wide.astype(jnp.bfloat16))

@@ -48,12 +48,6 @@ def test_products_are_those_of_the_dequantised_kernel(form, rows, num_out, for_c
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_the_scale_lies_with_the_outputs():
-    linear = make(EightBit.INT8)
-    assert linear.kernel.get_metadata("axes") == ("mlp", "embed") and linear.kernel.dtype == jnp.int8
-    assert linear.scale.get_metadata("axes") == ("mlp",) and linear.scale.dtype == jnp.float32
-
-
 def test_the_output_has_the_inputs_type_or_the_one_that_was_asked_for():
     for form in (None, *EightBit):
         linear = make(form, dtype=jnp.bfloat16)

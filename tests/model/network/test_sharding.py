@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from batcher.request import Pooling
 from batcher.step import Bucket, Variant
@@ -19,7 +18,7 @@ from model.execution.runner import ModelRunner
 from model.execution.step import SCORE_BLOCK
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.network.sharding import abstract_model, make_mesh, partition, sharding_of, stored_config
+from model.network.sharding import abstract_model, make_mesh, sharding_of, stored_config
 from model.quantization.forms import FourBit, Mixed
 from tests.model import checkpoints
 from tests.model.collectives import collectives
@@ -27,12 +26,6 @@ from tests.model.dense_attention import causal_attention, dense_logits
 from tests.model.driver import paged_attention
 from tests.model.goldens.make import PROMPT_LENGTH
 from tests.model.network.test_llama import TINY
-
-
-def test_partitions_are_canonical():
-    assert partition(("vocab", "embed")) == P("tensor")
-    assert partition(("embed", "heads")) == P(None, "tensor")
-    assert partition(("embed",)) == P()
 
 
 def test_a_mesh_wants_chips_that_are_there():
@@ -80,30 +73,6 @@ def test_fused_projections_in_parts_compute_what_whole_ones_do(num_shards, tmp_p
     tokens = checkpoints.golden_sequence("mqa")
     expected, found = (np.asarray(dense_logits(model, tokens)) for model in (whole, parts))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-
-
-def test_each_chip_holds_its_part_only(tmp_path):
-    folder = checkpoints.write(tmp_path, "gqa2")
-    model = load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.bfloat16, mesh=make_mesh(4))
-    layer = model.layers[1]
-    shard_shapes = {
-        "embedding": model.embedding[...].sharding.shard_shape(model.embedding.shape),
-        "head": model.head.kernel[...].sharding.shard_shape(model.head.kernel.shape),
-        "qkv": layer.attention.qkv.kernel[...].sharding.shard_shape(layer.attention.qkv.kernel.shape),
-        "out": layer.attention.out.kernel[...].sharding.shard_shape(layer.attention.out.kernel.shape),
-        "gate_up": layer.mlp.gate_up.kernel[...].sharding.shard_shape(layer.mlp.gate_up.kernel.shape),
-        "down": layer.mlp.down.kernel[...].sharding.shard_shape(layer.mlp.down.kernel.shape),
-        "norm": layer.mlp_norm.scale[...].sharding.shard_shape(layer.mlp_norm.scale.shape),
-    }
-    assert shard_shapes == {
-        "embedding": (48, 64),
-        "head": (48, 64),
-        "qkv": (48, 64),  # one query head, and a copy each of one key and one value head, of 16
-        "out": (64, 16),
-        "gate_up": (80, 64),
-        "down": (64, 40),
-        "norm": (64,),
-    }
 
 
 def test_the_chips_exchange_two_sums_a_layer_and_one_embedding():

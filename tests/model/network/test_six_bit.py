@@ -5,13 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from model.network.linear import linear_method
 from model.network.six_bit import cut, joined, quantize
-from model.quantization.forms import Rounding, SixBit
-from pallas_kernels.cpu import library
-from tests.c_compiler import NATIVE, compiler
 
 
 def weights_of(made) -> np.ndarray:
@@ -53,26 +48,3 @@ def test_zeros_stay_zero_and_weights_that_are_not_finite_show():
     with np.errstate(invalid="ignore"):
         values = weights_of(quantize(jnp.asarray(weights)))
     assert (values[0] == 0).all() and not np.isfinite(values[1]).all() and not np.isfinite(values[2]).all()
-
-
-@pytest.mark.parametrize("rounding", [None, Rounding()])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_products_are_those_of_the_weights(rows, rounding):
-    compiler()
-    library.load(NATIVE)
-    rng = np.random.default_rng(1)
-    made = quantize(jnp.asarray(rng.normal(0.3, 1, (64, 512)), jnp.float32))
-    exact, method = weights_of(made), linear_method(SixBit(), rounding)
-    inputs = rng.normal(0, 1, (rows, 512)).astype(np.float32)
-    used = inputs
-    if rounding is not None:
-        blocks = inputs.reshape(rows, 2, 256)
-        largest = np.abs(blocks).max(axis=2, keepdims=True)
-        steps = np.rint(blocks * (np.float32(127) / largest)).astype(np.float64)
-        used = (steps * (largest * np.float32(1 / 127))).reshape(rows, 512)
-    expected, size = used @ exact.T, np.abs(used) @ np.abs(exact.T)
-    packed = {name: method.pack(name, value) for name, value in made.items()}
-    assert method.can_pack(made["kernel"]) and not method.can_pack(made["kernel"][:33])
-    for weights in (packed, made):
-        found = np.asarray(method.apply(inputs, weights, jnp.float32))
-        assert (np.abs(found - expected) <= 2e-5 * size).all()

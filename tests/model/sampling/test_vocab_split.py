@@ -13,7 +13,7 @@ from batcher.grammar import num_mask_words
 from model.network.sharding import make_mesh
 from model.sampling import sampling
 from model.sampling.logprobs import find_ranked, logprobs, merge_ranked
-from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
+from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
 from tests.model.sampling.test_sampling import make_rows, mixed_rows
 
 pytestmark = pytest.mark.slow
@@ -116,37 +116,3 @@ def test_ranks_count_the_more_likely_tokens_of_all_chips(kind, num_shards):
     assert ranks[:3].tolist() == [1, 1, 1]
     exact = own - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
     np.testing.assert_allclose(found.chosen, exact, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_shards", [1, 4])
-def test_a_row_of_nans_yields_a_legal_token_on_any_number_of_chips(num_shards):
-    rows = make_rows(ROWS, temperature=np.arange(ROWS) % 2, top_p=0.9)
-    _, history, positions = inputs(1000, "normal")
-    tokens, _, _ = program(1000, num_shards)(
-        np.full((ROWS, 1000), np.nan, np.float32), history, masks(1000), rows, positions
-    )
-    assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 1000)).all()
-
-
-def test_a_shard_knows_which_tokens_it_has():
-    shard = VocabShard(vocab_size=6)
-    np.testing.assert_array_equal(shard.locate(jnp.array([0, 5, 6, -1, 7])), [0, 5, 6, 6, 6])
-    split = VocabSplit(6, make_mesh(2))
-
-    def look(shard):
-        return jnp.concatenate([shard.locate(jnp.array([0, 3, 5, 6, -1])), shard.tokens])[None]
-
-    found = jax.jit(lambda: split.run(look, in_specs=(), out_specs=BY_VOCAB))()
-    np.testing.assert_array_equal(found, [[0, 3, 3, 3, 3, 0, 1, 2, 3, 0, 2, 3, 3, 3, 4, 5]])
-
-
-def test_columns_of_any_kind_are_gathered_shard_after_shard():
-    split = VocabSplit(4, make_mesh(4))
-
-    def look(shard):
-        start = jnp.full((2, 1), shard.start, jnp.int32)
-        return shard.gather(start, jnp.concatenate([start, -start], axis=1).astype(jnp.float32) / 2)
-
-    starts, halves = jax.jit(lambda: split.run(look, in_specs=(), out_specs=REPLICATED))()
-    np.testing.assert_array_equal(starts, [[0, 1, 2, 3]] * 2)
-    np.testing.assert_array_equal(halves, [[0, 0, 0.5, -0.5, 1, -1, 1.5, -1.5]] * 2)
