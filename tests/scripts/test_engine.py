@@ -28,9 +28,9 @@ from tests.c_compiler import compiler
 from tests.conftest import COMPILED
 from tests.model import checkpoints
 from tests.model.driver import TINY
+from tests.model.loaded import flat
 from tests.model.loading.test_quantized_checkpoints import write as write_quantized
 from tests.model.loading.test_quantized_checkpoints import write_static
-from tests.model.loading.test_weights import flat
 from tests.model.quantization.test_checkpoint_form import compressed
 
 INT8, FP8 = EightBit.INT8, EightBit.FP8

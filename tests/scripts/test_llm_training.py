@@ -19,7 +19,7 @@ from scripts.lab.demo.export import hf_tensors, save_hf
 from scripts.llm import LLM, Pending, SamplingParams
 from tests.conftest import COMPILED
 from tests.model.driver import TINY, dense_logits, tiny_model
-from tests.model.loading.test_weights import flat
+from tests.model.loaded import flat
 
 CONFIG = replace(TINY, vocab_size=544, hidden_size=64, intermediate_size=96, max_position_embeddings=128)
 PROMPT = list(range(40, 60))

@@ -59,24 +59,7 @@ def answers(server: str, path: Path, prompts: list[list[int]]) -> list[dict[str,
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [
-        "-m",
-        str(path),
-        "--port",
-        str(port),
-        "-t",
-        "2",
-        "-c",
-        "1024",
-        "-np",
-        "1",
-        "-ctk",
-        "f32",
-        "-ctv",
-        "f32",
-        "-fa",
-        "off",
-    ]
+    flags = ["-m", str(path), "--port", str(port), *"-t 2 -c 1024 -np 1 -ctk f32 -ctv f32 -fa off".split()]
     with subprocess.Popen([server, *flags, "--no-warmup"], stderr=subprocess.DEVNULL) as process:
         try:
             return [answer(port, prompt) for prompt in prompts]

@@ -82,16 +82,6 @@ def test_logits_and_greedy_text_equal_pefts(name, tmp_path):
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
-def test_b_is_scaled_and_both_are_float32():
-    _, stored = adapters.read(adapters.folder("q_and_v"))
-    weights = read(adapters.folder("q_and_v"))
-    assert [sorted(layer) for layer in weights.layers] == [["q_proj", "v_proj"]] * 3
-    a, b = weights.layers[0]["q_proj"]
-    assert a.dtype == b.dtype == np.float32
-    np.testing.assert_array_equal(a, stored[A])
-    np.testing.assert_array_equal(b, stored[B] * 2)  # alpha 8, rank 4
-
-
 def test_the_identity_is_that_of_the_values(tmp_path):
     usual = read(adapters.folder("q_and_v"))
     assert 0 < usual.identity < 2**63
@@ -112,13 +102,10 @@ def test_the_identity_is_that_of_the_values(tmp_path):
     ("name", "fields"),
     [
         ("all_linear", {"target_modules": "all-linear"}),
-        ("all_linear", {"target_modules": "All-Linear", "exclude_modules": ["lm_head"]}),
         ("all_linear", {"target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"}),
         ("q_and_v", {"target_modules": [f"{part}.{x}_proj" for part in ("self_attn", "other") for x in "qv"]}),
         ("q_and_v", {"target_modules": "all-linear", "exclude_modules": r".*(mlp.*|[ko]_proj)"}),
         ("q_and_v", {"rank_pattern": {"x_proj": 9, "q_pro": 9}, "layers_to_transform": []}),
-        ("q_and_v", {"layers_to_transform": [0, 1, 2], "layers_pattern": ["blocks", "layers"]}),
-        ("some_layers", {"layers_pattern": None}),
         ("some_layers", {"layers_pattern": ["model.layers"]}),
         ("rslora", {"use_dora": False, "modules_to_save": [], "unheard_of": True}),
     ],
@@ -138,33 +125,22 @@ def test_names_with_the_name_of_the_adapter_are_read(tmp_path):
     [
         ({"use_dora": True}, "use_dora=True is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
-        ({"lora_bias": True}, "lora_bias=True is not supported"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out=True is not supported"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices="),
-        ({"target_parameters": ["x"]}, "target_parameters="),
         ({"layer_replication": [[0, 2]]}, "layer_replication="),
-        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens="),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' has changed the base's weights"),
         ({"peft_type": "IA3"}, "an adapter of 'IA3'; only peft_type='LORA'"),
-        ({"peft_type": None}, "peft_type is missing"),
         ({"r": 10**12}, "r=1000000000000 is not an integer from 1 to 65536"),
-        ({"r": None, "lora_alpha": "8"}, "r is missing; lora_alpha='8' is not a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha=nan|not finite"),
         ({"alpha_pattern": {"q_proj": 1e300}}, "not finite, or too large for bfloat16: .*q_proj$"),
         ({"r": 3}, r"q_proj, .*v_proj has rank 4 and should have 3"),
         ({"rank_pattern": {r".*\.1\.self_attn\.v_proj": 2}}, r"layers\.\{1\}\.self_attn\.v_proj has rank 4 and should"),
         ({"target_modules": ["q_proj"]}, r"not among target_modules: model.layers.\{0,1,2\}.self_attn.v_proj.lora_A"),
         ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, r"missing: .*k_proj.lora_A, .*k_proj.lora_B$"),
-        ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "adapters of lm_head are not supported"),
         ({"target_modules": r".*(q_proj|v_proj|embed_tokens)"}, "adapters of model.embed_tokens are not supported"),
         ({"target_modules": []}, "names no projection of the model"),
-        ({"target_modules": None}, "target_modules is missing"),
         ({"target_modules": "(q_proj"}, r"'\(q_proj' is not a regular expression: "),
-        ({"rank_pattern": {"*": 4}}, r"'\*' is not a regular expression: "),
         ({"target_modules": ["q_proj"] * 99}, "target_modules has 99 entries, and the model 23 modules"),
-        ({"layers_to_transform": [0, 2]}, r"not among target_modules: model.layers.\{1\}.self_attn.q_proj.lora_A"),
-        ({"layers_to_transform": [0, 1, 2], "layers_pattern": "h"}, "names no projection of the model"),
     ],
 )  # fmt: skip
 def test_a_setting_that_changes_the_result_is_refused(fields, words, tmp_path):
@@ -180,24 +156,16 @@ ZEROS = np.zeros((4, 64), np.float32)
     [
         ({A: None}, r"missing: model\.layers\.\{0\}\.self_attn\.q_proj\.lora_A$"),
         ({B: ZEROS}, r"q_proj\.lora_B has shape \(4, 64\), not \(64, rank\)"),
-        ({A: ZEROS[:, :32]}, r"q_proj\.lora_A has shape \(4, 32\), not \(rank, 64\)"),
         ({A: ZEROS.reshape(-1)}, r"q_proj\.lora_A has shape \(256,\), not \(rank, 64\)"),
         ({A: ZEROS[:3]}, "q_proj has ranks 3 and 4 in A and B"),
         ({A: ZEROS[:0], B: ZEROS[:0].T}, "q_proj has rank 0 and should have 4"),
         ({A: ZEROS.astype(np.float64)}, "serve: .*q_proj.lora_A has type F64, not one of BF16, F16, F32$"),
-        ({A: ZEROS.astype(np.int8)}, "q_proj.lora_A has type I8"),
         ({A: ZEROS * np.nan}, r"not finite, or too large for bfloat16: .*\{0\}\.self_attn\.q_proj$"),
-        ({B: ZEROS.T + np.inf}, "not finite"),
         ({A: ZEROS + np.finfo(np.float32).max}, "too large for bfloat16"),
         ({A.replace("lora_A.weight", "lora_magnitude_vector"): ZEROS}, r"lora_magnitude_vector \(DoRA\) cannot"),
-        ({B.replace("weight", "bias"): ZEROS[0]}, r"lora_B.bias \(bias\) cannot be served"),
-        ({"base_model.model.lm_head.weight": ZEROS}, r"lm_head.weight \(modules_to_save\) cannot be served"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": ZEROS}, r"\(adapter of the embedding\) cannot"),
         ({A.replace("layers.0", "layers.3"): ZEROS}, r"\(a layer beyond the model's 3\) cannot be served"),
         ({A.replace("layers.0", "layers." + "9" * 5000): ZEROS}, r"\(no A or B of a projection"),
-        ({A.replace("layers.0", "layers.00"): ZEROS}, r"\(no A or B of a projection"),
-        ({A.replace("q_proj", "qkv_proj"): ZEROS}, r"qkv_proj.lora_A \(no A or B of a projection"),
-        ({A.removeprefix("base_model."): ZEROS}, r"\(no A or B of a projection"),
         ({A.replace(".weight", ".default.weight"): ZEROS}, "q_proj.lora_A occurs twice"),
         ({"a\nb\x1b[31m": ZEROS}, r"'a\\nb\\x1b\[31m' \(no A or B"),
     ],
@@ -327,8 +295,6 @@ def test_a_gguf_adapter_is_the_folder_that_it_was_converted_from(name, type, tmp
     [
         (lambda w: w.add_array("adapter.alora.invocation_tokens", [1, 2]), "adapter.alora.invocation_tokens is not"),
         (lambda w: w.add_tensor("token_embd.weight.lora_a", ZEROS), "'token_embd.weight.lora_a' is not an adapter of"),
-        (lambda w: w.add_tensor("blk.7.attn_q.weight.lora_a", ZEROS), "'blk.7.attn_q.weight.lora_a' is not an adapter"),
-        (lambda w: w.add_tensor("blk.0.attn_norm.weight", ZEROS[0]), "'blk.0.attn_norm.weight' is not an adapter"),
         (lambda w: w.add_tensor("blk.0.attn_k.weight.lora_a", ZEROS), r"missing: .*\{0\}\.self_attn\.k_proj\.lora_B$"),
         (lambda w: w.add_tensor("blk.0.attn_k.weight.lora_a", np.zeros((4, 64), np.int8)), "has type I8, not one of"),
         (lambda w: w.add_tensor("blk.0.attn_k.weight.lora_b", np.ones((99, 4), np.float32)), r"\(99, 4\), not \(32,"),

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from model.eagle_config import EagleConfig, EagleForm
-from model.loading.eagle_head import HeadFiles, StoredHead, random_head
+from model.loading.eagle_head import HeadFiles, StoredHead
 from model.loading.torch_file import read_torch_file
 from model.network.eagle import EagleHead
 from tests.model import eagle_heads
@@ -78,12 +78,9 @@ def test_a_head_that_drafts_all_tokens_needs_no_tables(kept, tmp_path) -> None:
         (THIRD, {"d2t": None}, "missing: d2t"),
         (THIRD, {"fc.bias": np.zeros(64, np.float16)}, "unexpected: 'fc.bias'"),
         (FIRST, {"lm_head.weight": np.zeros((192, 64), np.float16)}, "unexpected: 'lm_head.weight'"),
-        (FIRST, {"layers.0.input_layernorm.weight": np.ones(64, np.float16)}, "unexpected"),
         (FIRST, {"layers.1.mlp.up_proj.weight": np.zeros((112, 64), np.float16)}, "unexpected"),
         (THIRD, {"fc.weight": np.zeros((64, 128), np.float16)}, r"fc.weight has shape \(64, 128\), not \(64, 192\)"),
-        (THIRD, {"fc.weight": np.zeros((64, 192), np.int32)}, "fc.weight has type I32"),
         (THIRD, {"model.fc.weight": np.zeros((64, 192), np.float16)}, "are the same tensor"),
-        (THIRD, {"d2t": np.zeros(80, np.float16)}, "d2t has type F16"),
     ],
 )
 def test_tensors_that_are_not_those_of_the_head_are_refused_by_name(variant, change, words, tmp_path) -> None:
@@ -97,10 +94,8 @@ def test_tensors_that_are_not_those_of_the_head_are_refused_by_name(variant, cha
     ("d2t", "t2d", "words"),
     [
         (np.full(80, 113), None, "a token of its own below 192"),
-        (np.full(80, -1), None, "a token of its own"),
         (np.append(np.zeros(79), -1), None, "a token of its own"),
         (np.zeros(80), np.arange(192) < 79, "name different tokens"),
-        (np.zeros(80), np.arange(192) >= 112, "name different tokens"),
     ],
 )
 def test_tables_that_contradict_are_refused(d2t, t2d, words, tmp_path) -> None:
@@ -116,23 +111,15 @@ def test_tables_that_contradict_are_refused(d2t, t2d, words, tmp_path) -> None:
     ("variant", "change", "words"),
     [
         (THIRD, {"architectures": ["Eagle3Speculator"]}, r"architectures=\['Eagle3Speculator'\] is not supported"),
-        (FIRST, {"architectures": ["LlamaForCausalLMEagle3"]}, "is not supported"),
         (THIRD, {"num_hidden_layers": 2}, "num_hidden_layers=2"),
         (THIRD, {"norm_before_fc": True}, "norm_before_fc=True"),
         (THIRD, {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False"),
-        (THIRD, {"eagle_config": [1]}, r"eagle_config=\[1\] is not an object"),
         (FIRST, {"bias": True}, "bias=True"),
-        (THIRD, {"attention_bias": True}, "attention_bias=True"),
-        (THIRD, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        (THIRD, {"hidden_size": None}, "hidden_size is missing"),
         (THIRD, {"vocab_size": 200}, "it has 200 tokens, and the model 192"),
         (THIRD, {"hidden_size": 48}, "reads hidden states of width 48, and the model's are 64 wide"),
-        (THIRD, {"target_hidden_size": 48}, "reads hidden states of width 48"),
         (FIRST, {"hidden_size": 48, "target_hidden_size": 64}, "must be the model's"),
         (THIRD, {"draft_vocab_size": 193}, "draft_vocab_size 193 is more than"),
         (FIRST, {"draft_vocab_size": 80}, "take the method eagle3"),
-        (THIRD, {"draft_vocab_size": "many"}, "draft_vocab_size='many'"),
-        (THIRD, {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "must name 3 layers"),
         (THIRD, {"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "the model has 6"),
     ],
 )
@@ -162,13 +149,6 @@ def test_a_folder_without_a_head_is_refused(tmp_path) -> None:
         pass
 
 
-def test_random_heads_draft_the_first_tokens() -> None:
-    head = random_head(config_of(), dtype=jnp.bfloat16, seed=3)
-    assert head.to_model[...].tolist() == list(range(80))
-    assert head.layer.mlp.down.kernel.get_value().dtype == jnp.bfloat16
-    assert not same(head, random_head(config_of(), dtype=jnp.bfloat16, seed=4))
-
-
 class _Runs:
     def __reduce__(self):
         return print, ("code of a checkpoint runs",)
@@ -182,34 +162,11 @@ def test_a_pickle_cannot_run_code(tmp_path, capsys) -> None:
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda raw: raw[:1000], "is not a ZIP archive"),
-        (lambda raw: b"", "is not a ZIP archive"),
-    ],
-)
-def test_damaged_files_are_refused(damage, words, tmp_path) -> None:
-    raw = (make_eagle.FOLDER / "eagle3.bin").read_bytes()
-    (tmp_path / "x.bin").write_bytes(damage(raw))
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("size", [0, 1000])
+def test_damaged_files_are_refused(size, tmp_path) -> None:
+    (tmp_path / "x.bin").write_bytes((make_eagle.FOLDER / "eagle3.bin").read_bytes()[:size])
+    with pytest.raises(ValueError, match="is not a ZIP archive"):
         read_torch_file(tmp_path / "x.bin")
-
-
-def test_archives_that_hold_other_things_are_refused(tmp_path) -> None:
-    def archive(**entries: bytes) -> Path:
-        path = tmp_path / "x.bin"
-        with zipfile.ZipFile(path, "w") as file:
-            for name, value in entries.items():
-                file.writestr(f"archive/{name.replace('_', '/', 1) if name != 'pkl' else 'data.pkl'}", value)
-        return path
-
-    with pytest.raises(ValueError, match="holds no state dict: 0 pickles"):
-        read_torch_file(archive(data_0=b"1234"))
-    with pytest.raises(ValueError, match="other things than tensors"):
-        read_torch_file(archive(pkl=pickle.dumps({"step": 3}, protocol=2)))
-    with pytest.raises(ValueError, match="holds no state dict"):
-        read_torch_file(archive(pkl=b"\x80\x02garbage"))
 
 
 def test_the_index_of_several_files_is_followed(tmp_path) -> None:

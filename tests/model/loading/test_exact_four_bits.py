@@ -26,9 +26,9 @@ from tests.c_compiler import NATIVE, compiler
 from tests.model import checkpoints, gguf_blocks, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.gguf_files import Type
+from tests.model.loaded import assert_equal, flat
 from tests.model.loading.test_gguf import HALVES, random_blocks
 from tests.model.loading.test_packed_checkpoints import FORMATS, write
-from tests.model.loading.test_weights import flat
 
 pytestmark = pytest.mark.slow
 
@@ -238,9 +238,8 @@ def test_rounded_inputs_cost_what_int8_costs(tmp_path):
 
 
 FORMS = [
-    *(FourBit(group=group, numbers=numbers, has_zeros=zeros) for group in (32, 128) for zeros in (False, True)
-      for numbers in (Numbers.CHIP, F16, Numbers.FLOAT32)),
-    FourBit(group=64, numbers=BF16, has_zeros=True), Q4_1, Q4_K,
+    *(FourBit(group=128, numbers=numbers, has_zeros=True) for numbers in (Numbers.CHIP, F16, Numbers.FLOAT32)),
+    FourBit(group=32, numbers=F16), FourBit(group=64, numbers=BF16, has_zeros=True), Q4_1, Q4_K,
 ]  # fmt: skip
 
 
@@ -290,16 +289,6 @@ def test_products_are_those_of_the_stored_numbers(form, rounding):
     np.testing.assert_array_equal(alone[0], in_c[3])
 
 
-@pytest.mark.parametrize("form", [Q4_1, Q4_K], ids=str)
-def test_weights_are_rounded_to_the_nearest_step(form):
-    wanted = np.random.default_rng(0).normal(0.3, 1, (64, 512)).astype(np.float32)
-    _, made = numbers_of(form)
-    step = np.ptp(wanted.reshape(-1, 32), axis=1)[:, None] / 15
-    error = np.abs(made - wanted).reshape(-1, 32)
-    allowed = 0.51 if form is Q4_1 else 0.75  # scales and offsets have 6 bits
-    assert (error <= allowed * step).all()
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -324,8 +313,4 @@ def test_a_conversion_holds_the_same_bits(tmp_path, capsys, monkeypatch, name, s
     stored = find_weights(out, LlamaConfig.from_file(out))
     form = find_weights(path, source.config).exact_form
     assert stored.quantization == form
-    found, wanted = flat(stored.load(dtype=jnp.float32, quantization=form)), flat(load(path, form))
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert_equal(flat(stored.load(dtype=jnp.float32, quantization=form)), flat(load(path, form)))

@@ -15,7 +15,7 @@ from model.execution.memory_plan import weights_bytes
 from model.loading.hf_format import expected_shapes
 from model.loading.source import CONVERTED, resolve
 from model.loading.stored_weights import find_weights
-from model.loading.weights import load_hf, random_weights
+from model.loading.weights import load_hf
 from model.network.eight_bit import quantize
 from model.network.four_bit import quantize_groups
 from model.network.sharding import abstract_model, make_mesh
@@ -26,19 +26,13 @@ from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
 from tests.model.dequantized import dequantize_groups
 from tests.model.gguf_files import Type
+from tests.model.loaded import assert_equal, flat, load
 from tests.model.loading.test_gguf import random_blocks
 from tests.model.loading.test_packed_checkpoints import FORMATS, write
-from tests.model.loading.test_weights import flat
 from tests.model.network.test_llama import TINY
 
 PROJECTIONS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 KEPT = ("gptq sym", "gptq", "gptq v2", "awq", "compressed-tensors sym", "compressed-tensors")
-
-
-def load(folder, form, num_shards=1, **options):
-    mesh = make_mesh(num_shards) if num_shards > 1 else None
-    source = resolve(str(folder))
-    return flat(load_hf(source.path, source.config, dtype=jnp.float32, mesh=mesh, quantization=form, **options))
 
 
 def dequantized(found, module):
@@ -200,14 +194,6 @@ def test_four_bits_are_counted_as_half_a_byte():
     assert weights_bytes(model) == weights + head + 128256 * 4096 * 2
 
 
-def test_random_weights_are_quantised_noise():
-    config = dataclasses.replace(TINY, hidden_size=64, intermediate_size=128, head_dim=16)
-    exact = flat(random_weights(config, dtype=jnp.float32, seed=3))
-    found = flat(random_weights(config, dtype=jnp.float32, seed=3, quantization=FourBit(group=32)))
-    values = dequantized(found, "layers.0.mlp.down")
-    assert np.std(values) == pytest.approx(np.std(exact["layers.0.mlp.down.kernel"]), rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("packed", "said"),
     [(True, "projections are int4, groups of 32 with zero points, and the head is int8, kept from AWQ int4"),
@@ -224,10 +210,6 @@ def test_a_conversion_holds_what_loading_makes(tmp_path, capsys, packed, said):
     form = FourBit(group=32, has_zeros=packed)
     stored = find_weights(out, LlamaConfig.from_file(out))
     assert (stored.path.name, stored.quantization) == (CONVERTED, form)
-    found, wanted = flat(stored.load(dtype=jnp.float32, quantization=form)), load(folder, form)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype
-        np.testing.assert_array_equal(found[name], value)
+    assert_equal(flat(stored.load(dtype=jnp.float32, quantization=form)), load(folder, form))
     with pytest.raises(ValueError, match=r"holds int4-g32.*int8 is asked for"):
         stored.load(dtype=jnp.float32, quantization=EightBit.INT8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,8 @@ from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, Rounding
 from tests.model import checkpoints
 from tests.model.given import loaded
-from tests.model.loading.test_weights import config_of, flat
+from tests.model.loaded import flat
+from tests.model.loading.test_weights import config_of
 
 NOTHING = {"dtype": "float32", "mesh": None, "quantization": None, "rounding": None}
 FORMS = {
@@ -193,17 +193,6 @@ def test_values_are_found_in_every_part_of_an_array_of_numpy(tmp_path, monkeypat
         given["lm_head.weight"] = given["lm_head.weight"].copy()
         given["lm_head.weight"][row, 7] = np.inf
         assert problems_of(given, config).endswith("lm_head.weight is not finite, or too large for bfloat16")
-
-
-def test_a_model_of_ours_of_another_shape_is_named_by_its_own_names(tmp_path):
-    folder = checkpoints.write(tmp_path, "gqa2")
-    state = flat(load_hf(folder, LlamaConfig.from_file(folder), dtype="float32"))
-    config = replace(LlamaConfig.from_file(folder), num_layers=2, tie_word_embeddings=True)
-    message = problems_of(state, config, names="own")
-    assert "unexpected: layers.{2}.attention.out.kernel, layers.{2}.attention.qkv.kernel" in message
-    assert "head.kernel" in message
-    with pytest.raises(ValueError, match="names='torch' is not one of hf, own"):
-        GivenWeights(state, config, names="torch")
 
 
 @pytest.mark.parametrize("place", [np.asarray, whole, spread])

@@ -25,9 +25,9 @@ from model.quantization.forms import EightBit, FourBit, Mixed
 from scripts import convert_checkpoint
 from tests.model import checkpoints
 from tests.model.goldens import make as make_goldens
+from tests.model.loaded import assert_equal, flat
 from tests.model.loading.test_packed_checkpoints import FORMATS
 from tests.model.loading.test_packed_checkpoints import write as write_packed
-from tests.model.loading.test_weights import flat
 
 
 def load(tmp_path, variant, **options):
@@ -38,11 +38,7 @@ def load(tmp_path, variant, **options):
 
 
 def same(first, second) -> None:
-    first, second = flat(first), flat(second)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert value.dtype == second[name].dtype
-        np.testing.assert_array_equal(value, second[name], err_msg=name)
+    assert_equal(flat(first), flat(second))
 
 
 @pytest.mark.parametrize(("stored", "asked"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])

@@ -16,8 +16,8 @@ from model.config import LlamaConfig
 from model.loading.orbax_format import save_orbax
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
+from tests.model.loaded import flat
 from tests.model.loading.test_orbax_format import wide
-from tests.model.loading.test_weights import flat
 from tests.server.engine.hosts.loopback import free_port
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]

@@ -14,20 +14,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tokenizers import Tokenizer
 
 from model.config import LlamaConfig, projections
-from model.loading.source import CONVERTED, DEMO_FOLDER, resolve
+from model.loading.source import CONVERTED, resolve
 from model.loading.stored_weights import find_weights
-from model.loading.weights import load_hf
 from model.network.eight_bit import quantize
-from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit
 from scripts.convert_checkpoint import convert
-from scripts.lab.demo.agreement import agreement
-from scripts.lab.demo.tokenizer import SampleEncoder
 from tests.model import checkpoints, packers
-from tests.model.loading.test_weights import flat
+from tests.model.loaded import assert_equal, flat, load, load_wide
 
 pytestmark = pytest.mark.slow
 
@@ -120,29 +115,14 @@ def write(
     return stored, values
 
 
-def load(folder, form: EightBit | None, num_shards: int = 1):
-    mesh = make_mesh(num_shards) if num_shards > 1 else None
-    return flat(load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32, mesh=mesh, quantization=form))
-
-
-def load_wide(folder, values, form: EightBit | None, num_shards: int = 1):
-    """The same values from a checkpoint that is not quantised."""
-    checkpoints.write(folder, "gqa2")
-    checkpoints.write_tensors(folder, values)
-    return load(folder, form, num_shards)
-
-
 @pytest.mark.parametrize("num_shards", [1, 4])  # KV heads are repeated for four, and groups cross the cuts
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_is_the_one_that_was_packed(tmp_path, name, num_shards):
     """And is quantised as the same weights of a checkpoint that is not packed."""
     _, values = write(tmp_path / "packed", FORMATS[name])
     for form in (None, EightBit.INT8):
-        found = load(tmp_path / "packed", form, num_shards)
         wanted = load_wide(tmp_path / "wide", values, form, num_shards)
-        assert found.keys() == wanted.keys()
-        for parameter, value in wanted.items():
-            np.testing.assert_array_equal(found[parameter], value, err_msg=parameter)
+        assert_equal(load(tmp_path / "packed", form, num_shards), wanted)
 
 
 @pytest.mark.parametrize("group", [16, 24, -1])  # 24 divides neither 64 inputs nor 160
@@ -202,18 +182,4 @@ def test_a_conversion_holds_what_loading_makes(tmp_path, capsys):
     assert config.quantized is None
     stored = find_weights(out, config)
     assert (stored.path.name, stored.quantization) == (CONVERTED, EightBit.INT8)
-    found, wanted = flat(stored.load(dtype=jnp.float32, quantization=EightBit.INT8)), load(folder, EightBit.INT8)
-    for parameter, value in wanted.items():
-        np.testing.assert_array_equal(found[parameter], value)
-
-
-def test_a_row_scale_in_place_of_group_scales_changes_the_demo_very_little(tmp_path):
-    write(tmp_path / "demo", FORMATS["gptq sym"], group=128, source=DEMO_FOLDER)
-    config = LlamaConfig.from_file(tmp_path / "demo")
-    encoder = SampleEncoder(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")), prompt_weight=0.0)
-    exact, requantised = (
-        load_hf(tmp_path / "demo", config, dtype="float32", quantization=form) for form in (None, EightBit.INT8)
-    )
-    near = agreement(exact, requantised, encoder, num_stories=12)
-    assert near.divergence < 1e-4
-    assert near.same_top_token > 0.99
+    assert_equal(flat(stored.load(dtype=jnp.float32, quantization=EightBit.INT8)), load(folder, EightBit.INT8))

@@ -13,7 +13,7 @@ from model.network.packed import pack
 from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit
 from tests.model import checkpoints
-from tests.model.loading.test_weights import flat
+from tests.model.loaded import flat
 
 
 @pytest.mark.parametrize(

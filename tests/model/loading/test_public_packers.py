@@ -13,13 +13,12 @@ import pytest
 
 from model.config import LlamaConfig, projections
 from model.loading.stored_weights import find_weights
-from model.loading.weights import load_hf
 from model.network.eight_bit import quantize
 from model.quantization.forms import EightBit, FourBit
 from tests.model import checkpoints
 from tests.model.dequantized import dequantize, dequantize_groups
 from tests.model.goldens import make as make_goldens
-from tests.model.loading.test_weights import flat
+from tests.model.loaded import assert_equal, load
 
 PACKED = ("ct int4", "ct int4 zeros", "ct int4 actorder", "ct int4 rows", "ct int8 packed", "awq", "gptq int4",
           "gptq int8", "gptq zeros", "gptq_v2 zeros")  # fmt: skip
@@ -66,10 +65,6 @@ NORMS = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.la
 NUM_FUSED = {"attention.qkv": 3, "attention.out": 1, "mlp.gate_up": 2, "mlp.down": 1}
 
 
-def load(folder, form):
-    return flat(load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32, quantization=form))
-
-
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_kernels_are_the_weights_of_the_library(tmp_path, name):
     weights = write(tmp_path, name)
@@ -97,10 +92,7 @@ def test_the_order_in_which_inputs_were_quantised_changes_no_weight(tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "static"
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    found = load(tmp_path, EightBit.INT8)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value)
+    assert_equal(load(tmp_path, EightBit.INT8), wanted)
 
 
 @pytest.mark.parametrize("name", IN_BYTES)

@@ -20,7 +20,7 @@ from scripts.lab.demo.export import save_hf
 from tests.model import checkpoints
 from tests.model.dense_attention import dense_logits
 from tests.model.dequantized import dequantize
-from tests.model.loading.test_weights import flat
+from tests.model.loaded import flat
 from tests.model.network.test_llama import TINY
 
 
@@ -85,15 +85,6 @@ def test_a_tied_head_becomes_a_kernel_of_its_own(tmp_path):
     assert model.config.tie_word_embeddings
     np.testing.assert_array_equal(found["embedding"], exact["embedding"])
     np.testing.assert_array_equal(found["head.kernel"], quantize(exact["embedding"], EightBit.INT8)[0])
-
-
-def test_random_weights_are_quantised_noise():
-    exact = flat(random_weights(TINY, dtype=jnp.float32, seed=3))
-    found = flat(random_weights(TINY, dtype=jnp.float32, seed=3, quantization=EightBit.INT8))
-    assert found["layers.0.mlp.down.kernel"].dtype == np.int8
-    for name in ("layers.0.mlp.down", "head"):
-        values = found[f"{name}.kernel"] * found[f"{name}.scale"][:, None]
-        assert np.std(values) == pytest.approx(np.std(exact[f"{name}.kernel"]), rel=0.05)
 
 
 def test_eight_bits_are_counted_as_one_byte():

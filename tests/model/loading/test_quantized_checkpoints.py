@@ -19,7 +19,7 @@ from model.network.eight_bit import quantize
 from model.network.sharding import make_mesh
 from model.quantization.forms import Activations, EightBit, Rounding
 from tests.model import checkpoints
-from tests.model.loading.test_weights import flat
+from tests.model.loaded import flat, load, load_wide
 from tests.model.quantization.test_checkpoint_form import compressed
 
 FP8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
@@ -67,18 +67,6 @@ def write(folder, strategy: str, dtype, *, scale="weight_scale", quantization=No
     return stored, values
 
 
-def load(folder, form: EightBit | None, num_shards: int = 1):
-    mesh = make_mesh(num_shards) if num_shards > 1 else None
-    return flat(load_hf(folder, LlamaConfig.from_file(folder), dtype=jnp.float32, mesh=mesh, quantization=form))
-
-
-def load_wide(folder, values, num_shards: int = 1):
-    """The same values from a checkpoint that is not quantised."""
-    checkpoints.write(folder, "gqa2")
-    checkpoints.write_tensors(folder, values)
-    return load(folder, None, num_shards)
-
-
 @pytest.mark.parametrize("num_shards", [1, 4])  # KV heads are repeated for four
 @pytest.mark.parametrize(
     ("strategy", "dtype", "scale_dtype"),
@@ -87,7 +75,7 @@ def load_wide(folder, values, num_shards: int = 1):
 def test_rows_are_taken_as_they_are_stored(tmp_path, strategy, dtype, scale_dtype, num_shards):
     _, values = write(tmp_path / "narrow", strategy, dtype, scale_dtype=scale_dtype)
     form = EightBit.INT8 if dtype == INT8 else EightBit.FP8
-    found, wanted = load(tmp_path / "narrow", form, num_shards), load_wide(tmp_path / "wide", values, num_shards)
+    found, wanted = load(tmp_path / "narrow", form, num_shards), load_wide(tmp_path / "wide", values, None, num_shards)
     kernels = [name for name in wanted if name.startswith("layers.") and name.endswith(".kernel")]
     assert kernels
     for name in kernels:
@@ -106,7 +94,7 @@ def test_rows_are_taken_as_they_are_stored(tmp_path, strategy, dtype, scale_dtyp
 def test_others_are_quantised_anew_from_their_values(tmp_path, strategy, form, num_shards):
     """FP8 where the chip wants int8, and blocks, whose scales are not those of rows."""
     _, values = write(tmp_path / "narrow", strategy, FP8)
-    found, wanted = load(tmp_path / "narrow", form, num_shards), load_wide(tmp_path / "wide", values, num_shards)
+    found, wanted = load(tmp_path / "narrow", form, num_shards), load_wide(tmp_path / "wide", values, None, num_shards)
     for name in ("layers.1.mlp.down", "layers.0.attention.qkv", "layers.2.attention.out"):
         kernel, scale = quantized(wanted[f"{name}.kernel"], form)
         np.testing.assert_array_equal(found[f"{name}.kernel"], kernel)

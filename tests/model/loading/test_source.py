@@ -65,9 +65,7 @@ def test_one_end_id_may_be_a_number(eos, tmp_path):
     ("text", "complaint"),
     [
         ("{", "Expecting"),
-        ("[]", "JSON object"),
         ('{"eos_token_id": "x"}', "eos_token_id='x'"),
-        ('{"eos_token_id": [2, -1]}', r"eos_token_id=\[-1\] is not in the vocabulary"),
         ('{"eos_token_id": 10000000}', r"eos_token_id=\[10000000\] is not in the vocabulary"),
     ],
 )
@@ -83,7 +81,6 @@ def test_a_generation_config_that_cannot_be_read_is_named(text, complaint, tmp_p
     [
         ("preset:llama-9", "unknown preset 'llama-9'; there are llama-3-8b"),
         ("no such thing", "no model 'no such thing': it can be 'demo', a folder"),
-        ("/no/such/folder", "no model '/no/such/folder'"),
         ("~nobody_of_this_name/model", "model '~nobody_of_this_name/model': Could not determine home directory"),
         ("gs:/bucket/model", "model 'gs:/bucket/model': a URL is written as gs://bucket/folder"),
         ("https://huggingface.co/org/model", "a model of the Hugging Face hub is named org/model"),

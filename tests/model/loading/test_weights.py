@@ -17,12 +17,8 @@ from model.loading.weights import load_hf, random_weights
 from model.network.linear import INIT_STDDEV
 from model.network.sharding import make_mesh
 from tests.model import checkpoints
+from tests.model.loaded import flat
 from tests.model.network.test_llama import TINY
-
-
-def flat(model) -> dict[str, np.ndarray]:
-    items = nnx.to_flat_state(nnx.state(model))
-    return {".".join(map(str, path)): np.asarray(variable.get_value()) for path, variable in items}
 
 
 def config_of(variant: str, tmp_path) -> LlamaConfig:
@@ -113,15 +109,6 @@ def test_a_tied_embedding_may_be_stored_as_the_head_alone(tmp_path):
         load_hf(tmp_path, config, dtype=jnp.float32)
 
 
-def test_a_head_is_missed_where_embeddings_are_not_tied(tmp_path):
-    config = config_of("gqa2", tmp_path)
-    given = checkpoints.tensors("gqa2")
-    del given["lm_head.weight"]
-    checkpoints.write_tensors(tmp_path, given)
-    with pytest.raises(ValueError, match=r"missing: lm_head\.weight"):
-        load_hf(tmp_path, config, dtype=jnp.float32)
-
-
 def test_files_that_are_not_there_are_named(tmp_path):
     config = config_of("gqa2", tmp_path)
     with pytest.raises(ValueError, match="no safetensors files"):
@@ -192,9 +179,7 @@ def test_a_single_file_is_read_whatever_an_index_next_to_it_says(tmp_path):
     np.testing.assert_array_equal(weights["norm.scale"], other["model.norm.weight"])
 
 
-@pytest.mark.parametrize(
-    "name", [5, None, ["model.safetensors"], "", "..", "../x.safetensors", "/etc/passwd", "a/b.safetensors"]
-)
+@pytest.mark.parametrize("name", [5, "", "../x.safetensors", "/etc/passwd"])
 def test_an_index_that_names_no_file_next_to_it_is_refused(name, tmp_path):
     folder = checkpoints.write(tmp_path / "model", "gqa2", num_files=2)
     save_file(checkpoints.tensors("gqa2"), tmp_path / "x.safetensors")
@@ -213,12 +198,10 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" 
     ("spoil", "words"),
     [
         (lambda raw: raw[:-100], r"has 619164 bytes, and its header describes 619264: download it again"),
-        (lambda raw: raw + b"x", r"has 619265 bytes, and its header describes 619264"),
         (lambda raw: raw[:1000], r"has 1000 bytes, and its header alone takes 3072: download it again"),
         (lambda raw: b"", "is empty: download it again"),
         (lambda raw: LFS_POINTER, "is a Git LFS pointer and not the weights: run `git lfs pull`"),
         (lambda raw: b"<!DOCTYPE html><title>404", r"is not a safetensors file: it begins with b'<!DOCTYPE"),
-        (lambda raw: b"abc", r"is not a safetensors file: it begins with b'abc'"),
         (lambda raw: raw[:8] + b"?" + raw[9:], "is not a safetensors file: .*invalid JSON"),
     ],
 )
@@ -247,11 +230,3 @@ def test_random_weights_are_noise_of_the_usual_size(num_shards):
             assert abs(value.std() / INIT_STDDEV - 1) < 0.1
             assert len(np.unique(value)) > 100
     assert not np.array_equal(weights["layers.0.mlp.down.kernel"], weights["layers.1.mlp.down.kernel"])
-
-
-def test_random_weights_repeat_for_a_seed_and_differ_between_seeds():
-    first, again, other = (
-        flat(random_weights(TINY, dtype=jnp.float32, seed=s))["layers.0.mlp.down.kernel"] for s in (1, 1, 2)
-    )
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)

@@ -77,18 +77,6 @@ def test_a_file_of_the_hub_is_named_by_its_content(tmp_path):
     assert files_digest([link]) != files_digest([plain])
 
 
-def test_names_and_their_order(tmp_path):
-    for name in "abc":
-        (tmp_path / name).write_bytes(name.encode())
-    a, b, c = (tmp_path / name for name in "abc")
-    assert files_digest([a, b, c]) == files_digest([c, a, b]) != files_digest([a, b])
-    before = files_digest([a, b])
-    a.rename(c)
-    b.rename(a)
-    c.rename(b)
-    assert files_digest([a, b]) != before
-
-
 def test_every_file_of_a_conversion_counts(copy):
     config = LlamaConfig.from_file(copy)
     save_orbax(load_hf(copy, config, dtype="bfloat16"), copy / CONVERTED, config)

@@ -43,20 +43,3 @@ def test_the_least_recently_used_leave_first(actions):
         assert index.num_bytes == sum(size for _, size in expected.values())
         assert [name in index for name in "abcdef"] == [name in expected for name in "abcdef"]
         assert len(index) == len(expected)
-
-
-def test_a_listing_brings_and_takes_pages():
-    index = PageIndex()
-    for name in ("old", "gone", "new", "gone since"):
-        index.add(KeptPage(name, 1, 5.0))
-    index.forget("gone since")
-    index.replace([KeptPage("old", 1, 2.0), KeptPage("foreign", 7, 4.0)], newer={"new", "gone since"})
-    assert [name in index for name in ("old", "gone", "new", "foreign", "gone since")] == [
-        True,
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert index.num_bytes == 9
-    assert index.shrink(0) == ["foreign", "old", "new"]
