@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
@@ -17,14 +21,16 @@ from batcher.request import Request, RequestOutput, SamplingParams
 from batcher.stats import EngineStats, SpeculationCounts
 from batcher.step import Bucket, Variant
 from model.compiling.compile_cache import keep_compilations
+from model.eagle_config import EagleConfig, EagleForm
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
+from model.loading.eagle_head import random_head
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from pallas_kernels.api import PagedAttention
 from tests.batcher.harness import after_weights
 from tests.conftest import COMPILED
-from tests.model.driver import dense_logits, paged_attention
+from tests.model.driver import TINY, dense_logits, paged_attention, tiny_model
 
 keep_compilations(COMPILED)  # JAX's own cache, in which this process would keep them, is none of the store's
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 64}  # of a runner
@@ -59,6 +65,34 @@ GREEDY, SAMPLE = (
     sorted({replace(bucket, variant=variant) for bucket in DRAWN}) for variant in (Variant.GREEDY, Variant.SAMPLE)
 )
 FEW = (3, 17, 44, 90)  # allowed tokens: a text of four different ones repeats itself
+
+
+ONE_LAYER = replace(TINY, num_layers=1)
+_HEAD = {"layer": ONE_LAYER, "model_width": 32}
+HEADS = {
+    "eagle": EagleConfig(form=EagleForm.EAGLE, draft_vocab_size=199, taps=(), **_HEAD),
+    "eagle3": EagleConfig(form=EagleForm.EAGLE3, draft_vocab_size=90, taps=(0, 1, 2), **_HEAD),
+}
+
+
+def ten_times_as_large(model: Any) -> Any:
+    """Its kernels, so that tokens depend on what was attended to."""
+    nnx.update(model, jax.tree.map(lambda x: x * 10 if x.ndim == 2 else x, nnx.state(model)))
+    return model
+
+
+def head(form: str, *, seed: int = 5, mesh: Any = None, config: EagleConfig | None = None) -> EagleHead:
+    """Random weights. That of EAGLE-3 drafts the first 90 of the model's tokens, which are all of FEW but the last."""
+    return ten_times_as_large(random_head(config or HEADS[form], dtype=jnp.float32, seed=seed, mesh=mesh))
+
+
+@cache
+def near(share: float) -> Llama:
+    """A model of one layer with other weights added: it agrees with `near(0.0)` at times."""
+    model, other = tiny_model(config=ONE_LAYER), tiny_model(seed=1, config=ONE_LAYER)
+    mixed = jax.tree.map(lambda x, y: (1 - share) * x + share * y, nnx.state(model), nnx.state(other))
+    nnx.update(model, mixed)
+    return model
 
 
 def warm_runner(

@@ -172,12 +172,6 @@ def test_each_row_draws_as_the_merged_model_does(request, oracle, fixture, quart
     assert len({tuple(row.output) for row in asked}) == 4
 
 
-def test_adapters_change_what_the_model_says(oracle) -> None:
-    base, *others, nothing = (oracle(adapter, [5, 6, 7, 8, 9]) for adapter in range(6))
-    assert (nothing == base).all()
-    assert all(np.abs(other - base).max() > 0.1 for other in others)
-
-
 @pytest.mark.parametrize(("backend", "num_shards"), [(Backend.REFERENCE, 1), (Backend.CPU, 1), (Backend.CPU, 2)])
 def test_the_numbers_are_those_of_peft(tmp_path, backend, num_shards) -> None:
     """All golden adapters, three at once, beside a row without one."""
@@ -344,24 +338,6 @@ def test_a_runner_that_has_recovered_holds_no_adapters(make, oracle) -> None:
     again = rows(1)
     prefill(runner, again, adapters=bring(runner, 1))
     assert again[0].output == asked[0].output
-
-
-def test_unstaged_adapters_are_gone(runner) -> None:
-    runner.stage_adapter(1)
-    runner.unstage_adapter(1)
-    runner.unstage_adapter(1)
-    with pytest.raises(KeyError):
-        prefill(runner, rows(1), adapters=(AdapterWrite(slot=1, adapter=1),))
-    runner.recover()
-
-
-def test_no_step_compiles_after_the_warm_up(runner) -> None:
-    before = runner.num_compiles
-    asked = rows(1, 2, 3, 0)
-    prefill(runner, asked, adapters=bring(runner, 1, 2, 3))
-    run(runner, DECODE, [(row, 1) for row in asked])
-    prefill(runner, rows(0, 0), replace(PROMPT, has_adapters=False))
-    assert runner.num_compiles == before
 
 
 def test_the_plan_has_room_for_slots_and_staged_adapters(config) -> None:

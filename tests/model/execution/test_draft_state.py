@@ -15,8 +15,7 @@ from model.execution.memory_plan import RunnerConfig
 from model.execution.prompt_lookup import PromptLookup
 from model.execution.step_programs import StepPrograms
 from tests.model.driver import TINY, paged_attention, tiny_model
-from tests.model.execution.drafting import LIMITS
-from tests.model.execution.test_eagle_drafts import head
+from tests.model.execution.drafting import LIMITS, head
 
 pytestmark = pytest.mark.slow
 

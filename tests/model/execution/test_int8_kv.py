@@ -103,16 +103,6 @@ def test_a_page_holds_the_same_numbers_however_a_prompt_is_cut(runner):
         assert np.abs(whole.astype(int)).max() > 60  # the scales use the numbers there are
 
 
-def test_pages_take_a_quarter_of_float32_and_are_updated_in_place(runner):
-    assert paged_attention(kv_dtype=jnp.int8).page_bytes() * 4 == paged_attention().page_bytes()
-    analysis = runner.programs.steps[MIXED].memory_analysis()
-    assert analysis.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
-    large = tiny_runner(model(), kv_dtype=jnp.int8, num_pages=4000)
-    for bucket in (DECODE, MIXED):
-        needed = large.described.step(bucket).lower().compile().memory_analysis().temp_size_in_bytes
-        assert needed < large.state.kv[0].nbytes / 2
-
-
 def test_the_range_is_the_one_of_a_dense_pass():
     config = TINY
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=NUM_TOKENS, dtype=np.int32)

@@ -37,11 +37,6 @@ def test_pages_fill_what_weights_state_and_temporaries_leave():
     assert plan() == 892
 
 
-def test_a_little_more_or_less_memory_gives_the_same_pages():
-    # Numbers of nine bits are even, and those of eight are exact: there is room for 255 to 259 pages.
-    assert [plan(free=5 * GIB + pages * 8 * MIB) for pages in range(5)] == [255, 256, 256, 258, 258]
-
-
 def test_what_others_use_is_not_planned_with():
     # 5 - 1 - 2: nothing of the state is there yet either.
     assert plan(free=5 * GIB) == 2 * 128 - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from model.network.sharding import make_mesh
 from tests.conftest import COMPILED
 from tests.model.driver import TINY, Row, int8_scales, paged_attention, run, tiny_model
 from tests.model.driver import pack as packed_step
-from tests.model.execution.test_eagle_drafts import head
+from tests.model.execution.drafting import head
 
 pytestmark = pytest.mark.slow
 
@@ -191,30 +190,6 @@ def test_a_recovery_empties_pages_and_keeps_what_is_staged(plain) -> None:
     plain.write_pages(staged, [3, 4])
     np.testing.assert_array_equal(found, content)
     np.testing.assert_array_equal(read(plain, [3, 4]), content)
-
-
-@pytest.mark.parametrize("count", [1, 8, 9, 40])
-def test_copies_of_any_number_of_pages_compile_nothing(plain, count) -> None:
-    compiles = plain.num_compiles
-    content = garbage(plain, count)
-    plain.write_pages(plain.stage_pages(content), list(range(1, count + 1)))
-    np.testing.assert_array_equal(read(plain, list(range(1, count + 1))), content)
-    assert plain.num_compiles == compiles
-
-
-def test_a_copy_has_its_most_pages(plain) -> None:
-    too_many = [1] * (plain.capacity().pages_of_copy + 1)
-    with pytest.raises(AssertionError, match="a copy has 64 pages at most"):
-        plain.read_pages(too_many)
-
-
-def test_a_warm_up_runs_every_program_and_writes_no_page(monkeypatch) -> None:
-    made, sizes = ModelRunner(tiny_model(), paged_attention(), RunnerConfig(**LIMITS, moves_pages=True)), []
-    write = made.write_pages
-    monkeypatch.setattr(made, "write_pages", lambda staged, pages: (sizes.append(staged.size), write(staged, pages)))
-    made.warm_up([DECODE], lambda line: None)
-    assert sizes == [8, 64, 64]  # the last is timed
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(made.state))
 
 
 def test_pages_stay_where_it_is_not_asked_for() -> None:

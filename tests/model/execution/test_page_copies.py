@@ -12,13 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batcher.step import MAX_PAGE_COPIES
 from model.eagle_config import EagleForm
 from model.execution.memory_plan import MemoryNeeds, RunnerConfig, memory_needs
-from model.execution.page_copies import pages_of_copy
 from model.execution.prompt_lookup import PromptLookup
 from model.execution.runner import ModelRunner
 from model.loading.weights import random_weights
@@ -27,10 +24,9 @@ from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.lab.accounts.process import printed_by
 from scripts.lab.accounts.specs import KV_DTYPES
-from tests.examples import examples
 from tests.model.collectives import collectives
 from tests.model.driver import TINY, int8_scales
-from tests.model.execution.test_eagle_drafts import head
+from tests.model.execution.drafting import head
 
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 64, "num_pages": 23}
 LOOKUP = PromptLookup(min_tokens=1, max_tokens=3)
@@ -121,24 +117,18 @@ def parts_of(runner: ModelRunner, page: int) -> list[np.ndarray]:
 
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {},
-    "bfloat16": {"dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
     "int8": {"kv_dtype": jnp.int8},
     "fp8": {"kv_dtype": jnp.float8_e4m3fn},
     "lookup": {"drafts": "lookup"},
     "bfloat16, draft model": {"dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16, "drafts": "model"},
-    "draft model": {"drafts": "model", "kv_dtype": jnp.int8},
-    "EAGLE": {"drafts": "eagle"},
     "EAGLE-3": {"drafts": "eagle3", "kv_dtype": jnp.int8},
     "C": {"backend": Backend.CPU},
-    "C, int8": {"backend": Backend.CPU, "kv_dtype": jnp.int8},
     "GPU": {"backend": Backend.GPU_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
     "GPU, fp8": {"backend": Backend.GPU_MMA_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.float8_e4m3fn},
-    "TPU": {"backend": Backend.TPU_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
     "TPU, int8": {"backend": Backend.TPU_INTERPRET, "kv_dtype": jnp.int8, "drafts": "lookup"},
     "two chips": {"num_shards": 2, "drafts": "model"},
     "four chips": {"num_shards": 4, "kv_dtype": jnp.float8_e4m3fn},
     "two TPUs": {"num_shards": 2, "backend": Backend.TPU_INTERPRET},
-    "two GPUs": {"num_shards": 2, "backend": Backend.GPU_INTERPRET, "dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16},
 }
 
 
@@ -175,19 +165,6 @@ def test_what_is_not_named_stays(runner) -> None:
         np.testing.assert_array_equal(new, old)
 
 
-@given(st.lists(st.lists(st.integers(1, LIMITS["num_pages"]), min_size=1, max_size=12, unique=True), max_size=6))
-@settings(max_examples=examples(10))
-def test_a_page_holds_what_was_written_last(runner, copies) -> None:
-    every = list(range(1, LIMITS["num_pages"] + 1))
-    expected = dict(zip(every, read(runner, every), strict=True))
-    for seed, pages in enumerate(copies):
-        content = random_pages(runner, len(pages), seed)
-        write(runner, content, pages)
-        expected |= dict(zip(pages, content, strict=True))
-    found = read(runner, every[::-1])
-    assert all(np.array_equal(expected[page], own) for page, own in zip(every[::-1], found, strict=True))
-
-
 def test_the_programs_work_in_place_and_exchange_nothing(runner) -> None:
     copies, programs = runner.described.page_copies, runner.programs
     held = sum(shard.data.nbytes for leaf in jax.tree.leaves(runner.state) for shard in leaf.addressable_shards[:1])
@@ -200,23 +177,6 @@ def test_the_programs_work_in_place_and_exchange_nothing(runner) -> None:
             assert analysis.alias_size_in_bytes == aliased
             assert has_copies or analysis.temp_size_in_bytes < copy + 1024  # nothing of the size of the state's pages
             assert not collectives(program.as_text())
-
-
-def test_buffers_stay_where_they_are(runner) -> None:
-    def addresses() -> list[int]:
-        shards = [shard for leaf in jax.tree.leaves(runner.state) for shard in leaf.addressable_shards]
-        return [shard.data.unsafe_buffer_pointer() for shard in shards]
-
-    write(runner, random_pages(runner, 2), [1, 2])  # what a test has looked at is not replaced in place
-    before = addresses()
-    write(runner, random_pages(runner, 9), list(range(1, 10)))
-    read(runner, [1])
-    assert addresses() == before
-
-
-def test_copies_are_as_large_as_pays() -> None:
-    mib = 1 << 20
-    assert [pages_of_copy(page) for page in (1, mib // 2, mib, 16 * mib, 17 * mib, 99 * mib)] == [64, 64, 32, 2, 1, 1]
 
 
 def test_the_plan_has_room_for_copies_on_their_way(runner) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 from batcher.grammar import num_mask_words
 from batcher.request import SamplingParams
 from batcher.slots import SlotLayout
-from batcher.step import PATCH_BLOCK, Bucket, Capacity, PackedLayout, StepInput, Variant
+from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
 from model.config import LlamaConfig
 from model.execution import memory_plan
 from model.execution import runner as runner_module
@@ -54,13 +54,6 @@ def test_programs_are_run_before_they_are_needed_as_long_as_a_cpu_has_time(monke
     assert re.match(rf"ran {count} of 3 programs once in [\d.]+ s", lines[1])
 
 
-def test_capacity(runner):
-    assert runner.capacity() == Capacity(
-        num_slots=4, num_pages=40, page_size=8, max_model_len=64, max_num_batched_tokens=32, vocab_size=TINY.vocab_size
-    )
-    assert runner.capacity().pages_per_seq == 8
-
-
 def test_traffic_compiles_nothing(runner):
     before = runner.num_compiles
     rows = [Row(slot, [slot + 1] * (slot + 2), [2 * slot + 1, 2 * slot + 2]) for slot in range(3)]
@@ -90,13 +83,6 @@ def test_warm_up_writes_no_page_and_no_state():
         assert not np.asarray(leaf).any()
 
 
-def test_pages_are_zero_and_one_array_per_layer():
-    pages = tiny_runner(num_pages=9).state.kv
-    assert len(pages) == TINY.num_layers
-    assert {kv.shape for kv in pages} == {(2, 10, 2, 8, 16)}
-    assert not any(kv.any() for kv in pages)
-
-
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_state_is_updated_in_place(runner, bucket):
     """The compiler aliases all of the state to the output, and needs less besides it than one layer's pages."""
@@ -107,19 +93,6 @@ def test_state_is_updated_in_place(runner, bucket):
     large = pages.described.step(bucket).lower().compile().memory_analysis()
     assert large.temp_size_in_bytes < pages.state.kv[0].nbytes / 2
     assert large.temp_size_in_bytes == analysis.temp_size_in_bytes
-
-
-def test_the_buffers_themselves_stay_where_they_are(runner):
-    def addresses():
-        state = runner.state
-        return [leaf.unsafe_buffer_pointer() for leaf in (state.slots, state.history, *state.kv)]
-
-    row = Row(0, [1, 2, 3], [1, 2])
-    run(runner, BUCKETS[1], [(row, 3)], admit=[row])  # with patches and a history
-    before = addresses()
-    for bucket in (BUCKETS[0], BUCKETS[2], BUCKETS[0]):
-        run(runner, bucket, [(row, 1)])
-    assert addresses() == before
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -223,15 +196,6 @@ def test_more_patches_than_a_step_carries(runner):
     alone = Row(2, [5, 6, 2], [9])
     run(runner, BUCKETS[1], [(alone, 3)], admit=[alone])
     assert alone.output == rows[2].output
-
-
-def test_limits_are_checked():
-    with pytest.raises(ValueError, match="max_num_seqs=0"):
-        RunnerConfig(max_num_seqs=0, max_num_batched_tokens=8, max_model_len=8)
-    with pytest.raises(ValueError, match=r"memory_utilization=1\.5"):
-        RunnerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, memory_utilization=1.5)
-    with pytest.raises(ValueError, match="needs 8 pages of 8 tokens"):
-        tiny_runner(num_pages=7)
 
 
 def test_pages_are_planned_where_no_number_is_given():

@@ -13,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.request import MAX_LOGPROBS, SamplingParams
-from batcher.slots import SlotLayout
 from batcher.step import Bucket, Variant
 from model.execution.step import (
     HISTORY_BLOCK,
-    OutputLayout,
-    apply_patches,
     history_blocks,
     reset_history,
     run_model,
@@ -129,28 +126,6 @@ def test_any_schedule_gives_the_tokens_of_a_dense_pass(runner, data):
     for index, prompt in enumerate(prompts):
         assert len(finished[index]) == wanted
         assert is_greedy(prompt, finished[index])
-
-
-def test_a_row_that_does_not_emit_keeps_its_last_token(runner):
-    row = Row(1, [5, 6, 7, 8], [3, 4])
-    run(runner, MIXED[0], [(row, 2)], admit=[row])
-    slots = np.asarray(runner.state.slots)
-    assert slots[1, SlotLayout.KV_LEN] == 2
-    assert slots[1, SlotLayout.LAST_TOKEN] == 0
-    run(runner, MIXED[0], [(row, 2)])
-    slots = np.asarray(runner.state.slots)
-    assert slots[1, SlotLayout.KV_LEN] == 4
-    assert slots[1, SlotLayout.LAST_TOKEN] == row.output[0]
-
-
-def test_pages_of_other_requests_are_not_written(runner):
-    one, other = Row(0, [1, 2, 3], [1]), Row(2, list(range(10)), [2, 9])
-    run(runner, MIXED[0], [(one, 3)], admit=[one])
-    before = [np.asarray(kv)[:, 1] for kv in runner.state.kv]
-    run(runner, MIXED[0], [(other, 10)], admit=[other])
-    run(runner, DECODE[0], [(other, 1)])
-    for kv, kept in zip(runner.state.kv, before, strict=True):
-        np.testing.assert_array_equal(np.asarray(kv)[:, 1], kept)
 
 
 # Sampling in the step
@@ -296,13 +271,6 @@ def test_nan_weights_are_reported_row_by_row():
 # The pieces
 
 
-def test_patches_past_the_end_are_dropped_and_the_rest_land():
-    slots = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)
-    patched = apply_patches(slots, np.array([[5, 12, 0, 99], [50, -1, 60, -1]], np.int32))
-    expected = [[60, 1, 2, 3], [4, 50, 6, 7], [8, 9, 10, 11]]
-    np.testing.assert_array_equal(patched, expected)
-
-
 @pytest.mark.parametrize("num_prompt", [0, 1, HISTORY_BLOCK, HISTORY_BLOCK + 3])
 @pytest.mark.parametrize("num_output", [0, 1, HISTORY_BLOCK, 2 * HISTORY_BLOCK + 5])
 def test_a_history_of_any_length_is_counted(num_prompt, num_output):
@@ -319,17 +287,6 @@ def test_a_history_of_any_length_is_counted(num_prompt, num_output):
 
 
 _reset = jax.jit(partial(reset_history, mesh=None))
-
-
-def test_output_sections_come_back_as_they_went_in():
-    layout = OutputLayout(Bucket(6, 2, Variant.EMBED), 5)
-    rng = np.random.default_rng(0)
-    arrays = {name: rng.normal(size=shape).astype(dtype) for name, (shape, dtype) in layout.shapes().items()}
-    arrays["finite"] = np.array([1, 0], np.int32)
-    output = layout.split(np.asarray(layout.join({name: jnp.asarray(value) for name, value in arrays.items()})))
-    for name, value in arrays.items():
-        np.testing.assert_array_equal(getattr(output, name), value)
-    assert output.finite.dtype == bool
 
 
 def test_on_a_cpu_padding_stays_zero_in_every_layer():
