@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jax._src import tpu_info  # jax exports the figures of the attached TPU only
 
-from pallas_kernels.chips import GIB, GPUS, SHARED_MEMORY, TPUS, tpu_name
+from pallas_kernels.chips import GIB, GPUS, TPUS, tpu_name
 from pallas_kernels.gpu.device import Gpu
 
 VERSIONS = {tpu_name(version.value): version for version in tpu_info.ChipVersion}
@@ -28,15 +28,6 @@ def test_there_are_kernels_for_every_gpu(name: str) -> None:
     chip = GPUS[name]
     gpu = Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors)
     assert gpu.multiprocessor_shared_memory == chip.shared_memory.per_multiprocessor
-
-
-def test_of_a_multiprocessors_shared_memory_the_driver_keeps_a_kib_per_cta() -> None:
-    assert all(memory.per_multiprocessor - memory.per_cta == 1024 for memory in SHARED_MEMORY.values())
-
-
-@pytest.mark.parametrize("table", [TPUS, GPUS])
-def test_a_chip_is_found_by_its_own_name(table: dict) -> None:
-    assert all(name == chip.name for name, chip in table.items())
 
 
 def test_the_l4_is_planned_with_what_its_ecc_leaves() -> None:

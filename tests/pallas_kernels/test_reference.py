@@ -102,17 +102,6 @@ def test_decode_only_program_over_several_groups():
     check(make_case(spec(), rows, num_tokens=40, num_rows=40, pages_per_seq=20), decode_only=True)
 
 
-def test_a_mixed_step_may_have_fewer_tokens_than_rows():
-    rows = [Row(query_len=1, kv_len=33), Row(query_len=5, kv_len=40)]
-    check(make_case(spec(), rows, num_tokens=8, num_rows=32, pages_per_seq=4))
-
-
-def test_bfloat16_pages():
-    rows = [Row(query_len=1, kv_len=130), Row(query_len=40, kv_len=100)]
-    changed = spec(dtype=jnp.bfloat16, head_dim=64)
-    check(make_case(changed, rows, num_tokens=48, num_rows=4, pages_per_seq=16), tolerance=2e-2)
-
-
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @settings(max_examples=10)
 @given(rows=ragged_rows(), seed=st.integers(0, 1000))
@@ -129,13 +118,6 @@ def test_pages_of_8_bits_in_a_program_that_only_decodes_in_bfloat16(kv_dtype):
     check(make_case(changed, rows, num_tokens=40, num_rows=40, pages_per_seq=20), tolerance=3e-2, decode_only=True)
 
 
-def test_pages_of_8_bits_are_half_of_bfloat16_s():
-    def page_bytes(kv_dtype) -> int:
-        return PagedAttention(spec(dtype=jnp.bfloat16, kv_dtype=kv_dtype), Backend.REFERENCE).page_bytes()
-
-    assert 2 * page_bytes(jnp.int8) == 2 * page_bytes(jnp.float8_e4m3fn) == page_bytes(jnp.bfloat16)
-
-
 def test_rounding_to_8_bits_by_hand():
     """Ties to even, clipping at the largest value, and each head by its own scale."""
     heads = jnp.array([[[0.5, 1.5, 2.5, -200.0]], [[127.4, 127.6, -0.4, 0.0]]])  # [T, 1, H]
@@ -144,11 +126,6 @@ def test_rounding_to_8_bits_by_hand():
     assert stored[:, 1].tolist() == [[0, 1, 1, -100], [64, 64, 0, 0]]
     eighths = quantised.quantise(jnp.array([[[1.0625, 1.1875, 460.0]]]), jnp.array([1.0]), jnp.float8_e4m3fn)
     assert eighths.astype(jnp.float32).tolist() == [[[1.0, 1.25, 448.0]]]
-
-
-def test_scales_by_the_largest_magnitudes():
-    largest = jnp.array([[254.0, 0.0]])
-    assert quantised.scales_of(largest, jnp.int8).tolist() == [[2.0, 1.0]]
 
 
 @pytest.mark.parametrize(("kv_dtype", "shape"), [(jnp.int8, None), (jnp.int8, (2, 3)), (jnp.float32, (2, 2))])

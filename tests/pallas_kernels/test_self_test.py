@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.experimental import io_callback
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.reference import NOWHERE
-from pallas_kernels.self_test import LONG, LONGEST_ON_GPUS, Program, SelfTest, SelfTestError, plan_steps
+from pallas_kernels.self_test import Program, SelfTest, SelfTestError
 from pallas_kernels.spec import AttentionSpec, Backend
 
 MIXED, DECODE = Program(num_tokens=16, num_rows=3), Program(num_tokens=3, num_rows=3)
@@ -22,45 +20,6 @@ DRAFTS = Program(num_tokens=12, num_rows=3, spec_decode=True)
 def spec(dtype="float32", kv_dtype=None, **fields):
     shape = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 8} | fields
     return AttentionSpec(**shape, dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(kv_dtype or dtype))
-
-
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200), st.booleans()), min_size=1, max_size=4),
-    num_sequences=st.integers(1, 9),
-    longest=st.integers(2, 300) | st.integers(800, 1000),
-    seed=st.integers(0, 1 << 30),
-)
-def test_steps_are_ragged_batches_of_sequences_that_grow(shapes, num_sequences, longest, seed):
-    programs = [
-        Program(num_tokens=rows * (1 + more // 8), num_rows=rows, spec_decode=more >= 8)
-        if few
-        else Program(num_tokens=rows + more, num_rows=rows)
-        for rows, more, few in shapes
-    ]
-    steps = plan_steps(programs, num_sequences=num_sequences, longest=longest, rng=np.random.default_rng(seed))
-    assert {step.program for step in steps} == set(programs)
-    lengths = dict.fromkeys(range(num_sequences), 0)
-    for step in steps:
-        counts = [row.count for row in step.rows]
-        assert 1 <= len(counts) <= step.program.num_rows
-        assert sum(counts) <= step.program.num_tokens
-        assert max(counts) <= step.program.most_queries
-        assert sorted(counts, key=lambda count: count > 1) == counts  # single tokens first
-        assert (max(counts) == 1) == step.program.decode_only
-        assert len({row.sequence for row in step.rows}) == len(step.rows)
-        for row in step.rows:
-            assert row.past in (0, lengths[row.sequence])
-            lengths[row.sequence] = row.past + row.count
-            assert lengths[row.sequence] <= longest
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_sequence_is_long_before_the_decodes(seed):
-    programs = [Program(num_tokens=4, num_rows=4), Program(num_tokens=256, num_rows=16)]
-    steps = plan_steps(programs, num_sequences=4, longest=LONGEST_ON_GPUS, rng=np.random.default_rng(seed))
-    lengths = [max(row.past + row.count for row in step.rows) for step in steps if step.program.decode_only]
-    assert all(LONG < length <= LONGEST_ON_GPUS for length in lengths)
-    assert len(steps) <= 3 + 4 + 2
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])

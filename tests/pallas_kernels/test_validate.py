@@ -80,29 +80,6 @@ def test_a_spec_that_makes_no_sense_is_refused_by_every_backend(
         PagedAttention(spec(**changes), backend)
 
 
-def test_the_query_heads_per_kv_head_that_each_backend_takes() -> None:
-    def takes(backend: Backend, group: int) -> bool:
-        try:
-            PagedAttention(spec(num_query_heads=group, num_kv_heads=1), backend)
-        except ValueError as error:
-            assert "group=" in str(error) or "MiB of VMEM" in str(error)  # noqa: PT017
-            return False
-        return True
-
-    groups = (1, 5, 12, 16, 17, 64, 71, 256, 6000)
-    assert [group for group in groups if takes(Backend.GPU, group)] == [1, 5, 12, 16]
-    assert [group for group in groups if takes(Backend.TPU, group)] == [1, 5, 12, 16, 17, 64, 71, 256]
-    assert [group for group in groups if takes(Backend.REFERENCE, group)] == list(groups)
-
-
-def test_a_mesh_without_the_axis_and_no_chips_are_refused() -> None:
-    mesh = jax.make_mesh((1,), ("other",), devices=jax.devices()[:1])
-    with pytest.raises(ValueError, match=r"self\.axis='tensor'"):
-        PagedAttention(spec(), Backend.REFERENCE, mesh)
-    with pytest.raises(ValueError, match=r"num_shards=0"):
-        spec().shard(0)
-
-
 def abstract_step(attention: PagedAttention, *, decode_only: bool) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Traces a step of three rows, kernels included, and returns its shapes."""
     num_tokens = 3 if decode_only else 24

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.cpu import four_bit
-from pallas_kernels.cpu.four_bit import BLOCK, FORMS, MIDDLE, MIDDLE_OF_SIX, PART, QUAD, SIX_BITS, random_groups
+from pallas_kernels.cpu.four_bit import BLOCK, FORMS, MIDDLE, MIDDLE_OF_SIX, PART, SIX_BITS, random_groups
 from pallas_kernels.cpu.products import PANEL
 
 pytestmark = pytest.mark.usefixtures("target")
@@ -187,81 +187,3 @@ def test_rows_of_zeros_at_the_end_are_not_multiplied(dtype, round_inputs):
     of_real = product(inputs[:7], values, {"scale": scale}, round_inputs=round_inputs)
     np.testing.assert_array_equal(found[:7], of_real)
     assert np.isnan(found[2, 0]) and (found[7:] == 0).all()
-
-
-def test_the_packed_form():
-    values = values_of(3 * PANEL, 2 * BLOCK)
-    panels, groups = np.asarray(four_bit.pack(values)), np.asarray(four_bit.pack_groups(values[:, :5]))
-    assert panels.shape == (3, 2 * BLOCK // QUAD, 64) and groups.shape == (3, 5, PANEL)
-    for output, depth in np.random.default_rng(0).integers((0, 0), values.shape, (200, 2)):
-        panel, place = divmod(output, PANEL)
-        byte = panels[panel, depth // QUAD, place % 16 * QUAD + depth % QUAD]
-        assert (byte >> 4 if place >= 16 else byte & 15) == values[output, depth] + MIDDLE
-        assert groups[panel, depth % 5, place] == values[output, depth % 5]
-
-
-def test_groups_share_exact_sums():
-    """Groups with the same numbers are as good as one group, bit for bit, where no number of theirs is rounded."""
-    values, inputs = values_of(2 * PANEL, 3 * PART), inputs_of(5, 3 * PART)
-    found = []
-    for group in (BLOCK, 2 * BLOCK, 3 * BLOCK, PART, 3 * PART):
-        of_groups = (2 * PANEL, 3 * PART // group)
-        numbers = {"scale": np.full(of_groups, 0.5, np.float16), "offset": np.full(of_groups, 2, np.float16)}
-        found.append(product(inputs, values, numbers, round_inputs=True))
-    for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
-
-
-def test_the_packed_form_of_six_bits():
-    values = values_of(3 * PANEL, PART, form=SIX_BITS)
-    panels, high = map(np.asarray, four_bit.pack_six(values))
-    assert panels.shape == (3, PART // QUAD, 64) and high.shape == (3, PART // 16, 128)
-    for output, depth in np.random.default_rng(0).integers((0, 0), values.shape, (200, 2)):
-        panel, place = divmod(output, PANEL)
-        byte = panels[panel, depth // QUAD, place % 16 * QUAD + depth % QUAD]
-        upper = high[panel, depth // 16, place * QUAD + depth % QUAD] >> depth % 16 // QUAD * 2 & 3
-        low = byte >> 4 if place >= 16 else byte & 15
-        assert upper << 4 | low == values[output, depth] + MIDDLE_OF_SIX
-
-
-def test_int4_is_packed_as_int8_is():
-    values = values_of(PANEL, BLOCK)
-    np.testing.assert_array_equal(four_bit.pack(jnp.asarray(values, jnp.int4)), four_bit.pack(values))
-
-
-def test_what_has_a_packed_form():
-    assert four_bit.can_pack((64, 256), 32)
-    assert four_bit.can_pack((64, 256), 128)
-    assert not four_bit.can_pack((48, 256), 32)
-    assert not four_bit.can_pack((64, 256), 16)
-    assert not four_bit.can_pack((64, 96), 64)
-    assert not four_bit.can_pack((64, 64, 64), 32)
-    assert four_bit.can_pack_six((64, 512))
-    assert not four_bit.can_pack_six((48, 512))
-    assert not four_bit.can_pack_six((64, 384))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"panels": jnp.zeros((2, 8, 64), jnp.uint8)}, "are not of 64 inputs"),
-        ({"scale": jnp.zeros((2, 2, 32), jnp.uint8)}, "scale: numbers of uint8 need a unit"),
-        ({"scale": jnp.zeros((2, 2, 32), jnp.int8)}, "scale: numbers of int8 need a unit"),
-        ({"scale": jnp.zeros((2, 2, 32), jnp.int16)}, "not of int16"),
-        ({"high": jnp.zeros((2, 2, 128), jnp.uint8)}, "upper bits of shape"),
-        ({"scale": jnp.zeros((3, 2, 32), jnp.float16)}, "is not that of 2 panels"),
-        ({"scale": jnp.zeros((2, 4, 32), jnp.float16)}, "groups of whole 32s"),
-        ({"scale": jnp.zeros((2, 8, 32), jnp.float16), "high": jnp.zeros((2, 4, 128), jnp.uint8)}, "whole 16s"),
-        ({"offset": jnp.zeros((2, 2, 32), jnp.int32)}, "offset: it is of"),
-        ({"offset": jnp.zeros((2, 3, 32), jnp.float16)}, "offset: the shape"),
-        ({"scale_unit": jnp.zeros((2, 1, 31), jnp.float16)}, "scale: the shape"),
-    ],
-)
-def test_what_does_not_belong_together(change, message):
-    given = {
-        "inputs": jnp.zeros((1, 64)),
-        "panels": jnp.zeros((2, 16, 64), jnp.uint8),
-        "scale": jnp.zeros((2, 2, 32), jnp.float16),
-    }
-    with pytest.raises(ValueError, match=message):
-        four_bit.multiply(**given | change, round_inputs=True)

@@ -132,16 +132,3 @@ def test_zeros_stay_zeros_and_what_is_not_a_number_shows_in_its_own_row(stored):
     found = product(inputs, kernel, scale, stored)
     assert (found[0] == 0).all() and np.isnan(found[1]).all() and np.isfinite(found[3:]).all()
     assert np.isfinite(found[2]).all() == (stored is not None)  # clipped, if there is a stored scale
-
-
-def test_rows_of_a_packed_kernel():
-    kernel, _ = kernel_of(3 * PANEL, 40)
-    rows = np.array([0, 95, 31, 32, 64])
-    panels = products.pack(jnp.asarray(kernel), TOGETHER_ROUNDED)
-    np.testing.assert_array_equal(products.rows_of(panels, rows), kernel[rows])
-
-
-def test_what_has_a_packed_form():
-    assert products.can_pack(jax.ShapeDtypeStruct((64, 8), jnp.int8), TOGETHER_ROUNDED)
-    assert not products.can_pack(jax.ShapeDtypeStruct((64, 6), jnp.int8), TOGETHER_ROUNDED)
-    assert not products.can_pack(jax.ShapeDtypeStruct((65, 8), jnp.int8), TOGETHER_ROUNDED)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,21 +16,16 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import (
-    attention,
     combine,
     conversion,
-    decode,
     matmul,
     prefill_hopper,
     prefill_memory,
-    prefill_mma,
     prefill_tile,
     ring,
-    tile_list,
 )
 from pallas_kernels.gpu.device import Gpu
 from pallas_kernels.gpu.parts import MERGE_PARTS, Parts
@@ -42,7 +36,6 @@ from tests.pallas_kernels.gpu.interpreted import (
     AMPERE,
     BLACKWELL,
     HOPPER,
-    ONE_BLACKWELL,
     ONE_HOPPER,
     Findings,
     compiled_step,
@@ -59,8 +52,6 @@ MANY_ITEMS = [Row(query_len=1, kv_len=190), Row(query_len=1, kv_len=150)]
 PREFILL = [Row(query_len=24, kv_len=600)]
 BOTH = [Row(query_len=1, kv_len=500), Row(query_len=7, kv_len=600)]
 IN_PARTS = Parts(max_parts=4, min_keys=128, max_slots=128)
-# Two tiles for the only CTA of the warp-specialised kernel, four for two CTAs of the mma kernel.
-TWO_TILES_EACH = [Row(query_len=128, kv_len=128)]
 # What is wrong in every block is seen in one.
 SHORT_PREFILL = [Row(query_len=24, kv_len=40)]
 
@@ -99,21 +90,6 @@ def advance_without_waiting(self, i):
     return self._slot(i)
 
 
-def wait_at_the_next_slots_barrier(self, i):
-    plgpu.commit_smem()
-    plgpu.barrier_wait(self.arrived.at[self._slot(i + 1)])
-    ahead = i + self.num_stages - 1
-    self._prefetch(ahead, self._slot(ahead))
-    return self._slot(i)
-
-
-def wait_after_the_next_copies(self, i):
-    ahead = i + self.num_stages - 1
-    self._prefetch(ahead, self._slot(ahead))
-    ring.plgpu.wait_gmem_to_smem(0)
-    return self._slot(i)
-
-
 def refill_the_slot_in_use(self, i):
     slot = self._slot(i)
     plgpu.commit_smem()
@@ -131,10 +107,6 @@ def without_the_runs_before(self, i):
     return lax.rem(jnp.int32(i), jnp.int32(self.num_stages))
 
 
-def of_the_heads_before(**fields):
-    return following(**fields | {"kv_head": jnp.maximum(fields["kv_head"] - 1, 0)})
-
-
 def parts_of_the_next_block(self, block):
     yield from parts(self, block + 1)
 
@@ -148,23 +120,9 @@ def of_one_kernel_only(output, kinds, **options):
     whole_combine(output, kinds[:1], **options)
 
 
-def with_sums_of_the_other_kernel(output, kinds, **options):
-    decodes, chunks = kinds
-    whole_combine(output, [replace(decodes, merges=chunks.merges), replace(chunks, merges=decodes.merges)], **options)
-
-
-def one_place_for_all_parts(*args, **options):
-    found = prefill_tiles(*args, **options)
-    return replace(found, tiles=found.tiles.at[:, tile_list.TILE_SHIFT].set(0))
-
-
 def only_returned(tile, converted):
     del tile
     return converted
-
-
-def to_the_end(self, kind, place, smem, slot, num_valid):
-    convert_tile(self, kind, place, smem, slot, jnp.int32(self.body.sizes.block_kv))
 
 
 def no_tail(self, num_valid, slot):
@@ -183,19 +141,6 @@ def finish_scores_only(self, i):
     return scores
 
 
-def start_values_and_release(self, i, acc, weights):
-    start_values(self, i, acc, weights)
-    plgpu.barrier_arrive(self.refs.met.at[2 * self.slot(i) + 1])
-
-
-def finish_values_only(self, i):
-    values = self.refs.v_smem.at[self.slot(i)]
-    acc = matmul.result(self.acc, interpret=self.body.interpret)
-    read = partial(matmul.read_until_here, self.acc, values, interpret=self.body.interpret)
-    pl.when(i >= self.tile.first_block)(read)
-    return acc
-
-
 def everything_visible(shape, tile, first_token, first_key, block_kv, layout):
     return causal_mask(shape, tile, first_token + 10_000, first_key, block_kv, layout)
 
@@ -204,10 +149,7 @@ def queries_of_later_tokens(q_ref, q_smem, shape, tile, first_token, barrier=Non
     load_queries(q_ref, q_smem, shape, tile, jnp.where(first_token == 0, 8, first_token), barrier)
 
 
-whole_combine, prefill_tiles = combine.combine, attention.prefill_tiles
-convert_tile = prefill_memory.ConvertingMemory.convert_tile
-start_scores, start_values = prefill_hopper._Run.start_scores, prefill_hopper._Run.start_values
-following = ring.Following
+whole_combine, start_scores = combine.combine, prefill_hopper._Run.start_scores
 parts, causal_mask, load_queries = ring.Source.parts, prefill_tile.causal_mask, prefill_tile.load_queries
 
 
@@ -218,22 +160,6 @@ def replaced_in(module: Any, name: str, replacement: Callable) -> dict[tuple[Any
 
 def without_fences_in(module: Any) -> dict[tuple[Any, str], Any]:
     return replaced_in(module, "commit_smem", lambda: None)
-
-
-def without_waits_for_the_queries_place() -> dict[tuple[Any, str], Any]:
-    """The warp-specialised kernel loads a tile's queries whether or not those of the tile before are still read."""
-    ignored: list[object] = []
-    original = prefill_memory.Memory.__init__
-
-    def init(self, *args):
-        original(self, *args)
-        ignored.append(self.q_free)
-
-    def wait(ref: object) -> None:
-        if not any(ref is other for other in ignored):
-            plgpu.barrier_wait(ref)
-
-    return {(prefill_memory.Memory, "__init__"): init, **replaced_in(prefill_memory, "barrier_wait", wait)}
 
 
 def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
@@ -264,38 +190,23 @@ def without_waits_at(barrier: str) -> dict[tuple[Any, str], Any]:
 
 NO_FAULT = {
     "none, decode": Fault(DECODE, {}),
-    "none, many items": Fault(MANY_ITEMS, {}, ONE_HOPPER, TWO_KV_HEADS),
     "none, cp.async": Fault(DECODE, {}, AMPERE),
     "none, prefill": Fault(PREFILL, {}),
     "none, prefill by mma": Fault(PREFILL, {}, BLACKWELL),
-    "none, 8 bits": Fault(PREFILL, {}, spec=EIGHT_BIT),
     "none, in parts": Fault(PREFILL, {}, parts=IN_PARTS),
     "none, decode and prefill in parts": Fault(BOTH, {}, parts=IN_PARTS),
 }
 FAULTS = {
     "no wait": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}),
     "no wait, cp.async": Fault(DECODE, {(ring.Ring, "advance"): advance_without_waiting}, AMPERE),
-    "waits for the next copies, too": Fault(DECODE, {(ring.Ring, "advance"): wait_after_the_next_copies}, AMPERE),
     "wrong block": Fault(DECODE, {(ring.Source, "parts"): parts_of_the_next_block}),
-    "wrong block of the next item": Fault(
-        MANY_ITEMS, {(decode, "Following"): of_the_heads_before}, ONE_HOPPER, TWO_KV_HEADS
-    ),
     "part lost": Fault(DECODE, {(combine, "combine"): without_the_last_part}),
-    "part of prefill lost": Fault(PREFILL, {(combine, "combine"): without_the_last_part}, BLACKWELL, parts=IN_PARTS),
     "parts of prefill not merged": Fault(BOTH, {(combine, "combine"): of_one_kernel_only}, parts=IN_PARTS),
-    "parts of decode and prefill confused": Fault(
-        BOTH, {(combine, "combine"): with_sums_of_the_other_kernel}, parts=IN_PARTS
-    ),
-    "parts at one place": Fault(
-        PREFILL, {(attention, "prefill_tiles"): one_place_for_all_parts}, BLACKWELL, parts=IN_PARTS
-    ),
-    "no fence before a part": Fault(PREFILL, without_fences_in(prefill_hopper), parts=IN_PARTS),
     "no tail": Fault(SHORT_PREFILL, {(prefill_memory.CopyingMemory, "clear_tail"): no_tail}),
     "no mask": Fault(SHORT_PREFILL, {(prefill_tile, "causal_mask"): everything_visible}),
     "wrong queries": Fault(SHORT_PREFILL, {(prefill_tile, "load_queries"): queries_of_later_tokens}),
     "no fence": Fault(SHORT_PREFILL, without_fences_in(prefill_hopper)),
     "no fence in the ring": Fault(DECODE, without_fences_in(ring), ONE_HOPPER),
-    "no fence between tiles": Fault(TWO_TILES_EACH, without_fences_in(prefill_mma), ONE_BLACKWELL),
     # In a run long enough to come round the ring: a tile of the mma kernel's.
     "refilled too early": Fault(
         PREFILL,
@@ -309,29 +220,14 @@ FAULTS = {
             (prefill_hopper._Run, "finish_scores"): finish_scores_only,
         },
     ),
-    "values released while they are multiplied": Fault(
-        PREFILL,
-        {
-            (prefill_hopper._Run, "start_values"): start_values_and_release,
-            (prefill_hopper._Run, "finish_values"): finish_values_only,
-        },
-    ),
-    "8 bits, no fence in the ring": Fault(DECODE, without_fences_in(ring), ONE_HOPPER, EIGHT_BIT),
     "8 bits, tiles not converted anew": Fault(DECODE, {(conversion, "convert"): only_returned}, spec=EIGHT_BIT),
     "8 bits, no fence": Fault(PREFILL, without_fences_in(prefill_memory), spec=EIGHT_BIT),
-    "8 bits, no tail": Fault(
-        SHORT_PREFILL, {(prefill_memory.ConvertingMemory, "convert_tile"): to_the_end}, spec=EIGHT_BIT
-    ),
 }
 MAY_HANG = {
-    # The copy that it waits for is issued after the wait.
-    "wrong barrier": Fault(DECODE, {(ring.Ring, "advance"): wait_at_the_next_slots_barrier}),
     "slots counted anew in each item": Fault(
         MANY_ITEMS, {(ring.Ring, "_slot"): without_the_runs_before}, ONE_HOPPER, TWO_KV_HEADS
     ),
-    "no wait for the queries' place": Fault(TWO_TILES_EACH, without_waits_for_the_queries_place(), ONE_HOPPER),
     **{f"no wait at {name}": Fault(PREFILL, without_waits_at(name)) for name in ("arrived", "met", "q_arrived")},
-    "8 bits, no wait": Fault(PREFILL, without_waits_at("kv8_arrived"), spec=EIGHT_BIT),
 }
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.api import PagedAttention
 from pallas_kernels.gpu import attention, combine, device, tile_list
 from pallas_kernels.gpu.parts import Parts
-from pallas_kernels.spec import AttentionSpec, Backend
+from pallas_kernels.spec import AttentionSpec
 from tests.pallas_kernels.dense import Case, Row, make_case
 from tests.pallas_kernels.gpu.interpreted import (
     ADA,
@@ -25,7 +23,6 @@ from tests.pallas_kernels.gpu.interpreted import (
     Findings,
     compiled_step,
     decode_rounds,
-    filled_pages,
     longest_decode_item,
     metadata_of,
     outputs,
@@ -114,32 +111,9 @@ def test_float16_and_a_later_layer_of_a_shared_pool():
     assert run(case, BLACKWELL, first_page=5) == Findings()
 
 
-def test_a_mixed_step_may_have_fewer_tokens_than_rows_and_than_a_tile():
-    case = make_case(
-        spec((1, 1)), [*decodes(33), Row(query_len=5, kv_len=40)], num_tokens=7, num_rows=16, pages_per_seq=1
-    )
-    assert run(case, BLACKWELL) == Findings()
-
-
 def test_an_empty_step_is_finite_and_writes_nothing():
     case = make_case(spec(), [], num_tokens=16, num_rows=2, pages_per_seq=3)
     assert run(case, HOPPER) == Findings()
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "page_size", "kv_dtype"),
-    [((8, 2), 128, 64, FP8), ((4, 1), 64, 16, jnp.int8), ((8, 1), 128, 128, FP8)],
-    ids=["8b", "1b", "70b/8"],
-)
-def test_decodes_over_pages_of_8_bits(heads, head_dim, page_size, kv_dtype):
-    case = make_case(
-        spec(heads, head_dim, page_size, kv_dtype=kv_dtype),
-        decodes(1, 300, 65),
-        num_tokens=4,
-        num_rows=4,
-        pages_per_seq=-(-300 // page_size),
-    )
-    assert run(case, decode_only=True) == Findings()
 
 
 BY_THREADS = {
@@ -165,18 +139,6 @@ def test_decodes_in_parts_whose_threads_copy(gpu, kv_dtype):
     case = make_case(spec((8, 2), 128, 16, kv_dtype=kv_dtype), rows, num_tokens=4, num_rows=4, pages_per_seq=44)
     assert metadata_of(case, gpu, decode_only=True).decode.num_merges.tolist()[0] == 1
     assert run(case, gpu, decode_only=True) == Findings()
-
-
-@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["as computed", "fp8"])
-def test_drafts_in_parts_whose_threads_copy(kv_dtype):
-    rows = [*decodes(70, 2100), *chunks((4, 2100), (3, 100))]
-    case = make_case(spec((2, 1), kv_dtype=kv_dtype), rows, num_tokens=48, num_rows=4, pages_per_seq=33)
-    assert rows_cut(case, ADA, spec_decode=True) == {1, 2}
-    assert run(case, ADA, spec_decode=True) == Findings()
-
-
-def test_a_step_of_padding_only_whose_threads_copy():
-    assert run(make_case(spec(), [], num_tokens=16, num_rows=2, pages_per_seq=1), AMPERE) == Findings()
 
 
 def test_a_scale_that_is_no_number_spoils_its_own_head_only():
@@ -298,28 +260,6 @@ def test_random_ragged_batches_equal_dense_attention(gpu, kv_dtype):
     check()
 
 
-def test_the_interpreted_backend_takes_a_step_of_320_tokens():
-    """The operation as the server calls it, with the demo model's heads: three tiles or more for every CTA."""
-    attention_op = PagedAttention(spec((4, 2)), Backend.GPU_INTERPRET)
-    rows = [*decodes(20), Row(query_len=319, kv_len=340)]
-    case = make_case(attention_op.spec, rows, num_tokens=320, num_rows=2, pages_per_seq=6)
-    assert prefill_rounds(case, device.INTERPRETED) >= 3
-
-    @jax.jit
-    def step(batch, queries, keys, values, pages):
-        metadata = attention_op.make_metadata(batch, num_tokens=320, decode_only=False)
-        return attention_op(queries, keys, values, pages, metadata)[0]
-
-    output = step(case.batch, case.queries, case.keys, case.values, filled_pages(case, 0))
-    assert np.abs(np.asarray(output, np.float64) - case.expected()).max() < TOLERANCE
-
-
-def test_the_same_call_twice_gives_the_same_bits():
-    case = make_case(spec(), decodes(300, 20), num_tokens=2, num_rows=2, pages_per_seq=5)
-    first, second = (outputs(case, HOPPER, decode_only=True)[0] for _ in range(2))
-    np.testing.assert_array_equal(first.view(np.uint16), second.view(np.uint16))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -339,16 +279,3 @@ def test_fp8_is_refused_where_no_instruction_converts_it(monkeypatch):
     attention.validate(spec(kv_dtype=jnp.int8))
     with pytest.raises(ValueError, match=r"no instruction that converts fp8, use int8: .* arch=\(8, 0\)"):
         attention.validate(spec(kv_dtype=FP8))
-
-
-def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ValueError, match=r"no kernels for GPUs of compute capability 7\.0, only of 8\.0"):
-        device.Gpu(arch=(7, 0), num_multiprocessors=80)
-
-
-def test_too_few_threads_to_interpret_is_an_error_and_not_a_hang(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("jax.device_count", lambda _platform: 1)
-    case = make_case(spec(), decodes(5), num_tokens=8, num_rows=8, pages_per_seq=1)
-    with pytest.raises(ValueError, match="xla_force_host_platform_device_count"):
-        run(case, decode_only=True)

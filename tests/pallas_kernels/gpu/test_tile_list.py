@@ -46,32 +46,6 @@ def make_list(
     return tiles, np.asarray(found.merges)[: int(found.num_merges[0])].tolist()
 
 
-def test_tiles_of_a_mixed_step_by_hand():
-    """Two decodes, then tokens [2, 12) of a 100 token sequence and [12, 30) of a new one; 2 padding tokens."""
-    tiles, _ = make_list([1, 1, 10, 18], [9, 9, 100, 18], 2, num_tokens=32, tile_tokens=16)
-    assert tiles == [
-        # row, first token, begin, end, position - token, kv_len, blocks [first, end), no part: the most keys first
-        [2, 0, 2, 12, 88, 100, 0, 2, -1, 0],
-        [3, 16, 24, 30, -12, 18, 0, 1, -1, 0],  # loaded from 16 on: a tile may not reach beyond the step
-        [3, 8, 12, 24, -12, 18, 0, 1, -1, 0],
-        [ROWS - 1, 16, 30, 32, 0, 0, 0, 0, -1, 0],  # padding, in the table's last row
-    ]
-
-
-def test_a_short_chunk_on_a_long_context_is_cut_by_hand():
-    """Tokens [9, 13) of a sequence of 500, after a row that is too short to be cut, in parts of three blocks."""
-    tiles, merges = make_list([9, 4], [9, 500], 0, num_tokens=16, tile_tokens=16, parts=PARTS)
-    assert tiles == [
-        [1, 0, 9, 13, 487, 500, 0, 3, 0, -8],
-        [1, 0, 9, 13, 487, 500, 3, 6, 1, 0],
-        [1, 0, 9, 13, 487, 500, 6, 8, 2, 8],
-        [0, 0, 0, 9, 0, 9, 0, 1, -1, 0],
-        [ROWS - 1, 0, 13, 16, 0, 0, 0, 0, -1, 0],
-    ]
-    # Token, its first place, the distance to the next, the first partial result, how many, the place in the tile.
-    assert merges == [[9 + i, 1 + i, 8, 0, 3, 9 + i] for i in range(4)]
-
-
 def test_rows_from_the_first_that_does_not_fit_on_are_not_cut():
     small = Parts(max_parts=6, min_keys=128, max_slots=48)
     tiles, merges = make_list([8, 8, 8], [512, 512, 256], 0, num_tokens=24, tile_tokens=16, parts=small)
@@ -197,32 +171,6 @@ def test_how_a_row_is_cut_does_not_depend_on_the_step():
         assert cuts[0] == cuts[1] == cuts[2]
 
     check()
-
-
-@pytest.mark.parametrize(
-    ("model", "rows", "parts", "kv_heads"),
-    [
-        ("32 on 100k", [(32, 100_000)], 16, 8),  # 128 CTAs for 132 multiprocessors
-        ("4 on 32k", [(4, 32_768)], 16, 8),
-        ("70B on 8 chips, 32 on 100k", [(32, 100_000)], 66, 1),  # two tiles each: 132 CTAs
-        ("70B on 8 chips, 4 on 32k", [(4, 32_768)], 64, 1),  # of 512 keys
-        ("70B on 8 chips, 4 on 3k", [(4, 3072)], 3, 1),  # of 1,024
-        ("4 on 2k", [(4, 2048)], 2, 8),
-        ("a prompt", [(2048, 2048)], 1, 8),
-    ],
-)
-def test_parts_of_an_h200(model, rows, parts, kv_heads):
-    gpu = Gpu(arch=(9, 0), num_multiprocessors=132)
-    spec = make_spec((32, 8, 128) if kv_heads == 8 else (8, 1, 128))
-    ((query_len, kv_len),) = rows
-    cut = tuning.prefill_parts(gpu, spec, num_rows=64, num_tokens=2048, max_keys=1 << 17)
-    found = prefill_tiles(
-        np.asarray([kv_len]), np.asarray([0, query_len]), np.int32(0), num_tokens=2048,
-        tile_tokens=tuning.prefill_tile_tokens(gpu, spec), block_kv=128, parts=cut,
-    )  # fmt: skip
-    tiles = np.asarray(found.tiles)
-    own = tiles[tiles[:, tile_list.TILE_KV_LEN] > 0]
-    assert len({tuple(tile) for tile in own[:, tile_list.TILE_FIRST_BLOCK :][:, :1].tolist()}) == parts
 
 
 def test_short_contexts_and_small_chips_need_no_parts():

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.gpu import tuning, work_list
-from pallas_kernels.gpu.append import destinations
 from pallas_kernels.gpu.device import Gpu
-from pallas_kernels.gpu.parts import NO_PARTS, Parts
+from pallas_kernels.gpu.parts import Parts
 from scripts.lab.accounts.specs import make_spec
 
 PARTS = Parts(max_parts=6, min_keys=128, max_slots=64)
@@ -32,33 +30,12 @@ def decode_items(
     return items, np.asarray(found.merges)[: int(found.num_merges[0])].tolist()
 
 
-def test_items_by_hand():
-    """A row of 500 keys in three parts, a short one, a row that is a chunk, and a row without keys."""
-    items, merges = decode_items([70, 500, 0, 900], num_decodes=3)
-    assert items == [
-        # row, first block, blocks, keys, partial result: the rows with the longest items first
-        [1, 0, 3, 500, 0],
-        [1, 3, 3, 500, 1],
-        [1, 6, 2, 500, 2],
-        [0, 0, 2, 70, -1],
-        [2, 0, 1, 0, -1],  # one block, masked
-    ]
-    # Token, first place, distance to the next, first partial result, how many; decodes have no place in a tile.
-    assert merges == [[1, 0, 1, 0, 3, 0]]
-
-
 def test_rows_from_the_first_that_does_not_fit_on_are_not_cut():
     items, merges = decode_items([512, 512, 256], parts=Parts(max_parts=6, min_keys=128, max_slots=6))
     assert sorted((item[0], item[work_list.ITEM_PART]) for item in items) == [(0, i) for i in range(4)] + [
         (1, -1), (2, -1),
     ]  # fmt: skip
     assert [merge[0] for merge in merges] == [0]
-
-
-def test_a_program_of_short_rows_cuts_none():
-    items, merges = decode_items([100, 300], parts=NO_PARTS)
-    assert items == [[1, 0, 5, 300, -1], [0, 0, 2, 100, -1]]
-    assert merges == []
 
 
 @settings(max_examples=40)
@@ -94,26 +71,6 @@ def test_how_a_row_is_cut_does_not_depend_on_the_step(others, mine):
     assert cuts[0] == cuts[1]
 
 
-def test_parts_of_an_h200():
-    """396 CTAs: those of 8 KV heads have 49 places for a long row, that of 70B on 8 chips has as many as are merged."""
-    by_model = {"8b": ((32, 8, 128), 49, 42), "70b/8": ((8, 1, 128), 192, 11)}
-    for heads, max_parts, longest in by_model.values():
-        parts = tuning.decode_parts(H200, make_spec(heads), num_rows=64, max_keys=1 << 17)
-        assert parts.max_parts == max_parts
-        items, _ = decode_items([131072], parts=parts)
-        assert max(item[work_list.ITEM_NUM_BLOCKS] for item in items) == longest
-    short = tuning.decode_parts(H200, make_spec((32, 8, 128)), num_rows=64, max_keys=700)
-    assert short == NO_PARTS
-
-
 def test_the_memory_of_partial_results_is_bounded():
     parts = tuning.decode_parts(H200, make_spec((32, 8, 128)), num_rows=512, max_keys=1 << 17)
     assert parts.num_slots * 32 * 128 * 4 == tuning.PARTIAL_RESULTS_BYTES
-
-
-def test_destinations_of_new_tokens_by_hand():
-    """Row 0 writes its 18th token, row 1 its tokens 15 and 16; one padding token."""
-    table = jnp.asarray([[3, 5], [7, 2], [0, 0]])
-    pages, slots = destinations(table, jnp.asarray([18, 17, 0]), jnp.asarray([0, 1, 3, 3]), num_tokens=4, page_size=16)
-    assert pages.tolist() == [5, 7, 2, -1]
-    assert slots.tolist()[:3] == [1, 15, 0]

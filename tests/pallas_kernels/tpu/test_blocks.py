@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -14,8 +12,7 @@ from pallas_kernels.layout import default_page_size
 from pallas_kernels.spec import AttentionSpec, Backend
 from pallas_kernels.tpu import blocks, decode_memory, layout, mixed_memory
 from pallas_kernels.tpu.decode_memory import DecodeBlocks
-from pallas_kernels.tpu.entries import entry_at
-from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks, Tiles
+from pallas_kernels.tpu.tiles import FewBlocks, MixedBlocks
 
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 LONG = 1024  # pages per sequence: no block is shortened
@@ -109,13 +106,6 @@ def test_rows_of_spec_decode_take_slots_for_them(queries: int, slots: int) -> No
             assert mixed_memory.vmem_bytes(g, sizes.mixed) <= capacity
 
 
-def test_slots_that_no_register_has_are_refused() -> None:
-    g = geometry(32, 8, 128)
-    sizes = blocks.choose(g, LONG, spec_decode=4)
-    with pytest.raises(ValueError, match="slots"):
-        replace(sizes, mixed=replace(sizes.mixed, slots=2)).validate(g)
-
-
 @pytest.mark.parametrize("chip", [None, *CHIPS])
 @pytest.mark.parametrize(
     ("num_kv_heads", "group", "head_dim"),
@@ -129,23 +119,6 @@ def test_blocks_of_large_groups_fit_the_chip(num_kv_heads: int, group: int, head
     capacity = TPUS[chip].vmem_bytes if chip else 64 << 20
     assert mixed_memory.vmem_bytes(g, sizes.mixed) <= capacity
     assert decode_memory.vmem_bytes(g, sizes.decode, 64) <= capacity
-
-
-def test_smaller_blocks_are_taken_only_where_the_rule_s_do_not_fit() -> None:
-    """18 query heads in each of 8 planes take 71 MiB by the rule: they fit a v6e, and not a v5p."""
-    g = geometry(144, 8, 128)
-    large, small = blocks.choose(g, LONG, "v6e").mixed, blocks.choose(g, LONG, "v5p").mixed
-    assert mixed_memory.vmem_bytes(g, large) > TPUS["v5p"].vmem_bytes
-    assert (large.tile_tokens, small.tile_tokens) == (256, 128)
-    assert large.tile_rows == small.tile_rows == 2304
-
-
-def test_where_vmem_is_short_a_large_tile_is_halved_before_the_block_of_queries() -> None:
-    """24 query rows in each of 4 planes: a tile of 3,072 rows spills most, and does not fit a tpu7x."""
-    g = geometry(96, 8, 64)
-    fits, halved = blocks.choose(g, LONG, "v6e").mixed, blocks.choose(g, LONG, "tpu7x").mixed
-    assert (fits.q_block, fits.tile_rows) == (256, 3072)
-    assert (halved.q_block, halved.tile_rows) == (256, 1536)
 
 
 def test_heads_that_fit_no_block_are_refused_at_once() -> None:
@@ -175,21 +148,6 @@ def test_blocks_are_no_longer_than_the_longest_sequence_needs() -> None:
     assert blocks.choose(g, 1).decode.kv_block == 128
 
 
-def test_a_turn_has_no_more_units_than_a_block() -> None:
-    """One plane, one page: one tile of queries against one of tokens, and a turn's units are even."""
-    g = geometry(8, 1, 128)
-    assert blocks.choose(g, 1).mixed.q_block == 128
-    assert blocks.choose(g, 1).mixed.units_per_turn == 2
-    assert blocks.choose(g, LONG).mixed.units_per_turn == 8
-
-
-@pytest.mark.parametrize("tile_rows", [128, 1024, 6 * 3])
-def test_a_tile_that_cuts_a_token_s_queries_apart_is_refused(tile_rows: int) -> None:
-    sizes = MixedBlocks(q_block=64, kv_block=256, tile_rows=tile_rows, tile_tokens=128, units_per_turn=2)
-    with pytest.raises(ValueError, match="a tile holds a power of two of queries"):
-        sizes.tile_queries(geometry(6, 2, 64))
-
-
 @pytest.mark.parametrize("group", [5, 17])
 def test_given_sizes_that_do_not_suit_the_heads_are_refused_before_anything_is_traced(group: int) -> None:
     sizes = blocks.BlockSizes(
@@ -200,87 +158,3 @@ def test_given_sizes_that_do_not_suit_the_heads_are_refused_before_anything_is_t
     with pytest.raises(ValueError, match=f"tile_rows=128 g.queries_per_plane={g.queries_per_plane}"):
         sizes.validate(g)
     sizes.validate(geometry(4, 1, 128))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q_block": 96}, r"mixed\.q_block=96 queries=64"),
-        ({"q_block": 8, "tile_rows": 16}, r"mixed\.q_block=8 g\.token_tile=16"),
-        ({"kv_block": 64}, r"mixed\.kv_block=64 mixed\.tile_tokens=128"),
-        ({"kv_block": 384}, r"kv_block=384"),
-        ({"units_per_turn": 3}, r"mixed\.units_per_turn=3"),
-        ({"items_per_turn": 0}, r"items_per_turn=0"),
-        ({"decode_block": 200}, r"kv_block=200 g\.page_size=128"),
-    ],
-)
-def test_sizes_that_do_not_fit_together_are_refused(changes: dict[str, int], message: str) -> None:
-    usual = {"q_block": 64, "kv_block": 256, "tile_rows": 128, "tile_tokens": 128, "units_per_turn": 2}
-    fields = usual | {"decode_block": 128, "items_per_turn": 2} | changes
-    decode = DecodeBlocks(kv_block=fields.pop("decode_block"), items_per_turn=fields.pop("items_per_turn"))
-    with pytest.raises(ValueError, match=message):
-        blocks.BlockSizes(decode=decode, mixed=MixedBlocks(**fields)).validate(geometry(2, 1, 128))
-
-
-def test_masks_by_hand() -> None:
-    """Tiles of 128 queries and 256 tokens, phase 0: a mask each for distances 0 and 128; from 255 on none is needed."""
-    g = geometry(64, 8, 128)
-    sizes = MixedBlocks(q_block=256, kv_block=512, tile_rows=1024, tile_tokens=256, units_per_turn=2)
-    tiles = Tiles.of(g, sizes, num_q=jnp.int32(256), position=jnp.int32(256))
-    assert int(tiles.mask_phase) == 127
-    assert [int(tiles.num_seen(t)) for t in range(2)] == [2, 2]
-    masks = {(t, h): int(tiles.mask(t, h)) for t in range(2) for h in range(2)}
-    assert masks[0, 0] == masks[1, 0] == 0
-    assert [int(tiles.distance(masks[t, 1])) for t in range(2)] == [0, 128]
-    assert max(masks.values()) < sizes.num_masks(g)
-
-
-def test_units_in_order() -> None:
-    """A KV block that begins 100 tokens behind the first query: the first tile of queries sees nothing of it."""
-    g = geometry(16, 2, 128)
-    sizes = MixedBlocks(q_block=256, kv_block=512, tile_rows=512, tile_tokens=128, units_per_turn=2)
-    tiles = Tiles.of(g, sizes, num_q=jnp.int32(256), position=jnp.int32(-100))
-    seen, unit = [], tiles.first
-    while int(unit[0]) < g.num_k_planes:
-        seen.append(tuple(int(i) for i in unit))
-        unit = tiles.after(unit)
-    by_plane = [(1, 0), (2, 0), (3, 0), (3, 1)]  # ends 28, 92 and 156 tokens into the block
-    assert seen == [(p, q, kv) for p in range(2) for q, kv in by_plane]
-    assert len(seen) == int(tiles.count)
-
-
-def test_entries_in_order() -> None:
-    """The example of `entries`: 600 tokens to 900 older ones, then a whole prompt of 200."""
-    g = geometry(32, 8, 128)
-    sizes = MixedBlocks(q_block=512, kv_block=1024, tile_rows=1024, tile_tokens=256, units_per_turn=2)
-    kv_lens, query_starts = jnp.array([1500, 200]), jnp.array([3, 603, 803])
-    cursor, walked = (jnp.int32(0),) * 3, []
-    while int(cursor[0]) < 2:
-        entry = entry_at(cursor, kv_lens, query_starts, g, sizes)
-        words = tuple(int(word) for word in entry.kv_words)
-        walked.append((int(entry.block.start), int(entry.block.num_q), words, bool(entry.is_last)))
-        cursor = entry.next
-    assert walked == [
-        (0, 512, (0, 512), False),
-        (0, 512, (512, 705), True),
-        (512, 91, (0, 512), False),
-        (512, 91, (512, 750), True),
-        (592, 211, (0, 100), True),
-    ]
-
-
-@pytest.mark.parametrize(("q_block", "tile_tokens"), [(512, 128), (512, 512), (256, 512)])
-@pytest.mark.parametrize("position", [0, 1, 127, 128, 300, 511, -1, -128, -200])
-def test_every_unit_finds_the_mask_of_its_distance(position: int, q_block: int, tile_tokens: int) -> None:
-    g = geometry(32, 8, 128)
-    sizes = MixedBlocks(q_block=q_block, kv_block=512, tile_rows=1024, tile_tokens=tile_tokens, units_per_turn=2)
-    tiles = Tiles.of(g, sizes, num_q=jnp.int32(q_block), position=jnp.int32(position))
-    unit = tiles.first
-    while int(unit[0]) == 0:
-        _, q_tile, kv_tile = (int(i) for i in unit)
-        distance = position + q_tile * 256 - kv_tile * tile_tokens
-        number = int(tiles.mask(q_tile, kv_tile))
-        assert number < sizes.num_masks(g)
-        assert (number == 0) == (distance >= tile_tokens - 1)
-        assert number == 0 or int(tiles.distance(number)) == distance
-        unit = tiles.after(unit)

@@ -27,8 +27,7 @@ DRAFTS = [Row(query_len=3, kv_len=40), Row(query_len=9, kv_len=281)]  # with 8 s
 # Turns of two blocks with 64, 128 and 64 words: two turns that signal each other's semaphore wait for as much as comes.
 EVEN_TURNS = [Row(query_len=1, kv_len=kv_len) for kv_len in (65, 65, 128, 128, 65, 65)]
 
-wait_words, fetch, make_copy = paging.wait_words, paging.fetch, paging.Windows.copy
-write, stage_copies = append.Appender.write, append.Appender._stage_copies
+wait_words, fetch, write = paging.wait_words, paging.fetch, append.Appender.write
 
 
 def forget_compiled() -> None:
@@ -67,14 +66,6 @@ def test_no_fault_no_findings() -> None:
     assert findings(DECODES + CHUNKS) == findings(EVEN_TURNS) == set()
 
 
-class NeverWaited:
-    def __init__(self, copy: Any) -> None:
-        self.start = copy.start
-
-    def wait(self) -> None:
-        pass
-
-
 def no_wait(block: Any, num_words: Any, sem: Any) -> None:
     pass
 
@@ -83,11 +74,7 @@ def wait_for_less(block: Any, num_words: Any, sem: Any) -> None:
     wait_words(block, num_words - 1, sem)
 
 
-def wait_for_one_page(block: Any, num_words: Any, sem: Any) -> None:
-    wait_words(block, jnp.minimum(num_words, 8), sem)
-
-
-@pytest.mark.parametrize("fault", [no_wait, wait_for_less, wait_for_one_page])
+@pytest.mark.parametrize("fault", [no_wait, wait_for_less])
 def test_dropped_and_short_waits(fault: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paging, "wait_words", fault)
     assert is_found("semaphores", DECODES + CHUNKS)
@@ -106,35 +93,11 @@ def test_the_other_half_s_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not_finite" in found
 
 
-def test_one_half_for_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn's copies land in the blocks that the turn before is computing on."""
-
-    def into_the_other(pages: Any, page_of: Any, begin: Any, end: Any, block: Any, sem: Any) -> None:
-        index = block.transforms[-1].indices
-        fetch(pages, page_of, begin, end, block.ref.at[(1 - index[0], *index[1:])], sem)
-
-    monkeypatch.setattr(paging, "fetch", into_the_other)
-    assert is_found("not_finite", EVEN_TURNS)
-
-
 def test_attention_before_the_append_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append.Appender, "wait", lambda *args: None)
     found = findings(CHUNKS)
     assert "semaphores" in found
     assert found & {"races", "error", "not_finite", "wrong_tokens"}
-
-
-def test_new_tokens_packed_before_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        append.Appender, "_stage_copies", lambda self, part: [NeverWaited(copy) for copy in stage_copies(self, part)]
-    )
-    assert is_found("semaphores", CHUNKS)
-
-
-def test_new_tokens_at_the_wrong_place_of_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = append.Appender._pack
-    monkeypatch.setattr(append.Appender, "_pack", lambda self, part, half, shift: pack(self, part, half, jnp.int32(0)))
-    assert is_found("wrong_tokens", CHUNKS)
 
 
 def test_a_tile_without_the_outputs_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,19 +109,6 @@ def test_a_tile_without_the_outputs_of_the_row_before(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(entries, "query_block_at", without_skip)
     assert is_found("error", DECODES + CHUNKS)
-
-
-def test_a_window_used_before_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paging.Windows, "copy", lambda *args: NeverWaited(make_copy(*args)))
-    assert is_found("semaphores", DECODES + CHUNKS)
-
-
-def test_the_window_of_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        paging.Windows, "copy", lambda self, row, *rest: make_copy(self, 1 - jnp.minimum(row, 1), *rest)
-    )
-    wrong = {"error", "not_finite"}
-    assert findings(DECODES, enough=wrong) & wrong
 
 
 def test_a_shared_word_that_loses_its_older_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,29 +146,11 @@ def test_the_mask_of_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_found("error", CHUNKS)
 
 
-def test_masks_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of unlike phase: masks made for the first one only."""
-    monkeypatch.setattr(tiles.Tiles, "mask_phase", 5)
-    assert is_found("error", CHUNKS)
-
-
 WRONG = {"error", "not_finite"}
-
-
-def test_the_queries_of_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of rows of few queries that begin where the tile of tokens does."""
-    slots_of = spec_decode._slots_of
-    monkeypatch.setattr(spec_decode, "_slots_of", lambda refs, heads, first, *rest: slots_of(refs, heads, 8, *rest))
-    assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
 
 
 def test_a_row_of_spec_decode_without_its_second_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec_decode, "_num_chunks", lambda block, blocks: 1)
-    assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
-
-
-def test_the_values_of_another_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_decode, "_own_plane", lambda values, g, blocks: values[:, :128])
     assert findings(DRAFTS, enough=WRONG, few=True) & WRONG
 
 

@@ -46,16 +46,10 @@ PADDED = pytest.mark.parametrize(
 
 @PADDED
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_decodes(head_dim: int, dma_mode: str, poison_padding: bool) -> None:
-    case = make_case(spec(head_dim=head_dim), DECODES, num_tokens=8, num_rows=8, pages_per_seq=20)
-    assert run(case, dma_mode, decode_only=True, poison_padding=poison_padding).clean
-
-
-@PADDED
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_decodes_and_chunks(head_dim: int, dma_mode: str, poison_padding: bool) -> None:
-    case = make_case(spec(head_dim=head_dim), CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=20)
-    assert run(case, dma_mode, poison_padding=poison_padding).clean
+@pytest.mark.parametrize(("lengths", "num_tokens"), [(DECODES, 8), (CHUNKS, 96)], ids=["decodes", "chunks"])
+def test_pages(lengths: list[Row], num_tokens: int, head_dim: int, dma_mode: str, poison_padding: bool) -> None:
+    case = make_case(spec(head_dim=head_dim), lengths, num_tokens=num_tokens, num_rows=8, pages_per_seq=20)
+    assert run(case, dma_mode, decode_only=num_tokens == 8, poison_padding=poison_padding).clean
 
 
 @pytest.mark.parametrize(
@@ -118,25 +112,10 @@ INT8_CHUNKS = rows((1, 34), (70, 70), (7, 50), (3, 258), (2, 9), (2, 2), (5, 40)
 
 @pytest.mark.parametrize("dma_mode", DMA_MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_decodes_over_pages_of_int8(head_dim: int, dma_mode: str) -> None:
-    case = make_case(int8(head_dim=head_dim), INT8_DECODES, num_tokens=8, num_rows=8, pages_per_seq=10)
-    assert run(case, dma_mode, decode_only=True, projected=True).clean
-
-
-@pytest.mark.parametrize("dma_mode", DMA_MODES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_decodes_and_chunks_over_pages_of_int8(head_dim: int, dma_mode: str) -> None:
-    case = make_case(int8(head_dim=head_dim), INT8_CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=10)
-    assert run(case, dma_mode, projected=True).clean
-
-
-@pytest.mark.parametrize(
-    ("num_query_heads", "num_kv_heads", "head_dim"), [(3, 1, 128), (8, 8, 128), (6, 3, 64), (32, 8, 64)]
-)
-def test_head_counts_over_pages_of_int8(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    heads = int8(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    case = make_case(heads, rows((1, 35), (1, 2), (19, 24)), num_tokens=24, num_rows=4, pages_per_seq=3)
-    assert run(case).clean
+@pytest.mark.parametrize(("lengths", "num_tokens"), [(INT8_DECODES, 8), (INT8_CHUNKS, 96)], ids=["decodes", "chunks"])
+def test_pages_of_int8(lengths: list[Row], num_tokens: int, head_dim: int, dma_mode: str) -> None:
+    case = make_case(int8(head_dim=head_dim), lengths, num_tokens=num_tokens, num_rows=8, pages_per_seq=10)
+    assert run(case, dma_mode, decode_only=num_tokens == 8, projected=True).clean
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["keys", "values"])
@@ -155,24 +134,20 @@ def test_a_scale_that_is_no_number_spoils_its_own_head_only(kind: int) -> None:
     assert np.isnan(out[:, 2:]).all()
 
 
-def test_float32_over_pages_of_int8() -> None:
-    exact = int8(dtype=jnp.float32)
-    case = make_case(exact, rows((1, 1), (1, 150), (33, 150), (5, 5)), num_tokens=48, num_rows=4, pages_per_seq=10)
-    assert run(case).clean
-
-
 def test_what_pads_a_step_of_int8_reaches_nobody_and_blocks_are_chosen() -> None:
     case = make_case(int8(), INT8_CHUNKS, num_tokens=96, num_rows=8, pages_per_seq=10)
     assert run(case, poison_padding=True, choose_blocks=True, first_page=7).clean
 
 
-@pytest.mark.parametrize(
-    ("num_query_heads", "num_kv_heads", "head_dim"),
-    [(1, 1, 128), (3, 1, 128), (8, 1, 128), (8, 8, 128), (24, 8, 128), (4, 1, 64), (3, 3, 64), (6, 3, 64), (32, 8, 64)],
-)
-def test_head_counts(num_query_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    heads = spec(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    case = make_case(heads, rows((1, 35), (1, 2), (19, 24)), num_tokens=24, num_rows=4, pages_per_seq=3)
+HEADS = [(3, 1, 128), (8, 8, 128), (6, 3, 64), (32, 8, 64)]
+OF_WORDS = [(1, 1, 128), (8, 1, 128), (24, 8, 128), (4, 1, 64), (3, 3, 64)]
+
+
+@pytest.mark.parametrize(("make_spec", "heads"), [*((spec, n) for n in HEADS + OF_WORDS), *((int8, n) for n in HEADS)])
+def test_head_counts(make_spec: Callable[..., AttentionSpec], heads: tuple[int, int, int]) -> None:
+    num_query_heads, num_kv_heads, head_dim = heads
+    kind = make_spec(num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    case = make_case(kind, rows((1, 35), (1, 2), (19, 24)), num_tokens=24, num_rows=4, pages_per_seq=3)
     assert run(case).clean
 
 
@@ -183,9 +158,9 @@ def test_page_sizes(page_size: int) -> None:
     assert run(case).clean
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_float32(head_dim: int) -> None:
-    exact = spec(dtype=jnp.float32, head_dim=head_dim)
+@pytest.mark.parametrize(("make_spec", "head_dim"), [(spec, 64), (spec, 128), (int8, 128)])
+def test_float32(make_spec: Callable[..., AttentionSpec], head_dim: int) -> None:
+    exact = make_spec(dtype=jnp.float32, head_dim=head_dim)
     case = make_case(exact, rows((1, 1), (1, 150), (33, 150), (5, 5)), num_tokens=48, num_rows=4, pages_per_seq=10)
     assert run(case).clean
 

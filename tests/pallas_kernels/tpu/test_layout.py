@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
-from pallas_kernels.tpu import lanes, layout, paging
+from pallas_kernels.tpu import layout
 
 
 def spec(num_query_heads: int, num_kv_heads: int, head_dim: int, **changes) -> AttentionSpec:
@@ -44,48 +43,6 @@ def test_shapes_by_hand() -> None:
     assert layout.kv_pages(spec(32, 8, 128, kv_dtype=jnp.int8), 10).shape == (10, 16, 32, 128)  # four tokens a word
 
 
-@pytest.mark.parametrize("heads", [*HEADS, (3, 3, 64), (24, 4, 64)])
-def test_scores_and_values_survive_the_lanes(heads: tuple[int, int, int]) -> None:
-    """A query row times its plane is q . k, and the plane's V comes back to the head that it belongs to."""
-    num_query_heads, num_kv_heads, head_dim = heads
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, n, head_dim), np.float32) for n in (num_query_heads, num_kv_heads, num_kv_heads))
-    g = layout.geometry(spec(*heads))
-    planes = np.asarray(layout.kv_to_columns(jnp.asarray(k), jnp.asarray(v), g)).reshape(g.num_planes, 128)
-    q_blocks = layout.queries_to_columns(jnp.asarray(q), g).reshape(g.num_k_planes, g.plane_blocks, 1, 128)
-    expected = np.einsum("nh,nh->n", q[0], np.repeat(k[0], num_query_heads // num_kv_heads, axis=0))
-    scores, out = [], []
-
-    @jax.jit
-    def of_block(x: jax.Array, k: jax.Array, v: jax.Array, block: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        rows = lanes.heads_of_block(x, block, g)
-        return [row @ k for row in rows], lanes.block_of_heads([v[None]] * len(rows), block, g)
-
-    for p in range(g.num_k_planes):
-        for block in range(g.plane_blocks):
-            found, back = of_block(q_blocks[p, block], planes[p], planes[g.v_plane(p)], jnp.int32(block))
-            scores += found
-            out.append(back)
-    np.testing.assert_allclose(np.concatenate(scores), expected, rtol=1e-4, atol=1e-5)
-    heads_out = layout.columns_to_heads(jnp.concatenate(out, axis=1), g)
-    np.testing.assert_allclose(heads_out[0], np.repeat(v[0], num_query_heads // num_kv_heads, axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_blocks_are_rotated_as_heads_are(head_dim: int) -> None:
-    rng = np.random.default_rng(0)
-    heads = rng.standard_normal((4, 256 // head_dim, head_dim), np.float32)
-    angles = rng.uniform(-3, 3, (4, 1, head_dim // 2)).astype(np.float32)
-    first, second = np.split(heads, 2, axis=-1)
-    cos, sin = np.cos(angles), np.sin(angles)
-    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(4, 256)
-    g = layout.geometry(spec(4, 4, head_dim))
-    rotation = lanes.rotation_columns(jnp.asarray(cos), jnp.asarray(sin), g)
-    for block in (slice(0, 128), slice(128, 256)):
-        found = jax.jit(lanes.rotate, static_argnums=2)(heads.reshape(4, 256)[:, block], rotation, g)
-        np.testing.assert_allclose(found, expected[:, block], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -102,12 +59,6 @@ def test_refused_before_compilation(changes: dict, words: str) -> None:
     fields = {"head_dim": 128} | changes
     with pytest.raises(ValueError, match=words):
         PagedAttention(spec(8, 2, **fields), Backend.TPU)
-
-
-@pytest.mark.parametrize("packing", [2, 4])
-def test_older_tokens_by_hand(packing: int) -> None:
-    masks = {2: [0, 0xFFFF, 0], 4: [0, 0xFF, 0xFFFF, 0xFFFFFF, 0]}[packing]
-    assert [int(paging.older_tokens(jnp.int32(position), packing)) for position in range(packing + 1)] == masks
 
 
 def test_a_projection_is_taken_where_its_columns_are_the_kernels_own() -> None:
