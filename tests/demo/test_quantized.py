@@ -46,16 +46,13 @@ def exact() -> Llama:
     return demo()
 
 
-def test_a_model_agrees_with_itself(exact, encoder):
-    assert agreement(exact, exact, encoder, NUM_STORIES).divergence == 0
-
-
 @pytest.mark.parametrize(
     ("narrow", "divergence", "same"),
     [
         pytest.param(lambda _: demo(EightBit.INT8), 1e-4, 0.98, id="int8"),
         pytest.param(lambda _: packed(), 1e-4, 0.98, id="int8 with inputs in int8, in C"),
         pytest.param(lambda _: demo(EightBit.FP8), 1e-3, 0.95, id="fp8"),
+        pytest.param(lambda _: demo(EightBit.FP8, rounding=Rounding(with_head=True)), 3e-3, 0.95, id="fp8, and inputs"),
         pytest.param(lambda _: demo(FourBit(group=128)), 1e-2, 0.95, id="int4"),
         pytest.param(with_narrow_kv, 1e-3, 0.98, id="keys and values of int8"),
     ],
@@ -67,10 +64,3 @@ def test_it_stays_near_the_exact_model(exact, encoder, narrow, divergence, same)
     assert same < near.same_top_token < 1
     sums = evaluate.suites()["held_out_sums"][:50]
     assert sum(evaluate.exact(model, encoder, sums)) >= 0.95 * len(sums)
-
-
-@pytest.mark.parametrize(("form", "divergence", "same"), [(EightBit.INT8, 1e-3, 0.98), (EightBit.FP8, 3e-3, 0.95)])
-def test_it_stays_near_the_exact_model_with_rounded_inputs(exact, encoder, form, divergence, same):
-    near = agreement(exact, demo(form, rounding=Rounding(with_head=True)), encoder, NUM_STORIES)
-    assert 0 < near.divergence < divergence
-    assert same < near.same_top_token < 1

@@ -15,7 +15,7 @@ from tests.model.eagle_heads import random_for
 pytestmark = pytest.mark.slow
 
 # More drafts than these are right. The draft model has not learned JSON, and the head's weights are random.
-# EAGLE's other form has another network only: tests/model/execution/test_eagle_drafts.py.
+# EAGLE's other form has another network only: tests/model/execution/test_drafts.py.
 METHODS = {"ngram": 20, "draft_model": 0, "eagle3": None}
 COUNT = '{"text": "47 + 35 = 82.", "answer": 82}\n' * 3
 BODIES = [

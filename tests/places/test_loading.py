@@ -24,15 +24,15 @@ from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.source import DEMO_FOLDER, Kind, adapter_place, resolve
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
-from model.network.llama import Llama
 from model.network.sharding import make_mesh
 from scripts.convert_checkpoint import convert
 from scripts.lab import plan
 from tests.model import adapters, checkpoints, gguf_files
+from tests.model.loaded import flat
 from tests.model.loading.test_convert import convert as convert_in_a_process
+from tests.model.loading.test_orbax_format import same
 from tests.model.loading.test_packed_checkpoints import FORMATS
 from tests.model.loading.test_packed_checkpoints import write as write_packed
-from tests.model.loading.test_weights import flat
 
 HEAD_BYTES = 1 << 16  # of each file, read first
 
@@ -52,13 +52,6 @@ def put(folder: Path, url: str) -> RemotePath:
     for path in sorted(folder.iterdir()):
         (there / path.name).write_bytes(path.read_bytes())
     return there
-
-
-def same(ours: Llama, expected: Llama) -> None:
-    ours, expected = flat(ours), flat(expected)
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(value), err_msg=name)
 
 
 @pytest.mark.clients
@@ -84,20 +77,6 @@ def test_every_form_of_a_folder_is_read_from_a_store(tmp_path, variant, num_file
     found = resolve(str(url))
     options = {"dtype": "float32", "mesh": make_mesh(num_chips)}
     same(find_weights(url, found.config).load(**options), load_hf(folder, found.config, **options))
-
-
-@pytest.mark.parametrize("format", ["gptq", "awq", "compressed-tensors sym"])
-def test_packed_kernels_are_unpacked_from_a_store(tmp_path, format):
-    folder = tmp_path / "hf"
-    write_packed(folder, FORMATS[format])
-    url = put(folder, "memory://bucket/m")
-    config = LlamaConfig.from_file(folder)
-    options = {"dtype": "float32", "mesh": make_mesh(2)}
-    form = find_weights(folder, config).quantization
-    same(
-        find_weights(url, config).load(**options, quantization=form),
-        find_weights(folder, config).load(**options, quantization=form),
-    )
 
 
 def test_four_bit_kernels_are_kept_from_a_store_and_each_tensor_is_read_once(tmp_path, monkeypatch):
