@@ -16,7 +16,7 @@ from batcher.buckets import BucketConfig, BucketLadder
 from batcher.change import Change
 from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
-from batcher.errors import EngineDeadError, InvalidRequestError
+from batcher.errors import InvalidRequestError
 from batcher.request import ErrorCode, FinishReason, Pooling, Request
 from batcher.scheduling.digests import next_digest
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
@@ -217,14 +217,6 @@ def test_a_preempted_request_whose_adapter_cannot_be_read_any_more_ends_with_its
     finish(drive)
     assert heard.last.error_code is ErrorCode.ADAPTER
     assert 0 < len(heard.tokens) < 20
-
-
-def test_an_error_of_the_device_while_staging_ends_the_engine() -> None:
-    drive = make_drive(on_stage=Files(a1=RuntimeError("the device is lost")))
-    heard = drive.add(request("a", 1))
-    with pytest.raises(EngineDeadError, match="the device is lost"):
-        drive.step()
-    assert heard.last.error_code is ErrorCode.ENGINE_DEAD
 
 
 def test_adapters_are_staged_in_the_order_of_their_oldest_requests_and_two_at_once() -> None:

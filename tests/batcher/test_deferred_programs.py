@@ -7,8 +7,6 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
@@ -20,8 +18,6 @@ from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner
 from tests.batcher.harness import CAPACITY, EOS, Drive, make_request
 from tests.batcher.test_engine_threads import PATIENCE_S, Listener, check
-from tests.batcher.test_properties import Scenario, play, scenarios
-from tests.examples import examples
 
 GREEDY, SAMPLE = Variant.GREEDY, Variant.SAMPLE
 LADDER = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4, min_mixed_tokens=8))
@@ -42,40 +38,6 @@ def test_what_steps_ask_for_is_compiled_first_then_the_cheapest() -> None:
     later.arrived(one)
     later.arrived(four)
     assert (later.next(), len(later)) == (None, 0)
-
-
-class Arriving(Drive):
-    """After every `steps_apart` steps one more program is there."""
-
-    steps_apart = 1
-
-    def step(self) -> bool:
-        if self.num_steps % self.steps_apart == 0:
-            self.compile_one()
-        return super().step()
-
-
-@settings(max_examples=examples(80))
-@given(scenarios(), st.integers(1, 50), st.booleans())
-def test_every_text_is_its_own_while_programs_arrive(scenario: Scenario, steps_apart: int, drafts: bool) -> None:
-    buckets = {"num_drafts": 1, "max_draft_rows": 1} if drafts else {}
-    capacity = scenario.capacity
-    runner = FakeRunner(capacity)
-    if drafts:
-        scenario = Scenario(**{**vars(scenario), "num_drafts": 1, "max_draft_rows": 1, "propose": lambda known, _: [3]})
-        runner = scenario.drive().runner
-    drive = Arriving(
-        capacity,
-        runner=runner,
-        buckets=buckets,
-        leaves_programs=True,
-        prefix_caching=scenario.prefix_caching,
-        scheduling=scenario.scheduling,
-        pipeline_depth=scenario.pipeline_depth,
-    )
-    drive.steps_apart = steps_apart
-    play(scenario, drive)
-    drive.check_outputs()
 
 
 def test_steps_are_served_while_programs_are_missing_and_nothing_is_a_surprise() -> None:

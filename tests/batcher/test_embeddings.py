@@ -6,18 +6,15 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.config import EngineConfig, Scheduling
+from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import ErrorCode, FinishReason, Pooling, Request
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, expected_embedding
 from tests.batcher.harness import CAPACITY, EOS, Drive, Heard, make_capacity, make_request
-from tests.examples import examples
 
 BOTH = pytest.mark.parametrize("pooling", Pooling)
 
@@ -46,40 +43,6 @@ def test_a_prompt_of_any_number_of_chunks_gives_the_same_vector(pooling: Pooling
     drive.finish()
     np.testing.assert_allclose(vector(heard), expected_embedding(request, pooling), atol=1e-6)
     assert np.linalg.norm(vector(heard)) == pytest.approx(1, abs=1e-6)
-
-
-@BOTH
-@settings(max_examples=examples(80), derandomize=True)
-@given(st.data())
-def test_in_any_company(pooling: Pooling, data: st.DataObject) -> None:
-    """Embeddings, texts and scored prompts in few pages: preempted, aborted, found in the prefix cache."""
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    drive = make_drive(
-        pooling,
-        num_pages=int(rng.integers(16, 40)),
-        prefix_caching=bool(rng.random() < 0.8),
-        scheduling=Scheduling.STATIC if rng.random() < 0.2 else Scheduling.CONTINUOUS,
-        pipeline_depth=int(rng.integers(1, 3)),
-    )
-    stem = list(map(int, rng.integers(3, 99, 20)))
-    waiting = []
-    for number in range(12):
-        prompt = stem[: int(rng.integers(0, 20))] + list(map(int, rng.integers(3, 99, int(rng.integers(1, 30)))))
-        kind = rng.random()
-        options: dict[str, object] = {"priority": int(rng.integers(0, 2))}
-        if kind < 0.6:
-            waiting.append(embedding_request(str(number), prompt, **options))
-        else:
-            options |= {"prompt_logprobs": 1} if kind < 0.7 else {"temperature": float(rng.integers(0, 2))}
-            waiting.append(make_request(str(number), prompt, max_tokens=int(rng.integers(1, 20)), **options))
-    while waiting or drive.engine.num_live:
-        if waiting and rng.random() < 0.5:
-            drive.add(waiting.pop())
-        if rng.random() < 0.05 and drive.requests:
-            drive.engine.abort(str(rng.choice(list(drive.requests))))
-        drive.step()
-    drive.check_idle()
-    drive.check_outputs()
 
 
 def test_a_mean_computes_the_whole_prompt_and_the_last_token_only_the_rest() -> None:

@@ -22,25 +22,6 @@ from tests.batcher.harness import CAPACITY, EOS, Drive, make_capacity, make_requ
 # --- how requests end ---
 
 
-def test_generation_ends_at_max_tokens() -> None:
-    drive = Drive()
-    heard = drive.add(make_request("a", [10, 11], max_tokens=7, ignore_eos=True))
-    drive.finish()
-    assert len(heard.tokens) == 7
-    assert heard.finish_reason is FinishReason.LENGTH
-    drive.check_outputs()
-    assert drive.engine.stats().step_tokens == 2 + 6  # no surplus step where the length is known
-
-
-def test_generation_ends_at_the_context_limit() -> None:
-    drive = Drive()
-    heard = drive.add(make_request("a", range(10, 70), max_tokens=50, ignore_eos=True))
-    drive.finish()
-    assert len(heard.tokens) == 4
-    assert heard.finish_reason is FinishReason.LENGTH
-    drive.check_outputs()
-
-
 def find_prompt(
     drive: Drive, *, ending_with: int, after: int, without: int | None = None, **sampling: object
 ) -> list[int]:
@@ -78,36 +59,6 @@ def test_a_stop_id_ends_it_and_is_named_also_under_ignore_eos() -> None:
     drive.check_outputs()
 
 
-def test_ignore_eos_runs_past_it() -> None:
-    drive = Drive()
-    prompt = find_prompt(drive, ending_with=EOS[0], after=2)
-    heard = drive.add(make_request("a", prompt, max_tokens=30, ignore_eos=True))
-    drive.finish()
-    assert EOS[0] in heard.tokens
-    assert heard.finish_reason is FinishReason.LENGTH
-
-
-def test_min_tokens_holds_off_every_stop() -> None:
-    drive = Drive()
-    prompt = find_prompt(drive, ending_with=EOS[0], after=2)
-    heard = drive.add(make_request("a", prompt, max_tokens=30, min_tokens=30))
-    drive.finish()
-    assert len(heard.tokens) == 30
-    assert not set(EOS) & set(heard.tokens[:-1])
-    drive.check_outputs()
-
-
-def test_the_surplus_token_of_a_row_that_stopped_is_never_heard() -> None:
-    drive = Drive()
-    prompt = find_prompt(drive, ending_with=EOS[0], after=3)
-    heard = drive.add(make_request("a", prompt, max_tokens=30))
-    drive.finish()
-    drive.check_outputs()
-    stats = drive.engine.stats()
-    assert stats.step_tokens == len(prompt) + len(heard.tokens)  # one decode too many was dispatched
-    assert stats.generation_tokens == len(heard.tokens)
-
-
 # --- aborts ---
 
 
@@ -143,19 +94,6 @@ def test_an_abort_of_a_waiting_and_of_a_preempted_request() -> None:
     assert waiting.outputs == [RequestOutput(request_id="b", number=1, finish_reason=FinishReason.ABORT)]
     assert drive.heard["a"].finish_reason is FinishReason.ABORT
     drive.check_outputs()
-
-
-def test_a_request_preempted_in_flight_loses_no_token() -> None:
-    drive = Drive(prefix_caching=False)
-    for name in ("a", "b"):
-        drive.add(make_request(name, [ord(name), 10, 11], ignore_eos=True, presence_penalty=0.5, max_tokens=20))
-    for number in range(12):
-        drive.step()
-        if number in (3, 4, 9):
-            drive.scheduler.preempt(drive.scheduler.running[-1])
-    drive.finish()
-    drive.check_outputs()
-    assert drive.engine.stats().num_preemptions == 3
 
 
 def test_an_abort_is_for_the_request_that_had_the_id_then() -> None:
@@ -242,11 +180,6 @@ def test_counts_beyond_what_the_slot_holds_mean_what_they_say() -> None:
     assert row.max() == np.iinfo(np.int32).max
     assert len(heard.tokens) == CAPACITY.max_model_len - 1
     assert not set(heard.tokens) & {*EOS, *range(3, 13)}
-
-
-def test_a_prompt_that_is_too_long_is_told_by_how_much() -> None:
-    with pytest.raises(InvalidRequestError, match=r"maximum context length is 64 tokens.*has 70"):
-        Drive().engine.add_request(make_request("a", range(70)), print)
 
 
 def test_the_queue_has_a_limit_beyond_what_runs() -> None:
@@ -388,17 +321,6 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_in_the_cache() -
     assert drive.engine.stats().corrupted_requests == 2
 
 
-def test_nothing_is_left_in_the_cache_of_one_that_was_preempted_before_it_was_known_to_be_not_finite() -> None:
-    drive = Drive(runner=FakeRunner(CAPACITY, nan_token=66))
-    prompt = [66, 11, 12, 13, 14, 15]
-    drive.add(make_request("bad", prompt))
-    drive.step()
-    drive.scheduler.preempt(drive.scheduler.running[0])  # while its step is in flight
-    drive.finish()
-    assert drive.heard["bad"].last.error_code is ErrorCode.NOT_FINITE
-    assert drive.scheduler.pool.num_reusable == 0
-
-
 class BrokenError(Exception):
     pass
 
@@ -446,30 +368,6 @@ def test_who_had_no_row_in_the_failed_step_is_computed_again() -> None:
     drive.check_outputs()
 
 
-def test_a_device_that_does_not_recover_is_the_end_and_everybody_hears_it() -> None:
-    deaths: list[BaseException] = []
-    runner = FakeRunner(CAPACITY, on_result=failing_at(2), healthy=False)
-    ladder = BucketLadder(BucketConfig(max_num_batched_tokens=32, max_num_seqs=4))
-    engine = Engine(runner, EngineConfig(eos_token_ids=EOS), ladder, on_death=deaths.append)
-    engine.warm_up(lambda _line: None)
-    outputs: list[RequestOutput] = []
-    for i in range(6):  # two of them wait
-        engine.add_request(make_request(str(i), [10, 11], ignore_eos=True), outputs.append)
-    for _ in range(4):  # the fourth reads the failure, and the fifth what was in flight behind it
-        engine.step()
-    with pytest.raises(EngineDeadError, match="the device is gone"):
-        engine.step()
-    ends = [output for output in outputs if output.finish_reason is not None]
-    assert sorted(output.request_id for output in ends) == [str(i) for i in range(6)]
-    assert {output.error_code for output in ends} == {ErrorCode.ENGINE_DEAD}
-    assert [str(death) for death in deaths] == ["the device is gone"]
-    assert engine.death is deaths[0]
-    for call in (engine.step, engine.stats, lambda: engine.add_request(make_request("x", [5]), print)):
-        with pytest.raises(EngineDeadError):
-            call()
-    engine.shutdown()
-
-
 def test_a_listener_that_raises_loses_its_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
     drive = Drive()
     calls = []
@@ -503,19 +401,6 @@ def test_a_listener_for_all_requests_that_raises_is_the_end() -> None:
 # --- shutdown ---
 
 
-def test_shutdown_aborts_what_is_left_and_closes_the_door() -> None:
-    drive = Drive()
-    heard = [drive.add(make_request(str(i), [10 + i], ignore_eos=True)) for i in range(6)]
-    drive.step()
-    drive.step()
-    drive.engine.shutdown()
-    drive.engine.shutdown()
-    assert {h.finish_reason for h in heard} == {FinishReason.ABORT}
-    assert drive.scheduler.pool.num_used == 0
-    with pytest.raises(EngineClosedError):
-        drive.engine.add_request(make_request("late", [5]), print)
-
-
 def test_drain_lets_requests_finish_and_takes_no_more() -> None:
     drive = Drive()
     drive.add(make_request("a", [10], ignore_eos=True))
@@ -542,18 +427,6 @@ def test_requests_without_a_seed_get_different_ones_and_the_same_ones_again_from
     assert texts(7) == first
     assert texts(8) != first
     assert texts(None) != texts(None)
-
-
-def test_a_fixed_seed_gives_the_same_text_in_any_company() -> None:
-    request = make_request("a", range(10, 25), temperature=0.9, seed=42, ignore_eos=True, max_tokens=20)
-    alone, crowd = Drive(), Drive()
-    alone.add(request)
-    for i in range(9):
-        crowd.add(make_request(f"other {i}", range(10, 12 + 3 * i), temperature=0.9, seed=42, max_tokens=12))
-    crowd.add(request)
-    alone.finish()
-    crowd.finish()
-    assert alone.heard["a"].tokens == crowd.heard["a"].tokens
 
 
 def test_settings_out_of_range_are_refused() -> None:

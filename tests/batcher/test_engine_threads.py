@@ -84,28 +84,6 @@ def check(requests: list[Request], listener: Listener) -> None:
         assert listener.tokens(request.request_id) == expected_tokens(request, CAPACITY, EOS)
 
 
-def test_many_threads_add_and_everybody_gets_its_own_text() -> None:
-    listener = Listener()
-    requests = [
-        make_request(f"{i}", range(10 + i % 7, 18 + i % 23), temperature=0.5, seed=i, max_tokens=15) for i in range(60)
-    ]
-    with running(FakeRunner(CAPACITY)) as engine:
-
-        def client(mine: list[Request]) -> None:
-            for request in mine:
-                engine.add_request(request, listener)
-                listener.end(request.request_id)
-
-        clients = [threading.Thread(target=client, args=(requests[i::6],)) for i in range(6)]
-        for thread in clients:
-            thread.start()
-        for thread in clients:
-            thread.join(PATIENCE_S)
-        check(requests, listener)
-        assert engine.drain(PATIENCE_S)
-        assert engine.stats().num_compiles_after_warm_up == 0
-
-
 def test_a_step_is_dispatched_before_the_one_before_it_is_read() -> None:
     gate = Gate(first=0)
     dispatched = [threading.Event() for _ in range(3)]
@@ -237,31 +215,6 @@ def test_a_dead_device_is_heard_by_all_and_ends_the_threads() -> None:
     assert engine.drain(PATIENCE_S)
     engine.shutdown()
     assert not any(thread.is_alive() for thread in engine._threads)
-
-
-def test_a_failed_step_is_survived() -> None:
-    def on_result(number: int) -> None:
-        if number == 2:
-            raise OSError("a hiccup")
-
-    listener = Listener()
-    runner = FakeRunner(CAPACITY, on_result=on_result)
-    with running(runner) as engine:
-        engine.add_request(make_request("a", [10], ignore_eos=True), listener)
-        assert listener.end("a").error_code is ErrorCode.STEP_FAILED
-        request = make_request("b", [10], ignore_eos=True)
-        engine.add_request(request, listener)
-        listener.end("b")
-        check([request], listener)
-    assert runner.num_recoveries == 1
-
-
-def test_a_started_engine_is_not_stepped_by_hand_nor_started_twice() -> None:
-    with running(FakeRunner(CAPACITY)) as engine:
-        with pytest.raises(RuntimeError, match="own thread"):
-            engine.step()
-        with pytest.raises(RuntimeError, match="already"):
-            engine.start()
 
 
 @pytest.mark.parametrize("damage", [False, True])

@@ -12,7 +12,7 @@ from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import ErrorCode, FinishReason
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
-from tests.batcher.harness import CAPACITY, EOS, Drive, make_capacity, make_request
+from tests.batcher.harness import CAPACITY, EOS, Drive, make_request
 from tests.batcher.test_engine_threads import PATIENCE_S, Listener
 from tests.batcher.toy_grammar import ToyGrammars
 
@@ -38,23 +38,6 @@ def test_a_complete_text_ends_without_a_token_of_its_own() -> None:
     assert (empty.tokens, empty.finish_reason) == ([], FinishReason.STOP)
 
 
-def test_what_is_cut_says_length() -> None:
-    drive = Drive()
-    heard = drive.add(make_request("a", [10], grammar="1 9 9", max_tokens=5))
-    drive.finish()
-    assert (len(heard.tokens), heard.finish_reason) == (5, FinishReason.LENGTH)
-
-
-def test_an_end_ends_it_whatever_ignore_eos_says() -> None:
-    drive = Drive()
-    heard = drive.add(
-        make_request("a", [10], grammar="1 0 900", max_tokens=40, ignore_eos=True, logit_bias=((1, 5.0),))
-    )
-    drive.finish()
-    drive.check_outputs()
-    assert heard.finish_reason is FinishReason.STOP
-
-
 def test_it_sits_out_the_steps_in_which_its_mask_is_unknown() -> None:
     """A row without a grammar is in every step; one with a grammar is in every other."""
     drive = Drive()
@@ -72,13 +55,6 @@ def test_a_depth_of_one_draws_in_every_step() -> None:
     drive.add(make_request("bound", [11], grammar="1 99 99", max_tokens=10))
     drive.finish()
     assert len(drive.runner.steps) == 10
-
-
-def test_steps_without_grammars_carry_no_masks() -> None:
-    drive = Drive()
-    drive.add(make_request("free", [10], temperature=0.5))
-    drive.finish()
-    assert all(step.masks == () for step in drive.runner.steps)
 
 
 def test_allowed_tokens_are_a_mask_that_is_brought_once() -> None:
@@ -100,29 +76,6 @@ def test_allowed_tokens_cost_no_step_of_their_own() -> None:
     drive.add(make_request("a", [10], allowed_token_ids=(30, 31, 32), max_tokens=12))
     drive.finish()
     assert [len(step.masks) for step in drive.runner.steps] == [1] + [0] * 11
-
-
-def test_a_preempted_request_goes_on_where_it_was() -> None:
-    drive = Drive()
-    for name in "abc":
-        grammar = None if name == "b" else "7 30 30"
-        drive.add(make_request(name, [ord(name), 10, 11], ignore_eos=True, grammar=grammar, max_tokens=20))
-    for number in range(16):
-        drive.step()
-        if number in (3, 4, 9, 12):
-            drive.scheduler.preempt(drive.scheduler.running[-1])
-    drive.finish()
-    drive.check_outputs()
-    assert drive.engine.stats().num_preemptions == 4
-
-
-def test_a_pool_too_small_for_everybody() -> None:
-    drive = Drive(make_capacity(num_pages=17, page_size=4, max_model_len=64))
-    for i in range(8):
-        grammar = "5 99 99" if i % 2 else None
-        drive.add(make_request(str(i), range(10, 14 + i), grammar=grammar, ignore_eos=True, max_tokens=40))
-    drive.finish()
-    drive.check_outputs()
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:

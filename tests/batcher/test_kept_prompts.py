@@ -116,14 +116,6 @@ def test_pages_are_taken_although_computing_them_would_be_quicker() -> None:
     assert times._of_page[False] == 1.0  # the other engine's pages say nothing about the store
 
 
-def test_pages_that_the_other_engine_has_lost_are_computed() -> None:
-    prefill, decode, wire = pair()
-    computed(prefill)
-    wire.loses = True
-    assert ask(decode, replace(make_request("first", PROMPT), source=SOURCE)) == 0
-    decode.check_outputs()
-
-
 def test_a_store_has_what_another_engine_has_lost_and_gets_what_it_has_given() -> None:
     store, prefill = Memory(), prefill_engine()
     wire = Wire(prefill)
@@ -226,12 +218,6 @@ def test_an_aborted_prompt_is_not_kept() -> None:
     prefill.engine.abort("first")
     prefill.finish()
     assert prefill.engine.kept_page(TOKEN, 0) is NoPage.NEVER
-
-
-def test_an_engine_that_keeps_nothing_ignores_the_wish() -> None:
-    drive = engine()
-    computed(drive)
-    assert drive.engine.kept_page(TOKEN, 0) is NoPage.NEVER
 
 
 @settings(max_examples=examples(60))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.config import EngineConfig
-from batcher.long_prompts import ANY_LENGTH, LongPrompts
+from batcher.long_prompts import LongPrompts
 from scripts.lab.simulation.machine import Machine, SimulatedRequest, simulate
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, quick, scenarios
@@ -17,11 +17,6 @@ from tests.examples import examples
 
 CAPACITY = make_capacity(num_slots=8, num_pages=128, page_size=4, max_model_len=256, max_num_batched_tokens=32)
 FOUR = LongPrompts(threshold=4)
-
-
-def test_what_is_long() -> None:
-    assert [FOUR.is_long(4), FOUR.is_long(5), ANY_LENGTH.is_long(10**6)] == [False, True, False]
-    assert [FOUR.chunk(3), FOUR.chunk(9), ANY_LENGTH.chunk(10**6)] == [3, 4, 10**6]
 
 
 def test_fifty_short_prompts_do_not_wait_behind_one_of_100_000_tokens() -> None:

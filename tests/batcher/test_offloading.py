@@ -98,13 +98,6 @@ def test_an_evicted_prefix_comes_back() -> None:
     drive.check_outputs()
 
 
-def test_without_offloading_it_is_computed_again() -> None:
-    drive = Drive(make_capacity(num_pages=16))
-    run(drive, "first", PROMPT)
-    fill(drive)
-    assert run(drive, "second", PROMPT) == 0
-
-
 def test_a_prefix_is_found_partly_on_the_device_and_partly_away() -> None:
     drive = small()
     run(drive, "first", PROMPT)
@@ -256,16 +249,6 @@ def test_more_copies_than_there_are_buffers_come_from_a_store() -> None:
         assert engine.stats().offloading.num_loaded_from_store > 0
     assert ends[0].num_cached_tokens == 36
     check([request for request in requests if request.request_id != "5"], listener)
-
-
-def test_the_end_does_not_wait_for_a_load() -> None:
-    store = Memory()
-    run(small(store=store), "first", PROMPT)
-    capacity = moving(make_capacity(num_pages=16), pages_of_copy=1)
-    listener = Listener()
-    with running(FakeRunner(capacity), offloading=offloading(capacity, 16, store)) as engine:
-        engine.add_request(make_request("a", PROMPT), listener)
-    assert listener.end("a").finish_reason is FinishReason.ABORT or listener.tokens("a")
 
 
 def test_other_weights_find_no_pages_of_the_former_ones() -> None:

@@ -172,13 +172,6 @@ def test_what_was_kept_ends_if_a_second_pause_waits_for_it():
     assert drive.heard["a"].tokens == drive.expected("a")
 
 
-def test_a_resume_without_a_pause_changes_nothing():
-    drive = started()
-    resume(drive)
-    drive.finish()
-    drive.check_outputs()
-
-
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_the_prefix_cache_is_emptied_if_asked_for(clear_cache):
     drive = Drive()

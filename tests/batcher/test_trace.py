@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from batcher.config import Scheduling
 from batcher.request import Request
 from tests.batcher.harness import Drive, make_capacity, make_request
 
-TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "azure_llm_2023_conv.csv"
 NUM_STREAMS = 64
 CAPACITY = make_capacity(
     num_slots=NUM_STREAMS,
@@ -25,19 +21,6 @@ CAPACITY = make_capacity(
 )
 
 Lengths = list[tuple[int, int]]
-
-
-def trace_lengths(count: int, scale: float) -> Lengths:
-    """The first requests of the trace, their lengths scaled to a context of 512."""
-    with TRACE.open() as file:
-        rows = [row for _, row in zip(range(count), csv.DictReader(file), strict=False)]
-    return [
-        (
-            min(400, max(1, int(int(row["ContextTokens"]) * scale))),
-            min(100, max(1, int(int(row["GeneratedTokens"]) * scale))),
-        )
-        for row in rows
-    ]
 
 
 def synthetic_lengths(count: int) -> Lengths:
@@ -85,28 +68,8 @@ def replay(requests: list[Request], **config: object) -> Drive:
     return drive
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_the_trace_at_64_streams(prefix_caching: bool) -> None:
-    if not TRACE.exists():
-        pytest.skip("the trace is not here: ../shared/data/traces")
-    drive = replay(make_requests(trace_lengths(200, 1 / 8)), prefix_caching=prefix_caching)
-    stats = drive.engine.stats()
-    assert (stats.prefix_cache_hits > 0) == prefix_caching
-    assert stats.finished.keys() <= {"stop", "length"}
-
-
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
 def test_its_synthetic_twin_at_64_streams(pipeline_depth: int) -> None:
     drive = replay(make_requests(synthetic_lengths(200)), pipeline_depth=pipeline_depth)
     stats = drive.engine.stats()
     assert stats.step_tokens / stats.step_tokens_padded > 0.8  # padding stays in bounds
-
-
-@pytest.mark.slow
-def test_continuous_batching_needs_fewer_padded_tokens_than_static() -> None:
-    requests = make_requests(synthetic_lengths(200))
-    continuous = replay(requests).engine.stats()
-    static = replay(requests, scheduling=Scheduling.STATIC).engine.stats()
-    assert continuous.generation_tokens == static.generation_tokens
-    assert continuous.num_steps < static.num_steps
-    assert continuous.step_tokens_padded < static.step_tokens_padded

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,13 +44,6 @@ def found(pool: PagePool, tokens: list[int], salt: int = 0) -> list[int]:
     prefix = StoredPrefix()
     watch(pool, prefix, tokens, salt)
     return pool.let_go(prefix)
-
-
-def test_pages_run_from_one() -> None:
-    pool = PagePool(3, 2)
-    assert pool.allocate(3) == [1, 2, 3]
-    assert pool.num_available == 0
-    assert pool.num_used == 3
 
 
 def test_only_full_pages_are_found_again_and_only_behind_their_own_prefix() -> None:
@@ -145,24 +136,6 @@ def test_integrity_finds_a_lost_reference_a_lost_page_and_a_page_in_two_states()
 def test_a_pool_without_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pages=0"):
         PagePool(0, 4)
-
-
-@given(st.data())
-def test_the_books_balance_whatever_happens(data: st.DataObject) -> None:
-    pool = PagePool(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3)))
-    held: list[list[int]] = []
-    for _ in range(data.draw(st.integers(1, 30))):
-        tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=8))
-        if held and data.draw(st.booleans()):
-            pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
-        elif -(-len(tokens) // pool.page_size) <= pool.num_available:
-            held.append(compute(pool, tokens))
-        elif data.draw(st.booleans()):
-            pool.forget(digests_of(tokens, pool.page_size))
-        pool.check_integrity(held)
-        holders = Counter(page for pages in held for page in pages)
-        assert pool.num_used == len(holders)
-        assert pool.num_free + pool.num_reusable + pool.num_used == pool.num_pages
 
 
 def test_a_prefix_that_was_found_is_not_searched_again() -> None:

@@ -305,19 +305,6 @@ def test_of_samples_of_one_prompt_only_the_first_computes_it() -> None:
     assert bench.scheduler.pool.num_used == 4 + 3 * 1 + 1
 
 
-def test_salts_keep_prefixes_apart() -> None:
-    drive = Drive()
-    prompt = range(10, 22)
-    drive.add(make_request("a", prompt))
-    drive.finish()
-    drive.add(make_request("b", prompt, cache_salt=1))
-    drive.add(make_request("c", prompt, cache_salt=0))
-    drive.finish()
-    assert drive.heard["b"].last.num_cached_tokens == 0
-    assert drive.heard["c"].last.num_cached_tokens == 8
-    drive.check_outputs()
-
-
 def test_admission_looks_ahead_to_the_output_still_to_come() -> None:
     # Each takes 2 pages now and 6 in the end: two fit the pool of 12, a third would cause preemptions later.
     bench = Bench(make_capacity(page_size=4, num_slots=3, max_model_len=24, num_pages=12))
@@ -371,13 +358,6 @@ def test_the_last_chunk_is_trimmed_where_padding_costs_more(num_prompt: int, alo
         bench.scheduler.token_budget = num_prompt  # so that the others have to wait
     plan = bench.scheduler.schedule()
     assert rows(plan)[0][1] == expected
-
-
-def test_a_trimmed_chunk_finishes_in_the_next_step() -> None:
-    bench = Bench(make_capacity(max_num_batched_tokens=64))
-    bench.add("a", 33)
-    assert rows(bench.run()) == [("a", 32, 0)]
-    assert rows(bench.run()) == [("a", 1, 1)]
 
 
 def test_a_pool_too_small_for_one_request_is_refused() -> None:

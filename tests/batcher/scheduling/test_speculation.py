@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import Scheduling
-from batcher.request import ErrorCode, FinishReason
-from batcher.scheduling.speculation import Drafts, Retries
+from batcher.request import FinishReason
+from batcher.scheduling.speculation import Drafts
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, Proposal
 from tests.batcher.harness import CAPACITY, Drive, after_weights, make_capacity, make_request
@@ -120,15 +120,6 @@ def test_a_request_that_asks_hears_of_its_drafts() -> None:
     assert {output.drafts for output in silent.outputs} == {None}
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 12))
-def test_max_tokens_is_exact(max_tokens: int) -> None:
-    drive = speculative(perfect)
-    heard = drive.add(make_request("a", [5, 6, 7], max_tokens=max_tokens, ignore_eos=True))
-    drive.finish()
-    assert len(heard.tokens) == max_tokens
-    assert heard.finish_reason is FinishReason.LENGTH
-
-
 def test_tokens_after_a_stop_id_within_an_accepted_run_are_dropped() -> None:
     plain = Drive()
     plain.add(make_request("a", [5, 6, 7], max_tokens=12, ignore_eos=True))
@@ -154,23 +145,6 @@ def test_tokens_after_a_stop_id_within_an_accepted_run_are_dropped() -> None:
         assert all(len(output.logprobs) == len(output.token_ids) for output in heard.outputs)
         drive.check_outputs()
         assert drive.engine.stats().generation_tokens == place + 1
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_a_failed_step_ends_its_requests_and_the_next_ones_are_right(number: int) -> None:
-    def fails(step: int) -> None:
-        if step == number:
-            raise RuntimeError("the device failed")
-
-    capacity = make_capacity(keeps_text=True)
-    runner = FakeRunner(capacity, propose=mixed, on_result=fails)
-    drive = Drive(capacity, runner=runner, buckets={"num_drafts": 3, "max_draft_rows": 4})
-    heard = drive.add(make_request("a", [5, 6, 7], max_tokens=30, ignore_eos=True))
-    drive.finish()
-    assert heard.last.error_code is ErrorCode.STEP_FAILED
-    drive.add(make_request("b", [5, 6, 7], max_tokens=30, ignore_eos=True))
-    drive.finish()
-    drive.check_outputs()
 
 
 def test_accepted_tokens_are_found_in_the_prefix_cache() -> None:
@@ -227,14 +201,6 @@ def test_what_a_grammar_forces_teaches_nothing_about_other_rows() -> None:
     assert rates[1] == rates[0]
 
 
-def test_drafts_that_keep_failing_are_given_up() -> None:
-    drive = speculative(always_wrong, capacity={"max_model_len": 2000, "num_pages": 500}, step_times=after_weights(4.0))
-    drive.add(make_request("a", [5, 6, 7], max_tokens=1000, ignore_eos=True))
-    drive.finish()
-    drive.check_outputs()
-    assert 0 < num_speculative(drive) < 5
-
-
 def test_text_that_becomes_predictable_is_noticed() -> None:
     def late(known: np.ndarray, coming: list[int]) -> list[int]:
         return coming if len(known) > 200 else always_wrong(known, coming)
@@ -260,21 +226,6 @@ def test_what_never_pays_costs_less_and_less(draft_cost: float, most_looks: int,
     assert (drive.runner.num_lookups > 0) == (most_looks > 0)
     assert num_speculative(drive) <= most_drafted
     assert drive.runner.num_lookups + num_speculative(drive) > 5
-
-
-def test_retries_wait_longer_each_time_and_shorter_after_a_right_draft() -> None:
-    retries, taken = Retries(2, 16), []
-    for step in range(70):
-        if retries.is_due(step):
-            retries.tried(step)
-            taken.append(step)
-    assert taken == [0, 2, 6, 14, 30, 46, 62]
-    retries.was_right(63)
-    assert not retries.is_due(66)
-    assert retries.is_due(67)
-    retries.paid(100)
-    assert not retries.is_due(101)
-    assert retries.is_due(102)
 
 
 def test_a_retry_of_a_draft_model_is_one_draft_of_one_row() -> None:

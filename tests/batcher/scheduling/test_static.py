@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from batcher.config import Scheduling
 from batcher.request import FinishReason
 from batcher.step import StepInput
-from tests.batcher.fake_runner import FakeRunner
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 
 
@@ -66,37 +63,6 @@ def test_where_the_context_is_full_a_row_that_has_ended_stands_still() -> None:
     decodes = [step for step in drive.runner.steps if step.bucket.decode_only]
     assert [num_rows(step) for step in decodes] == [2] * 3 + [1] * 16
     assert {step.bucket.num_rows for step in decodes} == {2}
-
-
-@pytest.mark.parametrize("after", range(6))
-def test_an_aborted_row_keeps_its_place_and_the_last_abort_ends_the_batch(after: int) -> None:
-    drive = Drive(make_capacity(num_slots=2, max_num_batched_tokens=8), scheduling=Scheduling.STATIC)
-    for name in ("a", "b", "c"):
-        drive.add(make_request(name, range(10, 20), ignore_eos=True))
-    for _ in range(after):
-        drive.step()
-    drive.engine.abort("a")
-    drive.step()
-    drive.engine.abort("b")
-    drive.finish()
-    drive.check_outputs()
-    assert drive.heard["c"].finish_reason is FinishReason.LENGTH
-
-
-def test_a_failed_step_lets_go_of_rows_that_have_ended() -> None:
-    def fail(number: int) -> None:
-        if number == 6:
-            raise RuntimeError("no luck")
-
-    capacity = make_capacity(num_slots=2)
-    drive = Drive(capacity, runner=FakeRunner(capacity, on_result=fail), scheduling=Scheduling.STATIC)
-    for i, length in enumerate((2, 20, 5, 5)):
-        drive.add(make_request(str(i), [10 + i, 11], max_tokens=length, ignore_eos=True))
-    drive.finish()
-    drive.check_outputs()
-    assert [heard.finish_reason for heard in drive.heard.values()] == [
-        FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH
-    ]  # fmt: skip
 
 
 def test_all_prompts_are_computed_before_anyone_decodes() -> None:
