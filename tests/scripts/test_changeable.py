@@ -137,27 +137,6 @@ def test_what_is_prepared_is_undone_or_ended():
     assert others is not None and all(map(np.array_equal, changed.values(), map(np.asarray, expected)))
 
 
-def test_weights_that_do_not_go_back_are_kept(monkeypatch):
-    changed = Changed()
-    weights = changed.weights
-    for part in (weights.check, lambda _: weights.prepare(), lambda _: weights.commit()):
-        part(SLEEP)
-    weights.check(WAKE_UP)
-
-    def full() -> None:
-        raise RuntimeError("RESOURCE_EXHAUSTED")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(changed.runner, "_make_state", full)
-        with pytest.raises(ValueError, match="kv_cache and weights cannot go back to the device: RESOURCE_EXHAUSTED"):
-            weights.prepare()
-    assert changed.are_away()
-    weights.check(WAKE_UP)
-    weights.prepare()
-    weights.commit()
-    assert changed.are_the_first()
-
-
 @pytest.mark.parametrize("fault", [None, "read", "place"])
 def test_weights_that_were_dropped_are_loaded_while_the_pages_stay_away(fault):
     changed = Changed(fault)
@@ -193,14 +172,3 @@ def test_weights_that_the_host_keeps_are_woken_up_before_others_are_loaded():
     changed.weights.prepare()
     changed.weights.abandon()
     assert changed.weights.missing == {KV_CACHE} and not changed.runner.weights[0].is_deleted()
-
-
-def test_an_engine_serves_once_all_parts_are_back():
-    changed, drive = Changed(), Drive()
-    engine = ChangeableEngine(drive.engine, changed.weights, RunnerUpdates(changed.loader, changed.weights))
-    done: list[Exception | None] = []
-    for command, serves in ((SLEEP, False), (waking(WEIGHTS), False), (waking(KV_CACHE), True), (DROP, False)):
-        engine.change_weights(command, done.append)
-        drive.step()
-        assert drive.engine._serves() == serves
-    assert done == [None] * 4

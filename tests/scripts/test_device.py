@@ -86,10 +86,6 @@ def test_a_server_for_gpus_does_not_serve_without_one(tmp_path):
     assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
-def test_a_cpu_needs_no_driver(tmp_path):
-    assert start("cpu", tmp_path) == "cpu"
-
-
 MEMORY = """
 import sys
 from types import SimpleNamespace

@@ -163,11 +163,3 @@ def test_a_preset_and_a_model_without_a_tokenizer_have_what_is_stated(tmp_path):
     folder.mkdir()
     shutil.copy(DEMO_FOLDER / "config.json", folder)
     assert said(folder) == "1521 (config.json), 1528 (config.json), 1529 (config.json)"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"added_tokens": [{"id": "x"}]}', "[" * 100_000, '"\ud800"'])
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, text):
-    folder = fine_tune(tmp_path / "m", config=None, eos="<|eot_id|>")
-    (folder / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer that can be read: "):
-        said(folder)

@@ -274,15 +274,6 @@ def test_a_quantised_checkpoint_starts_and_is_converted_as_it_would_start(tmp_pa
     assert "projections and head are int8, as converted" in start(tmp_path / "out")
 
 
-def test_a_checkpoint_whose_config_is_silent_has_the_type_of_its_tensors(tmp_path):
-    folder = checkpoints.write(tmp_path, "bf16")
-    raw = json.loads((folder / "config.json").read_text())
-    del raw["torch_dtype"]
-    (folder / "config.json").write_text(json.dumps(raw))
-    found = find_weights(folder, LlamaConfig.from_file(folder))
-    assert (found.config.checkpoint_dtype, found.dtypes, found.exact_dtype) == ("bfloat16", ("bfloat16",), "bfloat16")
-
-
 def test_the_type_that_was_stored_is_announced_not_what_the_config_says(tmp_path):
     source = checkpoints.write(tmp_path / "hf", "gqa2")
     converted(source, tmp_path / "out", dtype="bfloat16")
@@ -292,12 +283,6 @@ def test_the_type_that_was_stored_is_announced_not_what_the_config_says(tmp_path
     found = find_weights(tmp_path / "out", LlamaConfig.from_file(tmp_path / "out"))
     assert found.config.checkpoint_dtype == "bfloat16"
     assert "the CPU's default" in start(tmp_path / "out")
-
-
-def test_a_converted_float32_checkpoint_is_announced_as_float32(tmp_path):
-    source = checkpoints.write(tmp_path / "hf", "gqa2")
-    converted(source, tmp_path / "out")
-    assert "as float32 (the checkpoint's own)" in start(tmp_path / "out")
 
 
 @pytest.mark.parametrize("is_converted", [False, True])

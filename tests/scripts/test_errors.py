@@ -83,7 +83,6 @@ def broken(tmp_path) -> Path:
     ("name", "text", "words"),
     [
         ("config.json", '{"architectures": 5}', "architectures=5 is not supported"),
-        ("generation_config.json", '{"temperature": "hot"}', "temperature='hot' is not a number from 0 to 1000"),
         ("tokenizer_config.json", "null", "does not hold a JSON object"),
     ],
 )
@@ -94,15 +93,6 @@ def test_a_bad_checkpoint_is_one_line(name, text, words, broken):
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert result.stderr.startswith(f"scripts/serve: {broken / name}")
     assert words in result.stderr
-
-
-def test_weights_that_cannot_be_read_are_one_line_from_the_engines_process(broken):
-    (broken / "model.safetensors").write_bytes(b"\0" * 64)
-    result = serve("--model", broken)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    assert result.stderr.startswith("scripts/serve: The engine could not start: ")
-    assert str(broken / "model.safetensors") in result.stderr
 
 
 def test_weights_that_are_a_pipe_end_the_start(broken):
@@ -149,13 +139,7 @@ def test_brackets_without_end_are_one_line(command, flags, words, capsys):
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_file_of_flags_that_is_nested_without_end_is_one_line(tmp_path, capsys):
-    (tmp_path / "flags.yaml").write_text(f"model: {DEEP}")
-    assert launch.main(["--config", str(tmp_path / "flags.yaml")]) == 2
-    assert capsys.readouterr().err == f"scripts/serve: --config {tmp_path / 'flags.yaml'} is nested too deeply\n"
-
-
-@pytest.mark.parametrize("limit", [20, 40, 63])
+@pytest.mark.parametrize("limit", [20, 63])
 def test_too_few_descriptors_are_one_line(limit):
     """ZeroMQ would end the process by a signal."""
     command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0"]
@@ -286,12 +270,3 @@ def test_a_template_file_is_read_as_strictly_as_the_checkpoints(tmp_path, capsys
     (tmp_path / "t.jinja").write_bytes(b"\xff")
     assert launch.main(["--chat-template", str(tmp_path / "t.jinja")]) == 2
     assert f"{tmp_path / 't.jinja'} is not UTF-8 text" in capsys.readouterr().err
-
-
-def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
-    def interrupted(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(plan, "run", interrupted)
-    assert plan.main([]) == 130
-    assert capsys.readouterr().err == "plan: interrupted\n"

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from batcher.request import Pooling
 from scripts import generate as command
-from scripts.offline.journal import Journal
-from server.batches.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, digest, input_digest
+from server.batches.batch_file import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
 from tests.scripts.generating import foretold
 
 
@@ -142,12 +141,6 @@ def test_embeddings_are_lines_as_others_are(run):
     assert wrong["error"]["param"] == "dimensions"
 
 
-def test_embeddings_need_their_flag(run, capsys):
-    assert run(['{"input": "abc"}']) == 0
-    (record,) = read_records(run.output)
-    assert "--enable-embeddings" in record["response"]["body"]["error"]["message"]
-
-
 def test_a_bad_line_becomes_an_error_record_and_no_more(run, capsys):
     lines = [
         "{not json",
@@ -258,17 +251,6 @@ def test_a_finished_output_is_left_alone(run, capsys):
     assert "nothing to do" in capsys.readouterr().err
     assert run(lines, "--overwrite") == 0
     assert run.asked == 1
-
-
-def test_an_old_output_is_replaced_when_the_new_one_is_complete_and_not_before(run, capsys):
-    run.output.write_text("old\n")
-    lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
-    assert run(lines, "--overwrite", interrupt_after=7) == 130
-    assert run.output.read_text() == "old\n"
-    assert "the same command without --overwrite goes on from" in capsys.readouterr().err
-    assert run(lines) == 0
-    assert run.asked == 13
-    assert len(read_records(run.output)) == 20
 
 
 def test_overwriting_forgets_a_partial_output(run):
@@ -449,25 +431,3 @@ def test_a_dying_engine_costs_only_what_was_not_finished(run, capsys):
     assert run(lines) == 0
     assert run.asked == 20 - num_done
     assert {record["response"]["status_code"] for record in read_records(run.output)} == {200}
-
-
-def test_two_runs_do_not_write_one_output(run, capsys):
-    lines = [batch_line("a", prompt="a")]
-    with Journal(run.partial):
-        assert run(lines) == 2
-    assert "another run" in capsys.readouterr().err
-
-
-def test_flags_that_make_no_sense_are_refused(run, capsys):
-    assert run(['{"prompt": "a"}'], "--params", "[1]") == 2
-    assert "--params" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main(["--input", "a", "--output", "b", "--beams", "3"])
-    assert command.main(["--input", "no-such-file", "--output", str(run.output)]) == 2
-
-
-def test_digests_know_texts_and_their_places_apart():
-    a, b = digest("a"), digest("b")
-    assert len({a, b, digest("\udcff")}) == 3
-    inputs = ([(1, a), (2, b)], [(1, a)], [(2, a)], [(1, b), (2, a)], [(1, a), (3, b)])
-    assert len({input_digest(lines) for lines in inputs}) == len(inputs)

@@ -62,13 +62,6 @@ def test_a_torn_header_is_no_journal_and_a_text_without_a_line_is_no_torn_header
     assert path.read_bytes() == b"notes"
 
 
-def test_a_journal_without_records_leaves_no_file(tmp_path):
-    with Journal(tmp_path / "j") as journal:
-        assert journal.is_empty
-        journal.begin(HEADER)
-    assert not (tmp_path / "j").exists()
-
-
 def test_forgotten_records_are_lost_when_the_first_new_one_is_added_and_not_before(tmp_path):
     with Journal(tmp_path / "j") as journal:
         journal.begin(HEADER)
@@ -140,21 +133,6 @@ def run(tmp_path, model_folder):
 
 
 NEVER = 0
-
-
-def test_a_killed_run_is_taken_up_by_the_next_and_an_old_output_lies_there_until_then(run):
-    run.output.write_text("old\n")
-    code, _ = run.until_its_end(7, "SIGKILL", "--overwrite")
-    assert code == -signal.SIGKILL
-    assert run.output.read_text() == "old\n"
-    kept = {entry["record"]["id"] for entry in read_records(run.partial)[1:]}
-    assert len(kept) == 7
-    code, errors = run.until_its_end(NEVER, "SIGKILL")
-    assert code == 0, errors
-    records = read_records(run.output)
-    assert [record["custom_id"] for record in records] == [f"line-{i}" for i in range(1, 41)]
-    assert kept < {record["id"] for record in records}
-    assert not run.partial.exists()
 
 
 def test_a_second_run_is_refused_and_takes_nothing_from_the_first(run):

@@ -214,13 +214,3 @@ def test_the_component_of_events_adds_to_an_overlay(overlay, tmp_path):
     assert ports == {port["containerPort"] for port in container["ports"][1:]} == {5556, 5559}
     assert config.topic == "kv@$(POD_IP):8000@meta-llama/Llama-3.3-70B-Instruct"
     assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
-
-
-def test_the_check_finds_what_is_wrong():
-    service = of_kind("nvidia-gpu", "Service")
-    misspelt = service | {"spec": service["spec"] | {"selectors": {}}}
-    assert problems(misspelt) == ["Service.spec.selectors: an unknown field"]
-    assert problems(service | {"apiVersion": "v2"}) == ["Service.apiVersion: 'v2' is not v1"]
-    assert problems({"kind": "Service", "apiVersion": "v1", "metadata": {"name": "A b"}}) == [
-        "Service.spec: missing", "Service.metadata.name: 'A b' is not a name",
-    ]  # fmt: skip

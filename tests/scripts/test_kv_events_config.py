@@ -48,7 +48,6 @@ def test_without_being_asked_nothing_is_published(fields):
         (ON | {"endpoint": "5557"}, "endpoint '5557': write tcp://HOST:PORT"),
         (ON | {"endpoint": "tcp://*"}, "endpoint 'tcp://*': write"),
         (ON | {"endpoint": "tcp://*:65536"}, "endpoint 'tcp://*:65536': write"),
-        (ON | {"endpoint": "inproc://cache"}, "endpoint 'inproc://cache': write"),
         (ON | {"replay_endpoint": "ipc://"}, "replay_endpoint 'ipc://': write"),
         (ON | {"endpoint": "tcp://*:5557"}, "endpoint 'tcp://*:5557' shows the tokens of all prompts"),
         (ON | {"endpoint": "tcp://10.0.0.1:5557"}, "endpoint 'tcp://10.0.0.1:5557' shows"),

@@ -60,12 +60,6 @@ def visible_flags():
     return [action for action in launch.parser()._actions if action.help is not argparse.SUPPRESS]
 
 
-@pytest.mark.parametrize("action", visible_flags(), ids=lambda action: action.dest)
-def test_the_help_of_a_flag_is_a_sentence(action):
-    assert action.help[0].isupper()
-    assert action.help.endswith(".")
-
-
 NUMBERS = [action for action in visible_flags() if action.type in (int, float) and action.choices is None]
 WITH = {
     "--spec-tokens": ["--spec-method", "ngram"],
@@ -204,11 +198,7 @@ def test_unknown_flags_and_values_are_refused(flags, capsys):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1"),
         ({"memory_utilization": 1.5}, "--memory-utilization"),
-        ({"memory_utilization": 0.0}, "--memory-utilization"),
-        ({"tensor_parallel_size": 0}, "--tensor-parallel-size"),
-        ({"max_queue": -1}, "--max-queue"),
         ({"dtype": "int8"}, "--dtype 'int8'"),
         ({"device": "gpu"}, "--device 'gpu'"),
     ],
@@ -312,14 +302,11 @@ def test_server_settings_come_from_flags_and_checkpoint(model_folder, tmp_path):
     ("flags", "words"),
     [
         (["--model", "no/such/model/here"], "no model 'no/such/model/here'"),
-        (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--model", "preset:llama-9"], "unknown preset"),
         (["--chat-template", "/nonexistent.jinja"], "nonexistent"),
         (["--api-key-file", "/nonexistent.keys"], "nonexistent"),
         (["--api-key-file", "/dev/null"], "--api-key-file /dev/null: there is no key in it"),
         (["--api-key", "a "], "an API key begins or ends"),
-        (["--head-timeout", "0"], "--head-timeout must be above 0"),
-        (["--max-connections", "0"], "--max-connections must be at least 1, not 0"),
     ],
 )
 def test_a_start_that_cannot_be_says_so_in_one_line(flags, words, capsys):
@@ -365,17 +352,13 @@ def test_adapters_of_the_start_have_vllms_forms(tmp_path):
         (["--enable-lora", "--lora-modules", "a"], "--lora-modules 'a': write NAME=PATH"),
         (["--enable-lora", "--lora-modules", "=b"], "--lora-modules: a name has 1 to 256 printable characters"),
         (["--enable-lora", "--lora-modules", "a\nb=c"], "printable"),
-        (["--enable-lora", "--lora-modules", "n" * 257 + "=c"], "1 to 256"),
         (["--enable-lora", "--lora-modules", "a=b", "a=c"], "two adapters have the name 'a'"),
         (["--enable-lora", "--lora-modules", "a="], "the adapter 'a' has no path"),
         (["--enable-lora", "--lora-modules", '{"name": "a"}'], "missing required field `path`"),
-        (["--enable-lora", "--lora-modules", '{"name": 1, "path": "b"}'], "Expected `str`"),
-        (["--enable-lora", "--lora-modules", "[1]"], "--lora-modules"),
         (["--enable-lora", "--lora-modules", "[" * 100_000], "--lora-modules"),
         (["--enable-lora", "--lora-modules", "demo=b"], "'demo' is the name of the model"),
         (["--enable-lora", "--lora-folder", "/no/such/folder"], "--lora-folder /no/such/folder: there is no such"),
         (["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "3"], "--max-cpu-loras 3 must be at least"),
-        (["--enable-lora", "--max-loras", "0"], "--max-loras must be at least 1"),
         (["--enable-lora", "--max-lora-rank", "513"], "--max-lora-rank must be at most 512"),
     ],
 )
@@ -460,8 +443,6 @@ def test_a_configuration_file_comes_before_the_command_line(tmp_path):
     ("text", "words"),
     [
         ("- a", "must hold `flag: value` lines"),
-        ("a: [", "is not YAML"),
-        ("a: {b: 1}", "a must be a value or a list"),
         ("config: other.yaml", "names another file"),
     ],
 )

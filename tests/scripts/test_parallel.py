@@ -19,8 +19,8 @@ from model.execution.memory_plan import (
     memory_needs,
 )
 from model.loading.source import resolve
-from pallas_kernels.spec import Backend, UnavailableError
-from scripts.building.chips import CONTEXT_STEP, ModelOnChips, choose_chips_and_context, describe_idle
+from pallas_kernels.spec import Backend
+from scripts.building.chips import CONTEXT_STEP, ModelOnChips, choose_chips_and_context
 from scripts.flags.settings import EngineSettings
 
 
@@ -45,10 +45,6 @@ def test_as_few_chips_as_the_model_fits_on(least, expected):
 def test_a_model_that_fits_nowhere_is_refused_with_the_largest_number():
     with pytest.raises(ValueError, match="4 do not do"):
         num_chips(None, 6, fits_on(16))
-
-
-def test_what_is_asked_for_is_taken():
-    assert num_chips(2, 8, fits_on(1)) == 2
 
 
 def test_several_hosts_share_a_model_over_all_their_chips():
@@ -128,13 +124,6 @@ def test_a_start_fits_on_a_machine_whose_memory_has_no_room_for_the_trained_cont
         check(1, context + 4 * CONTEXT_STEP)
 
 
-def test_idle_chips_are_named():
-    assert describe_idle(1, 1) == "1 of 1 chip"
-    assert describe_idle(8, 8) == "8 of 8 chips"
-    line = "2 of 8 chips; 6 are idle: --tensor-parallel-size 8 answers one request sooner, "
-    assert describe_idle(2, 8) == line + "--data-parallel-size 4 answers more requests at once"
-
-
 def test_the_memory_plan_decides():
     """Of a machine whose share of memory is between what two and four chips would need."""
     config = resolve("preset:llama-3.2-1b", weights=False).config
@@ -161,16 +150,6 @@ def test_the_memory_plan_decides():
     too_many = partial(check, replace(limited, num_pages=10**9))
     with pytest.raises(ValueError, match=r"1000000000 K/V pages \(--num-pages\) do not fit: there is room for \d+"):
         num_chips(None, 8, too_many)
-
-
-def test_a_backend_that_does_not_compute_the_model_is_passed_over():
-    config = resolve("preset:llama-3.2-1b", weights=False).config
-    limits = RunnerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=256)
-    form = {"dtype": "bfloat16", "quantization": None, "rounding": None, "platform": "cpu"}
-    model = ModelOnChips(config, 1, EngineSettings(page_size=8), limits, **form)
-    with pytest.raises(UnavailableError, match="not 8"):
-        model.attention(Backend.CPU)
-    model.check_fits()
 
 
 def test_one_chips_share_of_the_attention():

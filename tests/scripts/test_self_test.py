@@ -202,14 +202,6 @@ def test_a_start_whose_model_the_kernels_do_not_take_serves_with_the_reference(s
     own, others = (serve_all(warm_engine(b, said.append), [REQUEST]).tokens for b in (built, expected))
     assert len(own[0]) == 4
     assert own == others
-    with pytest.raises(
-        ValueError, match=r"^--attention-backend gpu cannot be used here: gpu: the GPU kernels take head"
-    ):
-        build_runner(
-            replace(settings, attention_backend="gpu"),
-            said.append,
-            backends=replace(gpus, candidates=lambda *_: (Backend.GPU,)),
-        )
 
 
 def test_a_hang_that_no_other_form_can_replace_ends_the_start(settings, tmp_path):

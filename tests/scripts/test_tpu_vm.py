@@ -272,18 +272,6 @@ esac""",
     assert installed(host) == [".[tpu,gcs]"]
 
 
-def test_a_host_with_python_3_12_needs_no_other(host):
-    fake_command(
-        host / "bin/python3.12",
-        f"""case "$*" in "-m venv"*) install -D -m 755 {host}/bin/python3.12 .venv/bin/python ;;
-*) echo "$@" >>{host}/pip-calls ;; esac""",
-    )
-    result = shell(host, "scripts/deploy/host/setup.sh tpu")
-    assert result.returncode == 0, result.stderr
-    assert "uv" not in result.stderr
-    assert installed(host) == [".[tpu,gcs]"]
-
-
 def test_serving_writes_the_unit_and_its_flags(host):
     fake_command(host / "bin/systemctl", f'echo "$@" >>{host}/systemctl-calls')
     result = shell(host, "scripts/deploy/host/serve.sh --device tpu --model meta-llama/Llama-3.1-8B-Instruct")

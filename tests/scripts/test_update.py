@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
-import threading
 import tracemalloc
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +18,6 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from batcher.change import Change
-from batcher.engine import Engine
-from batcher.request import RequestOutput
 from model.compiling.compile_cache import CompileCounter
 from model.config import LlamaConfig
 from model.loading import received_arrays
@@ -31,12 +25,11 @@ from model.loading.given_tensors import GivenWeights
 from model.loading.source import DEMO, DEMO_FOLDER
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
-from model.network.llama import Llama
 from model.network.packed import pack
 from model.quantization.forms import Mixed
 from scripts.building import device
 from scripts.building.changeable import RunnerUpdates, RunnerWeights
-from scripts.building.runner import Built, build_runner, warm_engine
+from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
 from server.engine.weight_changes import WeightChanges
 from server.engine.wire import (
@@ -50,17 +43,14 @@ from server.engine.wire import (
     WeightsChange,
     WeightsSource,
 )
-from tests.batcher.harness import make_request
 from tests.conftest import COMPILED
 from tests.model import checkpoints, gguf_files
-from tests.model.dense_attention import dense_logits
 from tests.model.given import loaded
 from tests.model.goldens import make as make_goldens
 
 pytestmark = pytest.mark.slow
 
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_pages": 16}
-PROMPTS = [list(range(5, 17)), list(range(60, 80)), [7] * 9]
 
 
 def other_tensors(variant: str, seed: int = 1) -> dict[str, np.ndarray]:
@@ -144,54 +134,6 @@ def test_replaced_weights_are_those_of_a_start_with_them(variant, settings, tmp_
         updated.loader.update(given(updated, arrays))
     assert updated.runner.num_compiles == compiled
     assert are_equal(updated, expected)
-
-
-def texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy answers of a started engine."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    ended = [threading.Event() for _ in prompts]
-
-    def listener(number: int) -> Callable[[RequestOutput], None]:
-        def hear(output: RequestOutput) -> None:
-            answers[number] += output.token_ids
-            if output.finish_reason is not None:
-                ended[number].set()
-
-        return hear
-
-    for number, prompt in enumerate(prompts):
-        engine.add_request(make_request(str(number), prompt, max_tokens=20, ignore_eos=True), listener(number))
-    assert all(event.wait(60) for event in ended)
-    return answers
-
-
-def greedy(model: Llama, prompt: list[int], answer: list[int]) -> list[int]:
-    """What a pass without pages chooses after the prompt and after each token of the answer but the last."""
-    logits = np.asarray(dense_logits(model, np.array(prompt + answer, np.int32)))
-    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-
-
-def test_an_engine_answers_with_the_weights_that_it_was_given_between_two_steps(tmp_path):
-    """The prompts stay the same: no page of the weights before may be found again."""
-    old, new = write_both(tmp_path, "gqa2")
-    engine_of = built(old)
-    config = engine_of.plan.weights.config
-    models = [load_hf(folder, config, dtype=jnp.float32) for folder in (old, new)]
-    engine = warm_engine(engine_of, lambda line: None)
-    engine.start()
-    try:
-        said = [texts(engine, PROMPTS)]
-        for weights in (given(engine_of, models[1], names="own"), given(engine_of, checkpoints.tensors("gqa2"))):
-            done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-            work = partial(engine_of.loader.update, weights)
-            engine.change(Change(work=work, on_done=done.put))
-            assert done.get(timeout=60) is None
-            said.append(texts(engine, PROMPTS))
-    finally:
-        engine.shutdown()
-    assert said[0] == said[2] != said[1]
-    for model, answers in zip([*models, models[0]], said, strict=True):
-        assert answers == [greedy(model, *pair) for pair in zip(PROMPTS, answers, strict=True)]
 
 
 @pytest.mark.parametrize("is_donated", [False, True])
