@@ -22,13 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
 from tests.conftest import COMPILED
-from tests.e2e.replay import LIMITS
 from tests.server.support.judged import answers_are_valid, faults_of_answers  # noqa: F401, fixtures
 from tests.server.support.requests import requests_end_with_their_test  # noqa: F401, a fixture
 from tests.server.support.running import RunningServer
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "pallas_serve:"
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
 ADMIN_KEY = "boss"
 
 

@@ -31,10 +31,6 @@ NGRAM = '--speculative-config={"method": "ngram", "num_speculative_tokens": 3}'
 SAVED, BROKEN = "kv_offload_saved_pages_total", "kv_offload_broken_pages_total"
 IN_FILES, FROM_FILES = "kv_offload_pages disk", "kv_offload_loaded_pages_total disk"
 IN_HOST, FROM_HOST = "kv_offload_pages host", "kv_offload_loaded_pages_total host"
-NAMES = {
-    "external_prefix_cache_queries_total", "external_prefix_cache_hits_total", "kv_offload_lost_pages_total", SAVED,
-    BROKEN, IN_FILES, FROM_FILES, IN_HOST, FROM_HOST,
-}  # fmt: skip
 
 # About ten pages each.
 STORIES = [

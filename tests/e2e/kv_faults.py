@@ -1,14 +1,12 @@
-"""Faults of files of K/V pages and of the disk that they are on, while servers run over them."""
+"""Faults of files of K/V pages, while servers run over them."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from enum import StrEnum
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from threading import Lock
@@ -22,19 +20,6 @@ from tests.e2e.kv_crowd import BODIES, BROKEN, FROM_FILES, FROM_HOST, SAVED, cou
 NUM_CLIENTS = 40
 SHARE = 1 / 3  # of the answers that a fault follows
 COUNTED = (SAVED, FROM_HOST, FROM_FILES, BROKEN, "kv_offload_failed_transfers_total")
-DISK_BYTES = 32 << 20
-SLOW_S = 0.05  # that opening a file takes
-# A process with this module makes way for a slow disk whenever it opens a file of the folder, or lists it.
-SLOW = f"""
-import os, sys, time
-
-def hook(event, args):
-    if event in ("open", "os.scandir") and str(args[0]).startswith(os.environ["SLOW_FOLDER"]):
-        if os.path.exists(os.environ["SLOW_IF"]):
-            time.sleep({SLOW_S})
-
-sys.addaudithook(hook)
-"""
 
 
 def flip_a_bit(file: Path, random: Random) -> None:
@@ -91,79 +76,18 @@ FAULTS = DAMAGE | {
 }
 
 
-class State(StrEnum):
-    """Of a disk."""
-
-    SOUND = "sound"
-    SLOW = "slow"
-    FULL = "full"
-    READ_ONLY = "read only"
-
-
-class Disk:
-    """A folder on a disk whose state changes. One that fills or may only be read is a file system of its own, which
-    only root can mount: without, these states are missing.
-
-    Args:
-        beside: an empty folder for what the processes need that use the disk.
-    """
-
-    def __init__(self, folder: Path, beside: Path, *, is_mounted: bool) -> None:
-        self.state = State.SOUND
-        self.states = [*State] if is_mounted else [State.SOUND, State.SLOW]
-        self._folder = folder
-        self._slow = beside / "slow"
-        (beside / "sitecustomize.py").write_text(SLOW)
-        self.env: Mapping[str, str] = os.environ | {
-            "PYTHONPATH": str(beside), "SLOW_FOLDER": str(folder), "SLOW_IF": str(self._slow)
-        }  # fmt: skip
-
-    def become(self, state: State) -> None:
-        """The disk is in this state, and in no other."""
-        if self.state is State.READ_ONLY:
-            _mount("-o", "remount,rw", str(self._folder))
-        filler = self._folder / "filler"
-        filler.unlink(missing_ok=True)
-        self._slow.unlink(missing_ok=True)
-        if state is State.SLOW:
-            self._slow.touch()
-        elif state is State.FULL:
-            with suppress(OSError), filler.open("wb", buffering=0) as file:
-                while file.write(bytes(1 << 16)):
-                    pass
-        elif state is State.READ_ONLY:
-            while not _mount("-o", "remount,ro", str(self._folder)):  # a page is being written
-                pass
-        self.state = state
-
-
-@contextmanager
-def disk(folder: Path, beside: Path) -> Iterator[Disk]:
-    """A disk of DISK_BYTES on the folder, if this process may mount it."""
-    is_mounted = _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(folder))
-    try:
-        yield Disk(folder, beside, is_mounted=is_mounted)
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def _mount(*args: str) -> bool:
-    return subprocess.run(["mount", *args], capture_output=True, check=False).returncode == 0
-
-
 class FaultyRun:
     """Requests at servers, one after the other, over files that are damaged meanwhile.
 
     Args:
         told: the texts of `BODIES`.
-        of_a_server: answers of each server. The disk's next state comes after a third of them.
+        of_a_server: answers of each server.
     """
 
-    def __init__(self, told: Sequence[str], folder: Path, disk: Disk, num_requests: int, of_a_server: int) -> None:
+    def __init__(self, told: Sequence[str], folder: Path, num_requests: int, of_a_server: int) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[tuple[int, str]] = []  # the number of the request, and its text
-        self._told, self._folder, self._disk, self._of_a_server = told, folder, disk, of_a_server
+        self._told, self._folder, self._of_a_server = told, folder, of_a_server
         self._random = Random(0)
         self._lock = Lock()  # of all here
         self._left = self._random.choices(range(len(BODIES)), k=num_requests)
@@ -215,10 +139,6 @@ class FaultyRun:
             self.wrong.append((number, text))
         if self._random.random() < SHARE:
             self._damage()
-        if self._num_answered == self._of_a_server // 3:
-            states = self._disk.states
-            self._disk.become(states[(states.index(self._disk.state) + 1) % len(states)])
-            self.counts[f"disk {self._disk.state}"] += 1
         if self._num_answered == self._of_a_server and self._ends_killed:
             self._count(counts(server))
             engine, self._is_killed = server.engine_process(), True

@@ -44,27 +44,6 @@ def test_the_line_to_try_works_when_typed(server):
     assert "82" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
 
 
-def test_a_second_turn_knows_the_first(server):
-    with server.client() as client:
-        said = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0).choices[0].message
-        turns = [*QUESTION, said.model_dump(include={"role", "content"})]
-        turns.append({"role": "user", "content": "Which is larger, 31 or 57?"})
-        answer = client.chat.completions.create(model="demo", messages=turns, temperature=0)
-    assert "57" in answer.choices[0].message.content
-
-
-def test_a_seed_gives_the_same_story_twice_and_another_seed_another(server):
-    def story(seed: int) -> str:
-        with server.client() as client:
-            answer = client.completions.create(
-                model="demo", prompt="Once upon a time", max_tokens=40, temperature=1.0, seed=seed
-            )
-        return answer.choices[0].text
-
-    assert story(1) == story(1)
-    assert story(1) != story(2)
-
-
 def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
     from scripts import llm
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from random import Random
 
 import httpx
 import psutil
@@ -19,8 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from model.loading.source import DEMO_FOLDER
-from tests.conftest import COMPILED
-from tests.e2e.conftest import ROOT, serve, serve_exported
+from tests.e2e.conftest import ROOT, serve_exported
 from tests.e2e.kv_crowd import (
     ADMIN,
     BODIES,
@@ -42,7 +40,7 @@ from tests.e2e.kv_crowd import (
     texts,
     wait_for,
 )
-from tests.e2e.kv_faults import COUNTED, DAMAGE, FAULTS, FaultyRun, disk
+from tests.e2e.kv_faults import COUNTED, FAULTS, FaultyRun
 
 NUM_REQUESTS = int(os.environ.get("KV_FAULTS_REQUESTS", "400"))
 
@@ -89,31 +87,6 @@ def test_a_server_that_was_killed_leaves_files_that_the_next_one_serves(flags, t
         assert healthy(server)[FROM_FILES] > 0
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_files_are_computed_again(flags, told, folder, kind):
-    files, random = filled(folder, flags), Random(0)
-    for file in files:
-        DAMAGE[kind](file, random)
-    with serve_exported(*flags, *in_files(folder)) as server:
-        assert crowd(server) == told
-        is_broken = kind not in ("longer", "link")  # the first bytes of the one are whole, and links are not listed
-        assert (healthy(server)[BROKEN] > 0) == is_broken
-        assert crowd(server) == told
-        healthy(server)
-    assert server.process.returncode == 0
-
-
-def test_files_that_were_exchanged_are_computed_again(flags, told, folder):
-    """Each is whole, and has another's name."""
-    files = filled(folder, flags)
-    contents = [file.read_bytes() for file in files]
-    for file, content in zip(files, [*contents[1:], contents[0]], strict=True):
-        file.write_bytes(content)
-    with serve_exported(*flags, *in_files(folder)) as server:
-        assert crowd(server) == told
-        assert healthy(server)[BROKEN] > 0
-
-
 def test_files_of_other_weights_are_not_read(flags, folder, tmp_path):
     """The other model has the shapes of the demo, so the programs and the digests of pages are the same."""
     filled(folder, flags)
@@ -131,21 +104,17 @@ def test_files_of_other_weights_are_not_read(flags, folder, tmp_path):
         assert healthy(server)[FROM_FILES] == 0
 
 
-def test_no_text_is_wrong_whatever_becomes_of_servers_files_and_disk(flags, told, folder, tmp_path):
+def test_no_text_is_wrong_whatever_becomes_of_servers_and_files(flags, told, folder):
     """`KV_FAULTS_REQUESTS=10000` and `-s` make it longer, and say what has happened."""
-    beside = tmp_path / "beside"
-    beside.mkdir()
-    own = [*flags, *in_files(folder, file_pages=300), "--compile-cache", str(COMPILED)]
-    with disk(folder, beside) as under:
-        run = FaultyRun(told, folder, under, NUM_REQUESTS, of_a_server=max(100, NUM_REQUESTS // 20))
-        while not run.is_done:
-            with serve(*own, env=under.env) as server:
-                run.load(server)
-            print(dict(sorted(run.counts.items())))
+    own = [*flags, *in_files(folder, file_pages=300)]
+    run = FaultyRun(told, folder, NUM_REQUESTS, of_a_server=max(100, NUM_REQUESTS // 20))
+    while not run.is_done:
+        with serve_exported(*own) as server:
+            run.load(server)
+        print(dict(sorted(run.counts.items())))
     assert not run.wrong
     assert run.counts["answers"] == NUM_REQUESTS
-    states = {f"disk {state}" for state in under.states}
-    assert {*FAULTS, *COUNTED, *states, "killed", "ended"} <= run.counts.keys()
+    assert {*FAULTS, *COUNTED, "killed", "ended"} <= run.counts.keys()
     assert run.counts[FROM_FILES] > 0 < run.counts[BROKEN]
 
 
@@ -212,16 +181,14 @@ def start_error(*flags: str) -> str:
     ("own", "words"),
     [
         (["--kv-offloading-path={folder}"], ["--kv-offloading-path", "--kv-offloading-size"]),
-        (["--kv-offloading-size=-1"], ["--kv-offloading-size"]),
         (["--kv-offloading-size=60000"], ["--kv-offloading-size 60000", "GiB"]),
-        (["--kv-offloading-size=1", "--no-enable-prefix-caching"], ["--kv-offloading-size", "prefix"]),
         (["--kv-offloading-size=1", "--kv-offloading-path={folder}/file"], ["--kv-offloading-path", "file"]),
         (
             ["--kv-offloading-size=1", "--kv-offloading-path={folder}", "--kv-offloading-disk=0.0000001"],
             ["--kv-offloading-disk"],
         ),
     ],
-    ids=["no size", "negative", "too large", "no prefixes", "a file", "less than a page"],
+    ids=["no size", "too large", "a file", "less than a page"],
 )
 def test_flags_that_cannot_be_satisfied_are_refused_in_a_line(engine_flags, folder, own, words):
     (folder / "file").write_text("x")

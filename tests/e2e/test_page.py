@@ -250,28 +250,6 @@ def test_a_reload_keeps_the_conversation_and_the_settings(server: RunningServer,
     assert page.locator(".message").count() == 0
 
 
-def test_a_tool_call_is_answered_after_a_reload(server: RunningServer, page: sync_api.Page) -> None:
-    page.goto(server.url)
-    page.get_by_label("Temperature").fill("0")
-    page.locator("#suggestions button").last.click()
-    page.get_by_label("Result of calculator").wait_for()
-    page.reload()
-    page.get_by_label("Result of calculator").fill("7287")
-    page.keyboard.press("Enter")
-    page.locator(DONE).nth(1).wait_for()
-    assert "7287" in page.locator(DONE).nth(1).locator(".text").inner_text()
-
-
-def test_the_speed_of_a_short_answer_is_not_shown(keyed_server: RunningServer, browser: sync_api.Browser) -> None:
-    page = browser.new_page()  # the browser itself writes the 401 on the console
-    page.goto(keyed_server.url)
-    page.get_by_role("textbox", name="Key").fill("right")
-    page.keyboard.press("Enter")
-    send(page, "abc")
-    assert re.fullmatch(r"\d+ tokens, first after \d+ ms", page.locator(".foot").inner_text().split("\n")[0])
-    page.close()
-
-
 @pytest.mark.parametrize("width", [360, 390, 768, 1280])
 def test_no_part_hides_another(server: RunningServer, browser: sync_api.Browser, width: int) -> None:
     """The header is one row, the composer is in sight, and the tiles are below the header in full rows."""

@@ -162,14 +162,6 @@ def test_a_prompt_of_many_clients_is_fetched_once(prefill, decode, forgotten) ->
     assert after[LOST] == before[LOST]
 
 
-def test_a_prompt_that_was_here_before_is_not_sent_again(prefill, decode, forgotten) -> None:
-    before = outcomes(decode)["done"]
-    with decode.http(headers=KEY) as http:
-        first, second = (text_of(http, GREEDY | {"prompt": STORIES[1]}) for _ in range(2))
-    assert first == second
-    assert outcomes(decode)["done"] == before + 1
-
-
 def test_the_route_needs_the_key(prefill) -> None:
     refused = prefill.post("/kv/prefill", {})
     assert refused.status_code == 401
@@ -209,18 +201,6 @@ def test_pages_of_another_form_are_refused_in_words(flags, prefill, told, capfd)
         assert outcomes(decode) == {"done": 0, "failed": 1}
         assert healthy(decode)[FETCHED] == 0
     assert "page_size differ" in capfd.readouterr().err
-
-
-def test_a_server_that_is_not_there_or_refuses_the_key_is_done_without(flags, prefill, told, capfd) -> None:
-    with decoding(flags, "http://127.0.0.1:1") as decode:
-        assert texts_of(decode) == told
-        assert outcomes(decode)["done"] == 0
-        healthy(decode)
-    stranger = ["other" if flag == "key" else flag for flag in flags]
-    with decoding(stranger, prefill.url) as decode, decode.http(headers={"Authorization": "Bearer other"}) as http:
-        assert text_of(http, BODIES[0]) == told[0]
-        assert outcomes(decode) == {"done": 0, "failed": 1}
-    assert "401 Incorrect API key" in capfd.readouterr().err
 
 
 def test_a_prefill_server_that_stands_still_is_not_waited_for(flags, prefill, told) -> None:

@@ -7,7 +7,6 @@ import os
 
 import pytest
 
-from scripts.llm import LLM, SamplingParams
 from tests.e2e.conftest import serve
 from tests.puppet import write_puppet
 from tests.server.support.sse_events import parse_named_events, stream_events
@@ -18,7 +17,6 @@ THOUGHTS = ["First ", "I look ", "at it", ".\n"]
 THOUGHT = "".join(THOUGHTS).rstrip()
 CALL = json.dumps({"name": "look", "parameters": {"at": "it"}})
 ANSWER = "It is four."
-TAGGED = f"<think>{''.join(THOUGHTS)}</think>{ANSWER}"
 USER = [{"role": "user", "content": "2 + 2?"}]
 SEEN = [*USER, {"role": "tool", "tool_call_id": "a", "content": "seen"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -48,12 +46,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model):
     with served(model) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def switched(tmp_path_factory):
-    with served(thinker(tmp_path_factory.mktemp("switched"), [["<think>", *THOUGHTS, "</think>", ANSWER]])) as running:
         yield running
 
 
@@ -184,29 +176,3 @@ def test_a_stop_id_ends_the_reasoning(server):
     assert first != with_ids[0]
     choice = chat(server, SEEN, stop_token_ids=with_ids[:1])["choices"][0]
     assert (choice["message"]["content"], choice["stop_reason"]) == ("", with_ids[0])
-
-
-def test_stop_strings_act_on_the_answer_offline(model):
-    with LLM(model=str(model), max_num_seqs=4) as llm:
-        (result,) = llm.chat([SEEN], SamplingParams(stop=STOPS, max_tokens=50))
-    assert (result.outputs[0].text, result.outputs[0].stop_reason) == (STOPPED, " four")
-
-
-@pytest.mark.parametrize(
-    ("system", "reasons"),
-    [
-        ("Enclose your thoughts inside <think> </think> tags.", True),  # DeepHermes
-        ("detailed thinking on", True),  # Nemotron v1
-        ("detailed thinking off", False),
-        (None, False),
-    ],
-)
-def test_the_system_message_shows_that_the_model_reasons(switched, system, reasons):
-    asked = USER if system is None else [{"role": "system", "content": system}, *USER]
-    message = chat(switched, asked)["choices"][0]["message"]
-    expected = (ANSWER, THOUGHT) if reasons else (TAGGED, None)
-    assert (message["content"], message.get("reasoning")) == expected
-    response = post(switched, "/v1/responses", input="2 + 2?", instructions=system).json()
-    assert [item["type"] for item in response["output"]] == ["reasoning"] * reasons + ["message"]
-    constrained = chat(switched, asked, structured_outputs={"regex": "[0-9]{3}"}, max_tokens=30)
-    assert constrained["choices"][0]["message"]["content"].isdecimal()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import islice
-from random import Random
 
 import psutil
 import pytest
@@ -24,30 +22,6 @@ def test_attacks_among_ordinary_traffic_leave_nothing_behind(built, engine_flags
     assert "nothing is left behind" in said
     assert "'right': " in said
     assert any(attack.__name__ in said for attack in ATTACKS)
-
-
-def test_growth_is_between_the_second_quarter_and_the_last():
-    mib = 2**20
-    assert soak.growth_mib([500 * mib, *[100 * mib] * 7]) == 0
-    assert soak.growth_mib([100 * mib] * 6 + [150 * mib] * 2) == 50
-    assert soak.growth_mib([1, 2]) == 0
-    assert soak.in_quarters(list(range(10))) == [[0, 1, 2, 3], [4, 5], [6, 7], [8, 9]]
-
-
-def test_a_long_run_may_grow_by_less_than_a_short_one():
-    account = soak.Account()
-    account.memory["http"] = [100 * 2**20] * 6 + [110 * 2**20] * 2
-    soak.check_memory(account, 8)
-    assert not account.problems
-    soak.check_memory(account, 600)
-    assert account.problems == ["the http process grew by 10 MiB"]
-
-
-def test_every_attack_is_made_before_any_is_made_again():
-    attacks = soak.attacks_in_rounds(Random(0))
-    rounds = [list(islice(attacks, len(ATTACKS))) for _ in range(2)]
-    assert rounds[0] != rounds[1]
-    assert all(set(one) == set(ATTACKS) for one in rounds)
 
 
 def test_a_child_that_outlives_the_server_is_a_problem(monkeypatch):
@@ -78,21 +52,3 @@ def test_descriptors_and_children_are_counted_against_those_of_the_start():
             one.kill()
             one.wait()
         child.communicate(b"\n")
-
-
-@pytest.mark.parametrize(
-    ("line", "severe"),
-    [
-        ("2026-01-01 00:00:00,000 WARNING pallas_serve: 400 to 127.0.0.1: The request is incomplete.", False),
-        ("2026-01-01 00:00:00,000 WARNING pallas_serve: 503 to 127.0.0.1: The server is reading too much.", False),
-        ("2026-01-01 00:00:00,000 INFO pallas_serve: at most 8192 connections", False),
-        ("2026-01-01 00:00:00,000 ERROR batcher.core: the idle engine is inconsistent", True),
-        ("Traceback (most recent call last):", True),
-    ],
-)
-def test_a_line_of_the_log_is_a_problem_unless_an_attack_provokes_it(line, severe, tmp_path):
-    log = tmp_path / "log"
-    log.write_text(line + "\n")
-    account = soak.Account()
-    soak.check_log(log, account)
-    assert bool(account.problems) == severe

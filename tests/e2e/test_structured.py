@@ -9,16 +9,12 @@ from typing import Annotated, Literal
 
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
 from server.grammar.matcher import TokenGrammars, vocabulary_of
-from tests.examples import examples
 from tests.server.grammar.test_forms import HOSTILE
 from tests.server.support.canary import canary
-from tests.server.support.schemas import schemas
 
 pytestmark = pytest.mark.e2e
 
@@ -85,20 +81,6 @@ def test_the_schema_of_a_tool_is_a_hint_unless_it_is_strict(server, strict, choi
             assert "f: a grammar cannot hold the keyword uniqueItems" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("number", [1234567890123456789, -(2**63)])
-def test_constants_beyond_doubles_are_answered_exactly(server, number):
-    schema = {"type": "object", "properties": {"id": {"const": number}}, "required": ["id"]}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-    body = {"model": "demo", "messages": QUESTION, "max_tokens": 100}
-    with server.http() as http:
-        answer = http.post("/v1/chat/completions", json={**body, "response_format": as_schema(schema)})
-        called = http.post("/v1/chat/completions", json={**body, "tools": [tool], "tool_choice": "required"})
-    (call, *_) = called.json()["choices"][0]["message"]["tool_calls"]
-    for text in (answer.json()["choices"][0]["message"]["content"], call["function"]["arguments"]):
-        assert json.loads(text) == {"id": number}
-    assert not {"x-unenforced-keywords"} & {*answer.headers, *called.headers}
-
-
 class Answer(BaseModel):
     sum: Annotated[int, Field(ge=0, le=999)]
     kind: Literal["even", "odd"]
@@ -110,17 +92,6 @@ def test_the_official_client_parses_into_its_own_types(server):
             model="demo", messages=QUESTION, response_format=Answer, max_tokens=400, temperature=1, seed=3
         )
     assert isinstance(answer.choices[0].message.parsed, Answer)
-
-
-@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(schemas, st.integers(0, 2**31))
-def test_random_schemas(server, schema, seed):
-    with server.client() as client:
-        answer = ask(client, response_format=as_schema(schema), seed=seed, max_tokens=400)
-    choice = answer.choices[0]
-    assert choice.finish_reason in ("stop", "length")
-    if choice.finish_reason == "stop":
-        validate(json.loads(choice.message.content), schema)
 
 
 def test_every_form_and_route(server):
@@ -141,23 +112,6 @@ def test_every_form_and_route(server):
             ).choices[0]
             assert re.fullmatch(pattern, answer.text) or answer.finish_reason == "length", extra
         assert isinstance(json.loads(text_of(ask(client, guided_json=SUM))), dict)
-
-
-def test_a_greedy_answer_is_the_likeliest_of_those_allowed(server):
-    with server.client() as client:
-        answer = ask(client, temperature=0, guided_choice=["The answer is 82.", "47 + 35 = 82.", "It is 9."])
-    assert "82" in text_of(answer)
-
-
-def test_only_allowed_tokens_are_drawn(server):
-    with server.http() as http:
-        bodies = [{"prompt": str(i), "add_special_tokens": False} for i in range(10)]
-        ids = {http.post("/tokenize", json=body).json()["tokens"][0] for body in bodies}
-    with server.client() as client:
-        answer = ask(client, allowed_token_ids=sorted(ids), max_tokens=20)
-        both = ask(client, allowed_token_ids=sorted(ids), guided_regex="[a-z0-9]{7}", max_tokens=20)
-    assert re.fullmatch("[0-9]{20}", text_of(answer))
-    assert re.fullmatch("[0-9]{7}", text_of(both))
 
 
 def test_a_stream_adds_up_to_the_whole(server):
@@ -200,17 +154,6 @@ def test_a_stop_string_and_a_limit_end_it_before_the_grammar_does(server):
     assert stopped.finish_reason == "stop"
     assert "sure" not in stopped.message.content
     assert cut.finish_reason == "length"
-
-
-def test_nobody_hears_a_difference_of_who_shares_the_steps(server):
-    """Each request by itself, and all of them at once."""
-    bodies = [{"seed": i, "max_tokens": 60} | ({"guided_json": SUM} if i % 2 else {}) for i in range(16)]
-    with server.client() as client:
-        alone = [text_of(ask(client, **body)) for body in bodies]
-        with ThreadPoolExecutor(16) as pool:
-            together = list(pool.map(lambda body: text_of(ask(client, **body)), bodies))
-    assert together == alone
-    assert server.metrics()["num_compiles_after_warm_up_total"] == 0
 
 
 def test_hostile_grammars_cost_their_senders_only(server):

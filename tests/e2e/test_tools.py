@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from jsonschema import validate
 
 from tests.server.support.requests import CALCULATOR, PRODUCT
 
@@ -102,33 +101,3 @@ def test_json_needs_no_grammar(server, messages, answer):
         said = client.chat.completions.create(model="demo", messages=messages, temperature=0).choices[0]
     assert json.loads(said.message.content)["answer"] == answer
     assert said.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("named", [None, "say"])
-def test_arguments_always_parse_and_are_valid(server, seed, named):
-    tool_choice = {"type": "function", "function": {"name": named}} if named else "required"
-    with server.client() as client:
-        options = {"model": "demo", "messages": MESSAGES, "tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 150}
-        answer = client.chat.completions.create(
-            **options, temperature=1, seed=seed, parallel_tool_calls=False
-        ).choices[0]  # fmt: skip
-    (call,) = answer.message.tool_calls
-    validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-    assert answer.message.content is None
-    assert answer.finish_reason == ("stop" if named else "tool_calls")
-    assert named in (None, call.function.name)
-
-
-def test_an_answer_of_a_schema_or_a_call(server):
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ADD}}
-    with server.client() as client:
-        answer = client.chat.completions.create(
-            model="demo", messages=MESSAGES, tools=TOOLS, response_format=form, temperature=1, seed=5, max_tokens=150
-        )
-    message = answer.choices[0].message
-    if message.tool_calls:
-        for call in message.tool_calls:
-            validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-    else:
-        validate(json.loads(message.content), ADD)
