@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from server.api.request.schemas import BatchChatRequest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import CHAT
 from tests.server.support.running import ECHO, running_server, server_of
@@ -109,10 +108,3 @@ def test_a_grammar_is_sent_once_and_all_belong_to_one_request():
     assert {request.group for request in client.submitted} == {first.group}
     assert {request.sampling.seed for request in client.submitted} == {3}
     assert len({request.prompt for request in client.submitted}) == 3
-
-
-def test_a_conversation_is_made_a_chat_with_all_fields():
-    body = BatchChatRequest(messages=[], temperature=0.5, logit_bias={"1": 2.0})
-    assert body.each() == []
-    body.messages = [[], []]
-    assert [(one.messages, one.temperature, one.logit_bias) for one in body.each()] == [([], 0.5, {"1": 2.0})] * 2

@@ -184,10 +184,6 @@ def check_offsets(choice, hidden: tuple[str, ...] = ()) -> None:
             assert raw in found[0].encode() or found[0] == "\ufffd"
 
 
-def test_text_offsets_point_into_the_text(scripted):
-    check_offsets(choices(scripted, logprobs=0, max_tokens=100)[0], hidden=("<|eot_id|>",))
-
-
 MIXED_TEXT = st.lists(st.text(max_size=6) | st.sampled_from(SPECIAL_TOKENS), min_size=1, max_size=6).map("".join)
 PROMPTS = MIXED_TEXT | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 
@@ -218,23 +214,3 @@ def test_prompt_logprobs_of_every_prompt(scripted):
         "97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
         "98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
     }
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text(scripted, stream):
-    fields = {"stop": "wör", "max_tokens": 100}
-    shown = text(events(scripted, **fields)) if stream else choices(scripted, **fields)[0]["text"]
-    assert shown == "Héllo, "
-
-
-def test_ignore_eos_and_min_tokens_reach_the_engine(scripted):
-    assert choices(scripted, ignore_eos=True, max_tokens=100)[0]["finish_reason"] == "length"
-    response = post(scripted, min_tokens=20, max_tokens=10)
-    assert response.status_code == 400
-
-
-def test_a_stream_ends_with_usage_where_it_is_asked_for(scripted):
-    chunks = events(scripted, stream_options={"include_usage": True})
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["completion_tokens"] == 16
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -15,7 +15,7 @@ from batcher.request import Pooling, Request, SamplingParams
 from tests.batcher.fake_runner import FAKE_HIDDEN, expected_embedding
 from tests.server.support.real_engine import CAPACITY, RealConfig
 from tests.server.support.requests import load, wait_until
-from tests.server.support.running import RunningServer, running_server
+from tests.server.support.running import RunningServer, running_server, server_of
 from tests.server.support.stub_app import StubClient, call, state_of
 from tests.server.support.tokenizers import BOS, EOT
 
@@ -23,18 +23,13 @@ TARGET = "tests.server.support.real_engine:build"
 PATH = "/v1/embeddings"
 
 
-@pytest.fixture(scope="module", params=Pooling)
-def server(request, tmp_path_factory) -> Iterator[RunningServer]:
-    config = RealConfig(pooling=request.param)
-    with running_server(tmp_path_factory.mktemp("embeds"), TARGET, config, max_embedding_inputs=300) as running:
-        running.pooling = request.param
-        yield running
+server = server_of(RealConfig(pooling=Pooling.LAST), target=TARGET, max_embedding_inputs=300)
 
 
-def foretold(server: RunningServer, prompt: str | Sequence[int]) -> np.ndarray:
+def foretold(prompt: str | Sequence[int]) -> np.ndarray:
     ids = (BOS, *prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
     request = Request(request_id="", prompt=ids, sampling=SamplingParams(max_tokens=1), embeds=True)
-    return expected_embedding(request, server.pooling)
+    return expected_embedding(request, Pooling.LAST)
 
 
 def vectors(answer: openai.types.CreateEmbeddingResponse) -> list[list[float]]:
@@ -51,7 +46,7 @@ def metric(server: RunningServer, name: str, label: str = "") -> float:
 
 def test_invocations_embed_an_input(server):
     answer = server.post("/invocations", {"input": "hello"}).json()
-    assert answer["data"][0]["embedding"] == pytest.approx(foretold(server, "hello"), abs=1e-6)
+    assert answer["data"][0]["embedding"] == pytest.approx(foretold("hello"), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +62,7 @@ def test_the_official_client_gets_vectors_in_both_forms(server, given):
             found = vectors(answer)
             if options.get("encoding_format") == "base64":
                 found = [np.frombuffer(base64.b64decode(text), "<f4") for text in found]
-            np.testing.assert_allclose(found, [foretold(server, prompt) for prompt in several], atol=1e-6)
+            np.testing.assert_allclose(found, [foretold(prompt) for prompt in several], atol=1e-6)
             count = sum(len(p) + isinstance(p, str) for p in several)
             assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (count, count)
             assert (answer.model, answer.object, answer.data[0].object) == ("test-model", "list", "embedding")
@@ -84,7 +79,7 @@ def test_many_inputs_come_back_in_their_order(server):
     texts = [f"{i} " * (1 + i % 40) for i in range(300)]
     with server.client() as client, ThreadPoolExecutor() as pool:
         several = list(pool.map(lambda _: client.embeddings.create(model="test-model", input=texts), range(3)))
-    expected = np.array([foretold(server, text) for text in texts])
+    expected = np.array([foretold(text) for text in texts])
     for answer in several:
         np.testing.assert_allclose(vectors(answer), expected, atol=1e-6)
     assert metric(server, "num_compiles_after_warm_up_total") == 0
@@ -102,7 +97,7 @@ def test_embeddings_and_texts_share_the_engine(server):
         embedded = [pool.submit(embed, model="test-model", input=[f"text {i}"] * 5) for i in range(12)]
         assert [future.result() for future in mixed] == alone * 3
         for i, future in enumerate(embedded):
-            np.testing.assert_allclose(vectors(future.result()), [foretold(server, f"text {i}")] * 5, atol=1e-6)
+            np.testing.assert_allclose(vectors(future.result()), [foretold(f"text {i}")] * 5, atol=1e-6)
 
 
 def test_a_prefix_in_the_cache_changes_nothing(server):
@@ -110,9 +105,9 @@ def test_a_prefix_in_the_cache_changes_nothing(server):
     with server.client() as client:
         for _ in range(2):
             answer = client.embeddings.create(model="test-model", input=text)
-            np.testing.assert_allclose(vectors(answer), [foretold(server, text)], atol=1e-6)
+            np.testing.assert_allclose(vectors(answer), [foretold(text)], atol=1e-6)
     num_cached = answer.usage.model_extra["prompt_tokens_details"]["cached_tokens"]
-    assert (num_cached > 0) is (server.pooling is Pooling.LAST)
+    assert num_cached > 0
 
 
 def test_an_input_may_fill_the_context(server):
@@ -121,9 +116,9 @@ def test_an_input_may_fill_the_context(server):
         for given in (ids, bytes(ids[1:]).decode()):
             answer = client.embeddings.create(model="test-model", input=[given])
             assert answer.usage.prompt_tokens == len(ids)
-            np.testing.assert_allclose(vectors(answer)[0], foretold(server, given), atol=1e-6)
+            np.testing.assert_allclose(vectors(answer)[0], foretold(given), atol=1e-6)
         cut = client.embeddings.create(model="test-model", input=[[*ids, 5]], extra_body={"truncate_prompt_tokens": -1})
-    np.testing.assert_allclose(vectors(cut), [foretold(server, ids)], atol=1e-6)
+    np.testing.assert_allclose(vectors(cut), [foretold(ids)], atol=1e-6)
 
 
 def test_truncation_keeps_the_beginning_and_affixes_are_optional(server):
@@ -139,7 +134,7 @@ def test_truncation_keeps_the_beginning_and_affixes_are_optional(server):
         ]
         for body, ids in cases:
             answer = http.post(PATH, json=body).json()
-            np.testing.assert_allclose(answer["data"][0]["embedding"], foretold(server, ids), atol=1e-6)
+            np.testing.assert_allclose(answer["data"][0]["embedding"], foretold(ids), atol=1e-6)
             assert answer["usage"]["prompt_tokens"] == len(ids)
 
 

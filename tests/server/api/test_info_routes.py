@@ -29,7 +29,7 @@ ROUTES = [
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("keyed")
-    options = {"api_keys": ("key-one", "key-twø"), "metrics_prefix": "vllm:", "enable_force_include_usage": True}
+    options = {"api_keys": ("key-one", "key-twø"), "metrics_prefix": "vllm:"}
     with running_server(folder, ECHO, EchoConfig(), template=None, **options) as server:
         yield server
 
@@ -156,12 +156,6 @@ def test_without_a_template_chats_are_refused_in_words(keyed):
         response = http.post(CHAT, json=HELLO)
         assert response.status_code == 400
         assert "/v1/completions" in response.json()["error"]["message"]
-
-
-def test_usage_can_be_forced_on_every_stream(keyed):
-    with keyed.http(headers={"Authorization": "Bearer key-one"}) as http:
-        text = http.post("/v1/completions", json={"prompt": "a", "stream": True}).text
-    assert '"completion_tokens":16' in text.split("\n\n")[-3]
 
 
 def test_the_metrics_prefix(keyed):

@@ -371,21 +371,3 @@ def test_the_key_may_be_in_anthropics_field(tmp_path):
         refused = http.post(PATH, json=body).json()
         assert (refused["type"], refused["error"]["type"]) == ("error", "authentication_error")
         assert http.post(PATH, json=body, headers={"Authorization": "Bearer secret"}).status_code == 200
-
-
-def test_anthropics_own_client(server):
-    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: `scripts/test --all` installs it")
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    options = {"model": "test-model", "max_tokens": 500, "messages": HELLO, "tools": [WEATHER]}
-    with client.messages.stream(**options, extra_body={"seed": SEEDS["both"]}) as stream:
-        assert "".join(stream.text_stream) == "Let me see.  Done."
-        final = stream.get_final_message()
-    assert [block.type for block in final.content] == ["text", "tool_use", "tool_use", "text"]
-    assert final.content[1].input == {"city": "Århus"}
-    assert final.stop_reason == "tool_use"
-    whole = client.messages.create(**options, extra_body={"seed": SEEDS["plain"]})
-    assert whole.content[0].text == SCRIPTS["plain"]
-    counted = client.messages.count_tokens(**{name: options[name] for name in ("model", "messages", "tools")})
-    assert counted.input_tokens == whole.usage.input_tokens
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        client.messages.create(**options | {"max_tokens": 0})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batcher.request import MAX_LOGPROBS, SamplingParams
+from batcher.request import SamplingParams
 from server.api.request.sampling import checked_sampling
 from server.api.request.schemas import CompletionRequest
 from server.settings import GenerationDefaults
@@ -170,26 +170,3 @@ def test_no_more_sequences_are_drawn_than_are_returned(path, fields, is_served):
     if not is_served:
         assert answer.json()["error"]["param"] == "best_of"
         assert "`n`" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("field", ["use_beam_search", "early_stopping"])
-def test_beam_search_is_refused_with_what_to_do(field):
-    answer = call(state_of(StubClient(DONE)), "POST", "/v1/completions", json={"prompt": "a", field: True})
-    assert answer.status_code == 400
-    assert "`logprobs`" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/v1/completions", {"logprobs": -1}, "logprobs"),
-        ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
-        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ("/v1/chat/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
-    ],
-)
-def test_the_whole_vocabulary_is_refused_with_the_bound(path, fields, param):
-    body = (CHAT if "chat" in path else {"prompt": "a"}) | {"max_tokens": 1} | fields
-    error = call(state_of(StubClient(DONE)), "POST", path, json=body).json()["error"]
-    assert error["param"] == param
-    assert f"whole vocabulary, and at most {MAX_LOGPROBS} tokens" in error["message"]

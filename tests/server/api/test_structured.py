@@ -11,7 +11,6 @@ import pytest
 from server.api.request.grammars import MAX_BYTES, asked_constraint, compiled
 from server.api.request.schemas import ChatRequest, CompletionRequest
 from server.grammar.checker import GrammarChecker
-from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import (
     choice_grammar,
     json_object_grammar,
@@ -72,24 +71,6 @@ def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
 def test_what_each_field_means(body, grammar) -> None:
     assert grammar_of(body) == grammar
     assert grammar_of(body, CompletionRequest) == grammar
-
-
-BIG = 1234567890123456789
-
-
-@pytest.mark.parametrize("inner", [{"const": BIG}, {"anyOf": [{"type": "null"}, {"enum": [BIG]}]}], ids=str)
-@pytest.mark.parametrize("form", ["response_format", "guided_json", "structured_outputs"])
-def test_a_constant_beyond_doubles_is_written_as_it_is(form: str, inner: dict[str, object]) -> None:
-    schema = {"type": "object", "properties": {"id": inner}, "required": ["id"]}
-    asked = {
-        "response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}},
-        "guided_json": json.dumps(schema),
-        "structured_outputs": {"json": schema},
-    }
-    start = compile_grammar(grammar_of({form: asked[form]}), Vocabulary.of_bytes())
-    for number in (BIG, int(float(BIG)), BIG + 1):
-        matcher, text = start.deep_copy(), list(json.dumps({"id": number}).encode())
-        assert (matcher.try_consume_tokens(text) == len(text)) == (number == BIG)
 
 
 @pytest.mark.parametrize(

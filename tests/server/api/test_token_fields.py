@@ -132,11 +132,6 @@ def test_routes_that_do_not_tell_sampled_logprobs_refuse_them(scripted, path, bo
     assert "sampled_logprobs" in answer.json()["error"]["message"]
 
 
-def test_every_chunk_of_a_completion_has_what_is_asked_for(scripted):
-    chunks = events(scripted, COMPLETIONS, return_token_ids=True, logprobs=0)
-    assert all(len(c["token_ids"]) == len(c["logprobs"]["tokens"]) for chunk in chunks for c in chunk["choices"])
-
-
 @BOTH
 def test_counts_of_drafts_are_in_the_usage_of_who_asks(scripted, path):
     answer = post(scripted, path, return_draft_counts=True)

@@ -293,12 +293,6 @@ def test_only_tools_that_are_allowed_are_called(server):
     assert (message["content"], message.get("tool_calls")) == (CALL, None)
 
 
-@pytest.mark.parametrize("choice_of_tool", ["none", "auto", "required"])
-def test_a_list_without_tools_calls_none(server, choice_of_tool):
-    message = choice(server, body("call", tools=[], tool_choice=choice_of_tool))["message"]
-    assert (message["content"], message.get("tool_calls")) == (CALL, None)
-
-
 def test_no_call_is_looked_for_where_none_is_wanted(server):
     for fields in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
         assert choice(server, body("call", **fields))["message"]["content"] == CALL

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 import threading
-from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -16,12 +14,10 @@ from hypothesis import strategies as st
 from server.http.limits import UnfinishedRequests
 from server.http.request_error import RequestError
 from tests.server.http.test_connection_limits import LONG_TIMES
-from tests.server.http.test_tls import shake_hands
-from tests.server.support.authority import Authority
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.raw_http import TIMEOUT_S, answers, connect, only_answer, post, read_all
 from tests.server.support.requests import CHAT, HELLO, wait_until
-from tests.server.support.running import ECHO, RunningServer, running_server
+from tests.server.support.running import ECHO, running_server, server_of
 
 MIB = 2**20
 SHORT = HELLO | {"max_tokens": 3}
@@ -30,23 +26,11 @@ CHUNK = b"%x\r\n%b\r\n" % (MIB, b" " * MIB)
 MOST_MIB = 16
 EVENTS = st.tuples(st.integers(0, 4), st.sampled_from(["read", "complete", "end"]), st.integers(1, 60))
 
-Connect = Callable[[], socket.socket]
-
-
-@pytest.fixture(scope="module", params=["http", "https"])
-def small(request, tmp_path_factory) -> Iterator[tuple[RunningServer, Connect]]:
-    """A server that holds 16 MiB of bodies, and how to connect to it."""
-    folder = tmp_path_factory.mktemp(request.param)
-    authority = Authority(folder / "authority")
-    tls = authority.files("server") if request.param == "https" else None
-    with running_server(folder, ECHO, EchoConfig(), max_body_memory_mib=MOST_MIB, tls=tls, **LONG_TIMES) as server:
-        context = authority.context()
-        yield server, (lambda: connect(server)) if tls is None else (lambda: shake_hands(server, context))
-        assert "Traceback" not in server.log
+small = server_of(EchoConfig(), max_body_memory_mib=MOST_MIB, **LONG_TIMES)
 
 
 def send_what_is_read(connection: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError, ssl.SSLError):
+    with contextlib.suppress(ConnectionError):
         connection.sendall(data)
 
 
@@ -56,17 +40,16 @@ def ask(connection: socket.socket) -> int:
 
 
 def test_all_bodies_together_are_bounded(small):
-    server, new = small
-    process = psutil.Process(server.process.pid)
+    process = psutil.Process(small.process.pid)
     before = process.memory_info().rss
     with contextlib.ExitStack() as stack:
-        bodies = [stack.enter_context(new()) for _ in range(40)]
+        bodies = [stack.enter_context(connect(small)) for _ in range(40)]
         for connection in bodies:
             send_what_is_read(connection, HEAD + CHUNK * 5)
         begun: dict[socket.socket, bytes] = {}  # the first bytes of answers
         wait_until(lambda: len(with_answers(bodies, begun)) >= 37)  # 3 x 5 MiB are held
         assert len(with_answers(bodies, begun)) <= 38
-        # 40 connections' TLS takes 20 MiB and more, and bodies without the bound 200 MiB.
+        # Bodies without the bound take 200 MiB.
         assert process.memory_info().rss - before < 6 * MOST_MIB * MIB
         for connection in bodies:
             connection.settimeout(TIMEOUT_S)
@@ -74,7 +57,7 @@ def test_all_bodies_together_are_bounded(small):
         (answer,) = answers(begun[refused] + read_all(refused))
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert "--max-body-memory" in answer.error()["message"]
-        with new() as connection:  # others are served meanwhile
+        with connect(small) as connection:  # others are served meanwhile
             assert ask(connection) == 200
         waiting = [connection for connection in bodies if connection not in begun]
         for connection in waiting[1:]:
@@ -85,11 +68,11 @@ def test_all_bodies_together_are_bounded(small):
 
 
 def with_answers(connections: list[socket.socket], begun: dict[socket.socket, bytes]) -> dict[socket.socket, bytes]:
-    """Those on which the server has answered or closed; `select` does not tell for TLS."""
+    """Those on which the server has answered or closed."""
     for connection in connections:
         if connection not in begun:
             connection.settimeout(0)
-            with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
+            with contextlib.suppress(BlockingIOError):
                 begun[connection] = first_bytes(connection)
     return begun
 
@@ -110,16 +93,15 @@ def read_all_of_one_answer(connection: socket.socket) -> int:
 
 def test_what_was_held_is_given_back_however_a_request_ends(small):
     """Complete, cut off, refused by the application before its end, in pieces: ten times the bound in all."""
-    _, new = small
     whole = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3' + b" " * (5 * MIB) + b"}"
     too_large = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {9 * MIB}\r\n\r\n".encode()
     for _ in range(10):
-        with new() as connection:
+        with connect(small) as connection:
             send_what_is_read(connection, HEAD + CHUNK * 5)
-        with new() as connection:
+        with connect(small) as connection:
             send_what_is_read(connection, too_large + b" " * MIB)
             assert answers(read_all(connection))[0].status == 413
-        with new() as connection:
+        with connect(small) as connection:
             connection.sendall(HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
             connection.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(whole), whole))
             assert only_answer(connection).status == 200

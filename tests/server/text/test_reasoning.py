@@ -130,8 +130,9 @@ HERMES = "{% if thinking %}{{ 'Enclose your thoughts.' }}{% endif %}" + LLAMA3_T
     ],
 )
 def test_a_chat_whose_model_reasons(template, parser, system, expected) -> None:
-    client = StubClient(THOUGHTFUL)
+    state = state_of(StubClient(THOUGHTFUL), template, reasoning_parser=parser)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "2 + 2?"}]
-    answer = call(state_of(client, template, reasoning_parser=parser), "POST", CHAT, json={"messages": messages})
-    message = answer.json()["choices"][0]["message"]
+    message = call(state, "POST", CHAT, json={"messages": messages}).json()["choices"][0]["message"]
     assert (message["content"], message.get("reasoning")) == expected
+    response = call(state, "POST", "/v1/responses", json={"input": "2 + 2?", "instructions": system}).json()
+    assert [item["type"] for item in response["output"]] == ["reasoning"] * (expected[1] is not None) + ["message"]

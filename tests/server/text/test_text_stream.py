@@ -127,31 +127,6 @@ def test_an_id_beyond_the_tokenizer_is_no_text():
     assert read([ord("a"), 5000, ord("b")])[0] == "ab"
 
 
-def test_a_possible_stop_string_is_held_back():
-    assert pushes(["abc", "d", "x"], ["cde"]) == (["ab", "", "cdx", ""], None)
-
-
-def test_what_was_held_back_comes_at_the_end():
-    assert pushes(["abc"], ["cde"]) == (["ab", "c"], None)
-
-
-def test_a_stop_string_over_several_pieces_is_never_shown():
-    assert pushes(["abc", "d", "efg"], ["cde"]) == (["ab", "", ""], "cde")
-
-
-def test_a_stop_string_can_be_included():
-    assert pushes(["abc", "d", "efg"], ["cde"], include_in_output=True) == (["ab", "", "cde"], "cde")
-
-
-def test_the_first_to_be_complete_wins_and_then_the_longest():
-    assert pushes(["abcd"], ["abcd", "bc"])[1] == "bc"
-    assert pushes(["abc"], ["bc", "abc", "c"]) == ([""], "abc")
-
-
-def test_overlapping_beginnings_are_not_lost():
-    assert pushes(list("aaab"), ["aab"]) == (["", "", "a", ""], "aab")
-
-
 HOSTILE = {
     "one long beginning in many strings": ["a" * 500 + "b" * 523 + chr(65 + i) for i in range(31)],
     "beginnings of every length": ["a" * (16 * i + 16) + "b" * (1007 - 16 * i) + "X" for i in range(31)],
