@@ -154,13 +154,7 @@ def test_messages_that_no_template_knows(echo, message, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"function_call": {"name": "f"}}, "function_call"),
-        ({"best_of": 2}, "best_of"),
-        ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_token_ids": [1]}, "prompt_token_ids"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"audio": {"voice": "x"}}, "audio"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
