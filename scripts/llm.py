@@ -246,7 +246,6 @@ class LLM(EngineForTraining):
         if self._adapters is not None:
             self._adapters.close()
         self._thread.close()
-        self._state.close()
 
     def __enter__(self) -> Self:
         return self

@@ -45,8 +45,9 @@ from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError
 from server.settings import Settings
+from server.text.chat_template import ChatTemplate
 from server.text.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
-from server.text.template_runner import ServedTemplate, TemplateRunner
+from server.text.template_runner import TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tokenizer_files import ChatTemplates
 from server.text.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_in
@@ -55,23 +56,20 @@ logger = logging.getLogger("pallas_serve")
 
 
 def create_state(
-    settings: Settings,
-    client: EngineClient,
-    tokenizer: ByteLevelTokenizer,
-    runner: TemplateRunner | None = None,
-    scratch: Path | None = None,
+    settings: Settings, client: EngineClient, tokenizer: ByteLevelTokenizer, scratch: Path | None = None
 ) -> ServerState:
-    """The state that all routes share. The caller must close it. Without a `runner` it gets a new one.
-    Without --batch-folder the database is in the folder `scratch`, or in memory.
+    """The state that all routes share. The caller must close it. Without --batch-folder the database is in the folder
+    `scratch`, or in memory.
 
     Raises TemplateError if a chat template is not valid Jinja, and ValueError or OSError if the folder of batches
     cannot be used.
     """
-    runner = runner or TemplateRunner()
     replacement = settings.chat_template
     sources = ChatTemplates(default=replacement) if replacement else tokenizer.chat_templates
     template, tool_template = (
-        ServedTemplate(source, tokenizer, runner, timeout_s=settings.template_timeout_s) if source else None
+        ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
+        if source
+        else None
         for source in (sources.default, sources.tool_use)
     )
     engines: Sequence[EngineClient] = client.engines if isinstance(client, EngineGroup) else [client]
@@ -89,7 +87,7 @@ def create_state(
         tokenizer=tokenizer,
         chat_template=template,
         tool_template=tool_template or template,
-        templates=runner,
+        templates=TemplateRunner(timeout_s=settings.template_timeout_s),
         history=StatsHistory(lambda: client.stats),
         call_format=FORMATS[_call_format(settings, sources.tool_use or sources.default or "")],
         reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),

@@ -26,8 +26,9 @@ from server.http.body import BodyLimits
 from server.http.request_error import RequestError, model_not_found
 from server.http.turns import Turns
 from server.settings import Settings
+from server.text.chat_template import ChatTemplate
 from server.text.reasoning import ReasoningFormat
-from server.text.template_runner import ServedTemplate, TemplateRunner
+from server.text.template_runner import TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.parser import CallParser
 
@@ -45,8 +46,8 @@ class ServerState:
     client: EngineClient
     engines: Sequence[EngineClient]  # the client, or the engines of its group
     tokenizer: ByteLevelTokenizer
-    chat_template: ServedTemplate | None  # None: the tokenizer has none
-    tool_template: ServedTemplate | None  # for conversations with tools
+    chat_template: ChatTemplate | None  # None: the tokenizer has none
+    tool_template: ChatTemplate | None  # for conversations with tools
     templates: TemplateRunner
     call_format: type[CallParser]  # the format of the model's tool calls
     reasoning: ReasoningFormat | None  # None: the whole text is the answer, unless the system message asks for it
@@ -106,8 +107,7 @@ class ServerState:
         return ended
 
     def close(self) -> None:
-        """Ends the processes that run templates, and closes the database."""
-        self.templates.close()
+        """Closes the database."""
         self.database.close()
 
     async def find_model(self, name: str | None) -> Model:

@@ -1,6 +1,7 @@
 """Renders a conversation with the tokenizer's chat template. The users' text never becomes a control token.
 
-Rendering runs in a process that may be killed (`template_process`), never in the server's own.
+The model's template is the operator's choice, but clients decide on its input. So its loops end at a deadline, and its
+output has a bound. A template that comes with a request runs in a process of its own (`template_process`).
 
 A template is a program that joins its own control tokens and the users' text into one string. In that string the two
 look the same. So the template runs twice: on the conversation itself, and on the conversation with its text masked.
@@ -21,6 +22,8 @@ masked like text.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +32,14 @@ import jinja2.nodes
 from model.inputs.limits import MAX_TEMPLATE_BYTES
 from server.text.masking import Change, Mask, MaskedText, Substitution, free_characters, masked_strings, translated
 from server.text.special_tokens import Part, SpecialTokens
-from server.text.template_environment import template_environment
-from server.text.template_messages import TemplateError
+from server.text.template_environment import (
+    DEADLINE,
+    TemplateError,
+    TemplateLengthError,
+    TemplateLimitError,
+    template_environment,
+    with_deadlines,
+)
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "ipython"})
 _TWO_CALLS = [{"type": "function", "id": id, "function": {"name": "f", "arguments": {}}} for id in ("call_1", "call_2")]
@@ -46,11 +55,11 @@ class ChatTemplate:
             )
         environment = template_environment()
         try:
-            self._template = environment.from_string(source)
             tree = environment.parse(source)
             names = tree.find_all(jinja2.nodes.Name)
             self.variables_read = frozenset(name.name for name in names if name.ctx == "load")
             self._roles = ROLES | _compared_names(tree)
+            self._template = environment.from_string(with_deadlines(tree))
         except Exception as error:  # Jinja's errors, and Python's in the code that Jinja generates: a MemoryError, too
             raise TemplateError(f"The chat template is not valid: {error or type(error).__name__}") from error
         self._variables = dict(variables)
@@ -67,15 +76,37 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
+        max_chars: float = math.inf,
+        timeout_s: float = math.inf,
     ) -> list[Part]:
         """Renders a conversation. `extra` holds further template variables, such as `tools` and `documents`; their text
         is untrusted, like the messages' text.
 
         With `continue_final_message` the rendering ends with the last message's text, which the model continues.
-        Raises TemplateError.
+
+        Raises:
+            TemplateLengthError: the rendering has more than `max_chars` characters.
+            TemplateLimitError: the template took longer than `timeout_s`, or there is not enough memory.
+            TemplateError: the template cannot render the conversation.
         """
-        extra = dict(extra or {})
-        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._takes_two_calls():
+        limits = (max_chars, time.monotonic() + timeout_s)
+        try:
+            return self._parts_of(messages, add_generation_prompt, continue_final_message, dict(extra or {}), limits)
+        except MemoryError as error:
+            raise TemplateLimitError("The chat template needs more memory than a conversation may take.") from error
+        except TimeoutError as error:
+            message = f"The chat template took longer than {timeout_s:g} s for this conversation and was stopped."
+            raise TemplateLimitError(message) from error
+
+    def _parts_of(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        extra: dict[str, Any],
+        limits: tuple[float, float],
+    ) -> list[Part]:
+        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._takes_two_calls(limits):
             messages = _with_single_calls(messages)
         end = ""
         if continue_final_message:
@@ -83,7 +114,7 @@ class ChatTemplate:
             messages = [*messages[:-1], _with_end(messages[-1], end)]
 
         def rendering(change: Change | None) -> str:
-            text = self._rendered(messages, add_generation_prompt, extra, change)
+            text = self._rendered(messages, add_generation_prompt, extra, change, limits)
             return _cut_at(text, end) if end else text
 
         plain = rendering(None)
@@ -121,16 +152,29 @@ class ChatTemplate:
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
         change: Change | None,
+        limits: tuple[float, float],
     ) -> str:
-        """Renders the conversation, with all strings but known roles under the mask `change`, if there is one."""
+        """Renders the conversation, with all strings but known roles under the mask `change`, if there is one.
+
+        `limits` are the most characters of the rendering, and the deadline. A mask may double the characters."""
+        max_chars, deadline = limits
+        max_chars *= 1 if change is None else 2
         own: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             if change is not None:
                 own["messages"] = [self._masked_message(message, change) for message in messages]
                 extra = _masked_fields(extra, change)
-            variables = {"tools": None, "documents": None, **extra} | self._variables | own
-            return self._template.render(variables)  # not as keywords: a variable may be called `self`
-        except MemoryError:
+            variables = {"tools": None, "documents": None, **extra} | self._variables | own | {DEADLINE: deadline}
+            pieces, num_chars = [], 0
+            for piece in self._template.generate(variables):  # not as keywords: a variable may be called `self`
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > max_chars:
+                    raise TemplateLengthError(f"The chat template writes more than {max_chars:g} characters.")
+            text = "".join(pieces)
+            text.encode()  # fails for half of a surrogate pair, which a template can write
+            return text
+        except (MemoryError, TimeoutError, TemplateLengthError):
             raise
         except Exception as error:  # templates are untrusted: every exception is a refusal
             raise TemplateError(f"The chat template cannot render this conversation: {error}") from error
@@ -139,11 +183,11 @@ class ChatTemplate:
         role = message["role"]
         return _masked_fields(message, change) | {"role": role if role in self._roles else MaskedText(role, change)}
 
-    def _takes_two_calls(self) -> bool:
+    def _takes_two_calls(self, limits: tuple[float, float]) -> bool:
         """Whether a message may have several tool calls. Llama 3.1's template raises an error for more than one."""
         asked: dict[str, Any] = {"role": "user", "content": ""}
         messages = [asked, {"role": "assistant", "content": "", "tool_calls": _TWO_CALLS}]
-        return _try(lambda change: self._rendered(messages, True, {}, change), None) is not None
+        return _try(lambda change: self._rendered(messages, True, {}, change, limits), None) is not None
 
 
 def _compared_names(tree: jinja2.nodes.Template) -> frozenset[str]:

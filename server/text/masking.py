@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from server.text.template_messages import TemplateError
+from server.text.template_environment import TemplateError
 
 STAND_INS = range(0x100000, 0x10FFFE)  # the last private-use plane
 SLICE_CHARS = 32 * 1024

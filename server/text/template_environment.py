@@ -4,25 +4,40 @@ templates. It is implemented here because the import of `transformers` takes mos
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateRuntimeError, nodes
+from jinja2 import Environment, TemplateRuntimeError, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+DEADLINE = "the deadline"  # the variable with the time at which loops end; templates cannot write this name
+_ITEMS_UNTIL_THE_DEADLINE = "items_until_the_deadline"
+
+
+class TemplateError(ValueError):
+    """The template refuses the conversation or cannot be run. The message may be shown to the client."""
+
+
+class TemplateLengthError(TemplateError):
+    """The rendering has more characters than it may."""
+
+
+class TemplateLimitError(TemplateError):
+    """The template took more time or memory than it may, or ended its process."""
 
 
 def template_environment() -> Environment:
     """A sandboxed environment. Templates cannot reach Python's internal attributes or change the values that they
     get."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension])
+    environment.filters |= {"tojson": _to_json, _ITEMS_UNTIL_THE_DEADLINE: _items_until_the_deadline}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.now().strftime(format),
@@ -30,6 +45,33 @@ def template_environment() -> Environment:
         "namespace": _namespace,
     }
     return environment
+
+
+def with_deadlines(tree: nodes.Template) -> nodes.Template:
+    """Changes all loops of the template: they raise TimeoutError after the deadline, as all calls do."""
+    for loop in list(tree.find_all(nodes.For)):
+        loop.iter = nodes.Filter(
+            loop.iter, _ITEMS_UNTIL_THE_DEADLINE, [], [], None, None, lineno=loop.lineno, environment=tree.environment
+        )
+    return tree
+
+
+@pass_context
+def _items_until_the_deadline(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _check_deadline(context)
+        yield item
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _check_deadline(context)  # macros and recursive loops call themselves
+        return super().call(context, obj, *args, **kwargs)
+
+
+def _check_deadline(context: Context) -> None:
+    if time.monotonic() > context[DEADLINE]:
+        raise TimeoutError
 
 
 class _GenerationTag(Extension):

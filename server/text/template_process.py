@@ -1,76 +1,75 @@
-"""The process that runs chat templates: `python -m server.text.template_process`, with a socket as its stdin.
+"""The process that runs the chat template of one request: `python -m server.text.template_process`.
 
-Templates are programs, and a client's input decides how much they compute. This process has bounded memory, and the
-server kills it at the deadline. A timer ends it if the server is gone. The process has no secrets: its environment is
-nearly empty, and it inherits only this socket from the server.
+A request's template is a program, and its work cannot be checked in advance: `{{ 'a' | center(300000000) }}` is one
+call into C that takes gigabytes and holds the interpreter's lock. So this process has bounded memory, and a timer ends
+it at the deadline, also if the server is gone. The process has no secrets: its environment is nearly empty, and it
+inherits only its stdin and stdout, which carry a Job and a Reply.
 """
 
 from __future__ import annotations
 
-import pickle
 import resource
 import signal
-import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from server.text.chat_template import ChatTemplate
-from server.text.template_messages import Fault, Job, Program, Reply, TemplateError, receive, send
+from server.text.special_tokens import Part
+from server.text.template_environment import TemplateError, TemplateLengthError, TemplateLimitError
 
 MEMORY_BYTES = 256 << 20  # in addition to the memory of the process at its start
 MEMORY_PER_BYTE = 64  # of the conversation, because several renderings have it, with up to four bytes a character
-KEPT_TEMPLATES = 16
-TIMER_SLACK_S = 5.0  # the server's own deadline comes first
 MAX_ERROR_CHARS = 2000
-_MAX_FRAME = 1 << 40
+ERRORS = {error.__name__: error for error in (TemplateError, TemplateLengthError, TemplateLimitError)}
+
+
+class Job(msgspec.Struct):
+    """A template to run: its source, the values that the tokenizer gives to it, and the arguments of
+    `ChatTemplate.render`."""
+
+    source: str
+    special_tokens: list[str]
+    variables: dict[str, str]
+    timeout_s: float
+    call: dict[str, Any]
+
+
+class Reply(msgspec.Struct):
+    """The rendering, and the names of the variables that the template reads; or an error."""
+
+    parts: list[Part] = []
+    variables_read: frozenset[str] = frozenset()
+    error: tuple[str, str] | None = None  # a name of ERRORS, and the message
 
 
 def main() -> None:
-    """Answers jobs until the server closes the socket."""
+    """Answers one job."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dump would hold conversations
-    channel = socket.socket(fileno=sys.stdin.fileno())
-    templates: dict[bytes, ChatTemplate] = {}
     own_bytes = _address_space()
-    send(channel, b"")
-    while (frame := receive(channel, _MAX_FRAME)) is not None:
-        job = Job(*pickle.loads(frame))
-        signal.setitimer(signal.ITIMER_REAL, job.timeout_s + TIMER_SLACK_S)  # SIGALRM ends the process, even in C
-        _limit_memory(own_bytes + MEMORY_BYTES + MEMORY_PER_BYTE * len(frame))
-        try:
-            reply = msgspec.msgpack.encode(_answer(job, templates))
-        except MemoryError:
-            reply = None
-        _limit_memory(resource.RLIM_INFINITY)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        send(channel, msgspec.msgpack.encode(Reply(fault=Fault.MEMORY)) if reply is None else reply)
-        if reply is None:
-            return  # what is left of the memory is not known
-
-
-def _answer(job: Job, templates: dict[bytes, ChatTemplate]) -> Reply:
+    frame = sys.stdin.buffer.read()
+    job = msgspec.json.decode(frame, type=Job)
+    signal.setitimer(signal.ITIMER_REAL, job.timeout_s)  # SIGALRM ends the process, even in C
+    _limit_memory(own_bytes + MEMORY_BYTES + MEMORY_PER_BYTE * len(frame))
     try:
-        template = templates.get(job.program) or _compiled(job.program, templates)
-        if job.call is None:
-            return Reply(variables=sorted(template.variables_read))
-        parts = template.render(**job.call)  # type: ignore[arg-type]
-        num_chars = sum(len(part.text) for part in parts)
-        shown = [(part.text, part.special) for part in parts] if num_chars <= job.max_chars else []
-        for text, _ in shown:
-            text.encode()  # half of a surrogate pair, which a template can write
-        return Reply(num_chars=num_chars, parts=shown)
-    except (TemplateError, UnicodeEncodeError) as error:
-        return Reply(fault=Fault.REFUSED, error=str(error)[:MAX_ERROR_CHARS])
+        answer = msgspec.json.encode(_reply(job))
+    except MemoryError:
+        answer = None
+    _limit_memory(resource.RLIM_INFINITY)
+    if answer is None:
+        error = (TemplateLimitError.__name__, "The chat template needs more memory than a conversation may take.")
+        answer = msgspec.json.encode(Reply(error=error))
+    sys.stdout.buffer.write(answer)
 
 
-def _compiled(program: bytes, templates: dict[bytes, ChatTemplate]) -> ChatTemplate:
-    source, special_tokens, variables = Program(*pickle.loads(program))
-    template = ChatTemplate(source, special_tokens=special_tokens, variables=variables)
-    while len(templates) >= KEPT_TEMPLATES:
-        del templates[next(iter(templates))]
-    templates[program] = template
-    return template
+def _reply(job: Job) -> Reply:
+    try:
+        template = ChatTemplate(job.source, special_tokens=job.special_tokens, variables=job.variables)
+        return Reply(parts=template.render(**job.call), variables_read=template.variables_read)
+    except TemplateError as error:
+        return Reply(error=(type(error).__name__, str(error)[:MAX_ERROR_CHARS]))
 
 
 def _address_space() -> int:

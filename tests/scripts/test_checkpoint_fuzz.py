@@ -21,7 +21,8 @@ from model.loading.source import DEMO_FOLDER, resolve
 from model.network.rope import inverse_frequencies
 from scripts.building.weights import find_end_tokens
 from server.settings import GenerationDefaults
-from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.chat_template import ChatTemplate
+from server.text.template_environment import TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
 

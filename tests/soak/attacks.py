@@ -196,7 +196,7 @@ async def costly_templates(victim: Victim, random: Random) -> None:
 
 
 async def killed_template_process(victim: Victim, random: Random) -> None:
-    """Kills a process that runs templates. The next conversations are rendered."""
+    """Kills a process that runs a request's template. The next conversations are rendered."""
     found = []
     for child in psutil.Process(victim.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):

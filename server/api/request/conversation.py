@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, Self
@@ -15,10 +15,11 @@ from server.api.request.limits import check_num_messages, check_text_length
 from server.api.request.schemas import ChatRequest, ContentPart, Message, TokenizeRequest
 from server.api.request.tools import MAX_DEPTH, Tools
 from server.api.state import ServerState
-from server.http.request_error import RequestError, given, invalid, overloaded, unavailable, unsupported
-from server.text.special_tokens import Part, encode_parts
-from server.text.template_messages import TemplateError
-from server.text.template_runner import Lane, ServedTemplate, TemplateLimitError, TooManyTemplatesError
+from server.http.request_error import RequestError, given, invalid, overloaded, too_long, unavailable, unsupported
+from server.text.chat_template import ChatTemplate
+from server.text.special_tokens import encode_parts
+from server.text.template_environment import TemplateError, TemplateLengthError, TemplateLimitError
+from server.text.template_runner import TooManyTemplatesError
 
 CHARS_OF_A_MESSAGE = 40  # about the characters that a template adds to a message; an estimate of work
 # Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. `function` is OpenAI's older name for
@@ -82,8 +83,12 @@ class Conversation:
 async def encode_conversation(state: ServerState, conversation: Conversation, tools: Tools | None = None) -> list[int]:
     """The token ids of the prompt. Raises RequestError 400 for messages or variables that the template cannot
     render."""
-    template = await _template_of(state, conversation, tools)
     max_model_len = state.client.info.max_model_len
+    source = conversation.template
+    template = _of_the_model(state, tools) if source is None else None
+    if source is not None and not state.settings.trust_request_chat_template:
+        message = "is a program, and this server runs those of requests only with --trust-request-chat-template"
+        raise invalid("chat_template", message)
     check_num_messages(len(conversation.messages), max_model_len)
     most = CHARS_OF_A_MESSAGE * len(conversation.messages)
     size = await state.threads.in_thread(most, lambda: sum(map(_work_of, conversation.messages)))
@@ -92,43 +97,32 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
     )
     num_chars = await state.threads.in_thread(size, lambda: sum(map(num_characters, messages)))
     check_text_length(num_chars, state.tokenizer, max_model_len)
-    extra = await state.threads.in_thread(conversation.raw_size, template_variables, conversation, template)
-    lane = Lane.SPECIAL if conversation.template or extra.keys() - {"documents"} else Lane.ORDINARY
+    extra = await state.threads.in_thread(conversation.raw_size, template_variables, conversation)
+    costly = "messages" if extra.keys() <= {"documents"} else "chat_template_kwargs"
     if tools is not None:
         extra["tools"] = tools.for_template()
-    max_chars = state.tokenizer.max_token_chars * max_model_len
-
-    def render() -> tuple[int, list[Part]]:
-        return template.render(
-            max_chars,
-            messages=messages,
-            add_generation_prompt=conversation.generates,
-            continue_final_message=conversation.continues,
-            extra=extra,
-        )
-
-    costly = "messages"
-    if lane is Lane.SPECIAL:
-        costly = "chat_template" if conversation.template else "chat_template_kwargs"
-    with _template_errors("messages", limits_param=costly):
-        num_chars, parts = await state.templates.in_thread(lane, render)
+    call = {
+        "messages": messages,
+        "add_generation_prompt": conversation.generates,
+        "continue_final_message": conversation.continues,
+        "extra": extra,
+        "max_chars": state.tokenizer.max_token_chars * max_model_len,
+    }
+    if template is not None:
+        _check_shown(extra, template.variables_read)
+        with _template_errors("messages", limits_param=costly):
+            parts = await state.templates.render(template, **call)
+    else:
+        with _template_errors("messages", limits_param="chat_template"):
+            parts, variables_read = await state.templates.render_source(source, state.tokenizer, **call)
+        _check_shown(extra, variables_read)
+    num_chars = sum(len(part.text) for part in parts)
     check_text_length(num_chars, state.tokenizer, max_model_len)
     ids = await state.threads.in_thread(num_chars, encode_parts, state.tokenizer, parts)
     return state.tokenizer.with_affixes(ids, again=True) if conversation.adds_affixes else ids
 
 
-async def _template_of(state: ServerState, conversation: Conversation, tools: Tools | None) -> ServedTemplate:
-    """The template of a conversation. Raises RequestError 400 if there is none, if it does not show the tools, or if
-    the request's own is not allowed or not valid."""
-    own = conversation.template
-    template = _of_the_model(state, tools) if own is None else await _own(state, own)
-    if tools is not None and not template.reads("tools"):
-        message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
-        raise RequestError(400, message, param="tools")
-    return template
-
-
-def _of_the_model(state: ServerState, tools: Tools | None) -> ServedTemplate:
+def _of_the_model(state: ServerState, tools: Tools | None) -> ChatTemplate:
     template = state.chat_template if tools is None else state.tool_template
     if template is None:
         message = "This model has no chat template: use /v1/completions."
@@ -138,33 +132,34 @@ def _of_the_model(state: ServerState, tools: Tools | None) -> ServedTemplate:
     return template
 
 
-async def _own(state: ServerState, source: str) -> ServedTemplate:
-    if not state.settings.trust_request_chat_template:
-        message = "is a program, and this server runs those of requests only with --trust-request-chat-template"
-        raise invalid("chat_template", message)
-    timeout_s = state.settings.template_timeout_s
-    with _template_errors("chat_template"):
-        return await state.templates.in_thread(
-            Lane.SPECIAL, lambda: ServedTemplate(source, state.tokenizer, state.templates, timeout_s=timeout_s)
-        )
+def _check_shown(extra: Mapping[str, Any], variables_read: Collection[str]) -> None:
+    """Raises RequestError 400 for tools or documents that the template does not show."""
+    if "tools" in extra and "tools" not in variables_read:
+        message = "tools: this model's chat template has no place for tools; --chat-template FILE gives it another."
+        raise RequestError(400, message, param="tools")
+    if "documents" in extra and "documents" not in variables_read:
+        raise RequestError(400, "documents: this model's chat template does not show them.", param="documents")
 
 
 @contextlib.contextmanager
-def _template_errors(param: str, limits_param: str | None = None) -> Iterator[None]:
+def _template_errors(param: str, limits_param: str) -> Iterator[None]:
     """Raises the errors of running a template as RequestError, which names `param`. An error about too much work names
-    `limits_param`, if that is given."""
+    `limits_param`."""
     try:
         yield
+    except TemplateLengthError as error:
+        raise too_long(f"{error} They exceed the model's maximum context length.", param="input_text") from error
     except TemplateLimitError as error:
-        raise RequestError(400, str(error), param=limits_param or param) from error
+        raise RequestError(400, str(error), param=limits_param) from error
     except TemplateError as error:
         raise RequestError(400, str(error), param=param) from error
     except RecursionError as error:
-        raise invalid(limits_param or param, "is nested too deeply") from error
+        raise invalid(limits_param, "is nested too deeply") from error
     except TooManyTemplatesError as error:
         raise overloaded("Too many conversations wait to be rendered.") from error
     except OSError as error:
-        raise unavailable(f"No process can be started to render the conversation: {error.strerror}") from error
+        reason = error.strerror or error
+        raise unavailable(f"No process can be started to render the conversation: {reason}") from error
 
 
 def _work_of(message: Message) -> int:
@@ -174,15 +169,13 @@ def _work_of(message: Message) -> int:
     return CHARS_OF_A_MESSAGE * (num_parts + len(calls)) + sum(len(text) for text in calls if isinstance(text, str))
 
 
-def template_variables(conversation: Conversation, template: ServedTemplate) -> dict[str, Any]:
-    """`chat_template_kwargs` and `documents`. Raises RequestError 400 if they are not valid for the template."""
+def template_variables(conversation: Conversation) -> dict[str, Any]:
+    """`chat_template_kwargs` and `documents`. Raises RequestError 400 if they are not valid."""
     variables = read_raw("chat_template_kwargs", conversation.variables, _variables, max_bytes=MAX_VARIABLES_BYTES)
     reserved = RESERVED_VARIABLES.intersection(variables or ())
     if reserved:
         raise invalid("chat_template_kwargs", f"must not set {', '.join(sorted(reserved))}")
     documents = read_raw("documents", conversation.documents, _documents, max_bytes=MAX_DOCUMENTS_BYTES)
-    if documents and not template.reads("documents"):
-        raise RequestError(400, "documents: this model's chat template does not show them.", param="documents")
     if is_deeper_than(MAX_DEPTH, documents):
         raise invalid("documents", f"are nested more than {MAX_DEPTH} deep")
     return (variables or {}) | ({"documents": documents} if documents else {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,14 +16,11 @@ from server.app import create_app, create_state
 from server.engine import wire
 from server.engine.link import Receiver
 from server.settings import Settings
-from server.text.template_runner import TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tokenizer_files import ChatTemplates
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE, VOCAB_SIZE, byte_tokenizer
 
 COMPLETIONS = "/v1/completions"
-TEMPLATES = TemplateRunner()  # of all states: its processes start once
-atexit.register(TEMPLATES.close)
 
 
 class StubClient:
@@ -60,7 +56,7 @@ class StubClient:
 def state_of(client: StubClient, template: str | ChatTemplates | None = LLAMA3_TEMPLATE, **settings) -> ServerState:
     config = {"bos_token": "<|begin_of_text|>"}
     tokenizer = ByteLevelTokenizer(byte_tokenizer(), config=config, chat_template=template)
-    return create_state(Settings(tokenizer_folder=Path(), model_names=("m",), **settings), client, tokenizer, TEMPLATES)
+    return create_state(Settings(tokenizer_folder=Path(), model_names=("m",), **settings), client, tokenizer)
 
 
 def client_of(state: ServerState) -> httpx.AsyncClient:

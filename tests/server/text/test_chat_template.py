@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.chat_template import ChatTemplate
 from server.text.special_tokens import Part, encode_parts
+from server.text.template_environment import TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from scripts.lab.demo.tokenizer import CHAT_TEMPLATE as DEMO_TEMPLATE
-from server.text.chat_template import ChatTemplate, TemplateError
+from server.text.chat_template import ChatTemplate
 from server.text.special_tokens import encode_parts
+from server.text.template_environment import TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
 from tests.server.support.hermes_template import HERMES_TEMPLATE, HERMES_TOKENS

@@ -1,67 +1,28 @@
-"""Templates in processes of their own: what one of them does ends no other work, and leaves nothing behind."""
+"""The model's template in threads, and templates of requests in processes: both have bounds, and end."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import resource
 import signal
-import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from server.text import template_runner
+from server.text.chat_template import ChatTemplate
 from server.text.special_tokens import Part
-from server.text.template_messages import TemplateError
-from server.text.template_runner import (
-    MAX_WAITING,
-    Lane,
-    ServedTemplate,
-    TemplateLimitError,
-    TemplateRunner,
-    TooManyTemplatesError,
-)
+from server.text.template_environment import TemplateError, TemplateLengthError, TemplateLimitError
+from server.text.template_runner import MAX_WAITING, NUM_PROCESSES, TemplateRunner, TooManyTemplatesError
 from server.text.tokenizer import ByteLevelTokenizer
-from tests.server.support.requests import wait_until
 from tests.server.support.tokenizers import byte_tokenizer
 
 TOKENIZER = ByteLevelTokenizer(byte_tokenizer(), config={}, chat_template=None)
 HELLO = [{"role": "user", "content": "hi<|eot_id|>"}]
-SHOWN = (len("hi<|eot_id|><|eot_id|>"), [Part("hi<|eot_id|>", False), Part("<|eot_id|>", True)])
+SOURCE = "{{ messages[0].content }}<|eot_id|>"
+SHOWN = [Part("hi<|eot_id|>", False), Part("<|eot_id|>", True)]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-OTHERS: set[psutil.Process] = set()  # children that other tests have left to this process
-
-
-@pytest.fixture
-def runner() -> Iterator[TemplateRunner]:
-    gc.collect()
-    own = psutil.Process()
-    num_fds = own.num_fds()
-    OTHERS.update(own.children(recursive=True))
-    runner = TemplateRunner()
-    yield runner
-    runner.close()
-    assert set(own.children(recursive=True)) <= OTHERS
-    assert own.num_fds() <= num_fds
-
-
-def template(runner: TemplateRunner, source: str = "{{ messages[0].content }}<|eot_id|>", timeout_s: float = 30.0):
-    return ServedTemplate(source, TOKENIZER, runner, timeout_s=timeout_s)
-
-
-def render(served: ServedTemplate, messages=HELLO, max_chars: int = 1000, **extra):
-    return served.render(max_chars, messages=messages, extra=extra)
-
-
-def processes() -> set[psutil.Process]:
-    return set(filter(runs_templates, psutil.Process().children())) - OTHERS
 
 
 def runs_templates(process: psutil.Process) -> bool:
@@ -71,33 +32,106 @@ def runs_templates(process: psutil.Process) -> bool:
         return False
 
 
-def is_at_work(process: psutil.Process) -> bool:
-    try:
-        return process.cpu_times().user > 0.3
-    except psutil.Error:
-        return False
+def processes() -> list[psutil.Process]:
+    return list(filter(runs_templates, psutil.Process().children()))
 
 
-def test_one_process_renders_all_and_stays(runner):
-    served = template(runner)
-    started = processes()
-    assert [render(served) for _ in range(3)] == [SHOWN] * 3
-    assert len(started) == 1 and processes() == started
-    assert not served.reads("tools")
-    assert template(runner, "{{ tools }}{{ documents }}").reads("documents")
+def template(source: str = SOURCE) -> ChatTemplate:
+    return ChatTemplate(source, special_tokens=TOKENIZER.special_tokens, variables={})
 
 
-def test_a_rendering_that_is_too_long_is_counted(runner):
-    assert render(template(runner, "{{ 'a' * 5000 }}"), max_chars=4999) == (5000, [])
+async def rendered(source: str, messages=HELLO, *, timeout_s: float = 30.0, max_chars: int = 1000, **call):
+    """By a process."""
+    runner = TemplateRunner(timeout_s=timeout_s)
+    return await runner.render_source(source, TOKENIZER, messages=messages, max_chars=max_chars, **call)
+
+
+async def at_work() -> psutil.Process:
+    """The process that renders, which has begun."""
+    while True:
+        for process in processes():
+            if process.cpu_times().user > 0.5:
+                return process
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_it_renders(is_own):
+    async def parts() -> list[Part]:
+        if is_own:
+            parts, variables = await rendered(SOURCE + "{% if tools %}{% endif %}")
+            assert variables == {"messages", "tools"}
+            return parts
+        return await TemplateRunner(timeout_s=30.0).render(template(), messages=HELLO)
+
+    assert asyncio.run(parts()) == SHOWN
+    assert processes() == []
+
+
+LONG = {
+    "text": "{{ 'a' * 5000 }}",
+    "pieces": "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+    "messages by messages": "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_rendering_has_a_bound(name):
+    messages = [{"role": "user", "content": "hello"}] * 200
+    with pytest.raises(TemplateLengthError, match="more than 4999 characters"):
+        template(LONG[name]).render(messages, max_chars=4999)
+    with pytest.raises(TemplateLengthError, match="more than 4999 characters"):
+        asyncio.run(rendered(LONG[name], messages, max_chars=4999))
+
+
+LOOPS = {
+    "ranges": ENDLESS,
+    "messages": "{% for m in messages %}" * 3 + "{% endfor %}" * 3,
+    "in a macro": "{% macro m() %}" + ENDLESS + "{% endmacro %}{{ m() }}",
+    "of a condition": "{% for a in range(99999) if range(99999) | list | length == 0 %}{% endfor %}",
+    "a macro of itself": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}",
+    "recursive": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 50 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loops_of_the_models_template_end_at_the_deadline(name):
+    messages = [{"role": "user", "content": ""}] * 5000
+
+    async def render() -> list[Part]:
+        runner = TemplateRunner(timeout_s=0.5)
+        stuck = [asyncio.ensure_future(runner.render(template(LOOPS[name]), messages=messages)) for _ in range(3)]
+        num_turns = 0
+        while not all(one.done() for one in stuck):
+            await asyncio.sleep(0)  # the event loop goes on
+            num_turns += 1
+        assert num_turns > 20
+        for one in stuck:
+            with pytest.raises(TemplateLimitError, match=r"longer than 0\.5 s"):
+                one.result()
+        return await runner.render(template(), messages=HELLO)
+
+    assert asyncio.run(render()) == SHOWN
+
+
+def test_loops_have_what_jinja_gives_them():
+    """The deadline leaves `loop`, unpacking, filters and `else` as they are."""
+    source = (
+        "{% for key, value in {'a': 1, 'b': 2}.items() %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ key }}"
+        "{{ value }}{{ loop.nextitem }}{% endfor %}{% for x in range(5) if x is odd %}{{ loop.length }}{{ x }}"
+        "{% else %}none{% endfor %}{% for x in nothing %}{% else %}none{% endfor %}"
+        "{% for x in 'abc' %}{{ x }}{% break %}{% endfor %}"
+    )
+    parts = template(source).render([])
+    assert "".join(part.text for part in parts) == "1/2Falsea1('b', 2)2/2Trueb22123nonea"
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ raise_exception('no') }}", "{{ '\\ud800' }}", "{{ 1 / 0 }}"])
-def test_a_template_that_refuses_keeps_its_process(runner, source):
-    with pytest.raises(TemplateError):
-        render(template(runner, source))
-    (process,) = processes()
-    assert render(template(runner))[1] == SHOWN[1]
-    assert processes() == {process}
+def test_a_template_that_refuses(source):
+    with pytest.raises(TemplateError, match="The chat template"):
+        asyncio.run(rendered(source))
+    with pytest.raises(TemplateError, match="The chat template"):
+        template(source).render(HELLO)
 
 
 MEMORY = {
@@ -112,11 +146,9 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_memory_is_bounded(runner, name):
+def test_memory_of_a_process_is_bounded(name):
     with pytest.raises(TemplateLimitError, match="more memory than a conversation may take"):
-        render(template(runner, MEMORY[name]))
-    assert render(template(runner))[1] == SHOWN[1]
-    assert len(processes()) == 1
+        asyncio.run(rendered(MEMORY[name]))
 
 
 TIME = {
@@ -131,131 +163,96 @@ TIME = {
 
 
 @pytest.mark.parametrize("name", TIME)
-def test_time_is_bounded(runner, name):
+def test_time_of_a_process_is_bounded(name):
     with pytest.raises(TemplateLimitError, match=r"longer than 0\.5 s"):
-        render(template(runner, TIME[name], timeout_s=0.5))
-    assert render(template(runner))[1] == SHOWN[1]
+        asyncio.run(rendered(TIME[name], timeout_s=0.5))
+    assert processes() == []
 
 
-def test_a_long_conversation_may_take_memory(runner):
+def test_a_long_conversation_may_take_memory():
     """Each character of the two may take four bytes, in each of the renderings."""
     text = "🙂" + "語 word <x>" * 400_000
-    long = [{"role": "user", "content": text}]
-    num_chars, parts = render(
-        template(runner, "{{ messages[0].content | replace('<x>', '') }} <|eot_id|>"), long, 10**8
-    )
-    assert num_chars == len(text.replace("<x>", "")) + 11
+    source = "{{ messages[0].content | replace('<x>', '') }} <|eot_id|>"
+    parts, _ = asyncio.run(rendered(source, [{"role": "user", "content": text}], max_chars=10**8))
+    assert sum(len(part.text) for part in parts) == len(text.replace("<x>", "")) + 11
     assert parts[-1] == Part("<|eot_id|>", True)
 
 
-def test_a_process_that_is_killed_while_it_is_idle_is_replaced(runner):
-    served = template(runner)
-    (process,) = processes()
-    process.kill()
-    assert render(served)[1] == SHOWN[1]
-    wait_until(lambda: not process.is_running())
-
-
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_process_that_is_killed_at_work_is_replaced_once(runner, signal_number):
-    served = template(runner, ENDLESS)
-    killed: set[psutil.Process] = set()
-    with ThreadPoolExecutor(1) as thread:
-        rendering = thread.submit(render, served)
-        for number in (1, 2):
-            wait_until(lambda: any(map(is_at_work, processes() - killed)))
-            (process,) = processes() - killed
-            process.send_signal(signal_number)
-            killed.add(process)
-            assert len(killed) == number
+def test_a_process_that_is_killed_at_work(signal_number):
+    async def killed() -> None:
+        rendering = asyncio.ensure_future(rendered(ENDLESS))
+        (await at_work()).send_signal(signal_number)
         with pytest.raises(TemplateLimitError, match=rf"has ended its process \(-{signal_number.value}\)"):
-            rendering.result(30)
-    assert render(template(runner))[1] == SHOWN[1]
+            await rendering
+
+    asyncio.run(killed())
 
 
-def test_a_process_that_hangs_is_killed(runner):
-    served = template(runner, timeout_s=0.5)
-    (process,) = processes()
-    process.suspend()
-    with pytest.raises(TemplateLimitError, match=r"longer than 0\.5 s"):
-        render(served, [{"role": "user", "content": "a" * 10**7}])
-    assert not process.is_running()
-    assert render(template(runner))[1] == SHOWN[1]
+def test_a_client_that_leaves_ends_the_process():
+    async def left() -> None:
+        rendering = asyncio.ensure_future(rendered(ENDLESS))
+        await at_work()
+        rendering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rendering
+        assert processes() == []
+
+    asyncio.run(left())
 
 
-def test_it_has_no_descriptors_and_no_secrets(runner, monkeypatch):
+def test_it_has_no_descriptors_and_no_secrets(monkeypatch):
     monkeypatch.setenv("API_KEY", "secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     read, write = os.pipe()
     os.set_inheritable(write, True)
-    try:
-        template(runner)
-        (process,) = processes()
+
+    async def look() -> None:
+        rendering = asyncio.ensure_future(rendered(ENDLESS))
+        process = await at_work()
         assert "API_KEY" not in process.environ() and process.environ()["TZ"] == "Asia/Tokyo"
-        targets = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
-        assert {target.partition(":")[0] for target in targets} == {"socket", "/dev/null"}
-        assert len(targets) == 2
+        targets = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+        assert len(targets) == 3 and f"pipe:[{os.fstat(write).st_ino}]" not in targets
         assert process.rlimit(resource.RLIMIT_CORE) == (0, 0)
         assert os.getpgid(process.pid) != os.getpgid(0)
         mapped = {Path(mapping.path).name for mapping in process.memory_maps()}
         assert not any(name.startswith(("jaxlib", "xla", "tokenizers")) for name in mapped)
+        rendering.cancel()
+        await asyncio.wait([rendering])
+
+    try:
+        asyncio.run(look())
     finally:
         os.close(read)
         os.close(write)
 
 
-def test_a_process_that_is_killed_at_its_start_is_replaced(runner, monkeypatch, tmp_path):
-    served = template(runner)
-    for process in processes():
-        process.kill()
-        process.wait()
-    first = tmp_path / "first"  # a program that ends at once the first time, as one that was killed
-    program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\n[ -e {first} ] || {{ : >{first}; kill -9 $$; }}\nexec {sys.executable} "$@"\n')
-    program.chmod(0o700)
-    monkeypatch.setattr(template_runner.sys, "executable", str(program))
-    assert render(served) == SHOWN
-    assert first.exists()
-
-
-def test_where_no_process_can_be_started_it_says_so(runner, monkeypatch):
+def test_where_no_process_can_be_started_it_says_so(monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
-        template(runner)
+        asyncio.run(rendered(SOURCE))
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(ChildProcessError, match="exit code 1"):
-        template(runner)
-    monkeypatch.undo()
-    assert render(template(runner))[1] == SHOWN[1]
+        asyncio.run(rendered(SOURCE))
 
 
-def test_waiting_jobs_are_counted_and_slow_ones_delay_no_others(runner):
-    ordinary, slow = template(runner), template(runner, ENDLESS, timeout_s=3.0)
-
+def test_waiting_requests_are_counted_and_slow_ones_delay_no_others():
     async def all_at_once() -> None:
-        special = [runner.in_thread(Lane.SPECIAL, lambda: render(slow)) for _ in range(MAX_WAITING[Lane.SPECIAL])]
-        waiting = [asyncio.ensure_future(one) for one in special]
-        await asyncio.sleep(0)
+        runner = TemplateRunner(timeout_s=60.0)
+
+        def own(source: str):
+            return asyncio.ensure_future(runner.render_source(source, TOKENIZER, messages=HELLO))
+
+        waiting = [own(ENDLESS) for _ in range(MAX_WAITING)]
+        await at_work()
         with pytest.raises(TooManyTemplatesError):
-            await runner.in_thread(Lane.SPECIAL, lambda: render(slow))
-        shown = await asyncio.gather(*(runner.in_thread(Lane.ORDINARY, lambda: render(ordinary)) for _ in range(200)))
-        assert all(parts == SHOWN[1] for _, parts in shown)
-        assert len(processes()) <= sum(template_runner.NUM_THREADS.values())
-        assert not waiting[-1].done()
+            await own(SOURCE)
+        shown = await asyncio.gather(*(runner.render(template(), messages=HELLO) for _ in range(200)))
+        assert shown == [SHOWN] * 200
+        assert len(processes()) <= NUM_PROCESSES
         for one in waiting:
             one.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert (await runner.in_thread(Lane.SPECIAL, lambda: render(ordinary)))[1] == SHOWN[1]
+        await asyncio.wait(waiting)
+        assert (await own(SOURCE))[0] == SHOWN
 
     asyncio.run(all_at_once())
-
-
-def test_the_end_of_the_runner_ends_what_runs(runner):
-    served = template(runner, ENDLESS, timeout_s=600.0)
-    with ThreadPoolExecutor(1) as thread:
-        rendering = thread.submit(render, served)
-        wait_until(lambda: any(map(is_at_work, processes())))
-        runner.close()
-        with pytest.raises(TemplateLimitError):
-            rendering.result(30)
-    assert processes() == set()
