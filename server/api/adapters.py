@@ -13,7 +13,6 @@ from model.inputs.words import described
 from server.engine.adapters import MAX_NAME_CHARS, AdapterError
 from server.engine.wire import Adapter, AdapterChange, IfLoaded, LoadAdapter
 from server.http.request_error import RequestError, internal, unavailable
-from server.http.turns import SharedWork
 
 REFUSED_S = 10.0  # the time for which a folder that cannot be used is not read again
 MOST_REFUSED = 1024
@@ -45,7 +44,7 @@ class AdapterFolder:
     def __init__(self, folder: Path, changer: Callable[[], AdapterChanger]) -> None:
         self._folder = folder.absolute()
         self._changer = changer
-        self._loading: dict[str, SharedWork[Adapter | AdapterError | None]] = {}
+        self._loading: dict[str, asyncio.Task[Adapter | AdapterError | None]] = {}
         self._refused: dict[str, tuple[float, AdapterError]] = {}  # until when, and why
 
     async def load(self, name: str) -> Adapter | None:
@@ -57,8 +56,8 @@ class AdapterFolder:
             raise refused(refusal)
         loading = self._loading.get(name)
         if loading is None:
-            loading = self._loading[name] = SharedWork(self._load(name))
-        found = await loading.result()
+            loading = self._loading[name] = asyncio.create_task(self._load(name))
+        found = await asyncio.shield(loading)  # it goes on if this request ends
         if isinstance(found, AdapterError):
             raise refused(found)
         return found

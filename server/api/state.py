@@ -24,7 +24,6 @@ from server.engine.generation import Generation
 from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
 from server.http.request_error import RequestError, model_not_found
-from server.http.turns import Turns
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
 from server.text.reasoning import ReasoningFormat
@@ -59,7 +58,6 @@ class ServerState:
     run_batches: Callable[[], Coroutine[Any, Any, None]] | None = None  # until it is cancelled
     threads: WorkerThreads = field(default_factory=WorkerThreads)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
-    turns: Turns = field(default_factory=Turns)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
     num_in_flight: int = 0  # requests on the counted routes, of this process

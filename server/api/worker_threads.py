@@ -1,14 +1,17 @@
-"""Threads for work on clients' input that would block the event loop."""
+"""Threads for long work on clients' input and answers, which would block the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 LONG_WORK = 4096  # characters or tokens: about a millisecond of work; longer work is done in a thread
 NUM_THREADS = 4  # with more threads the event loop would wait longer for the interpreter's lock
+LONG_S = 0.002  # the rest of an answer that takes longer to encode is encoded in a thread
+BLOCK_BYTES = 256 * 1024
 
 
 class WorkerThreads:
@@ -23,3 +26,23 @@ class WorkerThreads:
         if size < LONG_WORK:
             return function(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+
+    async def blocks(self, pieces: Iterator[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
+        """Yields (joined pieces, whether more follow). A short answer is one block, which is made on the event loop."""
+        deadline = time.perf_counter() + LONG_S
+        block, more = _block(pieces, lambda: time.perf_counter() >= deadline)
+        while more:
+            yield block, True
+            block, more = await self.in_thread(LONG_WORK, _block, pieces)
+        yield block, False
+
+
+def _block(pieces: Iterator[bytes], is_late: Callable[[], bool] = lambda: False) -> tuple[bytes, bool]:
+    made: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        made.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= BLOCK_BYTES or is_late():
+            return b"".join(made), True
+    return b"".join(made), False

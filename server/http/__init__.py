@@ -1,4 +1,4 @@
-"""HTTP/1.1: connections and their limits, bodies, API keys, errors, server-sent events, and long work in short turns.
+"""HTTP/1.1: connections and their limits, bodies, API keys, errors and server-sent events.
 
 The package uses uvicorn, Starlette and the settings, but not the model, the tokenizer or the engine.
 """

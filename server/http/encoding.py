@@ -1,7 +1,7 @@
-"""Encodes JSON and server-sent events. Long parts are encoded while they are sent, so no single call takes long.
+"""Encodes JSON and server-sent events. Long lists are encoded while they are sent, so no single call takes long.
 
-The long parts of a value are `LongList` and `LongText` objects. The rest is encoded in one call, with a hole for each
-long part. A hole is a zero byte, which JSON never contains unescaped.
+The long lists of a value are `LongList` objects. The rest is encoded in one call, with a hole for each of
+them. A hole is a zero byte, which JSON never contains unescaped.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import msgspec
 
 HOLE = b"\x00"
 ITEMS = 32  # items of a list that are encoded in one call
-CHARS = 64 * 1024  # characters of a text that are encoded in one call
 DONE = b"data: [DONE]\n\n"
 encode_json = msgspec.json.Encoder().encode
 
 
 class LongList:
-    """A list whose items are created while they are encoded. The items have no long parts."""
+    """A list whose items are created while they are encoded. The items hold no such lists."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -34,7 +33,7 @@ class LongList:
 
 
 class NestedList(LongList):
-    """A list whose items may hold long parts themselves."""
+    """A list whose items may hold such lists themselves."""
 
     def pieces(self) -> Iterator[bytes]:
         before = b"["
@@ -45,37 +44,24 @@ class NestedList(LongList):
         yield b"]" if before == b"," else b"[]"
 
 
-class LongText:
-    """A string that is encoded slice by slice."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def pieces(self) -> Iterator[bytes]:
-        yield b'"'
-        for start in range(0, len(self._text), CHARS):
-            yield encode_json(self._text[start : start + CHARS])[1:-1]
-        yield b'"'
-
-
 def list_of(items: Iterable[Any], count: int) -> list[Any] | LongList:
     """A list of `count` items. A list of up to ITEMS items is created immediately."""
     return list(items) if count <= ITEMS else LongList(items)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """Yields the JSON of a value, with its long parts in pieces."""
-    long_parts: list[LongList | LongText] = []
+    """Yields the JSON of a value, with its long lists in pieces."""
+    long_lists: list[LongList] = []
 
     def leave_hole(part: Any) -> msgspec.Raw:
-        if not isinstance(part, LongList | LongText):
+        if not isinstance(part, LongList):
             raise TypeError(f"no JSON for {type(part).__name__}")
-        long_parts.append(part)
+        long_lists.append(part)
         return msgspec.Raw(HOLE)
 
     first, *others = msgspec.json.encode(value, enc_hook=leave_hole).split(HOLE)
     yield first
-    for part, after in zip(long_parts, others, strict=True):
+    for part, after in zip(long_lists, others, strict=True):
         yield from part.pieces()
         yield after
 

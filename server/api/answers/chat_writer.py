@@ -13,7 +13,7 @@ from server.api.answers.choices_writer import ChoicesWriter
 from server.api.answers.logprobs import chat_entries, prompt_logprobs
 from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.encoding import LongText, event_pieces, list_of
+from server.http.encoding import event_pieces, list_of
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
@@ -46,7 +46,7 @@ class ChatWriter(ChoicesWriter):
         first = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, opens=True)
         chunks = [first | self._prompt_ids(self._options.prompt) if self._head.token_ids else first]
         if self._options.echo:
-            chunks.append(self._chunk(choice, self._text_fields(LongText(self._options.echo)), opens=True))
+            chunks.append(self._chunk(choice, self._text_fields(self._options.echo), opens=True))
         return chain.from_iterable(map(event_pieces, chunks))
 
     def _gain_fields(self, gain: Gain) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ class ChatWriter(ChoicesWriter):
 
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Content):
-            return self._text_fields(LongText(piece.text))
+            return self._text_fields(piece.text)
         if isinstance(piece, Reasoning):
             return {"delta": _reasoning_fields(piece.text)}
         return {"delta": {"tool_calls": [_delta_fields(piece)]}}
@@ -74,7 +74,7 @@ class ChatWriter(ChoicesWriter):
         calls = {"tool_calls": [_call_fields(call) for call in gain.calls]} if gain.calls else {}
         reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning or self._options.reads_reasoning else {}
         text = self._options.echo + gain.text
-        content = LongText(text) if text or not calls else None
+        content = text if text or not calls else None
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": content, "refusal": None, **reasoning, **calls},
@@ -83,7 +83,7 @@ class ChatWriter(ChoicesWriter):
             **self._ids_fields(gain),
         }
 
-    def _text_fields(self, text: str | LongText) -> dict[str, Any]:
+    def _text_fields(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
 
     def _end_fields(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _joined_fields(gain: Gain) -> dict[str, Any]:
     for call in gain.calls:
         before = joined.get(call.index)
         joined[call.index] = call if before is None else replace(before, arguments=before.arguments + call.arguments)
-    content = {"content": LongText(gain.text)} if gain.text else {}
+    content = {"content": gain.text} if gain.text else {}
     reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning else {}
     calls = {"tool_calls": [_delta_fields(call) for call in joined.values()]} if joined else {}
     return {"delta": {**reasoning, **content, **calls}}
@@ -131,7 +131,7 @@ def _joined_fields(gain: Gain) -> dict[str, Any]:
 
 def _reasoning_fields(text: str) -> dict[str, Any]:
     """The reasoning under DeepSeek's name of the field and under vLLM's newer one."""
-    shown = LongText(text) if text else None
+    shown = text or None
     return {"reasoning_content": shown, "reasoning": shown}
 
 
@@ -141,7 +141,7 @@ def _delta_fields(call: CallDelta) -> dict[str, Any]:
 
 def _call_fields(call: CallDelta) -> dict[str, Any]:
     """The fields of a call. Its first delta also has the id and the name."""
-    arguments = {"arguments": LongText(call.arguments)}
+    arguments = {"arguments": call.arguments}
     if call.name is None:
         return {"function": arguments}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": call.name, **arguments}}

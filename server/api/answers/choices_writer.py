@@ -13,7 +13,6 @@ from server.engine.generation import Choice, Gain, Generation, ScoredToken
 from server.http.encoding import (
     DONE,
     ChunkTemplate,
-    LongText,
     NestedList,
     encode_json,
     event,
@@ -62,12 +61,12 @@ class ChoicesWriter(ABC):
     def _whole_choice(self, choice: Choice, gain: Gain) -> Fields: ...
 
     @abstractmethod
-    def _text_fields(self, text: str | LongText) -> Fields:
+    def _text_fields(self, text: str) -> Fields:
         """The text field of a chunk's choice."""
 
     def _gain_fields(self, gain: Gain) -> list[Fields]:
         """The fields of a choice's new output, one entry per chunk."""
-        return [self._text_fields(LongText(gain.text))]
+        return [self._text_fields(gain.text)]
 
     def _end_fields(self) -> Fields:
         """The text field in a choice's last chunk, which has no text."""

@@ -12,7 +12,7 @@ from server.api.answers.logprobs import completion_logprobs, prompt_logprobs
 from server.api.answers.writer import AnswerHead
 from server.engine import wire
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.encoding import LongText, event_pieces
+from server.http.encoding import event_pieces
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -53,7 +53,7 @@ class CompletionWriter(ChoicesWriter):
         if not (self._options.echo or self._head.token_ids):
             return ()
         prompt = self._prompt(choice)
-        text = LongText(prompt.text if self._options.echo else "")
+        text = prompt.text if self._options.echo else ""
         fields = self._text_fields(text) | self._prompt_ids(prompt.ids) | self._ids_fields(Gain())
         chunk = self._chunk(choice, fields, opens=True)
         if self._scores_shown:
@@ -70,7 +70,7 @@ class CompletionWriter(ChoicesWriter):
         options, prompt, shown = self._options, self._prompt(choice), self._shown(gain)
         return {
             "index": choice.index,
-            "text": LongText(prompt.text + shown.text if options.echo else shown.text),
+            "text": prompt.text + shown.text if options.echo else shown.text,
             "logprobs": self._scores(choice, shown.scored, prompt=options.echo) if self._scores_shown else None,
             **self._ending(choice),
             **self._prompt_ids(prompt.ids),
@@ -78,7 +78,7 @@ class CompletionWriter(ChoicesWriter):
             **prompt_logprobs(self._tokenizer, prompt.ids, self._prompt_logprobs(choice), options.num_prompt_logprobs),
         }
 
-    def _text_fields(self, text: str | LongText) -> dict[str, Any]:
+    def _text_fields(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:

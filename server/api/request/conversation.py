@@ -85,19 +85,13 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
     render."""
     max_model_len = state.client.info.max_model_len
     source = conversation.template
-    template = _of_the_model(state, tools) if source is None else None
-    if source is not None and not state.settings.trust_request_chat_template:
+    if source and not state.settings.trust_request_chat_template:
         message = "is a program, and this server runs those of requests only with --trust-request-chat-template"
         raise invalid("chat_template", message)
     check_num_messages(len(conversation.messages), max_model_len)
-    most = CHARS_OF_A_MESSAGE * len(conversation.messages)
-    size = await state.threads.in_thread(most, lambda: sum(map(_work_of, conversation.messages)))
-    messages = await state.threads.in_thread(
-        size, lambda: [*starmap(template_message, enumerate(conversation.messages))]
-    )
-    num_chars = await state.threads.in_thread(size, lambda: sum(map(num_characters, messages)))
+    size = sum(map(_work_of, conversation.messages)) + conversation.raw_size
+    messages, num_chars, extra = await state.threads.in_thread(size, _template_input, conversation)
     check_text_length(num_chars, state.tokenizer, max_model_len)
-    extra = await state.threads.in_thread(conversation.raw_size, template_variables, conversation)
     costly = "messages" if extra.keys() <= {"documents"} else "chat_template_kwargs"
     if tools is not None:
         extra["tools"] = tools.for_template()
@@ -108,18 +102,25 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
         "extra": extra,
         "max_chars": state.tokenizer.max_token_chars * max_model_len,
     }
-    if template is not None:
+    if source is not None:
+        with _template_errors("chat_template", limits_param="chat_template"):
+            parts, variables_read = await state.templates.render_source(source, state.tokenizer, **call)
+        _check_shown(extra, variables_read)
+    else:
+        template = _of_the_model(state, tools)
         _check_shown(extra, template.variables_read)
         with _template_errors("messages", limits_param=costly):
             parts = await state.templates.render(template, **call)
-    else:
-        with _template_errors("messages", limits_param="chat_template"):
-            parts, variables_read = await state.templates.render_source(source, state.tokenizer, **call)
-        _check_shown(extra, variables_read)
     num_chars = sum(len(part.text) for part in parts)
     check_text_length(num_chars, state.tokenizer, max_model_len)
     ids = await state.threads.in_thread(num_chars, encode_parts, state.tokenizer, parts)
     return state.tokenizer.with_affixes(ids, again=True) if conversation.adds_affixes else ids
+
+
+def _template_input(conversation: Conversation) -> tuple[list[dict[str, Any]], int, dict[str, Any]]:
+    """The messages in the form that templates expect, the number of their characters, and further variables."""
+    messages = [*starmap(template_message, enumerate(conversation.messages))]
+    return messages, sum(map(num_characters, messages)), template_variables(conversation)
 
 
 def _of_the_model(state: ServerState, tools: Tools | None) -> ChatTemplate:

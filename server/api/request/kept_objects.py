@@ -41,6 +41,6 @@ def is_ascending(query: Mapping[str, str]) -> bool:
 
 
 def list_object(ids: Sequence[str], entries: Iterable[Any], *, has_more: bool) -> dict[str, Any]:
-    """The list object of one page, for `json_pieces`: its entries may hold long texts."""
+    """The list object of one page, for `json_pieces`."""
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     return {"object": "list", "data": NestedList(entries), **ends, "has_more": has_more}

@@ -61,7 +61,7 @@ class Completions:
             num_prompt_logprobs=body.prompt_logprobs,
         )
         writer = CompletionWriter(generation, head, state.tokenizer, options)
-        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, state.threads, stream=bool(body.stream))
 
     async def start(
         self,

@@ -31,7 +31,7 @@ from server.api.state import ServerState
 from server.engine import wire
 from server.engine.embedding import Embeddings
 from server.http.auth import current_client
-from server.http.encoding import LongText, NestedList, json_pieces, list_of
+from server.http.encoding import NestedList, json_pieces, list_of
 from server.http.request_error import NOT_FOUND, RequestError, invalid, too_long
 
 FORMATS = ("float", "base64")
@@ -114,7 +114,7 @@ class EmbeddingRoutes:
             scores = [math.sumprod(query, other) for other in others]
             order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n or None]
             shows = body.return_documents is not False
-            documents = {i: {"document": {"text": LongText(texts[i])}} if shows else {} for i in order}
+            documents = {i: {"document": {"text": texts[i]}} if shows else {} for i in order}
             ranked = ({"index": i, **documents[i], "relevance_score": scores[i]} for i in order)
             return {"id": started.id, "results": NestedList(ranked)}
 
@@ -139,7 +139,7 @@ class EmbeddingRoutes:
                 if state.settings.show_cached_tokens:
                     usage["prompt_tokens_details"] = {"cached_tokens": embeddings.num_cached_tokens}
                 pieces = json_pieces({**made, "model": started.model, "usage": usage})
-                await LongJson(state.turns, pieces)(scope, receive, send)
+                await LongJson(state.threads, pieces)(scope, receive, send)
 
         return Sent(send_all)
 

@@ -25,7 +25,7 @@ from server.api.routes.completions import Completions
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.engine.generation import Choice, Gain, Generation, ScoredToken
-from server.http.encoding import LongText, list_of
+from server.http.encoding import list_of
 from server.http.request_error import RequestError
 from server.settings import GenerationDefaults
 from server.text.tokenizer import ByteLevelTokenizer
@@ -86,7 +86,7 @@ class Generate:
         writer = GenerateWriter(
             generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
         )
-        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, state.threads, stream=bool(body.stream))
 
 
 def _value(params: GenerateParams, name: str) -> Any:
@@ -124,7 +124,7 @@ class GenerateWriter(ChoicesWriter):
         logprobs = self._scores(choice, gain.scored) if self._scores_shown else None
         return {"index": choice.index, "logprobs": logprobs, **self._ending(choice), **self._ids_fields(gain)}
 
-    def _text_fields(self, text: str | LongText) -> Fields:
+    def _text_fields(self, text: str) -> Fields:
         return {}
 
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:

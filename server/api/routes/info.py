@@ -23,7 +23,7 @@ from server.api.state import ServerState
 from server.engine.client import fault_of
 from server.engine.wire import Adapter
 from server.http.auth import KeyRing
-from server.http.encoding import LongText, json_pieces, list_of
+from server.http.encoding import json_pieces, list_of
 from server.http.request_error import RequestError, model_not_found, unavailable
 from server.text.special_tokens import SpecialTokens, encode_parts
 from server.text.stream import decode_text
@@ -143,7 +143,7 @@ class Info:
             "tokens": list_of(ids, len(ids)),
             "token_strs": strings if body.return_token_strs else None,
         }
-        return LongJson(state.turns, json_pieces(answer))
+        return LongJson(state.threads, json_pieces(answer))
 
     def _encode(self, text: str, affixes: bool) -> list[int]:
         ids = encode_parts(self._state.tokenizer, self._split(text))
@@ -161,7 +161,7 @@ class Info:
             "special_tokens": tokenizer.special_tokens,
             "chat_template": settings.chat_template or tokenizer.chat_templates.default,
         }
-        return LongJson(self._state.turns, json_pieces(answer))
+        return LongJson(self._state.threads, json_pieces(answer))
 
     @route("POST /detokenize", DetokenizeRequest)
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
@@ -169,7 +169,7 @@ class Info:
         state = self._state
         await state.find_model(body.model)
         text = await state.threads.in_thread(len(body.tokens), self._decode, body)
-        return LongJson(state.turns, json_pieces({"prompt": LongText(text)}))
+        return LongJson(state.threads, json_pieces({"prompt": text}))
 
     def _decode(self, body: DetokenizeRequest) -> str:
         check_ids("tokens", body.tokens, self._state.client.info.vocab_size)

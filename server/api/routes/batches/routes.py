@@ -184,7 +184,7 @@ class Batches:
         entries = await asyncio.to_thread(read, limit + 1)
         shown = entries[:limit]
         page = list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > limit)
-        return LongJson(self._state.turns, json_pieces(page))
+        return LongJson(self._state.threads, json_pieces(page))
 
 
 def _file_of(form: FormData) -> UploadFile:

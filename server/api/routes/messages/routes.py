@@ -35,7 +35,7 @@ class Messages:
         chat = await self._translated(body, len(raw))
         generation, plan = await start_chat(state, chat, request, id_prefix="msg", lowers_max_tokens=not strict)
         writer = MessagesWriter(generation, plan.generation.head)
-        return GenerationAnswer(generation, writer, state.turns, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, state.threads, stream=bool(body.stream))
 
     @route(f"POST {PATH}/count_tokens", CountRequest, with_bytes=True)
     async def count_tokens(self, request: Request, body: CountRequest, raw: bytes) -> Response:

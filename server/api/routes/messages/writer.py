@@ -13,7 +13,7 @@ from starlette.responses import Response
 from server.api.answers.writer import AnswerHead
 from server.api.route import ErrorForm
 from server.engine.generation import CUT, Choice, Gain, Generation
-from server.http.encoding import LongText, NestedList, encode_json, event_pieces, json_pieces
+from server.http.encoding import NestedList, encode_json, event_pieces, json_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
@@ -91,11 +91,11 @@ class MessagesWriter:
         before = chain(self._close(), self._open(piece)) if begins else ()
         index = self._num_blocks - 1
         if isinstance(piece, CallDelta):
-            delta = {"type": "input_json_delta", "partial_json": LongText(piece.arguments)}
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
         elif isinstance(piece, Reasoning):
-            delta = {"type": "thinking_delta", "thinking": LongText(piece.text)}
+            delta = {"type": "thinking_delta", "thinking": piece.text}
         else:
-            delta = {"type": "text_delta", "text": LongText(piece.text)}
+            delta = {"type": "text_delta", "text": piece.text}
         return chain(before, _event("content_block_delta", index=index, delta=delta))
 
     def _open(self, piece: Piece) -> Iterable[bytes]:
@@ -122,8 +122,8 @@ def _block(piece: Piece) -> dict[str, Any]:
     if isinstance(piece, CallDelta):
         return _call_block(piece.name, _input(piece.arguments))
     if isinstance(piece, Reasoning):
-        return {"type": "thinking", "thinking": LongText(piece.text), "signature": ""}
-    return {"type": "text", "text": LongText(piece.text)}
+        return {"type": "thinking", "thinking": piece.text, "signature": ""}
+    return {"type": "text", "text": piece.text}
 
 
 def _call_block(name: str | None, arguments: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _input(arguments: str) -> Any:
     try:
         msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError):
-        return {"arguments": LongText(arguments)}
+        return {"arguments": arguments}
     return msgspec.Raw(raw)
 
 

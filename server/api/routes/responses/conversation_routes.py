@@ -87,7 +87,7 @@ class Conversations:
         """The items of a conversation."""
         check_included(request.query_params)
         items = await self._run(self._store.items, (await self._find(request)).id)
-        return LongJson(self._state.turns, json_pieces(items_page(items, request.query_params)))
+        return LongJson(self._state.threads, json_pieces(items_page(items, request.query_params)))
 
     @route(f"POST {ONE}/items", NewItems)
     async def create_items(self, request: Request, body: NewItems) -> Response:
@@ -97,7 +97,7 @@ class Conversations:
         earlier = await self._run(self._store.items, conversation.id)
         items = await self._translated(body.items, len(earlier))
         await self._run(self._store.add_items, conversation.id, items)
-        return LongJson(self._state.turns, json_pieces(items_list(items)))
+        return LongJson(self._state.threads, json_pieces(items_list(items)))
 
     @route(f"GET {ONE}/items/{{item_id}}")
     async def retrieve_item(self, request: Request) -> Response:

@@ -11,7 +11,7 @@ import msgspec
 
 from server.api.request.kept_objects import is_ascending, list_object, page_size
 from server.api.request.schemas import ContentPart, FunctionCall, Message, ToolCall
-from server.http.encoding import LongText, json_pieces
+from server.http.encoding import json_pieces
 from server.http.request_error import invalid
 
 MAX_SHOWN = 100  # items on a page
@@ -161,12 +161,12 @@ def _input_item(id: str, message: Message) -> dict[str, Any]:
     if message.tool_calls:
         (call,) = message.tool_calls
         function = call.function
-        arguments = LongText(function.arguments) if isinstance(function.arguments, str) else "{}"
+        arguments = function.arguments if isinstance(function.arguments, str) else "{}"
         fields = {"type": "function_call", "call_id": call.id, "name": function.name, "arguments": arguments}
         if isinstance(function, NamespacedCall):
             fields |= {"name": function.own_name, "namespace": function.namespace}
     elif message.role == "tool":
-        output = LongText("".join(_texts(message)))
+        output = "".join(_texts(message))
         fields = {"type": "function_call_output", "call_id": message.tool_call_id, "output": output}
     else:
         fields = {"type": "message", "role": message.role, "content": [*_parts(message)]}
@@ -176,9 +176,9 @@ def _input_item(id: str, message: Message) -> dict[str, Any]:
 def _parts(message: Message) -> Iterator[dict[str, Any]]:
     for text in _texts(message):
         if message.role == "assistant":
-            yield {"type": "output_text", "text": LongText(text), "annotations": [], "logprobs": []}
+            yield {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         else:
-            yield {"type": "input_text", "text": LongText(text)}
+            yield {"type": "input_text", "text": text}
 
 
 def _texts(message: Message) -> Iterator[str]:

@@ -16,7 +16,7 @@ from server.api.answers.logprobs import chat_entries
 from server.api.routes.responses.items import INCOMPLETE, item_id
 from server.api.routes.responses.translation import CUSTOM_INPUT, SeenTool
 from server.engine.generation import CUT, Choice, ScoredToken
-from server.http.encoding import LongList, LongText, NestedList, json_pieces, list_of
+from server.http.encoding import LongList, NestedList, json_pieces, list_of
 from server.http.request_error import RequestError
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
@@ -82,7 +82,7 @@ class TextItem(_GrowingItem):
 
     def part(self) -> dict[str, Any]:
         logprobs = self._scores.whole(self.scored)
-        return {"type": "output_text", "text": LongText(self.text), "annotations": [], "logprobs": logprobs}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
     def logprobs_in_event(self, scored: Sequence[ScoredToken]) -> Any:
         """The log-probabilities of new tokens, as an event of a stream has them."""
@@ -100,7 +100,7 @@ class ReasoningItem(_GrowingItem):
     ID_PREFIX = "rs"
 
     def part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": LongText(self.text)}
+        return {"type": "reasoning_text", "text": self.text}
 
     def fields(self, status: str) -> dict[str, Any]:
         """The item's fields in the API. There is no summary: the text is whole."""
@@ -130,7 +130,7 @@ class CallItem(_GrowingItem):
             "id": self.id,
             "call_id": self.call_id,
             **self.called(),
-            "arguments": "" if status == IN_PROGRESS else LongText(self.text),
+            "arguments": "" if status == IN_PROGRESS else self.text,
             "status": status,
         }
 
@@ -151,7 +151,7 @@ class CustomCallItem(CallItem):
 
     def fields(self, status: str) -> dict[str, Any]:
         call = {"type": "custom_tool_call", "id": self.id, "call_id": self.call_id, **self.called()}
-        return {**call, "input": "" if status == IN_PROGRESS else LongText(self.input), "status": status}
+        return {**call, "input": "" if status == IN_PROGRESS else self.input, "status": status}
 
 
 Item = TextItem | ReasoningItem | CallItem
@@ -282,7 +282,7 @@ class ResponseRecord:
         return INCOMPLETE if is_cut and item is self.items[-1] else COMPLETED
 
     def body(self) -> dict[str, Any]:
-        """The response's JSON object, for `json_pieces`: it may hold long texts."""
+        """The response's JSON object, for `json_pieces`."""
         items = self.items if self.is_over else []
         return {
             "id": self.id,

@@ -131,7 +131,7 @@ class Responses:
             is_background=in_background,
         )
         writer = ResponsesWriter(generation, record)
-        answer = GenerationAnswer(generation, writer, state.turns, stream=plan.generation.stream)
+        answer = GenerationAnswer(generation, writer, state.threads, stream=plan.generation.stream)
         log = EventLog() if in_background and plan.generation.stream else None
         making = _Making(record=record, log=log, conversation=conversation, new=new)
         if stores:
@@ -148,7 +148,7 @@ class Responses:
         if log is not None:
             return kept_events(self.store, record.id, log, unenforced=generation.unenforced)
         headers = unenforced_header(generation.unenforced)
-        return LongJson(state.turns, json_pieces(record.body()), headers=headers)
+        return LongJson(state.threads, json_pieces(record.body()), headers=headers)
 
     async def _earlier(self, body: ResponsesRequest) -> tuple[str | None, list[Item]]:
         """The id of the conversation that the request continues, if there is one, and the items before its input."""
@@ -271,7 +271,7 @@ class Responses:
         kept = await self._find(request)
         items = await self._state.threads.in_thread(len(kept.input), items_of, kept.input)
         page = items_page(items, request.query_params)
-        return LongJson(self._state.turns, json_pieces(page))
+        return LongJson(self._state.threads, json_pieces(page))
 
     @route(f"POST {PATH}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:

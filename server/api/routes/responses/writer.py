@@ -17,7 +17,7 @@ from server.api.routes.responses.record import (
     ResponseRecord,
 )
 from server.engine.generation import Choice, Gain, Generation
-from server.http.encoding import LongText, event_pieces, json_pieces
+from server.http.encoding import event_pieces, json_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import Piece
 
@@ -92,7 +92,7 @@ class ResponsesWriter:
         return self._events(added, part)
 
     def _delta(self, added: Added) -> Iterable[bytes]:
-        item, text = added.item, LongText(added.text)
+        item, text = added.item, added.text
         if isinstance(item, CustomCallItem):
             return ()  # its input is known when the arguments are complete
         if isinstance(item, CallItem):
@@ -104,13 +104,13 @@ class ResponsesWriter:
         return self._events({"type": kind, "delta": text, "logprobs": logprobs, **_content_place(item)})
 
     def _done(self, item: Item) -> Iterable[bytes]:
-        whole = LongText(item.text)
+        whole = item.text
         fields = item.fields(self._record.item_status(item))
         done = {"type": "response.output_item.done", "output_index": item.index, "item": fields}
         if isinstance(item, CustomCallItem):
             place, kind = _item_place(item), "response.custom_tool_call_input"
-            delta = {"type": f"{kind}.delta", "delta": LongText(item.input), **place}
-            return self._events(delta, {"type": f"{kind}.done", "input": LongText(item.input), **place}, done)
+            delta = {"type": f"{kind}.delta", "delta": item.input, **place}
+            return self._events(delta, {"type": f"{kind}.done", "input": item.input, **place}, done)
         if isinstance(item, CallItem):
             kind = "response.function_call_arguments.done"
             arguments = {"type": kind, "name": item.name, "arguments": whole, **_item_place(item)}
