@@ -1,6 +1,6 @@
 """A client that asks for /health over and over, in a process of its own, and says how long it had to wait at worst.
 
-The bound is 100 ms on a machine that has time for the server. The kernel's own accounts tell what part of a wait other
+The bound is 250 ms on a machine that has time for the server. The kernel's own accounts tell what part of a wait other
 work has caused, and that part is subtracted: how long the server's threads and the canary were ready to run and had no
 CPU (`schedstat`), and how long the host of a virtual machine ran others in its place (`steal`).
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the canary's process needs no client library
     from tests.server.support.running import RunningServer
 
 ROOT = Path(__file__).parents[3]
-BOUND_S = 0.1
+BOUND_S = 0.25
 PAUSE_S = 0.005
 REQUEST = b"GET /health HTTP/1.1\r\nHost: canary\r\n\r\n"
 
