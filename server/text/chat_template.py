@@ -170,7 +170,7 @@ class ChatTemplate:
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > max_chars:
-                    raise TemplateLengthError(f"The chat template writes more than {max_chars:g} characters.")
+                    raise TemplateLengthError(f"The chat template writes more than {max_chars:.0f} characters.")
             text = "".join(pieces)
             text.encode()  # fails for half of a surrogate pair, which a template can write
             return text

@@ -168,7 +168,7 @@ class Added:
 
 
 class ResponseRecord:
-    """One response. Only the event loop may use it.
+    """One response. Only the event loop may change it.
 
     Args:
         fields: the fields of the response that repeat the request.
