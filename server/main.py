@@ -100,22 +100,23 @@ async def _serve(
         starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
         # This runs while the engine loads and compiles, so its errors are raised now and not after minutes.
         state = await asyncio.to_thread(load_state, settings, client)
-        await first_of(asyncio.wait([starting]), signalled.stop.wait())
-        if not starting.done():
-            starting.cancel()  # a signal came before the engine was ready
-            return EXIT_OK
-        await starting
-        state.tracer = tracer
-        server = HttpServer(create_app(state), settings, max_connections, tls)
-        async with contextlib.nullcontext() if tls is None else tls.refreshed():
-            with address_in_error(settings):
-                listener.listen(BACKLOG)  # not before the engine is ready; uvloop would hide a failure
+        with contextlib.closing(state):
+            await first_of(asyncio.wait([starting]), signalled.stop.wait())
+            if not starting.done():
+                starting.cancel()  # a signal came before the engine was ready
+                return EXIT_OK
+            await starting
+            state.tracer = tracer
+            server = HttpServer(create_app(state), settings, max_connections, tls)
+            async with contextlib.nullcontext() if tls is None else tls.refreshed():
+                with address_in_error(settings):
+                    listener.listen(BACKLOG)  # not before the engine is ready; uvloop would hide a failure
 
-            def on_started() -> None:
-                if on_ready is not None:
-                    on_ready(url_of(listener, settings))
+                def on_started() -> None:
+                    if on_ready is not None:
+                        on_ready(url_of(listener, settings))
 
-            return await serve(state, client, server, signalled, listener, on_started)
+                return await serve(state, client, server, signalled, listener, on_started)
     except EngineFailedError as error:
         raise error.after("The engine could not start") from error
     finally:

@@ -121,7 +121,8 @@ class _ApiProcess:
                 listener.listen(BACKLOG)  # clients wait here until this process may accept
                 await self._tell("/started", args.frontend, timeout_s=None)  # answered when it may accept
                 counting = asyncio.create_task(self._count(state))
-                code = await serve(state, client, server, self._ending, listener, lambda: None)
+                with contextlib.closing(state):
+                    code = await serve(state, client, server, self._ending, listener, lambda: None)
                 counting.cancel()
             inside.should_exit = True
             await serving_inside

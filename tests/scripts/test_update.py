@@ -34,10 +34,10 @@ from scripts.flags.settings import EngineSettings
 from server.engine.weight_changes import WeightChanges
 from server.engine.wire import (
     Array,
-    Changed,
     ChangeWeights,
     InFolder,
     InSharedMemory,
+    Reply,
     UpdateStep,
     UpdateWeights,
     WeightsChange,
@@ -199,7 +199,7 @@ class RefusedUpdates:
 
     def __init__(self, of: Built) -> None:
         weights = RunnerWeights(of.loader, EngineSettings(device="cpu"), of.plan.weights, "cpu")
-        self._told: queue.Queue[Changed] = queue.Queue()
+        self._told: queue.Queue[Reply] = queue.Queue()
         engine = SimpleNamespace(updates=RunnerUpdates(of.loader, weights), missing=set())
         self._changes = WeightChanges(engine, self._told.put)
 
