@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from model.families import FAMILIES, LLAMA, Family
 from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
 from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number
@@ -21,7 +22,6 @@ from model.inputs.words import shown
 from model.quantization.checkpoint_form import Stored, kv_scale_type, read_form
 from model.quantization.forms import EightBit
 
-ARCHITECTURE = "LlamaForCausalLM"
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_THETA = 10_000.0  # the base in `transformers` if a config gives none
 
@@ -68,7 +68,7 @@ _SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling] | type[FactorScal
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shapes and constants of one Llama. They come from the checkpoint and have no defaults."""
+    """Shapes and constants of one decoder. They come from the checkpoint and have no defaults."""
 
     vocab_size: int
     hidden_size: int
@@ -87,6 +87,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]  # the ids in generation_config.json take precedence
     quantized: Stored | None = None  # the form of the checkpoint's projections if they are quantised
     kv_scale_type: EightBit = EightBit.FP8  # the type of 8-bit K/V for which the checkpoint's K/V scales are
+    model_type: str = LLAMA.model_type  # the name of the family in `FAMILIES`
 
     def __post_init__(self) -> None:
         problems = [f"{name}={getattr(self, name)} must be positive" for name in _POSITIVE if getattr(self, name) <= 0]
@@ -99,18 +100,29 @@ class LlamaConfig:
             problems.append(f"{len(scaling.factors)} rope factors are given for {self.head_dim // 2} frequencies")
         problems += end_id_problems(self.eos_token_ids, self.vocab_size)
         if problems:
-            raise ValueError("not a Llama: " + "; ".join(problems))
+            raise ValueError(f"not a model of {self.family.architecture}: " + "; ".join(problems))
 
     @property
     def projection_inputs(self) -> tuple[int, int, int]:
         """The numbers of inputs of the projections: first of qkv and gate_up, then of out, then of down."""
         return self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size
 
-    def outputs_of(self, name: str) -> int:
-        """The number of outputs of one tensor of a fused projection, such as "v_proj"."""
-        if name in ("gate_proj", "up_proj"):
-            return self.intermediate_size
-        return (self.num_heads if name == "q_proj" else self.num_kv_heads) * self.head_dim
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of a layer's tensors (`LayerTensor.shape`), by name."""
+        embed, queries, mlp = self.projection_inputs
+        keys = self.num_kv_heads * self.head_dim
+        return {"embed": embed, "queries": queries, "keys": keys, "mlp": mlp, "head": self.head_dim}
+
+    @property
+    def family(self) -> Family:
+        """The family of decoders to which the model belongs."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The checkpoint's names of the modules with a weight matrix, without the head and the embedding."""
+        return self.family.projections(self.num_layers)
 
     @classmethod
     def from_file(cls, path: Path | str) -> LlamaConfig:
@@ -133,10 +145,10 @@ class LlamaConfig:
         Raises:
             ValueError: one message lists every missing field and every setting that this engine does not compute.
         """
-        problems = _unsupported(raw)
+        family, problems = _family(raw)
         file, found = check(raw, _ConfigFile)
         theta, scaling, rope_problems = _rope(raw)
-        quantized, quantization_problems = _quantized(raw, file)
+        quantized, quantization_problems = _quantized(raw, file, family)
         problems += found + rope_problems + quantization_problems
         if file is None or problems:
             raise ValueError(f"{len(problems)} problem(s) in the model's config: " + "; ".join(problems))
@@ -159,6 +171,7 @@ class LlamaConfig:
             eos_token_ids=end_ids(file) or (),
             quantized=quantized,
             kv_scale_type=kv_scale_type(raw.get("quantization_config")),
+            model_type=family.model_type,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -166,8 +179,8 @@ class LlamaConfig:
         scaling = self.rope_scaling
         names = {kind: name for name, kind in _SCALINGS.items()}
         return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
+            "architectures": [self.family.architecture],
+            "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -254,19 +267,20 @@ def end_id_problems(ids: Sequence[int], vocab_size: int) -> list[str]:
     return [f"eos_token_id={shown(outside)} is not in the vocabulary of {vocab_size} ids"] if outside else []
 
 
-def _unsupported(raw: Mapping[str, Any]) -> list[str]:
-    """The settings that this engine does not compute, each with the supported values."""
+def _family(raw: Mapping[str, Any]) -> tuple[Family, list[str]]:
+    """The family that the config names, and the settings that this engine does not compute, each with the supported
+    values. The settings of an unknown family are compared with Llama's."""
     problems = []
-    architectures = raw.get("architectures") or [ARCHITECTURE if raw.get("model_type") == "llama" else None]
-    if architectures != [ARCHITECTURE]:
-        problems.append(f"architectures={shown(architectures)} is not supported (only {ARCHITECTURE} is)")
+    by_type = [family.architecture for family in FAMILIES.values() if family.model_type == raw.get("model_type")]
+    architectures = raw.get("architectures") or by_type or [None]
+    family = next((family for family in FAMILIES.values() if architectures == [family.architecture]), None)
+    if family is None:
+        supported = " or ".join(family.architecture for family in FAMILIES.values())
+        problems.append(f"architectures={shown(architectures)} is not supported (only {supported} is)")
+        family = LLAMA
     expected = {
-        "model_type": ("llama",),
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "pretraining_tp": (1,),
-        "partial_rotary_factor": (1, 1.0),
+        "model_type": (family.model_type,),
+        **family.settings,
         "dtype": CHECKPOINT_DTYPES,
         "torch_dtype": CHECKPOINT_DTYPES,
     }
@@ -275,19 +289,13 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
         if value is not None and value not in values:
             only = f" (only {' or '.join(map(repr, values))})" if values else ""
             problems.append(f"{key}={shown(value)} is not supported{only}")
-    return problems
+    return family, problems
 
 
-def projections(num_layers: int) -> tuple[str, ...]:
-    """The checkpoint's names of the modules with a weight matrix, without the head and the embedding."""
-    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    return tuple(f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts)
-
-
-def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None) -> tuple[Stored | None, list[str]]:
+def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None, family: Family) -> tuple[Stored | None, list[str]]:
     if raw.get("quantization_config") is None:
         return None, []
-    return read_form(raw["quantization_config"], projections(file.num_hidden_layers if file else 1))
+    return read_form(raw["quantization_config"], family.projections(file.num_hidden_layers if file else 1))
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:

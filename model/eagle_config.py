@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from model.config import ARCHITECTURE, LlamaConfig
+from model.config import LlamaConfig
+from model.families import LLAMA
 from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
 from model.inputs.schema import TRUTH, check, described_as, integer
@@ -32,8 +33,8 @@ class EagleForm(StrEnum):
 
 # The names that trainers and servers give the same layer. Some checkpoints name the model's own architecture.
 _ARCHITECTURES = {
-    EagleForm.EAGLE: (ARCHITECTURE, "LlamaForCausalLMEagle", "EagleLlamaForCausalLM"),
-    EagleForm.EAGLE3: (ARCHITECTURE, "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    EagleForm.EAGLE: (LLAMA.architecture, "LlamaForCausalLMEagle", "EagleLlamaForCausalLM"),
+    EagleForm.EAGLE3: (LLAMA.architecture, "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
 }
 # Fields that change what a head computes, and the only value that is computed here.
 _EXPECTED: dict[str, Any] = {
@@ -102,7 +103,7 @@ class EagleConfig:
         if not isinstance(nested, dict):
             raise ValueError(f"eagle_config={shown(nested)} is not an object")
         problems += _unsupported(raw, nested, form)
-        llama = LlamaConfig.from_hf({**raw, "architectures": [ARCHITECTURE], "model_type": "llama"})
+        llama = LlamaConfig.from_hf({**raw, "architectures": [LLAMA.architecture], "model_type": LLAMA.model_type})
         if file is None or problems:
             raise ValueError(f"not an {form} head that is read here: " + "; ".join(problems))
         draft_vocab_size = file.draft_vocab_size or llama.vocab_size
@@ -122,7 +123,7 @@ class EagleConfig:
 
 def _unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], form: EagleForm) -> list[str]:
     problems = []
-    architectures = raw.get("architectures") or [ARCHITECTURE]
+    architectures = raw.get("architectures") or [LLAMA.architecture]
     names = _ARCHITECTURES[form]
     if len(architectures) != 1 or architectures[0] not in names:
         problems.append(f"architectures={shown(architectures)} is not supported (only {' or '.join(names)})")

@@ -17,14 +17,8 @@ from jax.sharding import Sharding
 from model.config import LlamaConfig
 from model.network.lora import TARGETS, AdapterSlots, LoraWeights
 
-# `Linear` of a layer -> the logical axes of its outputs and of its inputs.
-_AXES = {
-    "attention.qkv": ("heads", "embed"),
-    "attention.out": ("embed", "heads"),
-    "mlp.gate_up": ("mlp", "embed"),
-    "mlp.down": ("embed", "mlp"),
-}
-_KV = ("k_proj", "v_proj")  # projections to KV heads, which may be stored repeatedly
+# Size of a tensor (`LayerTensor.shape`) -> the logical axis over which chips may divide it.
+_AXES = {"queries": "heads", "keys": "heads", "mlp": "mlp", "embed": "embed"}
 
 
 def describe(
@@ -42,14 +36,12 @@ def describe(
     def array(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes))
 
-    sizes = dict(zip(("embed", "heads", "mlp"), config.projection_inputs, strict=True))
-    of_kv = dict.fromkeys(_KV, config.num_kv_heads * config.head_dim)
-    layer = {}
-    for name, parts in TARGETS.items():
-        outputs, inputs = _AXES[name]
-        a = array((len(parts), num_slots * rank, sizes[inputs]), ("rows", "rows", inputs))
-        widths = [of_kv.get(part, sizes[outputs]) for part in parts]
-        layer[name] = (a, tuple(array((num_slots * rank, width), ("rows", outputs)) for width in widths))
+    sizes, places, layer = config.sizes, num_slots * rank, {}
+    for name, parts in config.family.linears.items():
+        shapes = [part.shape for part in parts]
+        inputs = shapes[0][1]
+        a = array((len(parts), places, sizes[inputs]), ("rows", "rows", _AXES[inputs]))
+        layer[name] = (a, tuple(array((places, sizes[out]), ("rows", _AXES[out])) for out, _ in shapes))
     return [layer] * config.num_layers
 
 
@@ -79,7 +71,7 @@ def _padded(
         if part in layer:
             own_a, own_b = layer[part]
             a[number, : len(own_a)] = own_a
-            if part in _KV:
+            if own_b.shape[0] != bs[number].shape[1]:
                 own_b = _with_repeated_heads(own_b, bs[number].shape[1], head_dim)
             bs[number][: len(own_a)] = own_b.T
     return a, tuple(bs)

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
 from model.inputs.gguf import is_gguf
 from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_JSON_BYTES
@@ -184,7 +184,7 @@ def _slices(folder: Place) -> Mapping[str, Any]:
 
 def _by_name(slices: Mapping[str, Any], config: LlamaConfig) -> tuple[dict[str, Any], list[str]]:
     """The tensors of projections by their names in the model, and what is wrong with others."""
-    known = set(projections(config.num_layers))
+    known = set(config.projections)
     tensors: dict[str, Any] = {}
     found: list[tuple[str, str]] = []
     for stored, value in slices.items():

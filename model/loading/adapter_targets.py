@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
 from model.inputs.schema import TEXT, TRUTH, described_as, integer, number
 from model.inputs.words import shown
 
@@ -42,7 +42,7 @@ class AdapterConfig(msgspec.Struct):
 
 def targets_of(file: AdapterConfig, config: LlamaConfig) -> tuple[dict[str, int], dict[str, float], list[str]]:
     """The ranks and alphas of the modules that the config targets, and what is wrong with it."""
-    names = (*projections(config.num_layers), *_NO_PROJECTIONS)
+    names = (*config.projections, *_NO_PROJECTIONS)
     ranks, alphas = file.rank_pattern or {}, file.alpha_pattern or {}
     layers = [file.layers_pattern] if isinstance(file.layers_pattern, str) else file.layers_pattern or []
     for field in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_pattern"):

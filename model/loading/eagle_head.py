@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,8 +19,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
+from model.families import LLAMA
 from model.inputs.words import shown
-from model.loading.hf_format import INDEX_FILE, LAYER, SINGLE_FILE, Source, layer_shapes
+from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source, layer_shapes
 from model.loading.remote_tensors import File, RemoteSlice, RemoteTensors, check_unchanged, readable
 from model.loading.tensor_files import DTYPES, files_in
 from model.loading.tensors import Reader, Tensors
@@ -36,14 +37,17 @@ _PREFIXES = re.compile(r"(model\.)?(midlayer\.|layers\.0\.)?")
 _IGNORED = re.compile(r"layer\.self_attn\.rotary_emb\.inv_freq")  # computed from the config
 _ROWS_COMPARED = 4096  # rows of two embeddings that are compared together; bounds the host's memory
 
-_OF_LLAMA = [(name, parts) for name, parts in LAYER.items() if name != "attention_norm.scale"]
 # Parameter -> the tensors that fill it, joined along the rows.
 _SOURCES: dict[str, tuple[Source, ...]] = {
     "embedding": (Source(EMBEDDING),),
     "fc.kernel": (Source("fc.weight"),),
     "layer.embedding_norm.scale": (Source("layer.input_layernorm.weight"),),
     "layer.feature_norm.scale": (Source("layer.hidden_norm.weight"),),
-    **{f"layer.{name}": tuple(replace(part, key=f"layer.{part.key}") for part in parts) for name, parts in _OF_LLAMA},
+    **{
+        f"layer.{name}": tuple(Source(f"layer.{tensor.name}.weight", tensor.is_kv) for tensor in tensors)
+        for name, tensors in LLAMA.parameters.items()
+        if name != "attention_norm.scale"
+    },
     "norm.scale": (Source("norm.weight"),),
     "head.kernel": (Source("lm_head.weight"),),
 }

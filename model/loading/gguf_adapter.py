@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.inputs.words import shown
 from model.loading.gguf_tensors import check_places, faults_of, name_of, stored_rows, values_of
 from model.loading.remote_tensors import LocalFile
 
-_EXPECTED = {"general.type": "adapter", "general.architecture": "llama", "adapter.type": "lora"}
 _INVOCATION = "adapter.alora.invocation_tokens"
 
 
@@ -40,9 +39,10 @@ def open_gguf_adapter(path: Path, config: LlamaConfig) -> tuple[dict[str, Any], 
     """The tensors by their names in the Hugging Face form, the alpha, and what is wrong with the file. ValueError if it
     cannot be read."""
     file = GgufFile.read(path)
+    expected = {"general.type": "adapter", "general.architecture": config.family.gguf, "adapter.type": "lora"}
     problems = [
         f"{name}={shown(file.metadata.get(name))} is not {shown(value)}"
-        for name, value in _EXPECTED.items()
+        for name, value in expected.items()
         if file.metadata.get(name) != value
     ]
     if file.metadata.get(_INVOCATION):
@@ -55,7 +55,7 @@ def open_gguf_adapter(path: Path, config: LlamaConfig) -> tuple[dict[str, Any], 
     if problems:
         return {}, 0.0, problems
     check_places(file, path.stat().st_size)
-    modules = {name_of(f"{module}.weight"): module for module in projections(config.num_layers)}
+    modules = {name_of(f"{module}.weight", config.family): module for module in config.projections}
     tensors = {}
     for name, tensor in file.tensors.items():
         base, _, part = name.rpartition(".lora_")

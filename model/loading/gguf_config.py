@@ -8,28 +8,31 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from model.config import ARCHITECTURE, LlamaConfig
+from model.config import LlamaConfig
+from model.families import FAMILIES
 from model.inputs.gguf import GgufFile
 from model.inputs.words import shown
 from model.loading.hf_format import adapter_refusal
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+# Field of `config.json` -> its key in the metadata, in which {} stands for the architecture.
 _REQUIRED = {
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "num_hidden_layers": "llama.block_count",
-    "num_attention_heads": "llama.attention.head_count",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "llama.context_length",
+    "hidden_size": "{}.embedding_length",
+    "intermediate_size": "{}.feed_forward_length",
+    "num_hidden_layers": "{}.block_count",
+    "num_attention_heads": "{}.attention.head_count",
+    "rms_norm_eps": "{}.attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "{}.context_length",
 }
-_HEAD_DIMS = ("llama.attention.key_length", "llama.attention.value_length", "llama.rope.dimension_count")
+_HEAD_DIMS = ("{}.attention.key_length", "{}.attention.value_length", "{}.rope.dimension_count")
 _OPTIONAL = {
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "rope_theta": "llama.rope.freq_base",
+    "num_key_value_heads": "{}.attention.head_count_kv",
+    "rope_theta": "{}.rope.freq_base",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
 }
+_SCALING = "{}.rope.scaling"
 # Metadata that change what is computed, each with the value that does not.
-_NEUTRAL = {"llama.expert_count": 0, "llama.attention.causal": True, "llama.logit_scale": 1.0}
+_NEUTRAL = {"{}.expert_count": 0, "{}.attention.causal": True, "{}.logit_scale": 1.0}
 _END_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -47,29 +50,37 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     metadata = file.metadata
     if metadata.get("general.type") == "adapter":
         raise ValueError(f"{file.path} {adapter_refusal(metadata.get('general.base_model.0.name'), 'FILE')}")
-    if (found := metadata.get("general.architecture")) != "llama":
-        raise ValueError(f"{file.path}: general.architecture={shown(found)} is not supported (only 'llama' is)")
+    found, families = metadata.get("general.architecture"), [x for x in FAMILIES.values() if x.gguf is not None]
+    family = next((family for family in families if family.gguf == found), None)
+    if family is None:
+        only = " or ".join(repr(family.gguf) for family in families)
+        raise ValueError(f"{file.path}: general.architecture={shown(found)} is not supported (only {only} is)")
+
+    def key(pattern: str) -> str:
+        return pattern.format(family.gguf)
+
     problems = [
         f"{name}={shown(metadata[name])} is not supported (only {value})"
-        for name, value in _NEUTRAL.items()
+        for name, value in zip(map(key, _NEUTRAL), _NEUTRAL.values(), strict=True)
         if metadata.get(name, value) != value
     ]
-    absent = [name for name in _REQUIRED.values() if name not in metadata]
+    absent = [name for name in map(key, _REQUIRED.values()) if name not in metadata]
     absent += [] if EMBEDDING in file.tensors else [EMBEDDING]
     problems += [f"it lacks {', '.join(absent)}"] if absent else []
-    head_dims = {metadata[name] for name in _HEAD_DIMS if isinstance(metadata.get(name), int)}
+    widths = [key(name) for name in _HEAD_DIMS]
+    head_dims = {metadata[name] for name in widths if isinstance(metadata.get(name), int)}
     if len(head_dims) > 1:
-        problems.append(f"{', '.join(_HEAD_DIMS)} must be one number, and are {sorted(head_dims)}")
+        problems.append(f"{', '.join(widths)} must be one number, and are {sorted(head_dims)}")
     if problems:
         raise ValueError(f"{file.path}: {'; '.join(problems)}")
-    names = _REQUIRED | {key: name for key, name in _OPTIONAL.items() if name in metadata}
-    raw = {key: _shortest(metadata[name]) for key, name in names.items()}
+    names = {field: key(name) for field, name in (_REQUIRED | _OPTIONAL).items()}
+    raw = {field: _shortest(metadata[name]) for field, name in names.items() if name in metadata}
     return raw | {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "head_dim": min(head_dims, default=None),
-        "rope_scaling": _rope_scaling(file),
+        "rope_scaling": _rope_scaling(file, key(_SCALING)),
         "tie_word_embeddings": HEAD not in file.tensors,
         "eos_token_id": sorted({metadata[name] for name in _END_IDS if isinstance(metadata.get(name), int)}),
     }
@@ -84,16 +95,14 @@ def _shortest(value: Any) -> Any:
     return next((float(text) for text in texts if struct.pack("<f", float(text)) == narrow), value)
 
 
-def _rope_scaling(file: GgufFile) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, scaling: str) -> dict[str, Any] | None:
     """GGUF files hold Llama 3.1's scaling as one factor for each frequency."""
-    kind = file.metadata.get("llama.rope.scaling.type", "none")
+    kind = file.metadata.get(f"{scaling}.type", "none")
     factors = file.floats(ROPE_FACTORS)
     if factors is not None:
         if kind != "none":
-            raise ValueError(
-                f"{file.path}: llama.rope.scaling.type={shown(kind)} and {ROPE_FACTORS} exclude each other"
-            )
+            raise ValueError(f"{file.path}: {scaling}.type={shown(kind)} and {ROPE_FACTORS} exclude each other")
         return {"rope_type": "factors", "factors": list(map(_shortest, factors))}
     if kind == "none":
         return None
-    return {"rope_type": kind, "factor": _shortest(file.metadata.get("llama.rope.scaling.factor"))}
+    return {"rope_type": kind, "factor": _shortest(file.metadata.get(f"{scaling}.factor"))}

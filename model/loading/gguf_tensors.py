@@ -6,7 +6,6 @@ Import this module only for a GGUF file: importing `gguf`, the package that dequ
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,11 +18,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from model.config import LlamaConfig
+from model.families import Family
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
 from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
 from model.loading.gguf_six_bit import six_bit_part
-from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, fused_projections, sources
+from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, sources
 from model.loading.remote_tensors import LocalFile, check_unchanged
 from model.loading.tensors import Checkpoint, Reader
 from model.quantization.forms import (
@@ -55,17 +55,6 @@ _TOP = {
     EMBEDDING.key: gguf_config.EMBEDDING,
     HEAD.key: gguf_config.HEAD,
     "model.norm.weight": "output_norm.weight",
-}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
 }
 _ROWS_AT_ONCE = 1024  # rows that are dequantised together; bounds the temporary memory
 
@@ -129,8 +118,9 @@ class GgufTensors(Checkpoint):
 
     def _exact_forms(self) -> Iterator[tuple[str, OneForm]]:
         """Each projection's path, as in `Mixed`, and its form."""
-        for module in fused_projections(self._config):
-            forms = {source.key: self._exact_form_of(source.key) for source in sources(f"{module}.kernel")}
+        family = self._config.family
+        for module in (f"layers.{layer}.{name}" for layer in range(self._config.num_layers) for name in family.linears):
+            forms = {source.key: self._exact_form_of(source.key) for source in sources(f"{module}.kernel", family)}
             if len(set(forms.values())) == 1:
                 yield module, next(iter(forms.values()))
                 continue
@@ -213,10 +203,10 @@ class GgufTensors(Checkpoint):
     def _tensor(self, key: str) -> GgufTensor:
         """The stored tensor for a name in Hugging Face's form. A tied head gives the embedding."""
         is_tied = key == HEAD.key and self._config.tie_word_embeddings
-        return self._tensors[name_of(EMBEDDING.key if is_tied else key)]
+        return self._tensors[name_of(EMBEDDING.key if is_tied else key, self._config.family)]
 
     def _check(self) -> None:
-        expected = {name_of(key): shape for key, shape in expected_shapes(self._config).items()}
+        expected = {name_of(key, self._config.family): shape for key, shape in expected_shapes(self._config).items()}
         missing, extra = expected.keys() - self._tensors.keys(), self._tensors.keys() - expected.keys()
         extra -= {gguf_config.ROPE_FACTORS}
         problems = [f"missing: {', '.join(sorted(missing))}"] if missing else []
@@ -228,12 +218,13 @@ class GgufTensors(Checkpoint):
 
 
 def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
-    """The indices at which these rows of the tensor `key` are stored. The rows of q and k differ: the pairs that are
-    rotated are neighbours in llama.cpp, and in Hugging Face's form they are in the two halves of a head."""
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
-    if heads is None:
+    """The indices at which these rows of the tensor `key` are stored. The rows of a Llama's q and k differ: the pairs
+    that are rotated are neighbours in llama.cpp, and in Hugging Face's form they are in the two halves of a head."""
+    module = key.removesuffix(".weight")
+    tensor = next((tensor for tensor in config.family.tensors if module.endswith(f".{tensor.name}")), None)
+    if tensor is None or not tensor.has_pairs:
         return rows
-    stored = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2)
+    stored = np.arange(config.sizes[tensor.shape[0]]).reshape(-1, config.head_dim // 2, 2)
     return stored.swapaxes(1, 2).reshape(-1)[rows]
 
 
@@ -273,13 +264,13 @@ def faults_of(tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
     return [] if whole else [f"has rows of {shape[-1]} values, which are no whole blocks of {per_block}"]
 
 
-def name_of(key: str) -> str:
+def name_of(key: str, family: Family) -> str:
     """The name in GGUF of a tensor with this name in Hugging Face's form."""
     if key in _TOP:
         return _TOP[key]
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", key)
-    assert match is not None
-    return f"blk.{match[1]}.{_LAYER[match[2]]}.weight"
+    _, _, layer, module = key.removesuffix(".weight").split(".", 3)
+    tensor = next(tensor for tensor in family.tensors if tensor.name == module)
+    return f"blk.{layer}.{tensor.gguf}.weight"
 
 
 def num_bytes_of(tensor: GgufTensor) -> int:

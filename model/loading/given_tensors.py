@@ -143,7 +143,7 @@ class GivenWeights(Checkpoint):
         last: dict[int, str] = {}
         for module, likes in modules.items():
             last |= dict.fromkeys(
-                (identities[self._pieces[part.key].path] for part in sources_of(module, likes)), module
+                (identities[self._pieces[part.key].path] for part in sources_of(module, likes, self.config)), module
             )
         *_, end = modules
         users: dict[str, list[str]] = {module: [] for module in modules}

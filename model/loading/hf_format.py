@@ -1,11 +1,12 @@
-"""The Hugging Face form of a Llama: which tensors fill which parameter, and their shapes."""
+"""The Hugging Face form of a model: which tensors fill which parameter, and their shapes."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
+from model.families import Family
 from model.inputs.json_file import read_object
 from model.inputs.paths import Place
 from model.inputs.words import shown
@@ -37,25 +38,6 @@ _TOP: dict[str, tuple[Source, ...]] = {
     "embedding": (EMBEDDING,),
     "norm.scale": (Source("model.norm.weight"),),
     "head.kernel": (HEAD,),
-}
-LAYER: dict[str, tuple[Source, ...]] = {
-    "attention_norm.scale": (Source("input_layernorm.weight"),),
-    "attention.qkv.kernel": (
-        Source("self_attn.q_proj.weight"),
-        Source("self_attn.k_proj.weight", is_kv=True),
-        Source("self_attn.v_proj.weight", is_kv=True),
-    ),
-    "attention.out.kernel": (Source("self_attn.o_proj.weight"),),
-    "mlp_norm.scale": (Source("post_attention_layernorm.weight"),),
-    "mlp.gate_up.kernel": (Source("mlp.gate_proj.weight"), Source("mlp.up_proj.weight")),
-    "mlp.down.kernel": (Source("mlp.down_proj.weight"),),
-}
-# The same for fused projections whose tensors are separate parameters (`network.linear.SplitLinear`).
-_SPLIT = {
-    f"{name.removesuffix('kernel')}{source.key.split('.')[1]}.kernel": (source,)
-    for name, fused in LAYER.items()
-    if len(fused) > 1
-    for source in fused
 }
 # Constants that older exporters wrote among the weights, although the config has them. Also the scales of K/V
 # (`kv_ranges`) and of inputs, which are read only where they are needed.
@@ -92,23 +74,21 @@ def adapter_refusal(base: object, kind: str) -> str:
     )
 
 
-def sources(path: str) -> tuple[Source, ...]:
+def sources(path: str, family: Family) -> tuple[Source, ...]:
     """The tensors that fill the parameter at `path`, in the order in which they are joined.
 
     Args:
         path: such as "layers.3.mlp.down.kernel". For one tensor of a fused projection, it is
-            "layers.3.attention.qkv.v_proj.kernel".
+            "layers.3.attention.qkv.v_proj.kernel" (`network.linear.SplitLinear`).
     """
     if path in _TOP:
         return _TOP[path]
     _, layer, name = path.split(".", 2)
-    return tuple(Source(f"model.layers.{layer}.{s.key}", s.is_kv) for s in (LAYER | _SPLIT)[name])
-
-
-def fused_projections(config: LlamaConfig) -> list[str]:
-    """The paths of all projections of a Llama, such as "layers.3.mlp.down"."""
-    names = [name.removesuffix(".kernel") for name, parts in LAYER.items() if name.endswith(".kernel")]
-    return [f"layers.{layer}.{name}" for layer in range(config.num_layers) for name in names]
+    tensors = family.parameters.get(name)
+    if tensors is None:
+        fused, part, _ = name.rsplit(".", 2)
+        tensors = tuple(tensor for tensor in family.linears[fused] if tensor.short_name == part)
+    return tuple(Source(f"model.layers.{layer}.{tensor.name}.weight", tensor.is_kv) for tensor in tensors)
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -125,24 +105,13 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's weights, by the names of their modules in the layer."""
-    embed, mlp = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "input_layernorm": (embed,),
-        "self_attn.q_proj": (queries, embed),
-        "self_attn.k_proj": (keys, embed),
-        "self_attn.v_proj": (keys, embed),
-        "self_attn.o_proj": (embed, queries),
-        "post_attention_layernorm": (embed,),
-        "mlp.gate_proj": (mlp, embed),
-        "mlp.up_proj": (mlp, embed),
-        "mlp.down_proj": (embed, mlp),
-    }
+    sizes = config.sizes
+    return {tensor.name: tuple(sizes[size] for size in tensor.shape) for tensor in config.family.tensors}
 
 
 def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors that a quantised checkpoint may quantise: the projections and the head."""
-    kernels = {f"{module}.weight" for module in projections(config.num_layers)} | {HEAD.key}
+    kernels = {f"{module}.weight" for module in config.projections} | {HEAD.key}
     return {key: shape for key, shape in expected_shapes(config).items() if key in kernels}
 
 

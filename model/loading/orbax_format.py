@@ -117,7 +117,7 @@ def save_orbax(
     shapes, arrays, options = expected_shapes(config), {}, {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value, axes = np.asarray(variable.get_value()), variable.get_metadata("axes")
-        parts = _parts(".".join(map(str, path)))
+        parts = _parts(".".join(map(str, path)), config)
         ends = np.cumsum([shapes[part.key][0] for part in parts.values() if part is not None])
         tensors = np.split(value, ends[:-1]) if len(parts) > 1 else [value]
         for (name, part), tensor in zip(parts.items(), tensors, strict=True):
@@ -183,13 +183,14 @@ def _store(folder: Place) -> dict[str, str]:
     return {"driver": _DRIVERS[folder.scheme], "bucket": bucket, "path": f"{path}/"}
 
 
-def _parts(name: str) -> dict[str, Source | None]:
+def _parts(name: str, config: LlamaConfig) -> dict[str, Source | None]:
     """The arrays that are stored for a parameter, each with its tensor of the checkpoint if it is of a fused
     projection."""
     module, _, kind = name.rpartition(".")
-    if kind == "input_scale" or not any(fused in module for fused in ("attention.qkv", "mlp.gate_up")):
+    fused = {name for name, tensors in config.family.linears.items() if len(tensors) > 1}
+    if kind == "input_scale" or ".".join(module.split(".")[2:4]) not in fused:
         return {name: None}
-    parts = sources(f"{module}.kernel")
+    parts = sources(f"{module}.kernel", config.family)
     if len(parts) == 1:
         return {name: parts[0]}
     return {f"{module}.{part.key.split('.')[-2]}.{kind}": part for part in parts}
@@ -217,7 +218,7 @@ def _restored(
     folder: Place, config: LlamaConfig, num_shards: int, context: ts.Context, name: str, like: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Reads the value of a parameter onto its chips."""
-    parts, shapes, raw = _parts(name), expected_shapes(config), []
+    parts, shapes, raw = _parts(name, config), expected_shapes(config), []
     dtype = np.dtype(np.int8) if like.dtype == "int4" and len(parts) > 1 else like.dtype  # until they are joined
     for stored, part in parts.items():
         copies = 1 if part is None else copies_of(part, config, num_shards)

@@ -35,7 +35,7 @@ def plain_copy(model: Llama, config: LlamaConfig, *, dtype: Any) -> Llama:
     copies_of_heads = model.config.num_kv_heads // config.num_kv_heads
 
     def make(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        parts = sources(path)
+        parts = sources(path, config.family)
         copied = _plain(
             jax.device_put(held[path], like.sharding),
             rows=tuple(shapes[part.key][0] for part in parts),

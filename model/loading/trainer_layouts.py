@@ -72,7 +72,7 @@ def own(config: LlamaConfig) -> Layout:
     for names, parameter in nnx.to_flat_state(nnx.state(abstract_model(config, dtype="float32"))):
         path = ".".join(map(str, names))
         shapes[path] = parameter.get_value().shape
-        parts, start = sources(path), 0
+        parts, start = sources(path, config.family), 0
         for part in parts:
             stop = start + tensors[part.key][0]
             pieces[part.key] = Piece(path=path, cut=Cut(rows=(start, stop) if len(parts) > 1 else None))
@@ -80,29 +80,6 @@ def own(config: LlamaConfig) -> Layout:
     return Layout(shapes=shapes, pieces=pieces)
 
 
-# Hugging Face's name in a layer -> the trainer's.
-_TUNIX = {
-    "input_layernorm": "input_layernorm.w",
-    "self_attn.q_proj": "attn.q_proj.w",
-    "self_attn.k_proj": "attn.k_proj.w",
-    "self_attn.v_proj": "attn.v_proj.w",
-    "self_attn.o_proj": "attn.o_proj.w",
-    "post_attention_layernorm": "post_attention_layernorm.w",
-    "mlp.gate_proj": "mlp.gate_proj.kernel",
-    "mlp.up_proj": "mlp.up_proj.kernel",
-    "mlp.down_proj": "mlp.down_proj.kernel",
-}
-_MAXTEXT = {
-    "input_layernorm": "pre_self_attention_layer_norm.scale",
-    "self_attn.q_proj": "self_attention.query.kernel",
-    "self_attn.k_proj": "self_attention.key.kernel",
-    "self_attn.v_proj": "self_attention.value.kernel",
-    "self_attn.o_proj": "self_attention.out.kernel",
-    "post_attention_layernorm": "post_self_attention_layer_norm.scale",
-    "mlp.gate_proj": "mlp.wi_0.kernel",
-    "mlp.up_proj": "mlp.wi_1.kernel",
-    "mlp.down_proj": "mlp.wo.kernel",
-}
 _SCAN_AXIS = 1  # MaxText's `param_scan_axis`
 
 
@@ -113,7 +90,7 @@ def tunix(config: LlamaConfig) -> Layout:
         "model.norm.weight": "final_norm.w",
         HEAD.key: "lm_head.w",
     }
-    return _inputs_first(config, top, _TUNIX, "layers.{}.{}")
+    return _inputs_first(config, "tunix", top, "layers.{}.{}")
 
 
 def maxtext(config: LlamaConfig, paths: Collection[str]) -> Layout:
@@ -136,13 +113,13 @@ def maxtext(config: LlamaConfig, paths: Collection[str]) -> Layout:
         "self_attn.k_proj": Cut(has_pairs=True),
     }
     where = "decoder.layers.{1}" if is_scanned else "decoder.layers_{0}.{1}"
-    return _inputs_first(config, top, _MAXTEXT, where, cuts, _SCAN_AXIS if is_scanned else None)
+    return _inputs_first(config, "maxtext", top, where, cuts, _SCAN_AXIS if is_scanned else None)
 
 
 def _inputs_first(
     config: LlamaConfig,
+    trainer: str,
     top: Mapping[str, str],
-    of_layer: Mapping[str, str],
     where: str,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
     scan_axis: int | None = None,
@@ -150,12 +127,18 @@ def _inputs_first(
     """A layout in which the first axis of every kernel is its inputs.
 
     Args:
+        trainer: the field of `LayerTensor` with the path of an array in a layer.
         top: Hugging Face's name of a tensor outside the layers -> the path of its array.
-        of_layer: Hugging Face's name of a tensor in a layer -> the path of its array in the layer.
         where: the format of a whole path. Its arguments are the number of a layer and a path in the layer.
         cuts: Hugging Face's name of a tensor in a layer -> further operations on its array.
         scan_axis: the axis of layers in an array; None: each layer has its own arrays.
+
+    Raises:
+        ValueError: this trainer's names of the family are not known.
     """
+    of_layer = {tensor.name: getattr(tensor, trainer) for tensor in config.family.tensors}
+    if not all(of_layer.values()):
+        raise ValueError(f"names={trainer!r} is not supported for {config.model_type!r}: give names='hf' or 'own'")
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, Piece] = {}
     for key, shape in expected_shapes(replace(config, tie_word_embeddings=False)).items():

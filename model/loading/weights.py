@@ -138,10 +138,10 @@ def module_reader(
     return partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, is_kept=is_kept, read=read)
 
 
-def sources_of(module: str, likes: Described) -> tuple[Source, ...]:
+def sources_of(module: str, likes: Described, config: LlamaConfig) -> tuple[Source, ...]:
     """The tensors that fill a module's weights. Its other parameters, such as scales, follow from these tensors."""
     name = next(name for name in likes if name != "input_scale")
-    return sources(f"{module}.{name}" if module else name)
+    return sources(f"{module}.{name}" if module else name, config.family)
 
 
 def _read_module(
@@ -161,7 +161,7 @@ def _read_module(
         methods: path of a `Linear` -> its method.
         is_kept: kernels of 4 and 6 bits are read as they are stored.
     """
-    parts, likes = sources_of(module, likes), dict(likes)
+    parts, likes = sources_of(module, likes, config), dict(likes)
     of_inputs = likes.pop("input_scale", None)
     name, like = next(iter(likes.items()))
     groups = num_shards_of(mesh) if len(parts) > 1 else 1

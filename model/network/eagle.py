@@ -49,7 +49,7 @@ class EagleLayer(nnx.Module):
         self.embedding_norm = RMSNorm(layer, dtype=dtype) if has_norms else None
         self.feature_norm = RMSNorm(layer, dtype=dtype) if has_norms else None
         width = (1 + has_norms) * layer.hidden_size
-        self.attention = Attention(layer, linear, num_shards=num_shards, input_width=width)
+        self.attention = Attention(layer, linear, dtype=dtype, num_shards=num_shards, input_width=width)
         self.mlp_norm = RMSNorm(layer, dtype=dtype)
         self.mlp = Mlp(layer, linear, num_shards=num_shards)
 

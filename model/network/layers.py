@@ -39,10 +39,10 @@ MakeLinear = Callable[[str, tuple[int, int], tuple[str, str]], Linear | SplitLin
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (arXiv 1910.07467): statistics in float32, the scale in the model's dtype."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any):
+    def __init__(self, config: LlamaConfig, *, dtype: Any, width: int | None = None):
         self.ops: RowOps = BY_XLA
         self.eps = config.rms_norm_eps
-        self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype), axes=("embed",))
+        self.scale = nnx.Param(jnp.ones((width or config.hidden_size,), dtype), axes=("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The norm of x [T, D], with the shape and dtype of x."""
@@ -61,7 +61,9 @@ class Attention(nnx.Module):
     by head, the TPU compiler changed the layout of the activations. Three small products would leave a GPU half idle.
     """
 
-    def __init__(self, config: LlamaConfig, linear: MakeLinear, *, num_shards: int, input_width: int | None = None):
+    def __init__(
+        self, config: LlamaConfig, linear: MakeLinear, *, dtype: Any, num_shards: int, input_width: int | None = None
+    ):
         self.ops: RowOps = BY_XLA
         self.num_shards = num_shards
         self.heads = config.num_heads // num_shards, config.num_kv_heads // num_shards  # heads of one group
@@ -84,7 +86,7 @@ class Attention(nnx.Module):
         Args:
             only: the tokens i32[S] whose outputs are computed (`tokens_at`); None: all. K/V are computed for all.
         """
-        columns = with_adapters(adapters, "attention.qkv", x, self.qkv(x))
+        columns = self.projected(x, adapters)
         if isinstance(attend, AttendProjected):
             attended, kv = attend.attend(columns, cos, sin, kv)
         else:
@@ -93,6 +95,10 @@ class Attention(nnx.Module):
         if only is not None:
             attended, adapters = tokens_at(attended, only), adapters and adapters.at(only)
         return with_adapters(adapters, "attention.out", attended, self.out(attended)), kv
+
+    def projected(self, x: jax.Array, adapters: LayerAdapters | None) -> jax.Array:
+        """Queries, keys and values [T, (N + 2K) * H], before the rotation, in the order of the rows of `qkv`."""
+        return with_adapters(adapters, "attention.qkv", x, self.qkv(x))
 
 
 class Mlp(nnx.Module):
@@ -111,11 +117,17 @@ class Mlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer. Attention and MLP each read a normed copy of the residual stream and add their output to it."""
+    """One layer. Attention and MLP each read a normed copy of the residual stream and add their output to it.
+
+    Attributes:
+        attention_type: the class of `attention`. Another family may have another one.
+    """
+
+    attention_type = Attention
 
     def __init__(self, config: LlamaConfig, linear: MakeLinear, *, dtype: Any, num_shards: int):
         self.attention_norm = RMSNorm(config, dtype=dtype)
-        self.attention = Attention(config, linear, num_shards=num_shards)
+        self.attention = self.attention_type(config, linear, dtype=dtype, num_shards=num_shards)
         self.mlp_norm = RMSNorm(config, dtype=dtype)
         self.mlp = Mlp(config, linear, num_shards=num_shards)
 

@@ -1,4 +1,4 @@
-"""Llama 3 over a flat row of tokens.
+"""Llama 3, and decoders that differ from it in their layers only (`model.families`), over a flat row of tokens.
 
 The model does not know about pages, batches or devices. Attention is a function that the caller passes as `attend`:
 serving passes paged attention, and training and tests pass plain causal attention.
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.network.layers import Attend, AttendProjected, DecoderLayer, RMSNorm
+from model.network.layers import Attend, AttendProjected, RMSNorm
 from model.network.linear import Linear, SplitLinear, normal_param, rows_of
 from model.network.linear_method import LinearMethod, Unquantized
-from model.network.lora import TARGETS, StepAdapters
+from model.network.lora import StepAdapters
 from model.network.rope import inverse_frequencies, rotation
 from model.network.row_ops import BY_XLA, RowOps
 from model.quantization.forms import Mixed, Rounding, WeightForm
@@ -71,15 +71,16 @@ class Llama(nnx.Module):
             if not isinstance(quantization, Mixed) or not quantization.is_split(path):
                 form = None if quantization is None else quantization.at(path)
                 return linear(shape, axes, quantization=form, rounding=rounding)
-            forms = {part: quantization.at(f"{path}.{part}") for part in TARGETS[name]}
-            of_part = partial(linear, axes=axes, rounding=rounding)
-            parts = {
-                part: of_part((config.outputs_of(part), shape[1]), quantization=form) for part, form in forms.items()
-            }
+            parts = {}
+            for tensor in config.family.linears[name]:
+                part, form = tensor.short_name, quantization.at(f"{path}.{tensor.short_name}")
+                of_part = (config.sizes[tensor.shape[0]], shape[1])
+                parts[part] = linear(of_part, axes, quantization=form, rounding=rounding)
             return SplitLinear(parts, num_shards)
 
+        make_layer = config.family.layer_type()
         self.layers = nnx.List(
-            DecoderLayer(config, partial(projection, number), dtype=dtype, num_shards=num_shards)
+            make_layer(config, partial(projection, number), dtype=dtype, num_shards=num_shards)
             for number in range(config.num_layers)
         )
         self.norm = RMSNorm(config, dtype=dtype)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model.families import LLAMA
 from model.network.linear_method import multiply
 from model.network.row_ops import BY_XLA, RowOps
 from pallas_kernels.cpu import per_token
@@ -27,10 +28,7 @@ from pallas_kernels.cpu import per_token
 # `Linear` of a layer -> the projections that it fuses, in the order of its outputs. They have the names of checkpoints.
 # An adapter may change all of them.
 TARGETS: dict[str, tuple[str, ...]] = {
-    "attention.qkv": ("q_proj", "k_proj", "v_proj"),
-    "attention.out": ("o_proj",),
-    "mlp.gate_up": ("gate_proj", "up_proj"),
-    "mlp.down": ("down_proj",),
+    name: tuple(tensor.short_name for tensor in tensors) for name, tensors in LLAMA.linears.items()
 }
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import uvloop
 from safetensors.numpy import save_file
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
 from model.inputs.paths import local_path
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, expected_shapes
 from model.loading.source import resolve
@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 def write_adapter(folder: Path, config: LlamaConfig, rank: int, random: np.random.Generator) -> None:
     """Writes an adapter of all projections in PEFT's form."""
-    shapes, modules = expected_shapes(config), projections(config.num_layers)
+    shapes, modules = expected_shapes(config), config.projections
     tensors = {}
     for module in modules:
         outputs, inputs = shapes[f"{module}.weight"]

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
 from model.inputs.paths import local_path
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, expected_shapes
 from model.loading.source import DEMO_FOLDER
@@ -73,7 +73,7 @@ class AdapterTrainer(Loop):
         self.base, self.rank = base, rank
         shapes, rng = expected_shapes(base.config), np.random.default_rng(schedule.seed)
         params: Arrays = {}
-        for name in projections(base.config.num_layers):
+        for name in base.config.projections:
             outputs, inputs = shapes[f"{name}.weight"]
             params[f"{name}.lora_A"] = jnp.asarray(rng.uniform(-1, 1, (rank, inputs)) * inputs**-0.5, jnp.float32)
             params[f"{name}.lora_B"] = jnp.zeros((outputs, rank))

@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
+from model.families import LLAMA
 from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, expected_shapes
 from model.network.lora import TARGETS, LoraWeights
 from tests.model import checkpoints
@@ -121,7 +122,7 @@ def random_for(
     """A folder with an adapter of random weights. At size 1, what it adds is about as large as what it is added to."""
     rng, shapes, targets = np.random.default_rng(seed), expected_shapes(config), list(targets)
     tensors = {}
-    for module in projections(config.num_layers):
+    for module in LLAMA.projections(config.num_layers):
         if module.rpartition(".")[2] in targets:
             outputs, inputs = shapes[f"{module}.weight"]
             for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):

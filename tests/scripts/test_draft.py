@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
+from model.families import LLAMA
 from model.loading.source import DEMO, DEMO_FOLDER
 from scripts.building.draft import DEMO_DRAFT, choose_draft, draft_cost
 from scripts.building.weights import ChosenWeights, choose_weights
@@ -49,7 +50,7 @@ def write_int8(source: Path, folder: Path) -> None:
     shutil.copytree(source, folder)
     raw = json.loads((folder / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")
-    for module in projections(raw["num_hidden_layers"]):
+    for module in LLAMA.projections(raw["num_hidden_layers"]):
         wide = tensors[f"{module}.weight"].astype(np.float32)
         scale = np.abs(wide).max(axis=1, keepdims=True) / 127
         tensors |= {f"{module}.weight": np.rint(wide / scale).astype(np.int8), f"{module}.weight_scale": scale}

@@ -47,7 +47,7 @@ def hf_tensors(config: LlamaConfig, params: Mapping[str, jax.Array], *, dtype: A
     tensors: dict[str, np.ndarray] = {}
     for name, param in params.items():
         rows = np.asarray(param.astype(dtype))
-        parts = sources(name)
+        parts = sources(name, config.family)
         ends = np.cumsum([shapes[part.key][0] for part in parts])
         for part, piece in zip(parts, np.split(rows, ends[:-1]), strict=True):
             tensors[part.key] = np.ascontiguousarray(piece)

@@ -231,7 +231,7 @@ def _blocks(config: LlamaConfig, params: Arrays) -> dict[str, tuple[int, ...]]:
     """Muon's parameters: every matrix except the embedding, with the heights of the matrices that are fused in it."""
     shapes = expected_shapes(config)
     return {
-        name: tuple(shapes[source.key][0] for source in sources(name))
+        name: tuple(shapes[source.key][0] for source in sources(name, config.family))
         for name, param in params.items()
         if param.ndim == 2 and name != "embedding"
     }

@@ -128,14 +128,19 @@ def shapes(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def tensors(raw: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Every tensor by its checkpoint name, f32; bfloat16 variants hold values that bfloat16 holds exactly."""
+    return values(shapes(raw), seed, is_bfloat16=raw["torch_dtype"] == "bfloat16")
+
+
+def values(shapes: Mapping[str, tuple[int, ...]], seed: int, *, is_bfloat16: bool) -> dict[str, np.ndarray]:
+    """Random tensors of these names and shapes."""
     out = {}
-    for name, shape in shapes(raw).items():
+    for name, shape in shapes.items():
         draw = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, np.float32)
         if len(shape) == 1:
             value = 1 + draw / 4
         else:
             value = draw * np.float32(shape[1] ** -0.5 * (1.5 if "attn" in name else 1.0))
-        if raw["torch_dtype"] == "bfloat16":
+        if is_bfloat16:
             value = (value.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
         out[name] = value.astype(np.float32)
     return out

@@ -75,7 +75,10 @@ def rows_of(config, name):
         "gate_proj": 0,
         "up_proj": config.intermediate_size,
     }
-    return slice(first[name], first[name] + config.outputs_of(name))
+    return slice(
+        first[name],
+        first[name] + {"q_proj": queries, "k_proj": keys, "v_proj": keys}.get(name, config.intermediate_size),
+    )
 
 
 def assert_logits_are_exact(path, form):

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
+from model.families import LLAMA
 from model.loading.source import CONVERTED, resolve
 from model.loading.stored_weights import find_weights
 from model.network.eight_bit import quantize
@@ -96,7 +97,7 @@ def write(
         (folder / "config.json").write_text((source / "config.json").read_text())
         given = load_file(source / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
-    modules, stored, values = projections(raw["num_hidden_layers"]), {}, {}
+    modules, stored, values = LLAMA.projections(raw["num_hidden_layers"]), {}, {}
     rng = np.random.default_rng(0)
     for key, weights in given.items():
         module, wide = key.removesuffix(".weight"), weights.astype(np.float32)

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
+from model.families import LLAMA
 from model.loading.stored_weights import find_weights
 from model.network.eight_bit import quantize
 from model.quantization.forms import EightBit, FourBit
@@ -54,7 +55,7 @@ def write(folder, name):
     vocab = raw["vocab_size"]
     tensors = {key: rng.standard_normal((vocab, WIDTH)).astype(np.float32) for key in EMBEDDINGS}
     tensors |= {key: np.ones(WIDTH, np.float32) for key in NORMS}
-    for module in projections(1):
+    for module in LLAMA.projections(1):
         tensors |= {f"{module}.{key}": np.ascontiguousarray(value) for key, value in of_kernel.items()}
     checkpoints.write_tensors(folder, tensors)
     return weights

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from model.config import LlamaConfig, projections
+from model.config import LlamaConfig
+from model.families import LLAMA
 from model.loading.orbax_format import save_orbax
 from model.loading.source import CONVERTED
 from model.loading.stored_weights import find_weights
@@ -49,7 +50,7 @@ def write(folder, strategy: str, dtype, *, scale="weight_scale", quantization=No
     dtype = np.dtype(dtype)
     checkpoints.write(folder, "gqa2")
     raw = json.loads((folder / "config.json").read_text())
-    modules, stored, values = projections(raw["num_hidden_layers"]), {}, {}
+    modules, stored, values = LLAMA.projections(raw["num_hidden_layers"]), {}, {}
     for key, weights in checkpoints.tensors("gqa2").items():
         module, wide = key.removesuffix(".weight"), weights.astype(np.float32)
         stored[key], values[key] = weights, wide

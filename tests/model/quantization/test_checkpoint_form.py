@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import projections
+from model.families import LLAMA
 from model.quantization.checkpoint_form import CheckpointForm, read_form
 from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
 from tests.examples import examples
 from tests.scripts.test_checkpoint_fuzz import HOSTILE, places
 
-MODULES = projections(2)
+MODULES = LLAMA.projections(2)
 
 
 def compressed(fmt="float-quantized", ignore=("lm_head",), **weights):
