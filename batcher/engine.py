@@ -55,13 +55,13 @@ from batcher.deferred_programs import DeferredPrograms, compile_while_serving
 from batcher.delivery import Delivery, Tokens
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, StepTimeoutError
 from batcher.grammar import Grammars
-from batcher.inbox import Abort, Inbox, News, Result, Taken
+from batcher.inbox import Abort, Inbox, InboxItem, PagesTaken, Result
 from batcher.page_events import PageEventSink
 from batcher.page_store import KeptPage, NoPage
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput
 from batcher.requests.admission import make_request_state
 from batcher.requests.live_requests import Staged
-from batcher.requests.masks import Answer, Ask, MaskThreads, answer
+from batcher.requests.masks import Ask, MaskResult, MaskThreads, answer
 from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
 from batcher.requests.pauses import Pauses
 from batcher.requests.worker import Worker
@@ -118,7 +118,7 @@ class Engine:
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _ignore
-        self._news: deque[News] = deque()  # taken from the inbox, but not handled yet
+        self._news: deque[InboxItem] = deque()  # taken from the inbox, but not handled yet
         self._changes: deque[Change] = deque()  # wait until no step is in flight; no step starts before they are made
         self._is_unable = False  # a change has left the device unable to run steps
         self._pauses = Pauses(self.core.requests, self.core.scheduler)
@@ -229,7 +229,7 @@ class Engine:
 
     def drop_kept(self, token: bytes) -> None:
         """Drops the pages that are kept under `token`."""
-        self._inbox.put(Taken(token))
+        self._inbox.put(PagesTaken(token))
 
     def stats(self) -> EngineStats:
         """Totals since start and present gauges. Raises EngineDeadError if the engine is dead."""
@@ -417,13 +417,13 @@ class Engine:
                     core.requests.add(news)
                 case Abort(sequence, reason):
                     self._deliver(core.requests.abort(sequence, reason))
-                case Answer():
+                case MaskResult():
                     self._deliver(core.requests.take_mask(news))
                 case Staged():
                     self._deliver(core.requests.take_staged(news))
                 case Saved() | Loaded():
                     self._take_moved(news)
-                case Taken(token) if core.scheduler.offloaded is not None:
+                case PagesTaken(token) if core.scheduler.offloaded is not None:
                     core.scheduler.offloaded.kept.drop(token)
                 case Change():
                     self._changes.append(news)

@@ -16,7 +16,7 @@ from batcher.change import Change, ForgetPrefixes, Pause, Resume
 from batcher.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from batcher.request import FinishReason
 from batcher.requests.live_requests import Staged
-from batcher.requests.masks import Answer
+from batcher.requests.masks import MaskResult
 from batcher.requests.page_mover import Moved
 from batcher.scheduling.request_state import RequestState
 from batcher.step import StepOutput
@@ -31,14 +31,26 @@ class Abort(NamedTuple):
     reason: FinishReason
 
 
-class Taken(NamedTuple):
+class PagesTaken(NamedTuple):
     """Another engine has taken the pages of a prompt that were kept for it."""
 
     token: bytes
 
 
 # A request has arrived, or ... An exception is the failure of another thread of the engine, which cannot go on.
-News = RequestState | Abort | Answer | Staged | Moved | Taken | Change | Pause | Resume | ForgetPrefixes | Exception
+InboxItem = (
+    RequestState
+    | Abort
+    | MaskResult
+    | Staged
+    | Moved
+    | PagesTaken
+    | Change
+    | Pause
+    | Resume
+    | ForgetPrefixes
+    | Exception
+)
 
 
 class Inbox:
@@ -56,7 +68,7 @@ class Inbox:
         self._wake = threading.Condition(self._lock)  # wakes the engine's thread: something below has changed
         # Wakes threads that wait until no request is live, or the engine is dead or about to stop.
         self._idle = threading.Condition(self._lock)
-        self._news: list[News] = []  # in the order of arrival, so an abort never comes before its request
+        self._news: list[InboxItem] = []  # in the order of arrival, so an abort never comes before its request
         self._results: list[Result] = []  # results of steps in flight, in order
         self._num_hurried = 0  # number of masks for which the next step waits
         self._num_accepted = 0
@@ -119,7 +131,7 @@ class Inbox:
 
     # --- other news ---
 
-    def put(self, news: News) -> None:
+    def put(self, news: InboxItem) -> None:
         """Adds a message, and wakes the engine's thread."""
         with self._lock:
             self._news.append(news)
@@ -138,7 +150,7 @@ class Inbox:
             self._results.append(result)
             self._wake.notify()
 
-    def computed(self, masks: list[Answer]) -> None:
+    def computed(self, masks: list[MaskResult]) -> None:
         """Adds computed masks."""
         with self._lock:
             self._news += masks
@@ -165,7 +177,7 @@ class Inbox:
             results, self._results = self._results, []
         return results
 
-    def take(self) -> list[News]:
+    def take(self) -> list[InboxItem]:
         """Removes and returns all messages other than results."""
         with self._lock:
             news, self._news = self._news, []

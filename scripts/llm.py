@@ -48,7 +48,7 @@ from scripts.offline.arguments import (
     tokens_body,
 )
 from scripts.offline.in_process import InProcessEngineClient, LoopThread
-from scripts.offline.pending import Asked, OnAnswer, Pending, RefusedError, Sent
+from scripts.offline.pending import EnqueuedPrompt, OnAnswer, Pending, RefusedError, RequestsInFlight
 from scripts.offline.results import Embedding, RequestOutput, embedding
 from scripts.offline.training import EngineForTraining
 from server.app import create_app, create_state
@@ -346,7 +346,7 @@ class LLM(EngineForTraining):
         for (path, body), text in zip(requests, texts, strict=True):
             id = body.setdefault("request_id", uuid.uuid4().hex)
             ids, params = body.get("token_ids", body.get("prompt")), body.get("sampling_params", body)
-            own = Asked(
+            own = EnqueuedPrompt(
                 answer_id=f"{ID_PREFIXES[path]}-{id}",
                 prompt=text,
                 prompt_token_ids=() if ids is None or isinstance(ids, str) else ids,
@@ -359,10 +359,10 @@ class LLM(EngineForTraining):
             self._pending = [*(earlier for earlier in self._pending if not earlier.is_done), pending]
         return pending
 
-    def _send(self, requests: list[tuple[str, dict[str, Any]]], *, use_tqdm: bool) -> Sent:
+    def _send(self, requests: list[tuple[str, dict[str, Any]]], *, use_tqdm: bool) -> RequestsInFlight:
         self._check_open()
         named = [(path, {"model": self.model_name, **body}) for path, body in requests]
-        return Sent(self._thread, self._post_all, named, use_tqdm=use_tqdm)
+        return RequestsInFlight(self._thread, self._post_all, named, use_tqdm=use_tqdm)
 
     def _abort_unsent(self) -> None:
         for pending in self._pending:

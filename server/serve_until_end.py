@@ -16,7 +16,7 @@ from server.app import create_state
 from server.engine.client import FrontendClient, ProcessEngineClient
 from server.engine.group import EngineGroup
 from server.http.server import FLUSH_S, HttpServer
-from server.http.signals import Ending, first_of
+from server.http.signals import Shutdown, first_of
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
 
@@ -42,7 +42,7 @@ async def serve(
     state: ServerState,
     client: Client,
     server: HttpServer,
-    ending: Ending,
+    ending: Shutdown,
     listener: socket.socket,
     on_started: Callable[[], None],
 ) -> int:
@@ -81,7 +81,7 @@ async def serve(
     return EXIT_ENGINE_FAILED if died else EXIT_OK
 
 
-async def _drain(state: ServerState, client: Client, ending: Ending, server: HttpServer) -> None:
+async def _drain(state: ServerState, client: Client, ending: Shutdown, server: HttpServer) -> None:
     """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
     second signal."""
     state.draining = True

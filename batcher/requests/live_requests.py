@@ -11,7 +11,7 @@ from batcher.delivery import Delivery
 from batcher.grammar import GrammarError
 from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.requests import counting
-from batcher.requests.masks import Answer, Ask
+from batcher.requests.masks import Ask, MaskResult
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.stats import EngineStats
@@ -85,7 +85,7 @@ class LiveRequests:
         self.asks.append(Ask(seq, tokens))
         self.num_masks_wanted += 1
 
-    def take_mask(self, answer: Answer) -> list[Delivery]:
+    def take_mask(self, answer: MaskResult) -> list[Delivery]:
         """Takes in the mask of a request's next token."""
         self.num_masks_wanted -= 1
         seq, permit = answer.sequence, answer.permit

@@ -29,7 +29,7 @@ class Ask(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Answer(NamedTuple):
+class MaskResult(NamedTuple):
     """The next permit of a sequence, or the exception that computing it raised."""
 
     sequence: RequestState
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
     was_slow: bool
 
 
-def answer(ask: Ask) -> Answer:
+def answer(ask: Ask) -> MaskResult:
     """Computes the mask on this thread."""
     matcher = ask.sequence.matcher
     assert matcher is not None
@@ -47,13 +47,13 @@ def answer(ask: Ask) -> Answer:
         permit = matcher.advance(ask.tokens)
     except Exception as error:  # the engine's thread handles it, as for a failed step
         permit = error
-    return Answer(ask.sequence, permit, time.thread_time() - started > SLOW_S)
+    return MaskResult(ask.sequence, permit, time.thread_time() - started > SLOW_S)
 
 
 class MaskThreads:
     """The threads that compute masks. They call `on_answers`, and start at the first `ask`."""
 
-    def __init__(self, on_answers: Callable[[list[Answer]], None]) -> None:
+    def __init__(self, on_answers: Callable[[list[MaskResult]], None]) -> None:
         self._on_answers = on_answers
         self._num_quick = min(MAX_QUICK_THREADS, os.cpu_count() or 1)
         self._quick: ThreadPoolExecutor | None = None

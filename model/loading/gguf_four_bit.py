@@ -14,7 +14,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K
 
-from model.quantization.forms import FourBit, Numbers
+from model.quantization.forms import FourBit, ScaleFormat
 
 Type = GGMLQuantizationType
 _GROUP, _MIDDLE = 32, 8
@@ -23,9 +23,9 @@ FOUR_BIT: Mapping[Type, FourBit] = {
     Type.Q4_K: FourBit(group=_GROUP, has_zeros=True),
 }
 EXACT_FOUR_BIT: Mapping[Type, FourBit] = {
-    Type.Q4_0: FourBit(group=_GROUP, numbers=Numbers.FLOAT16),
-    Type.Q4_1: FourBit(group=_GROUP, numbers=Numbers.Q4_1),
-    Type.Q4_K: FourBit(group=_GROUP, numbers=Numbers.Q4_K),
+    Type.Q4_0: FourBit(group=_GROUP, numbers=ScaleFormat.FLOAT16),
+    Type.Q4_1: FourBit(group=_GROUP, numbers=ScaleFormat.Q4_1),
+    Type.Q4_K: FourBit(group=_GROUP, numbers=ScaleFormat.Q4_K),
 }
 
 

@@ -31,9 +31,9 @@ from model.quantization.forms import (
     Activations,
     EightBit,
     FourBit,
-    Mixed,
-    Numbers,
+    MixedForms,
     OneForm,
+    ScaleFormat,
     SixBit,
     largest_group,
 )
@@ -103,7 +103,7 @@ class GgufTensors(Checkpoint):
         is_whole = largest_group((form.group, *self._config.projection_inputs)) == form.group
         return (form, None) if is_whole else (None, f"groups of {form.group} do not divide the numbers of inputs")
 
-    def in_exact_form(self) -> FourBit | SixBit | Mixed | None:
+    def in_exact_form(self) -> FourBit | SixBit | MixedForms | None:
         """The form of 4 and 6 bits that keeps all stored numbers; None if no projection has one. Tensors of other types
         become int8."""
         forms = dict(self._exact_forms())
@@ -114,10 +114,10 @@ class GgufTensors(Checkpoint):
         head = self._exact_form_of(HEAD.key, panels_only=True)
         others = {path: form for path, form in forms.items() if form != most}
         others |= {HEAD_PATH: head} if head != most.in_head else {}
-        return Mixed(most=most, others=tuple(sorted(others.items()))) if others else most
+        return MixedForms(most=most, others=tuple(sorted(others.items()))) if others else most
 
     def _exact_forms(self) -> Iterator[tuple[str, OneForm]]:
-        """Each projection's path, as in `Mixed`, and its form."""
+        """Each projection's path, as in `MixedForms`, and its form."""
         family = self._config.family
         for module in (f"layers.{layer}.{name}" for layer in range(self._config.num_layers) for name in family.linears):
             forms = {source.key: self._exact_form_of(source.key) for source in sources(f"{module}.kernel", family)}
@@ -187,7 +187,7 @@ class GgufTensors(Checkpoint):
         if isinstance(form, SixBit):
             part = six_bit_part
         else:
-            part = four_bit_part if form.numbers is Numbers.CHIP else exact_part
+            part = four_bit_part if form.numbers is ScaleFormat.CHIP else exact_part
         with np.errstate(invalid="ignore", over="ignore"):  # as in `values_of`
             blocks = _blocks(self._file, tensor, rows)
             return np.concatenate([part(name, Type(tensor.type), some, first, end) for some in blocks])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from model.quantization.forms import FourBit, Numbers
+from model.quantization.forms import FourBit, ScaleFormat
 from model.quantization.packed_form import NAMES, Layout, PackedForm, Zeros
 from model.quantization.unpack import dequantize_groups, one_more, unpack, unpack_awq
 
@@ -74,7 +74,7 @@ class PackedKernel:
         zeros = self._zeros(rows)
         assert zeros is not None
         zeros = zeros[:, groups]
-        return zeros.astype(np.int8) - _MIDDLE if form.numbers is Numbers.CHIP else zeros
+        return zeros.astype(np.int8) - _MIDDLE if form.numbers is ScaleFormat.CHIP else zeros
 
     def _scales(self, rows: slice) -> np.ndarray:
         """[out, n]"""

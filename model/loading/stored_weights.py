@@ -18,7 +18,7 @@ from model.loading.source import CONVERTED
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.quantization.forms import Activations, FourBit, Mixed, Rounding, SixBit, WeightForm
+from model.quantization.forms import Activations, FourBit, MixedForms, Rounding, SixBit, WeightForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class StoredWeights:
     activations: Activations | None = None  # how a quantised checkpoint wants inputs to be rounded
     packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
     four_bit: FourBit | None = None  # the form by which chips hold packed projections without requantising them
-    exact_form: FourBit | SixBit | Mixed | None = None  # the 4- and 6-bit form with all numbers as they are stored
+    exact_form: FourBit | SixBit | MixedForms | None = None  # the 4- and 6-bit form with all numbers as they are stored
     four_bit_fault: str | None = None  # why `four_bit` is None for packed projections
 
     @property

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from model.config import LlamaConfig
-from model.quantization.forms import Activations, EightBit, FourBit, Mixed, SixBit
+from model.quantization.forms import Activations, EightBit, FourBit, MixedForms, SixBit
 
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
 
@@ -56,7 +56,7 @@ class Checkpoint(Tensors):
         have none, in words. Both are None if the projections are not packed."""
         return None, None
 
-    def in_exact_form(self) -> FourBit | SixBit | Mixed | None:
+    def in_exact_form(self) -> FourBit | SixBit | MixedForms | None:
         """The form that holds all numbers of projections in 4 and 6 bits as they are stored; None: there is none."""
         return None
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.network.eight_bit import round_rows
 from model.network.linear_method import Axes, LinearMethod, Weights
-from model.quantization.forms import GROUPS_OF_A_UNIT, EightBit, FourBit, Numbers, Rounding
+from model.quantization.forms import GROUPS_OF_A_UNIT, EightBit, FourBit, Rounding, ScaleFormat
 from pallas_kernels.cpu import four_bit
 
 LEAST = -8  # the least int4; the largest is 7
@@ -57,7 +57,7 @@ class FourBitMethod(LinearMethod):
         kernel, scale = quantize_groups(kernel, self.form.group, numbers.scale_dtype)
         if not self.form.has_zeros:
             return {"kernel": kernel, "scale": scale}
-        zero, dtype = (0, jnp.bfloat16) if numbers is Numbers.CHIP else (four_bit.MIDDLE, jnp.uint8)
+        zero, dtype = (0, jnp.bfloat16) if numbers is ScaleFormat.CHIP else (four_bit.MIDDLE, jnp.uint8)
         return {"kernel": kernel, "scale": scale, "zero": jnp.full(scale.shape, zero, dtype)}
 
     def create(self, kernel: jax.Array, axes: Axes) -> dict[str, tuple[jax.Array, Axes]]:
@@ -70,7 +70,7 @@ class FourBitMethod(LinearMethod):
         kernel, scale, zero = weights["kernel"], weights["scale"], weights.get("zero")
         if self.rounding is not None:
             inputs = round_blocks(inputs)
-        elif numbers is not Numbers.CHIP:
+        elif numbers is not ScaleFormat.CHIP:
             inputs = inputs.astype(jnp.float32)
         if numbers.has_offsets:
             return multiply_with_offsets(inputs, kernel, *scale_and_offset(weights)).astype(out_dtype)
@@ -174,7 +174,7 @@ def quantize_with_offsets(weights: jax.Array, form: FourBit) -> dict[str, jax.Ar
     grouped = weights.astype(jnp.float32).reshape(weights.shape[0], -1, form.group)
     offset = -jnp.minimum(jnp.min(grouped, axis=2), 0)
     scale = (jnp.maximum(jnp.max(grouped, axis=2), 0) + offset) * np.float32(1 / STEPS)
-    if form.numbers is Numbers.Q4_K:
+    if form.numbers is ScaleFormat.Q4_K:
         numbers = _in_6_bits("scale", scale) | _in_6_bits("offset", offset)
     else:
         numbers = {"scale": scale.astype(jnp.float16), "offset": offset.astype(jnp.float16)}

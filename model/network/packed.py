@@ -51,7 +51,7 @@ def use_cpu_products[M: nnx.Module](model: M, ops: RowOps | None = None) -> M:
     return model
 
 
-def pack[M: Llama | EagleHead](model: M) -> M:
+def pack_for_cpu[M: Llama | EagleHead](model: M) -> M:
     """Packs the kernels of the projections and of the head for C, in place and one by one. Returns the model.
 
     An embedding that is also the head is packed, too. In an abstract model, the shapes change. Kernels that have no

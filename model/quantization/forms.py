@@ -66,7 +66,7 @@ class EightBit(StrEnum):
         return 127.0 if self is EightBit.INT8 else 448.0
 
 
-class Numbers(StrEnum):
+class ScaleFormat(StrEnum):
     """The numbers that a 4-bit kernel stores for each output and group. Chips read only `CHIP`; CPUs read all."""
 
     CHIP = "chip"  # a scale in bfloat16, and perhaps a zero in bfloat16
@@ -79,16 +79,16 @@ class Numbers(StrEnum):
     @property
     def has_offsets(self) -> bool:
         """Whether a group has an offset, which is subtracted after scaling. A zero is subtracted before scaling."""
-        return self in (Numbers.Q4_1, Numbers.Q4_K)
+        return self in (ScaleFormat.Q4_1, ScaleFormat.Q4_K)
 
     @property
     def scale_dtype(self) -> str:
         """The dtype of the scales, by its name in numpy and jax."""
         others = {
-            Numbers.FLOAT32: "float32",
-            Numbers.FLOAT16: "float16",
-            Numbers.Q4_1: "float16",
-            Numbers.Q4_K: "uint8",
+            ScaleFormat.FLOAT32: "float32",
+            ScaleFormat.FLOAT16: "float16",
+            ScaleFormat.Q4_1: "float16",
+            ScaleFormat.Q4_K: "uint8",
         }
         return others.get(self, "bfloat16")
 
@@ -107,7 +107,7 @@ class FourBit:
 
     group: int  # inputs that share a scale
     has_zeros: bool = False  # each group also has a zero, which is subtracted from the kernel's values
-    numbers: Numbers = Numbers.CHIP
+    numbers: ScaleFormat = ScaleFormat.CHIP
     # The properties that `EightBit` describes.
     kind: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
@@ -120,19 +120,19 @@ class FourBit:
             raise ValueError(f"int4 has zeros or offsets, not both: {self.numbers=}")
 
     def __str__(self) -> str:
-        numbers = "" if self.numbers is Numbers.CHIP else f"-{self.numbers}"
+        numbers = "" if self.numbers is ScaleFormat.CHIP else f"-{self.numbers}"
         return f"{self.kind}-g{self.group}{numbers}" + ("-zeros" if self.has_zeros else "")
 
     @property
     def product(self) -> str:
         """The name of the form in `pallas_kernels.chips`. Groups that are no multiple of 32 have names of their own."""
         small = "" if self.group % 32 == 0 else "-g16"
-        return f"{self.kind}{small}" + ("" if self.numbers is Numbers.CHIP else "-exact")
+        return f"{self.kind}{small}" + ("" if self.numbers is ScaleFormat.CHIP else "-exact")
 
     @property
     def whole(self) -> int:
         """A chip's part of a kernel has whole groups, and whole units of groups in `Q4_K`."""
-        return self.group * (GROUPS_OF_A_UNIT if self.numbers is Numbers.Q4_K else 1)
+        return self.group * (GROUPS_OF_A_UNIT if self.numbers is ScaleFormat.Q4_K else 1)
 
     def at(self, path: str) -> FourBit:
         """The form of the projection at `path`, which is the same for all."""
@@ -143,7 +143,7 @@ class FourBit:
         groups = f"{self.kind}, groups of {self.group}"
         if self.numbers.has_offsets:
             return f"{groups} as in {self.numbers.name}"
-        with_them = [] if self.numbers is Numbers.CHIP else [f"{self.numbers.scale_dtype} scales"]
+        with_them = [] if self.numbers is ScaleFormat.CHIP else [f"{self.numbers.scale_dtype} scales"]
         with_them += ["zero points"] if self.has_zeros else []
         return groups + (f" with {' and '.join(with_them)}" if with_them else "")
 
@@ -182,7 +182,7 @@ HEAD_PATH = "head"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixed:
+class MixedForms:
     """Projections of several forms, as in many GGUF files, and a head that may have another form than `most.in_head`.
 
     A path names a projection ("layers.3.mlp.down"). If the tensors of a fused projection have several forms, a path
@@ -247,7 +247,7 @@ class Mixed:
         return paths
 
 
-WeightForm = OneForm | Mixed
+WeightForm = OneForm | MixedForms
 FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # the values of `--quantization`
 # Inputs of a group. Larger groups save hardly any bytes: a scale has 16 bits, and 128 weights have 512.
 MAX_GROUP, MIN_GROUP = 128, 16
@@ -267,7 +267,7 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     """The form with this name.
 
     Args:
-        name: "int8", "fp8", "int4", or what `str` gives for a `FourBit`, a `SixBit` or a `Mixed`. "int4" takes the
+        name: "int8", "fp8", "int4", or what `str` gives for a `FourBit`, a `SixBit` or a `MixedForms`. "int4" takes the
             largest group that divides all `widths`.
         widths: the numbers of inputs of the model's kernels.
 
@@ -287,7 +287,7 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
         if not _PATHS.fullmatch(paths):
             raise ValueError(f"{other!r} names no projections")
         forms |= {path: _one_named(one, () if path == HEAD_PATH else widths) for path in paths.split(",")}
-    return Mixed(most=form, others=tuple(sorted(forms.items(), key=lambda item: item[0])))
+    return MixedForms(most=form, others=tuple(sorted(forms.items(), key=lambda item: item[0])))
 
 
 def _one_named(name: str, widths: tuple[int, ...]) -> OneForm:
@@ -301,7 +301,7 @@ def _one_named(name: str, widths: tuple[int, ...]) -> OneForm:
     if match is None:
         raise ValueError(f"{name!r} is no form of weights; it is one of {', '.join(FORM_NAMES)}")
     if (group := int(match[1]) if match[1] else largest_group(widths)) is not None:
-        numbers = Numbers(match[2] or Numbers.CHIP)
+        numbers = ScaleFormat(match[2] or ScaleFormat.CHIP)
         form = FourBit(group=group, numbers=numbers, has_zeros=match[3] is not None)
         if not any(width % form.whole for width in widths):
             return form

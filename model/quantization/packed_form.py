@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from model.quantization.forms import Activations, EightBit, FourBit, Numbers, largest_group
+from model.quantization.forms import Activations, EightBit, FourBit, ScaleFormat, largest_group
 
 WORD_BITS = 32
 WORDS = ("I32",)
@@ -105,9 +105,9 @@ class PackedForm:
         form, _ = self.in_four_bits(widths)
         if form is None or (scales == {"BF16"} and not form.has_zeros):  # the form of chips is exact
             return form
-        named = {"F16": Numbers.FLOAT16, "BF16": Numbers.BFLOAT16, "F32": Numbers.FLOAT32}
+        named = {"F16": ScaleFormat.FLOAT16, "BF16": ScaleFormat.BFLOAT16, "F32": ScaleFormat.FLOAT32}
         types = {named[scale] for scale in scales}
-        return replace(form, numbers=types.pop() if len(types) == 1 else Numbers.FLOAT32)
+        return replace(form, numbers=types.pop() if len(types) == 1 else ScaleFormat.FLOAT32)
 
     def num_groups(self, columns: int) -> int:
         """The number of groups in a row. The last may be shorter."""

@@ -13,7 +13,7 @@ from model.execution.device_memory import device_memory
 from model.execution.memory_plan import DoesNotFitError, RunnerConfig, check_fits, memory_needs
 from model.network.eagle import EagleHead
 from model.network.llama import Llama
-from model.network.packed import pack, pack_for_tpu, use_cpu_products
+from model.network.packed import pack_for_cpu, pack_for_tpu, use_cpu_products
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import Rounding, WeightForm
 from pallas_kernels.api import PagedAttention
@@ -93,7 +93,7 @@ class ModelOnChips:
         """Converts the model's weights and operations to the form of the platform, in place. On one CPU with the C
         code's attention, this also chooses the C code for all other operations of a step."""
         if self.is_one_cpu and backend == "cpu":
-            pack(model)
+            pack_for_cpu(model)
         elif self.is_one_cpu:
             use_cpu_products(model)
         elif self._platform == "tpu":

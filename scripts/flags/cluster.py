@@ -18,7 +18,7 @@ PORT = 8482  # JAX's own choice for TPUs
 METADATA_TIMEOUT_S = 5.0
 
 
-class Place(NamedTuple):
+class ClusterInfo(NamedTuple):
     """This host's place among the hosts, from a cluster manager."""
 
     manager: str
@@ -78,7 +78,7 @@ def cluster_of(
         missing = ", ".join(name for name in flags if name not in given)
         raise ValueError(f"several hosts need {', '.join(flags)}: {missing} is missing")
     if given:
-        place = Place("flags", args.coordinator, args.num_hosts, args.host_id)
+        place = ClusterInfo("flags", args.coordinator, args.num_hosts, args.host_id)
     else:
         found = find_place(environment, has_tpu=has_tpu)
         if found is None or found.num_hosts == 1:
@@ -95,7 +95,7 @@ def cluster_of(
     )
 
 
-def find_place(environment: Mapping[str, str], *, has_tpu: Callable[[], bool]) -> Place | None:
+def find_place(environment: Mapping[str, str], *, has_tpu: Callable[[], bool]) -> ClusterInfo | None:
     """This host's place, from the first cluster manager whose variables are set; None: there is none.
 
     Raises ValueError if a manager's variables are incomplete.
@@ -103,14 +103,14 @@ def find_place(environment: Mapping[str, str], *, has_tpu: Callable[[], bool]) -
     for manager, (mark, read) in MANAGERS.items():
         if mark in environment:
             try:
-                return Place(manager, *read(environment))
+                return ClusterInfo(manager, *read(environment))
             except KeyError as error:
                 missing = f"the variable {error.args[0]} is missing"
                 raise ValueError(f"the environment is {manager}'s, and {missing}") from error
     return _tpu_vm(environment) if has_tpu() and "TPU_SKIP_MDS_QUERY" not in environment else None
 
 
-_Found = tuple[str, int, int]  # the fields of a `Place` without its manager
+_Found = tuple[str, int, int]  # the fields of a `ClusterInfo` without its manager
 
 
 def _leader_worker_set(environment: Mapping[str, str]) -> _Found:
@@ -155,14 +155,14 @@ def first_node(nodes: str) -> str:
     return "".join(part or "" for part in found.groups())
 
 
-def _tpu_vm(environment: Mapping[str, str]) -> Place | None:
+def _tpu_vm(environment: Mapping[str, str]) -> ClusterInfo | None:
     """A Cloud TPU VM's place in its slice, by the machine's metadata server. None if the server has no such entry."""
     endpoints = _metadata(environment, "worker-network-endpoints")
     number = _metadata(environment, "agent-worker-number")
     if endpoints is None or number is None:
         return None
     addresses = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]  # `address`, or `name:id:address`
-    return Place("Cloud TPU", addresses[0], len(addresses), int(number))
+    return ClusterInfo("Cloud TPU", addresses[0], len(addresses), int(number))
 
 
 def _metadata(environment: Mapping[str, str], name: str) -> str | None:
@@ -203,7 +203,7 @@ def _split(coordinator: str) -> tuple[str, int]:
     return host.strip("[]"), PORT if port is None else int(port)
 
 
-def _secret(file: Path | None, environment: Mapping[str, str], place: Place) -> str:
+def _secret(file: Path | None, environment: Mapping[str, str], place: ClusterInfo) -> str:
     secret = environment.get(SECRET_VARIABLE, "") if file is None else file.read_text(encoding="utf-8")
     if not secret.strip():
         where = f"${SECRET_VARIABLE} is empty or not set" if file is None else f"{file} is empty"

@@ -29,7 +29,7 @@ class RefusedError(ValueError):
         self.status = status
 
 
-class Sent:
+class RequestsInFlight:
     """Requests that are being answered.
 
     Args:
@@ -117,7 +117,7 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EnqueuedPrompt:
     """A prompt that was enqueued."""
 
     answer_id: str
@@ -171,8 +171,8 @@ class Pending:
 
     def __init__(
         self,
-        sent: Sent,
-        asked: Sequence[Asked],
+        sent: RequestsInFlight,
+        asked: Sequence[EnqueuedPrompt],
         thread: LoopThread,
         generations: Mapping[str, Generation | Embeddings],
         client: EngineClient,
@@ -257,7 +257,7 @@ class Pending:
             for index, asked in enumerate(self._asked)
         ]
 
-    def _running(self, asked: Asked) -> Generation | None:
+    def _running(self, asked: EnqueuedPrompt) -> Generation | None:
         found = self._generations.get(asked.answer_id)
         return found if isinstance(found, Generation) else None
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.answers.errors import Refusals
 from server.api.route import Access, ApiRoute
-from server.api.state import Place, ServerState, current_place
+from server.api.state import OpenRequest, ServerState, current_place
 from server.api.tracing import RequestTrace, current_trace
 from server.http.auth import KeyRing, current_key
 from server.http.request_error import RequestError, internal, overloaded, unavailable
@@ -69,7 +69,7 @@ class Gate:
                 tracer.end(trace, scope["headers"], status)
 
         by_key = counted and refusal is None and self._most_per_key is not None
-        place = Place(self._state, self._keys.number(scope["headers"]) if by_key else None, end_trace)
+        place = OpenRequest(self._state, self._keys.number(scope["headers"]) if by_key else None, end_trace)
         current_place.set(place)
         num_of_key = place.hold() if counted else 0
         if self._most_per_key is not None and num_of_key > self._most_per_key:

@@ -55,7 +55,7 @@ class Aborting(msgspec.Struct):
     request_ids: list[str] | None
 
 
-class Standing(msgspec.Struct):
+class EngineState(msgspec.Struct):
     """The state of the engines. `error` says why a command has changed nothing."""
 
     is_sleeping: bool
@@ -64,9 +64,9 @@ class Standing(msgspec.Struct):
     error: str | None = None
 
 
-def standing_of(engines: Engines, error: str | None = None) -> Standing:
+def standing_of(engines: Engines, error: str | None = None) -> EngineState:
     """The state of this process's engines."""
-    return Standing(engines.is_sleeping, engines.is_paused, engines.weight_version, error)
+    return EngineState(engines.is_sleeping, engines.is_paused, engines.weight_version, error)
 
 
 async def change_weights(engines: Engines, command: WeightsCommand) -> None:
@@ -116,12 +116,12 @@ class Peers:
         if answer.error is not None:
             raise WeightsError(answer.error)
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> EngineState:
         """The state of the engines. This process may receive a new name of the weights a moment later."""
         return await self._standing(None, TIMEOUT_S)
 
-    async def _standing(self, command: WeightsCommand | None, timeout_s: float | None = None) -> Standing:
-        return msgspec.msgpack.decode(await self._ask("/weights", command, timeout_s), type=Standing)
+    async def _standing(self, command: WeightsCommand | None, timeout_s: float | None = None) -> EngineState:
+        return msgspec.msgpack.decode(await self._ask("/weights", command, timeout_s), type=EngineState)
 
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
         """Loads or unloads a LoRA adapter in the parent's engines. Raises AdapterError."""

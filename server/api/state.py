@@ -131,7 +131,7 @@ class ServerState:
         return changer
 
 
-class Place:
+class OpenRequest:
     """A request's place in the counts: of `/load`, of its API key, and of the requests for which a shutdown waits.
 
     The place is counted while it has a holder. Work that goes on after the answer holds it until its end.
@@ -170,4 +170,4 @@ class Place:
         return 0 if self.key_number is None else self._state.count_of_key(self.key_number, change)
 
 
-current_place: ContextVar[Place] = ContextVar("current_place")  # of the request that the current task answers
+current_place: ContextVar[OpenRequest] = ContextVar("current_place")  # of the request that the current task answers

@@ -39,7 +39,7 @@ from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, listener_beside
 from server.http.private import PrivateCallError, call, private_listener
 from server.http.server import HttpServer
-from server.http.signals import Ending, first_of
+from server.http.signals import Shutdown, first_of
 from server.http.tls import TlsContext
 from server.logs import FORMAT_OF_SEVERAL
 from server.serve_until_end import EXIT_OK, load_state, serve
@@ -82,7 +82,7 @@ class _ApiProcess:
         self._args = args
         self._parent = args.folder / PARENT
         self._row = Row(args.shared_counts, args.number)
-        self._ending = Ending()
+        self._ending = Shutdown()
 
     async def serve(self) -> int:
         args = self._args
@@ -164,7 +164,7 @@ def _max_connections(settings: Settings) -> int:
     return connection_limit(None if asked is None else -(-asked // settings.api_server_count))
 
 
-def _private_app(state: ServerState, engines: Sequence[FrontendClient], ending: Ending) -> Starlette:
+def _private_app(state: ServerState, engines: Sequence[FrontendClient], ending: Shutdown) -> Starlette:
     """The application for the parent."""
 
     async def end(message: None) -> None:

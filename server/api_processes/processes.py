@@ -22,8 +22,8 @@ from server.api.peers import (
     Aborting,
     Counted,
     EngineDied,
+    EngineState,
     NotStarted,
-    Standing,
     change_weights,
     standing_of,
 )
@@ -232,7 +232,7 @@ class ApiProcesses:
         logger.setLevel(level)
         await self._ask("/log_level", level)
 
-    async def _change_weights(self, command: WeightsCommand | None) -> Standing:
+    async def _change_weights(self, command: WeightsCommand | None) -> EngineState:
         """Carries out a command and returns the state of the engines. None changes nothing."""
         error = None
         try:

@@ -37,7 +37,7 @@ class ScoredToken:
 
 
 @dataclass(slots=True)
-class Gain:
+class ChoiceDelta:
     """A choice's new output since the last `take`."""
 
     pieces: list[Piece] = field(default_factory=list)  # none is empty
@@ -105,7 +105,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
-    def take(self) -> Gain:
+    def take(self) -> ChoiceDelta:
         """The new output since the last call."""
         reasoning = self._stream.reasoning
         start = 0 if reasoning is None else reasoning.answer_start
@@ -118,15 +118,15 @@ class Choice:
         elif text := "".join(self._texts):
             pieces.append(Content(text, start + self._num_taken))
             self._num_taken += len(text)
-        gain = Gain(pieces, self._scored, self._token_ids, self._sampled_logprobs)
+        choice_delta = ChoiceDelta(pieces, self._scored, self._token_ids, self._sampled_logprobs)
         self._texts, self._scored, self._token_ids, self._sampled_logprobs = [], [], [], []
-        return gain
+        return choice_delta
 
-    def so_far(self) -> Gain:
+    def so_far(self) -> ChoiceDelta:
         """The result of the next `take`, without taking it. The choice must have neither reasoning nor calls."""
         text = "".join(self._texts)
         pieces: list[Piece] = [Content(text, self._num_taken)] if text else []
-        return Gain(pieces, [*self._scored], [*self._token_ids], [*self._sampled_logprobs])
+        return ChoiceDelta(pieces, [*self._scored], [*self._token_ids], [*self._sampled_logprobs])
 
     @property
     def num_calls(self) -> int:

@@ -25,7 +25,7 @@ UNCHECKED = "the update of the weights is not checked: POST /finish_weight_updat
 TO_END = "POST /finish_weight_update ends it, and serves its arrays only if all have come"
 
 
-class Answer(Protocol):
+class ReplyFunction(Protocol):
     """Answers a command with an error or with None. `missing` is the field of `wire.Reply`."""
 
     def __call__(self, error: Exception | None, *, missing: list[str] | None = None) -> None: ...
@@ -142,7 +142,7 @@ class WeightChanges:
         """Drops the steps of updates that have not begun."""
         self._work.shutdown(wait=False, cancel_futures=True)
 
-    def _change(self, command: wire.ChangeWeights, answer: Answer) -> None:
+    def _change(self, command: wire.ChangeWeights, answer: ReplyFunction) -> None:
         with self._lock:
             if self._stage is not _Stage.NONE and command.change is not wire.WeightsChange.WAKE_UP:
                 raise ValueError(f"an update of the weights is under way: {TO_END}")
@@ -157,7 +157,7 @@ class WeightChanges:
 
         self._engine.change_weights(command, on_done)
 
-    def _update(self, command: wire.UpdateWeights, answer: Answer) -> None:
+    def _update(self, command: wire.UpdateWeights, answer: ReplyFunction) -> None:
         try:
             if command.step is wire.UpdateStep.COMMIT:
                 self._commit(command.version, answer)
@@ -203,7 +203,7 @@ class WeightChanges:
                 updates.check()
                 self._stage = _Stage.CHECKED
 
-    def _commit(self, version: str, answer: Answer) -> None:
+    def _commit(self, version: str, answer: ReplyFunction) -> None:
         if self._stage is not _Stage.CHECKED:
             raise ValueError(UNCHECKED if self._stage is _Stage.OPEN else NONE_BEGUN)
         self._stage = _Stage.COMMITTING

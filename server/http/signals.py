@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class Ending:
+class Shutdown:
     """The end of a server. The first call of `ask` sets `stop`, and the second one `hurry`."""
 
     def __init__(self) -> None:
@@ -21,8 +21,8 @@ class Ending:
         self.stop.set()
 
 
-class Signals(Ending):
-    """An `Ending` that SIGTERM and SIGINT ask for."""
+class Signals(Shutdown):
+    """An `Shutdown` that SIGTERM and SIGINT ask for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from model.config import LlamaConfig
 from model.loading.source import DEMO_FOLDER
 from model.loading.weights import load_hf
 from model.network.llama import Llama
-from model.network.packed import pack
+from model.network.packed import pack_for_cpu
 from model.quantization.forms import EightBit, FourBit, Rounding, WeightForm
 from pallas_kernels.cpu import library
 from scripts.lab.demo import evaluate
@@ -32,7 +32,7 @@ def packed() -> Llama:
     """Products as a CPU's C code computes them, with inputs rounded to int8."""
     compiler()
     library.load(NATIVE)
-    model = pack(demo(EightBit.INT8, rounding=Rounding()))
+    model = pack_for_cpu(demo(EightBit.INT8, rounding=Rounding()))
     assert model.layers[0].mlp.down.kernel.ndim == 3
     return model
 

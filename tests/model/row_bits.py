@@ -19,8 +19,8 @@ from flax import nnx
 from model.compiling.compiler_options import compiler_options
 from model.loading.weights import random_weights
 from model.network.llama import Llama
-from model.network.packed import pack
-from model.quantization.forms import EightBit, FourBit, Numbers, Rounding
+from model.network.packed import pack_for_cpu
+from model.quantization.forms import EightBit, FourBit, Rounding, ScaleFormat
 from model.sampling.logprobs import logprobs
 from model.sampling.sampling import most_likely, tempered_weights
 from model.sampling.vocab_split import VocabShard
@@ -36,7 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": jnp.bfloat16},
     "int8 weights": {"dtype": jnp.float32, "quantization": EightBit.INT8},
     "int8": {"dtype": jnp.float32, "quantization": EightBit.INT8, "rounding": Rounding(with_head=True)},
-    "int4 weights": {"dtype": jnp.float32, "quantization": FourBit(group=32, numbers=Numbers.Q4_1)},
+    "int4 weights": {"dtype": jnp.float32, "quantization": FourBit(group=32, numbers=ScaleFormat.Q4_1)},
     "int4": {"dtype": jnp.float32, "quantization": FourBit(group=32), "rounding": Rounding()},
 }
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 32, 33, 63, 64)
@@ -81,7 +81,7 @@ def main() -> None:
     tokens = rng.integers(0, CONFIG.vocab_size, ROWS[-1]).astype(np.int32)
     positions = rng.integers(0, CONFIG.max_position_embeddings, ROWS[-1]).astype(np.int32)
     for form, options in FORMS.items():
-        graph, weights = nnx.split(pack(random_weights(CONFIG, **options)))
+        graph, weights = nnx.split(pack_for_cpu(random_weights(CONFIG, **options)))
         alone: dict[str, bytes] = {}
         differing: dict[str, list[int]] = {}
         for rows in ROWS:

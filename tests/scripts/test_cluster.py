@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.flags.cluster import SECRET_VARIABLE, ClusterFlags, Place, cluster_of, find_place, first_node
+from scripts.flags.cluster import SECRET_VARIABLE, ClusterFlags, ClusterInfo, cluster_of, find_place, first_node
 from server.flag import add_flags
 
 SECRET = "0123456789abcdef"
@@ -21,7 +21,7 @@ SLURM = {
 }  # fmt: skip
 
 
-def place(environment: dict[str, str], *, has_tpu: bool = False) -> Place | None:
+def place(environment: dict[str, str], *, has_tpu: bool = False) -> ClusterInfo | None:
     return find_place(environment, has_tpu=lambda: has_tpu)
 
 
@@ -48,7 +48,7 @@ def cluster(*flags: str, environment: dict[str, str] | None = None):
 def test_managers_of_machines(environment, expected):
     if expected is not None:
         manager, coordinator, num_hosts, host_id = expected
-        expected = Place(manager=manager, coordinator=coordinator, num_hosts=num_hosts, host_id=host_id)
+        expected = ClusterInfo(manager=manager, coordinator=coordinator, num_hosts=num_hosts, host_id=host_id)
     assert place(environment) == expected
 
 
@@ -111,7 +111,7 @@ def test_a_tpu_vm_asks_its_metadata_server(metadata, endpoints):
     entries, environment = metadata
     assert place(environment, has_tpu=True) is None
     entries |= {"worker-network-endpoints": endpoints, "agent-worker-number": "1"}
-    expected = Place(manager="Cloud TPU", coordinator="10.0.0.5", num_hosts=2, host_id=1)
+    expected = ClusterInfo(manager="Cloud TPU", coordinator="10.0.0.5", num_hosts=2, host_id=1)
     assert place(environment, has_tpu=True) == expected
     assert place(environment) is None
     assert place(environment | {"TPU_SKIP_MDS_QUERY": "1"}, has_tpu=True) is None

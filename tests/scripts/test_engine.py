@@ -15,7 +15,7 @@ import pytest
 from model.config import LlamaConfig
 from model.loading.source import resolve
 from model.loading.stored_weights import StoredWeights, find_weights
-from model.quantization.forms import Activations, EightBit, FourBit, Mixed, Numbers, Rounding, SixBit
+from model.quantization.forms import Activations, EightBit, FourBit, MixedForms, Rounding, ScaleFormat, SixBit
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, GPUS, TPUS, XLA_READS
 from pallas_kernels.spec import Backend
 from scripts.building.chips import choose_kv_dtype
@@ -149,8 +149,11 @@ def test_four_bits_are_kept_or_made_where_the_chip_reads_them():
 
 def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
     config = dataclasses.replace(TINY, hidden_size=256, intermediate_size=640, head_dim=64)
-    rounded, exact = FourBit(group=128, has_zeros=True), FourBit(group=128, numbers=Numbers.FLOAT16, has_zeros=True)
-    blocks, finer = FourBit(group=32, numbers=Numbers.Q4_1), Mixed(most=exact, others=(("layers.0.mlp.down", INT8),))
+    rounded, exact = FourBit(group=128, has_zeros=True), FourBit(group=128, numbers=ScaleFormat.FLOAT16, has_zeros=True)
+    blocks, finer = (
+        FourBit(group=32, numbers=ScaleFormat.Q4_1),
+        MixedForms(most=exact, others=(("layers.0.mlp.down", INT8),)),
+    )
 
     def choose(asked, reads=CPU_READS, rounded_rows=CPU_ROUNDED_ROWS, **held):
         stored = StoredWeights(
@@ -167,7 +170,7 @@ def test_a_cpu_keeps_the_numbers_of_four_bits_as_they_are_stored():
     gguf = {"packing": "GGUF Q4_1", "activations": Activations.BLOCKS}
     with_head, said = Rounding(with_head=True), "inputs of projections and of the head are rounded to int8, too, each "
     in_blocks, of_tokens = said + "block of a token with its own scale", said + "token with its own scale"
-    for form in (blocks, finer, SixBit(), Mixed(most=SixBit(), others=(("head", INT8),))):
+    for form in (blocks, finer, SixBit(), MixedForms(most=SixBit(), others=(("head", INT8),))):
         kept = gguf | {"exact_form": form, "four_bit_fault": "its types differ"}
         assert choose(None, **kept)[:3] == choose(form.kind, **kept)[:3] == (form, with_head, in_blocks)
         assert choose("int8", **kept)[:3] == (INT8, with_head, of_tokens)

@@ -25,8 +25,8 @@ from model.loading.given_tensors import GivenWeights
 from model.loading.source import DEMO, DEMO_FOLDER
 from model.loading.tensor_files import TensorFiles
 from model.loading.weights import load_hf
-from model.network.packed import pack
-from model.quantization.forms import Mixed
+from model.network.packed import pack_for_cpu
+from model.quantization.forms import MixedForms
 from scripts.building import device
 from scripts.building.changeable import RunnerUpdates, RunnerWeights
 from scripts.building.runner import Built, build_runner
@@ -325,14 +325,14 @@ def test_a_check_compiles_what_each_form_of_projections_needs(tmp_path):
 
     config, tensors = LlamaConfig.from_file(folder), checkpoints.tensors("gqa2")
     of = built(gguf_files.write(tmp_path / "model.gguf", config, tensors, packed=packed))
-    assert isinstance(of.plan.weights.quantization, Mixed)
+    assert isinstance(of.plan.weights.quantization, MixedForms)
     jax.clear_caches()
     weights = given(of, on_device(other_tensors("gqa2")))
     of.loader.check(weights)
     compiled = of.runner.num_compiles
     of.loader.update(weights)
     assert of.runner.num_compiles == compiled
-    expected = pack(loaded(given(of, other_tensors("gqa2")), **of.loader.plan.chips.form))
+    expected = pack_for_cpu(loaded(given(of, other_tensors("gqa2")), **of.loader.plan.chips.form))
     leaves = [jax.tree.leaves(x) for x in (of.runner.weights, nnx.state(expected))]
     assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(*leaves, strict=True))
 

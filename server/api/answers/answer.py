@@ -84,7 +84,7 @@ def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
     return [(UNENFORCED, text[:MAX_HEADER_CHARS].encode())]
 
 
-class Sent(Response):
+class AsgiResponse(Response):
     """An ASGI response that is sent by a function."""
 
     def __init__(self, function: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -137,10 +137,10 @@ class GenerationAnswer(Response):
 
     def _events(self, choice: Choice) -> Iterator[bytes]:
         """The events for the choice's new output up to now, in pieces. Later output is not in them."""
-        gain, writer = choice.take(), self._writer
+        choice_delta, writer = choice.take(), self._writer
         opening = () if choice.index in self._opened else writer.opening(choice)
         self._opened.add(choice.index)
-        gained = writer.gained(choice, gain)
+        gained = writer.gained(choice, choice_delta)
         return chain(opening, gained, () if choice.finish_reason is None else writer.ending(choice))
 
 

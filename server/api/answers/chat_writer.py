@@ -12,7 +12,7 @@ from batcher.request import FinishReason
 from server.api.answers.choices_writer import ChoicesWriter
 from server.api.answers.logprobs import chat_entries, prompt_logprobs
 from server.api.answers.writer import AnswerHead
-from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToken
 from server.http.encoding import event_pieces, list_of
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
@@ -49,12 +49,12 @@ class ChatWriter(ChoicesWriter):
             chunks.append(self._chunk(choice, self._text_fields(self._options.echo), opens=True))
         return chain.from_iterable(map(event_pieces, chunks))
 
-    def _gain_fields(self, gain: Gain) -> list[dict[str, Any]]:
-        if gain.is_content:
-            return super()._gain_fields(gain)
+    def _delta_fields(self, choice_delta: ChoiceDelta) -> list[dict[str, Any]]:
+        if choice_delta.is_content:
+            return super()._delta_fields(choice_delta)
         if self._head.usage.in_every_chunk:  # one chunk, for each counts more tokens than the last
-            return [_joined_fields(gain)]
-        return [self._piece_fields(piece) for piece in gain.pieces]
+            return [_joined_fields(choice_delta)]
+        return [self._piece_fields(piece) for piece in choice_delta.pieces]
 
     def _piece_fields(self, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Content):
@@ -70,17 +70,19 @@ class ChatWriter(ChoicesWriter):
             fields["finish_reason"] = "tool_calls"
         return fields
 
-    def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
-        calls = {"tool_calls": [_call_fields(call) for call in gain.calls]} if gain.calls else {}
-        reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning or self._options.reads_reasoning else {}
-        text = self._options.echo + gain.text
+    def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> dict[str, Any]:
+        calls = {"tool_calls": [_call_fields(call) for call in choice_delta.calls]} if choice_delta.calls else {}
+        reasoning = (
+            _reasoning_fields(choice_delta.reasoning) if choice_delta.reasoning or self._options.reads_reasoning else {}
+        )
+        text = self._options.echo + choice_delta.text
         content = text if text or not calls else None
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": content, "refusal": None, **reasoning, **calls},
-            "logprobs": self._scores(choice, gain.scored) if self._scores_shown else None,
+            "logprobs": self._scores(choice, choice_delta.scored) if self._scores_shown else None,
             **self._ending(choice),
-            **self._ids_fields(gain),
+            **self._ids_fields(choice_delta),
         }
 
     def _text_fields(self, text: str) -> dict[str, Any]:
@@ -109,22 +111,22 @@ class BatchChatWriter(ChatWriter):
         super().__init__(generation, head, tokenizer, options[0])
         self._options_of = options
 
-    def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
+    def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> dict[str, Any]:
         self._options = self._options_of[choice.index]
-        return super()._whole_choice(choice, gain) | self._prompt_ids(self._options.prompt)
+        return super()._whole_choice(choice, choice_delta) | self._prompt_ids(self._options.prompt)
 
     def _whole_fields(self) -> dict[str, Any]:
         return {}
 
 
-def _joined_fields(gain: Gain) -> dict[str, Any]:
+def _joined_fields(choice_delta: ChoiceDelta) -> dict[str, Any]:
     """The fields of one delta with content and the additions to each call."""
     joined: dict[int, CallDelta] = {}
-    for call in gain.calls:
+    for call in choice_delta.calls:
         before = joined.get(call.index)
         joined[call.index] = call if before is None else replace(before, arguments=before.arguments + call.arguments)
-    content = {"content": gain.text} if gain.text else {}
-    reasoning = _reasoning_fields(gain.reasoning) if gain.reasoning else {}
+    content = {"content": choice_delta.text} if choice_delta.text else {}
+    reasoning = _reasoning_fields(choice_delta.reasoning) if choice_delta.reasoning else {}
     calls = {"tool_calls": [_delta_fields(call) for call in joined.values()]} if joined else {}
     return {"delta": {**reasoning, **content, **calls}}
 

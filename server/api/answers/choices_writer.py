@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from server.api.answers.logprobs import finite
 from server.api.answers.writer import AnswerHead
-from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToken
 from server.http.encoding import (
     DONE,
     ChunkTemplate,
@@ -58,15 +58,15 @@ class ChoicesWriter(ABC):
     # the fields of a choice
 
     @abstractmethod
-    def _whole_choice(self, choice: Choice, gain: Gain) -> Fields: ...
+    def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> Fields: ...
 
     @abstractmethod
     def _text_fields(self, text: str) -> Fields:
         """The text field of a chunk's choice."""
 
-    def _gain_fields(self, gain: Gain) -> list[Fields]:
+    def _delta_fields(self, choice_delta: ChoiceDelta) -> list[Fields]:
         """The fields of a choice's new output, one entry per chunk."""
-        return [self._text_fields(gain.text)]
+        return [self._text_fields(choice_delta.text)]
 
     def _end_fields(self) -> Fields:
         """The text field in a choice's last chunk, which has no text."""
@@ -80,18 +80,20 @@ class ChoicesWriter(ABC):
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return ending | _version_fields(choice.weight_versions) if self._head.weight_versions else ending
 
-    def _ids_fields(self, gain: Gain) -> Fields:
+    def _ids_fields(self, choice_delta: ChoiceDelta) -> Fields:
         """The field `token_ids` of a whole choice, null unless the request asks for it, and `sampled_logprobs` if the
         request asks for these."""
-        return {"token_ids": None, **self._asked_fields(gain)}
+        return {"token_ids": None, **self._asked_fields(choice_delta)}
 
-    def _asked_fields(self, gain: Gain) -> Fields:
+    def _asked_fields(self, choice_delta: ChoiceDelta) -> Fields:
         """The lists with an entry for each new token that the request asks for."""
         fields: Fields = {}
         if self._head.token_ids:
-            fields["token_ids"] = list_of(gain.token_ids, len(gain.token_ids))
+            fields["token_ids"] = list_of(choice_delta.token_ids, len(choice_delta.token_ids))
         if self._head.sampled_logprobs:
-            fields["sampled_logprobs"] = list_of(map(finite, gain.sampled_logprobs), len(gain.sampled_logprobs))
+            fields["sampled_logprobs"] = list_of(
+                map(finite, choice_delta.sampled_logprobs), len(choice_delta.sampled_logprobs)
+            )
         return fields
 
     def _prompt_ids(self, prompt: Sequence[int]) -> Fields:
@@ -112,17 +114,19 @@ class ChoicesWriter(ABC):
     def opening(self, choice: Choice) -> Iterable[bytes]:
         return ()
 
-    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+    def gained(self, choice: Choice, choice_delta: ChoiceDelta) -> Iterable[bytes]:
         ends = self._ends_in_gain(choice)
-        if not (gain.pieces or gain.scored or ends or (self._moves_without_text and gain.token_ids)):
+        if not (
+            choice_delta.pieces or choice_delta.scored or ends or (self._moves_without_text and choice_delta.token_ids)
+        ):
             return ()
-        if self._plain and gain.is_content:
-            return map(self._template(choice).fill, [gain.text])
-        chunks = [self._chunk(choice, fields) for fields in self._gain_fields(gain)]
+        if self._plain and choice_delta.is_content:
+            return map(self._template(choice).fill, [choice_delta.text])
+        chunks = [self._chunk(choice, fields) for fields in self._delta_fields(choice_delta)]
         first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]
         if self._scores_shown:
-            first["logprobs"] = self._scores(choice, gain.scored)
-        first |= self._asked_fields(gain)
+            first["logprobs"] = self._scores(choice, choice_delta.scored)
+        first |= self._asked_fields(choice_delta)
         if ends:
             last |= self._ending(choice)
         return chain.from_iterable(map(event_pieces, chunks))

@@ -11,7 +11,7 @@ from server.api.answers.choices_writer import ChoicesWriter
 from server.api.answers.logprobs import completion_logprobs, prompt_logprobs
 from server.api.answers.writer import AnswerHead
 from server.engine import wire
-from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToken
 from server.http.encoding import event_pieces
 from server.text.stream import TextStream
 from server.text.tokenizer import ByteLevelTokenizer
@@ -54,20 +54,20 @@ class CompletionWriter(ChoicesWriter):
             return ()
         prompt = self._prompt(choice)
         text = prompt.text if self._options.echo else ""
-        fields = self._text_fields(text) | self._prompt_ids(prompt.ids) | self._ids_fields(Gain())
+        fields = self._text_fields(text) | self._prompt_ids(prompt.ids) | self._ids_fields(ChoiceDelta())
         chunk = self._chunk(choice, fields, opens=True)
         if self._scores_shown:
             chunk["choices"][0]["logprobs"] = self._scores(choice, [], prompt=self._options.echo)
         return event_pieces(chunk)
 
-    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
-        return super().gained(choice, self._shown(gain))
+    def gained(self, choice: Choice, choice_delta: ChoiceDelta) -> Iterable[bytes]:
+        return super().gained(choice, self._shown(choice_delta))
 
-    def _shown(self, gain: Gain) -> Gain:
-        return Gain() if self._options.discard_output else gain
+    def _shown(self, choice_delta: ChoiceDelta) -> ChoiceDelta:
+        return ChoiceDelta() if self._options.discard_output else choice_delta
 
-    def _whole_choice(self, choice: Choice, gain: Gain) -> dict[str, Any]:
-        options, prompt, shown = self._options, self._prompt(choice), self._shown(gain)
+    def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> dict[str, Any]:
+        options, prompt, shown = self._options, self._prompt(choice), self._shown(choice_delta)
         return {
             "index": choice.index,
             "text": prompt.text + shown.text if options.echo else shown.text,

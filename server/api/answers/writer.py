@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.engine.generation import Choice, Gain
+from server.engine.generation import Choice, ChoiceDelta
 from server.http.request_error import RequestError
 
 
@@ -47,13 +47,13 @@ class Writer(Protocol):
         """The JSON body. Called when every choice has finished."""
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
-        """The events before a choice's first gain."""
+        """The events before a choice's first delta."""
 
-    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
+    def gained(self, choice: Choice, choice_delta: ChoiceDelta) -> Iterable[bytes]:
         """The events for a choice's new output. There may be none."""
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
-        """The events after the last gain of a choice. The choice has a finish reason."""
+        """The events after the last delta of a choice. The choice has a finish reason."""
 
     def last(self) -> bytes:
         """The end of the stream, when all choices have finished."""

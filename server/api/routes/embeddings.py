@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
-from server.api.answers.answer import LongJson, Sent, while_connected
+from server.api.answers.answer import AsgiResponse, LongJson, while_connected
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
 from server.api.request.plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.sampling import check_ids, check_priority
@@ -141,7 +141,7 @@ class EmbeddingRoutes:
                 pieces = json_pieces({**made, "model": started.model, "usage": usage})
                 await LongJson(state.threads, pieces)(scope, receive, send)
 
-        return Sent(send_all)
+        return AsgiResponse(send_all)
 
     async def _start(self, request: Request, body: EmbedFields, fields: dict[str, Given]) -> Started:
         """Submits the inputs of the fields, one after the other. Raises RequestError."""

@@ -24,7 +24,7 @@ from server.api.route import EVENTS, JSON
 from server.api.routes.completions import Completions
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
-from server.engine.generation import Choice, Gain, Generation, ScoredToken
+from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToken
 from server.http.encoding import list_of
 from server.http.request_error import RequestError
 from server.settings import GenerationDefaults
@@ -120,9 +120,9 @@ class GenerateWriter(ChoicesWriter):
         self._shows_prompt = False
         return chunk
 
-    def _whole_choice(self, choice: Choice, gain: Gain) -> Fields:
-        logprobs = self._scores(choice, gain.scored) if self._scores_shown else None
-        return {"index": choice.index, "logprobs": logprobs, **self._ending(choice), **self._ids_fields(gain)}
+    def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> Fields:
+        logprobs = self._scores(choice, choice_delta.scored) if self._scores_shown else None
+        return {"index": choice.index, "logprobs": logprobs, **self._ending(choice), **self._ids_fields(choice_delta)}
 
     def _text_fields(self, text: str) -> Fields:
         return {}

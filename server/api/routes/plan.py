@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from model.inputs.schema import integer, number_above
-from server.api.answers.answer import STREAM_HEADERS, Sent, json_response, while_connected
+from server.api.answers.answer import STREAM_HEADERS, AsgiResponse, json_response, while_connected
 from server.api.request.body import BodyReader
 from server.api.route import ApiRoute
 from server.api.state import ServerState
@@ -136,7 +136,7 @@ class Plan:
     async def plan(self, request: Request) -> Response:
         """The plan of a choice; with `simulate`, events with the progress and then the plan. Raises RequestError."""
         body, _ = await self._reader.read(request, self._state.body_limits, self._state.threads)
-        return Sent(partial(self._search, body)) if body.simulate else await self._estimate(body)
+        return AsgiResponse(partial(self._search, body)) if body.simulate else await self._estimate(body)
 
     async def _estimate(self, body: PlanRequest | None) -> Response:
         try:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import FinishReason, SamplingParams
-from server.api.answers.answer import Sent, while_connected
+from server.api.answers.answer import AsgiResponse, while_connected
 from server.api.prefills import PATH, Prefilled, PrefillRequest, differing
 from server.api.request.sampling import check_ids, check_priority
 from server.api.route import JSON, ApiRoute
@@ -85,7 +85,7 @@ class PrefillRoute:
                 )
                 await Response(msgspec.json.encode(done), media_type=JSON)(scope, receive, send)
 
-        return Sent(answer)
+        return AsgiResponse(answer)
 
 
 class _Prefill(Embeddings):

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import json_response
-from server.api.peers import Standing, change_weights, standing_of
+from server.api.peers import EngineState, change_weights, standing_of
 from server.api.request.body import BodyReader
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
@@ -246,7 +246,7 @@ class Weights:
         except WeightsError as error:
             raise RequestError(400, f"{problem}: {error}") from error
 
-    async def _standing(self) -> Standing:
+    async def _standing(self) -> EngineState:
         peers = self._state.peers
         return standing_of(self._engines()) if peers is None else await peers.standing()
 

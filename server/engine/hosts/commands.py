@@ -44,23 +44,23 @@ class Recover(msgspec.Struct, tag=True, array_like=True):
     """Recovers from a step that has failed. No step is in flight."""
 
 
-class Asked(msgspec.Struct, array_like=True, kw_only=True):
+class HostQuestion(msgspec.Struct, array_like=True, kw_only=True):
     """A command that is answered by an Answer with the same `question`."""
 
     question: int = 0
 
 
-class Check(Asked, tag=True, array_like=True):
+class Check(HostQuestion, tag=True, array_like=True):
     """Check whether this change of the weights can be made (`server.engine.process.Weights.check`)."""
 
     change: ChangeWeights
 
 
-class Prepare(Asked, tag=True, array_like=True):
+class Prepare(HostQuestion, tag=True, array_like=True):
     """Prepare the change that was checked. It can still be undone."""
 
 
-class Commit(Asked, tag=True, array_like=True):
+class Commit(HostQuestion, tag=True, array_like=True):
     """Complete the change, for which all hosts are prepared."""
 
 
@@ -68,7 +68,7 @@ class Abandon(msgspec.Struct, tag=True, array_like=True):
     """Undo the preparation of a change, because a host has refused it. It has no answer: a failure ends all hosts."""
 
 
-class LoadAdapter(Asked, tag=True, array_like=True):
+class LoadAdapter(HostQuestion, tag=True, array_like=True):
     """Read the LoRA adapter in this folder or file while steps go on."""
 
     path: str
@@ -80,7 +80,7 @@ class ForgetAdapter(msgspec.Struct, tag=True, array_like=True):
     identity: int
 
 
-class StageAdapter(Asked, tag=True, array_like=True):
+class StageAdapter(HostQuestion, tag=True, array_like=True):
     """Copy an adapter's weights to the chips. No step writes them into a slot before all hosts have answered."""
 
     identity: int
@@ -140,7 +140,7 @@ class Compiled(msgspec.Struct, tag=True, array_like=True):
 Found = dict[str, str] | int | None  # facts, of Check; the identity of the weights, of LoadAdapter
 
 
-class Answer(msgspec.Struct, tag=True, array_like=True):
+class HostReply(msgspec.Struct, tag=True, array_like=True):
     """The answer to a command of the kind Asked."""
 
     host_id: int
@@ -156,7 +156,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-Report = Hello | Plan | Compiled | Answer | Failed
+Report = Hello | Plan | Compiled | HostReply | Failed
 
 
 def step_to_wire(step: StepInput) -> Step:

@@ -67,10 +67,10 @@ class Follower:
     def compiled(self) -> None:
         self._send(commands.Compiled(self._cluster.host_id))
 
-    def answer(self, asked: commands.Asked, work: Callable[[], commands.Found]) -> bool:
+    def answer(self, asked: commands.HostQuestion, work: Callable[[], commands.Found]) -> bool:
         """Does the work of a command, and reports its result or its ValueError or OSError to the leader. Returns
         whether the work has succeeded. Other errors are raised."""
-        answer = commands.Answer(self._cluster.host_id, asked.question)
+        answer = commands.HostReply(self._cluster.host_id, asked.question)
         try:
             answer.found = work()
         except (ValueError, OSError) as error:

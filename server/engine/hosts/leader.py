@@ -33,7 +33,7 @@ class Leader:
         self._on_failure = on_failure
         self._names: dict[int, str] = {}  # of the followers that have arrived
         self._arrivals = Inbox[commands.Report]()
-        self._asked: dict[int, Inbox[commands.Answer]] = {}  # by question
+        self._asked: dict[int, Inbox[commands.HostReply]] = {}  # by question
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of the commands' socket, the number, and what follows
         self.number = 0  # of the next command
@@ -96,7 +96,7 @@ class Leader:
         """
         found: dict[int, Any] = {}
         faults: dict[int, str] = {}
-        answers = Inbox[commands.Answer]()
+        answers = Inbox[commands.HostReply]()
         with self._lock:
             command.question = self.number
             self._asked[command.question] = answers
@@ -241,7 +241,7 @@ class Leader:
                     return
                 if isinstance(report, commands.Failed):
                     self._lose(f"{self._called(report.host_id)}: {report.reason}")
-                elif isinstance(report, commands.Answer):
+                elif isinstance(report, commands.HostReply):
                     if (asked := self._asked.get(report.question)) is not None:
                         asked.put(report)
                 else:

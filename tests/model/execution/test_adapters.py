@@ -23,7 +23,7 @@ from model.execution.step_programs import WRITE_ADAPTER
 from model.loading.adapter_store import AdapterStore
 from model.loading.weights import load_hf
 from model.network.lora import LoraWeights
-from model.network.packed import pack
+from model.network.packed import pack_for_cpu
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import form_named
 from pallas_kernels.api import PagedAttention
@@ -84,7 +84,7 @@ def make(folder: Path, config: LlamaConfig, adapters: dict[int, LoraWeights]) ->
         if in_c:
             attention = PagedAttention(attention.spec, Backend.CPU, mesh)
         if in_c and mesh is None:
-            pack(model)
+            pack_for_cpu(model)
         settings = RunnerConfig(**LIMITS | {"max_loras": MAX_LORAS, "max_lora_rank": RANK} | limits)
         return ModelRunner(model, attention, settings, adapter_weights=adapters.__getitem__)
 
@@ -183,7 +183,7 @@ def test_the_numbers_are_those_of_peft(tmp_path, backend, num_shards) -> None:
     attention = PagedAttention(paged_attention(model.config, page_size=16).spec, backend, mesh)
     settings = RunnerConfig(**LIMITS, max_loras=3, max_lora_rank=RANK)
     if backend is Backend.CPU and mesh is None:
-        pack(model)
+        pack_for_cpu(model)
     runner = ModelRunner(model, attention, settings, adapter_weights=store.weights)
     prompt = replace(PROMPT, num_tokens=LIMITS["max_num_batched_tokens"], variant=Variant.SCORE)
     runner.warm_up([prompt, DECODE], print)

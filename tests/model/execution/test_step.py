@@ -21,7 +21,7 @@ from model.execution.step import (
     run_model,
 )
 from model.loading.weights import random_weights
-from model.network.packed import pack
+from model.network.packed import pack_for_cpu
 from model.sampling import sampling
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.cpu import library
@@ -296,7 +296,7 @@ def test_on_a_cpu_padding_stays_zero_in_every_layer():
     config = replace(
         TINY, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=64
     )
-    network = pack(random_weights(config, dtype=jnp.float32))
+    network = pack_for_cpu(random_weights(config, dtype=jnp.float32))
     attention = PagedAttention(paged_attention(config, page_size=16).spec, Backend.CPU)
     tokens, num_real = np.arange(1, 17, dtype=np.int32), 5
     batch = RaggedBatch(

@@ -17,9 +17,9 @@ from model.loading.source import resolve
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.linear import Linear, linear_method
-from model.network.packed import pack
+from model.network.packed import pack_for_cpu
 from model.network.six_bit import joined
-from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, Rounding, SixBit
+from model.quantization.forms import EightBit, FourBit, MixedForms, Rounding, ScaleFormat, SixBit
 from pallas_kernels.cpu import library
 from scripts.convert_checkpoint import convert
 from tests.c_compiler import NATIVE, compiler
@@ -32,8 +32,8 @@ from tests.model.loading.test_packed_checkpoints import FORMATS, write
 
 pytestmark = pytest.mark.slow
 
-F16, BF16, Q4_0 = Numbers.FLOAT16, Numbers.BFLOAT16, FourBit(group=32, numbers=Numbers.FLOAT16)
-Q4_1, Q4_K = FourBit(group=32, numbers=Numbers.Q4_1), FourBit(group=32, numbers=Numbers.Q4_K)
+F16, BF16, Q4_0 = ScaleFormat.FLOAT16, ScaleFormat.BFLOAT16, FourBit(group=32, numbers=ScaleFormat.FLOAT16)
+Q4_1, Q4_K = FourBit(group=32, numbers=ScaleFormat.Q4_1), FourBit(group=32, numbers=ScaleFormat.Q4_K)
 Q6_K = SixBit()
 
 
@@ -86,7 +86,7 @@ def assert_logits_are_exact(path, form):
     model = load(path, form)
     tokens = np.arange(9) % model.config.vocab_size
     expected = np.asarray(dense_logits(exact_model(path, model), tokens))
-    for found in (dense_logits(model, tokens), dense_logits(pack(model), tokens)):
+    for found in (dense_logits(model, tokens), dense_logits(pack_for_cpu(model), tokens)):
         np.testing.assert_allclose(np.asarray(found), expected, atol=2e-4 * np.abs(expected).max())
     kernels = {linear.kernel.ndim for _, linear in nnx.iter_graph(model) if isinstance(linear, Linear)}
     assert kernels == {3}
@@ -156,8 +156,10 @@ def with_other_types(key):
     return next((type for part, type in of.items() if part in key), Type.Q6_K if "layers.1.mlp" in key else Type.Q4_K)
 
 
-Q4_K_M = Mixed(most=Q4_K, others=(("head", Q6_K), ("layers.0.attention.qkv.v_proj", Q6_K), ("layers.1.mlp.down", Q6_K)))
-OTHER_TYPES = Mixed(
+Q4_K_M = MixedForms(
+    most=Q4_K, others=(("head", Q6_K), ("layers.0.attention.qkv.v_proj", Q6_K), ("layers.1.mlp.down", Q6_K))
+)
+OTHER_TYPES = MixedForms(
     most=Q4_K,
     others=(
         ("head", Q4_K),
@@ -172,7 +174,7 @@ OTHER_TYPES = Mixed(
 
 
 def with_head(form):
-    return Mixed(most=form, others=(("head", form),))
+    return MixedForms(most=form, others=(("head", form),))
 
 
 @pytest.mark.parametrize(
@@ -184,9 +186,9 @@ def with_head(form):
         (lambda _: Type.Q6_K, Q6_K),
         (
             lambda key: Type.Q8_0 if "head" in key or "embed" in key else Type.Q6_K,
-            Mixed(most=Q6_K, others=(("head", EightBit.INT8),)),
+            MixedForms(most=Q6_K, others=(("head", EightBit.INT8),)),
         ),
-        (with_importance, Mixed(most=Q4_0, others=(("head", Q4_0), ("layers.0.mlp.down", Q4_1)))),
+        (with_importance, MixedForms(most=Q4_0, others=(("head", Q4_0), ("layers.0.mlp.down", Q4_1)))),
         (as_llama_quantize, Q4_K_M),
         (with_other_types, OTHER_TYPES),
     ],
@@ -224,7 +226,7 @@ def test_kernels_in_6_bits_are_those_of_the_file(tmp_path):
     scale, unit = (np.asarray(x[...], np.float64) for x in (down.scale, down.scale_unit))
     made = kernel * np.repeat(scale, 16, axis=1) * np.repeat(unit, 256, axis=1)
     np.testing.assert_array_equal(made, expected)
-    picked = np.asarray(pack(model).layers[1].mlp.down(jnp.eye(512)))
+    picked = np.asarray(pack_for_cpu(model).layers[1].mlp.down(jnp.eye(512)))
     np.testing.assert_array_equal(picked.T.astype(np.float64), expected)
 
 
@@ -234,14 +236,14 @@ def test_rounded_inputs_cost_what_int8_costs(tmp_path):
     tokens = np.arange(9)
     exact, rounded = load(path, Q4_K_M), load(path, Q4_K_M, Rounding())
     expected, by_xla = (np.asarray(dense_logits(model, tokens)) for model in (exact, rounded))
-    in_c = np.asarray(dense_logits(pack(rounded), tokens))
+    in_c = np.asarray(dense_logits(pack_for_cpu(rounded), tokens))
     size = np.abs(expected).max()
     assert 1e-5 * size < np.abs(in_c - expected).max() < 2e-2 * size
     assert np.abs(in_c - by_xla).max() < 1e-2 * size
 
 
 FORMS = [
-    *(FourBit(group=128, numbers=numbers, has_zeros=True) for numbers in (Numbers.CHIP, F16, Numbers.FLOAT32)),
+    *(FourBit(group=128, numbers=numbers, has_zeros=True) for numbers in (ScaleFormat.CHIP, F16, ScaleFormat.FLOAT32)),
     FourBit(group=32, numbers=F16), FourBit(group=64, numbers=BF16, has_zeros=True), Q4_1, Q4_K,
 ]  # fmt: skip
 
@@ -262,7 +264,7 @@ def numbers_of(form):
     if "offset" in wide:
         made = (values + 8) * wide["scale"][:, :, None] - wide["offset"][:, :, None]
     else:
-        zero = wide.get("zero", np.zeros(wide["scale"].shape)) - (8 if form.numbers is not Numbers.CHIP else 0)
+        zero = wide.get("zero", np.zeros(wide["scale"].shape)) - (8 if form.numbers is not ScaleFormat.CHIP else 0)
         zero = zero if form.has_zeros else np.zeros(wide["scale"].shape)
         made = (values - zero[:, :, None]) * wide["scale"][:, :, None]
     return weights, made.reshape(64, 512)

@@ -20,7 +20,7 @@ from model.loading.given_tensors import GivenWeights, moved
 from model.loading.weights import load_hf
 from model.network.packed import pack_for_tpu, packer
 from model.network.sharding import abstract_model, make_mesh
-from model.quantization.forms import EightBit, FourBit, Mixed, Numbers, Rounding
+from model.quantization.forms import EightBit, FourBit, MixedForms, Rounding, ScaleFormat
 from tests.model import checkpoints
 from tests.model.given import loaded
 from tests.model.loaded import flat
@@ -35,8 +35,8 @@ FORMS = {
     "int4": {"dtype": "float32", "quantization": FourBit(group=16)},
     "mixed": {
         "dtype": "float32",
-        "quantization": Mixed(
-            most=FourBit(group=16, numbers=Numbers.Q4_1),
+        "quantization": MixedForms(
+            most=FourBit(group=16, numbers=ScaleFormat.Q4_1),
             others=(("layers.0.attention.qkv.v_proj", EightBit.INT8), ("layers.1.mlp.down", EightBit.INT8)),
         ),
     },

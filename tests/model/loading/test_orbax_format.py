@@ -21,7 +21,7 @@ from model.loading.orbax_format import load_orbax, save_orbax
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
-from model.quantization.forms import EightBit, FourBit, Mixed
+from model.quantization.forms import EightBit, FourBit, MixedForms
 from scripts import convert_checkpoint
 from tests.model import checkpoints
 from tests.model.goldens import make as make_goldens
@@ -195,7 +195,7 @@ def wide(folder, variant, **sizes):
     return folder
 
 
-IN_PARTS = Mixed(  # of two fused projections, the tensors
+IN_PARTS = MixedForms(  # of two fused projections, the tensors
     most=FourBit(group=16),
     others=(
         ("layers.0.attention.qkv.k_proj", EightBit.INT8),

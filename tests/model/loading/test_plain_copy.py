@@ -9,7 +9,7 @@ from flax import nnx
 from model.config import LlamaConfig
 from model.loading.plain_copy import plain_copy
 from model.loading.weights import load_hf
-from model.network.packed import pack
+from model.network.packed import pack_for_cpu
 from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit
 from tests.model import checkpoints
@@ -35,7 +35,7 @@ def test_every_stored_form_gives_the_model_that_one_chip_loads(variant, num_chip
     mesh = None if num_chips == 1 else make_mesh(num_chips)
     stored = load_hf(folder, config, dtype=dtype, mesh=mesh)
     if packed:
-        pack(stored)
+        pack_for_cpu(stored)
         assert 3 in {value.ndim for value in flat(stored).values()}
     expected = load_hf(folder, config, dtype=dtype)
 

@@ -18,7 +18,7 @@ from flax import nnx
 from model.loading.prepared_weights import SUFFIX, keep, mapped
 from model.loading.weights import random_weights
 from model.network.llama import Llama
-from model.network.packed import pack
+from model.network.packed import pack_for_cpu
 from model.network.sharding import abstract_model
 from model.quantization.forms import EightBit
 from tests.model.driver import TINY
@@ -28,11 +28,11 @@ FORMS = [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "quan
 
 
 def made(seed: int = 0, **form: object) -> Llama:
-    return pack(random_weights(CONFIG, seed=seed, **form))
+    return pack_for_cpu(random_weights(CONFIG, seed=seed, **form))
 
 
 def planned(**form: object) -> Llama:
-    return pack(abstract_model(CONFIG, **form))
+    return pack_for_cpu(abstract_model(CONFIG, **form))
 
 
 def leaves(model: Llama) -> list[jax.Array]:

@@ -14,8 +14,8 @@ from model.network.four_bit import quantize_groups
 from model.quantization.forms import (
     EightBit,
     FourBit,
-    Mixed,
-    Numbers,
+    MixedForms,
+    ScaleFormat,
     SixBit,
     described,
     form_named,
@@ -59,13 +59,13 @@ def test_a_group_of_zeros_stays_zero_and_one_that_is_not_finite_shows():
 
 
 def test_forms_have_one_name_each():
-    exact = [FourBit(group=64, numbers=numbers) for numbers in Numbers if numbers is not Numbers.Q4_K]
-    zeros, k = FourBit(group=128, has_zeros=True), FourBit(group=16, numbers=Numbers.Q4_K)
+    exact = [FourBit(group=64, numbers=numbers) for numbers in ScaleFormat if numbers is not ScaleFormat.Q4_K]
+    zeros, k = FourBit(group=128, has_zeros=True), FourBit(group=16, numbers=ScaleFormat.Q4_K)
     others = (("layers.0.mlp.down", EightBit.INT8), ("layers.1.attention.qkv", zeros), ("layers.1.mlp.down", zeros))
-    for form in (*EightBit, FourBit(group=64), zeros, *exact, k, Mixed(most=k, others=others)):
+    for form in (*EightBit, FourBit(group=64), zeros, *exact, k, MixedForms(most=k, others=others)):
         assert form_named(str(form), (256, 384)) == form
     parts = (("head", SixBit()), ("layers.0.attention.qkv.v_proj", SixBit()), ("layers.1.mlp.down", EightBit.INT8))
-    for form in (SixBit(), Mixed(most=k, others=parts), Mixed(most=SixBit(), others=(("head", zeros),))):
+    for form in (SixBit(), MixedForms(most=k, others=parts), MixedForms(most=SixBit(), others=(("head", zeros),))):
         assert form_named(str(form), (256, 512)) == form
     assert form_named("int4", (4096, 14336)) == FourBit(group=128)
     assert form_named("int4", (256, 640, 352)) == FourBit(group=32)
@@ -81,9 +81,9 @@ def test_forms_have_one_name_each():
 
 
 def test_a_mixed_form_says_what_each_projection_has():
-    k, int8 = FourBit(group=32, numbers=Numbers.Q4_K), EightBit.INT8
+    k, int8 = FourBit(group=32, numbers=ScaleFormat.Q4_K), EightBit.INT8
     others = (("head", SixBit()), ("layers.0.attention.qkv.v_proj", SixBit()), ("layers.1.mlp.down", int8))
-    form = Mixed(most=k, others=others)
+    form = MixedForms(most=k, others=others)
     paths = ("layers.0.attention.qkv.q_proj", "layers.0.attention.qkv.v_proj", "layers.1.mlp.down", "layers.0.mlp.down")
     assert [form.at(path) for path in paths] == [k, SixBit(), int8, k]
     assert form.is_split("layers.0.attention.qkv") and not form.is_split("layers.1.attention.qkv")
@@ -92,6 +92,6 @@ def test_a_mixed_form_says_what_each_projection_has():
         "and the head is int6, groups of 16 as in Q6_K"
     )
     assert described(SixBit()) == "projections and head are int6, groups of 16 as in Q6_K"
-    only_head = Mixed(most=FourBit(group=32), others=(("head", SixBit()),))
+    only_head = MixedForms(most=FourBit(group=32), others=(("head", SixBit()),))
     assert described(only_head) == "projections are int4, groups of 32, and the head is int6, groups of 16 as in Q6_K"
-    assert (only_head.whole, form.whole, Mixed(most=k, others=others[2:]).in_head) == (32, 256, int8)
+    assert (only_head.whole, form.whole, MixedForms(most=k, others=others[2:]).in_head) == (32, 256, int8)

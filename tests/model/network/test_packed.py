@@ -13,7 +13,7 @@ from flax import nnx
 from model.execution.dequantized_copies import quantized_kernels
 from model.loading.weights import random_weights
 from model.network.linear import Linear
-from model.network.packed import pack, pack_for_tpu
+from model.network.packed import pack_for_cpu, pack_for_tpu
 from model.network.sharding import abstract_model, make_mesh
 from model.quantization.forms import EightBit, FourBit, Rounding
 from pallas_kernels.cpu import library
@@ -50,7 +50,7 @@ def test_packed_weights_give_the_same_logits(native, tied, dtype, quantization, 
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320, tie_word_embeddings=tied)
     options = {"dtype": dtype, "quantization": quantization}
     expected = logits(random_weights(config, **options))
-    planned, packed = pack(abstract_model(config, **options)), pack(random_weights(config, **options))
+    planned, packed = pack_for_cpu(abstract_model(config, **options)), pack_for_cpu(random_weights(config, **options))
     assert shapes(planned) == shapes(packed)
     kernels = {value.ndim for path, value in flat(packed).items() if path.endswith("kernel")}
     assert kernels == {3}
@@ -69,33 +69,33 @@ def test_packed_weights_round_the_inputs_as_others_do(native, dtype, is_static):
         linear.input_scale.set_value(jnp.float32(0.02))
     inputs = np.random.default_rng(0).standard_normal((9, 64)).astype(dtype)
     expected = np.asarray(linear(inputs))
-    packed = pack(linear)
+    packed = pack_for_cpu(linear)
     assert packed.kernel.shape == (3, 16, 128)
     np.testing.assert_array_equal(np.asarray(packed(inputs)), expected)
-    planned = pack(abstract_model(config, **options))
+    planned = pack_for_cpu(abstract_model(config, **options))
     assert planned.layers[0].mlp.down.kernel.shape == (2, 24, 128)
     assert planned.head.kernel.shape == (10, 64, 32)  # the head's inputs are not rounded
     if not is_static:
-        assert shapes(planned) == shapes(pack(random_weights(config, **options)))
+        assert shapes(planned) == shapes(pack_for_cpu(random_weights(config, **options)))
 
 
 def test_a_cpu_rounds_the_inputs_of_all_steps_or_of_none(native):
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=320)
     model = abstract_model(config, dtype=jnp.float32, quantization=EightBit.INT8, rounding=Rounding(min_rows=9))
     with pytest.raises(ValueError, match="in all steps or in none, not from 9 rows on"):
-        pack(model)
+        pack_for_cpu(model)
 
 
 def test_a_model_on_several_devices_is_not_packed(native):
     """The C code reads the columns of one group of heads."""
     with pytest.raises(ValueError, match="num_shards=2"):
-        pack(abstract_model(TINY, dtype=jnp.float32, mesh=make_mesh(2)))
+        pack_for_cpu(abstract_model(TINY, dtype=jnp.float32, mesh=make_mesh(2)))
 
 
 def test_what_has_no_packed_form_stays(native):
     """Kernels whose outputs are not whole panels."""
     config = replace(TINY, hidden_size=64, intermediate_size=96, vocab_size=100)
-    whole = flat(pack(random_weights(config, dtype=jnp.float32)))
+    whole = flat(pack_for_cpu(random_weights(config, dtype=jnp.float32)))
     assert whole["head.kernel"].ndim == 2
     assert whole["layers.0.mlp.down.kernel"].ndim == 3
 

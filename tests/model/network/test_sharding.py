@@ -19,7 +19,7 @@ from model.execution.step import SCORE_BLOCK
 from model.loading.weights import load_hf
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, make_mesh, sharding_of, stored_config
-from model.quantization.forms import FourBit, Mixed
+from model.quantization.forms import FourBit, MixedForms
 from tests.model import checkpoints
 from tests.model.collectives import collectives
 from tests.model.dense_attention import causal_attention, dense_logits
@@ -68,7 +68,7 @@ def test_fused_projections_in_parts_compute_what_whole_ones_do(num_shards, tmp_p
     folder = checkpoints.write(tmp_path, "mqa")
     options = {"dtype": jnp.float32, "mesh": make_mesh(num_shards) if num_shards > 1 else None}
     form, names = FourBit(group=16), ("layers.0.attention.qkv.v_proj", "layers.1.mlp.gate_up.gate_proj")
-    forms = form, Mixed(most=form, others=tuple((name, form) for name in names))
+    forms = form, MixedForms(most=form, others=tuple((name, form) for name in names))
     whole, parts = (load_hf(folder, LlamaConfig.from_file(folder), quantization=form, **options) for form in forms)
     tokens = checkpoints.golden_sequence("mqa")
     expected, found = (np.asarray(dense_logits(model, tokens)) for model in (whole, parts))

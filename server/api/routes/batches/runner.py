@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from starlette.types import ASGIApp
 
-from server.api.routes.batches.work import COMPLETED, FAILED, Asked, BatchWork
+from server.api.routes.batches.work import COMPLETED, FAILED, BatchRequest, BatchWork
 from server.api.state import ServerState
 from server.batches.in_process import post
 from server.batches.store import BatchStore
@@ -147,7 +147,7 @@ class BatchRunner:
                 status, answer = await self._answer(asked)
                 await self._in_thread(work.add, asked, status, answer)
 
-    async def _answer(self, asked: Asked) -> tuple[int, bytes]:
+    async def _answer(self, asked: BatchRequest) -> tuple[int, bytes]:
         """The status and the answer. A request for which the engine has no room is sent again later."""
         wait_s = FIRST_WAIT_S
         while True:

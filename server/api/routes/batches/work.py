@@ -38,7 +38,7 @@ _UNANSWERED = {
 }
 
 
-class Asked(NamedTuple):
+class BatchRequest(NamedTuple):
     """A line that is to be answered."""
 
     number: int
@@ -87,12 +87,12 @@ class BatchWork:
             self._save()
             return True
 
-    def next(self) -> Asked | None:
+    def next(self) -> BatchRequest | None:
         """The next line without an answer; None: there are no more. Each line is returned once."""
         with self._lock:
             return next(self._remaining, None)
 
-    def add(self, asked: Asked, status: int, answer: bytes) -> None:
+    def add(self, asked: BatchRequest, status: int, answer: bytes) -> None:
         """Keeps the answer to a line, as JSON. Raises FullError."""
         with self._lock:
             if self._is_closed:
@@ -166,14 +166,14 @@ class BatchWork:
         self._store.add_records(self._batch["id"], records, is_error=is_error, may_fill=may_fill)
         self._answered |= dict.fromkeys(records, is_error)
 
-    def _unanswered(self) -> Iterator[Asked]:
+    def _unanswered(self) -> Iterator[BatchRequest]:
         for number, line in self._lines():
             if number in self._answered or line.body is None:
                 continue
             body: dict[str, Any] = {"store": False} if line.url == RESPONSES else {}
             body |= line.body | {"priority": PRIORITY, "timeout_s": None}  # the batch has a deadline
             raw = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
-            yield Asked(number, Line(custom_id=line.custom_id, url=line.url), raw)
+            yield BatchRequest(number, Line(custom_id=line.custom_id, url=line.url), raw)
 
     def _end(self, status: str, problems: list[Fields]) -> None:
         if status in _UNANSWERED:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from server.api.answers.writer import AnswerHead
 from server.api.route import ErrorForm
-from server.engine.generation import CUT, Choice, Gain, Generation
+from server.engine.generation import CUT, Choice, ChoiceDelta, Generation
 from server.http.encoding import NestedList, encode_json, event_pieces, json_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
@@ -73,8 +73,8 @@ class MessagesWriter:
         message = self._message(choice, []) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
-    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
-        return chain.from_iterable([self._piece_events(piece) for piece in gain.pieces])
+    def gained(self, choice: Choice, choice_delta: ChoiceDelta) -> Iterable[bytes]:
+        return chain.from_iterable([self._piece_events(piece) for piece in choice_delta.pieces])
 
     def ending(self, choice: Choice) -> Iterable[bytes]:
         delta = _event("message_delta", delta=_stop(choice), usage=_usage(choice))

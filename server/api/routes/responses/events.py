@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import STREAM_HEADERS, Sent, unenforced_header, while_connected
+from server.api.answers.answer import STREAM_HEADERS, AsgiResponse, unenforced_header, while_connected
 from server.api.routes.responses.store import ResponseStore
 
 END = b"\n\n"  # of an event; JSON has no line feeds
@@ -64,4 +64,4 @@ def kept_events(
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for((log or EventLog()).grown.wait(), POLL_S)
 
-    return Sent(send_all)
+    return AsgiResponse(send_all)

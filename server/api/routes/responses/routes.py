@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import GenerationAnswer, LongJson, Sent, json_response, unenforced_header
+from server.api.answers.answer import AsgiResponse, GenerationAnswer, LongJson, json_response, unenforced_header
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.kept_objects import check_metadata
 from server.api.request.schemas import Message
@@ -56,7 +56,7 @@ from server.api.routes.responses.translation import (
     seen_tools,
 )
 from server.api.routes.responses.writer import ResponsesWriter
-from server.api.state import Place, ServerState, current_place
+from server.api.state import OpenRequest, ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
 from server.http.encoding import json_pieces
@@ -141,7 +141,7 @@ class Responses:
                 generation.abort()
                 raise
         if not in_background:
-            return Sent(partial(self._send, making, answer))
+            return AsgiResponse(partial(self._send, making, answer))
         place = current_place.get()
         place.hold()
         self._start(self._make_in_background(making, answer, writer, place))
@@ -354,7 +354,7 @@ class Responses:
                 await self._end(making)
 
     async def _make_in_background(
-        self, making: _Making, answer: GenerationAnswer, writer: ResponsesWriter, place: Place
+        self, making: _Making, answer: GenerationAnswer, writer: ResponsesWriter, place: OpenRequest
     ) -> None:
         """Makes a response without a connection. Its last events are saved with its end.
 

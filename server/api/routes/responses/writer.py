@@ -16,7 +16,7 @@ from server.api.routes.responses.record import (
     ReasoningItem,
     ResponseRecord,
 )
-from server.engine.generation import Choice, Gain, Generation
+from server.engine.generation import Choice, ChoiceDelta, Generation
 from server.http.encoding import event_pieces, json_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import Piece
@@ -32,9 +32,9 @@ class ResponsesWriter:
 
     def whole(self) -> Iterator[bytes]:
         (choice,) = self._generation.choices
-        gain = choice.take()
-        self._record.receive(gain.scored)
-        for piece in gain.pieces:
+        choice_delta = choice.take()
+        self._record.receive(choice_delta.scored)
+        for piece in choice_delta.pieces:
             self._record.add(piece)
         self._record.add_rest()
         self._record.finish(choice)
@@ -49,9 +49,9 @@ class ResponsesWriter:
         created = () if self._num_events else (self._response("response.created"),)
         return self._events(*created, self._response("response.in_progress"))
 
-    def gained(self, choice: Choice, gain: Gain) -> Iterable[bytes]:
-        self._record.receive(gain.scored)
-        return chain.from_iterable([self._piece_events(piece) for piece in gain.pieces])
+    def gained(self, choice: Choice, choice_delta: ChoiceDelta) -> Iterable[bytes]:
+        self._record.receive(choice_delta.scored)
+        return chain.from_iterable([self._piece_events(piece) for piece in choice_delta.pieces])
 
     def _piece_events(self, piece: Piece) -> Iterable[bytes]:
         last = self._record.items[-1] if self._record.items else None
