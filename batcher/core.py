@@ -20,12 +20,12 @@ from batcher.requests.live_requests import LiveRequests
 from batcher.requests.page_mover import Moved, Saved
 from batcher.scheduling.multi_step import SeveralSteps
 from batcher.scheduling.page_moves import PageLoad, PageSave
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import State
 from batcher.scheduling.row_tokens import OneToken
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.static import StaticScheduler
+from batcher.scheduling.step_plan import StepPlan
 from batcher.stats import EngineStats
 from batcher.step import Capacity, PagesRead, Runner, StepHandle, StepOutput
 from batcher.step_log import StepLog

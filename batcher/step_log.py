@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.step_plan import StepPlan
 
 IDLE, DECODE, PREFILL = b".dp"
 SAMPLE_S = 0.05  # at most one step is kept in this time

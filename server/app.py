@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from model.inputs.private_folders import PRIVATE, check_closed
-from server.api.adapters import AdapterFolder
+from server.api.adapter_folder import AdapterFolder
 from server.api.answers.errors import Refusals
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics

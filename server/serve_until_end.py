@@ -13,7 +13,7 @@ from pathlib import Path
 
 from server.api.state import ServerState
 from server.app import create_state
-from server.engine.client import FrontendClient, ProcessEngineClient
+from server.engine.client import ApiServerClient, ProcessEngineClient
 from server.engine.group import EngineGroup
 from server.http.server import FLUSH_S, HttpServer
 from server.http.signals import Shutdown, first_of
@@ -22,7 +22,7 @@ from server.text.tokenizer import ByteLevelTokenizer
 
 logger = logging.getLogger("pallas_serve")
 
-Client = ProcessEngineClient | FrontendClient | EngineGroup[ProcessEngineClient] | EngineGroup[FrontendClient]
+Client = ProcessEngineClient | ApiServerClient | EngineGroup[ProcessEngineClient] | EngineGroup[ApiServerClient]
 EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
 TICK_S = 0.02

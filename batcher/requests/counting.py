@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from batcher.request import FinishReason
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.step_plan import StepPlan
 from batcher.stats import EngineStats
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batcher.buckets import BucketLadder
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.row_tokens import OneToken, SeveralTokens
+from batcher.scheduling.step_plan import StepPlan
 from batcher.step import Variant
 
 MOST_DELAY_S = 0.004  # of an arrival, for the steps in flight that would not be there with one step a program

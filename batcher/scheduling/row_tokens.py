@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.step_plan import StepPlan
 from batcher.step import Bucket
 
 

@@ -47,10 +47,10 @@ from batcher.config import EngineConfig
 from batcher.request import Pooling
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.offloading import OffloadedPages
-from batcher.scheduling.plan import Chunk, StepPlan
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.row_tokens import OneToken
+from batcher.scheduling.step_plan import Chunk, StepPlan
 from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
 

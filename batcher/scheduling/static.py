@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler, Verdict
+from batcher.scheduling.step_plan import StepPlan
 
 
 class StaticScheduler(Scheduler):

@@ -9,8 +9,8 @@ import numpy as np
 
 from batcher.grammar import num_mask_words
 from batcher.sampling_table import PARAMETERS
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.step_plan import StepPlan
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, Capacity, PackedLayout, PenaltyReset, StepInput
 

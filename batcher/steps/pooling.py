@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from batcher.request import Pooling
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState, State
+from batcher.scheduling.step_plan import StepPlan
 from batcher.step import StepOutput
 
 _LEAST_NORM = 1e-12  # a vector of zeros stays one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from batcher.request import TokenLogprobs
-from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.step_plan import StepPlan
 from batcher.step import StepOutput
 
 

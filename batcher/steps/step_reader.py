@@ -14,10 +14,10 @@ from batcher.delivery import Delivery, StepDelivery, Tokens, plain_output
 from batcher.request import ErrorCode, FinishReason, RequestOutput
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.speculation import may_have_drafts
+from batcher.scheduling.step_plan import StepPlan
 from batcher.stats import EngineStats
 from batcher.step import StepOutput, Variant
 from batcher.steps.pooling import embedding, take_pooled

@@ -17,7 +17,7 @@ from batcher.request import LogprobsMode, Pooling
 from batcher.slots import SlotLayout
 from batcher.step import MAX_PAGE_COPIES, MAX_STAGED_ADAPTERS
 from model.config import LlamaConfig
-from model.execution import adapter_slots, page_copies
+from model.execution import adapter_arrays, page_copies
 from model.execution.device_memory import DeviceMemory
 from model.execution.prompt_lookup import PromptLookup
 from model.network.eagle import EagleHead
@@ -118,14 +118,14 @@ def adapter_bytes(model: Llama, attention: PagedAttention, limits: RunnerConfig)
     """The bytes of LoRA adapters on one device: of the slots, and of the adapters that are staged."""
     if not limits.max_loras:
         return 0
-    held = adapter_slots.describe(
+    held = adapter_arrays.describe(
         model.config,
         num_slots=limits.max_loras + MAX_STAGED_ADAPTERS,
         rank=limits.max_lora_rank,
         dtype=model.dtype,
         sharding=lambda axes: sharding_of(axes, attention.mesh),
     )
-    return adapter_slots.bytes_of(held)
+    return adapter_arrays.bytes_of(held)
 
 
 def copy_bytes(page: int, limits: RunnerConfig) -> int:

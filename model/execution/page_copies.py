@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from batcher.step import pages_of_small_copy
 from model.compiling.program import Program
-from model.execution.adapter_slots import bytes_of
+from model.execution.adapter_arrays import bytes_of
 from model.execution.host_copy import HostCopy, ranges
 from model.execution.step import DeviceState
 

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from batcher.step import Bucket, Capacity, StepHandle, StepInput, StepOutput
-from model.execution import adapter_slots, memory_plan
+from model.execution import adapter_arrays, memory_plan
 from model.execution.compiled_programs import CompiledPrograms
 from model.execution.device_memory import device_memory
 from model.execution.host_copy import HostCopy
@@ -346,7 +346,7 @@ class ModelRunner:
     def stage_adapter(self, adapter: int) -> None:
         assert self._adapter_weights is not None, "the runner was made without adapters"
         like = self.described.staged_like
-        staged = adapter_slots.staged(self._adapter_weights(adapter), like, self.described.model_config.head_dim)
+        staged = adapter_arrays.staged(self._adapter_weights(adapter), like, self.described.model_config.head_dim)
         jax.block_until_ready(staged)
         with self._staging:
             self._staged[adapter] = staged

@@ -17,7 +17,7 @@ from batcher.grammar import num_mask_words
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, PenaltyReset, StepInput, Variant
 from model.compiling.program import Program
-from model.execution import adapter_slots, dequantized_copies
+from model.execution import adapter_arrays, dequantized_copies
 from model.execution.draft_networks import DraftModel, EagleDrafts
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
@@ -89,7 +89,7 @@ class StepPrograms:
         self.state_like = self._describe_state()
         self.page_copies = PageCopies(self.state_like, attention.page_axis) if config.moves_pages else None
         describe = partial(
-            adapter_slots.describe, model.config, rank=config.max_lora_rank, dtype=model.dtype, sharding=self._sharding
+            adapter_arrays.describe, model.config, rank=config.max_lora_rank, dtype=model.dtype, sharding=self._sharding
         )
         self.adapters_like = describe(num_slots=config.max_loras) if config.max_loras else []
         self.staged_like = describe(num_slots=1) if config.max_loras else []
@@ -188,7 +188,7 @@ class StepPrograms:
         if self.config.max_loras:
             arguments = (self.adapters_like, self.staged_like, self.sent((1,)))
             placed = jax.tree.map(lambda x: x.sharding, self.adapters_like)
-            updates[WRITE_ADAPTER] = Program(adapter_slots.write, arguments, donated=(0,), out_shardings=placed)
+            updates[WRITE_ADAPTER] = Program(adapter_arrays.write, arguments, donated=(0,), out_shardings=placed)
         if self.page_copies is not None:
             updates |= self.page_copies.programs(self.sent)
         return updates
@@ -237,7 +237,7 @@ class StepPrograms:
 
     @property
     def adapter_bytes(self) -> int:
-        return adapter_slots.bytes_of(self.staged_like)
+        return adapter_arrays.bytes_of(self.staged_like)
 
     @property
     def has_drafts(self) -> bool:

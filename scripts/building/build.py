@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from batcher.engine import Engine
-from scripts.building.adapters import loaded_adapters
+from scripts.building.adapter_store import loaded_adapters
 from scripts.building.compile_turn import CompileTurn
 from scripts.building.device import Report, find_device, phase
 from scripts.building.replicas import claim_chips

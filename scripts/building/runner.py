@@ -19,7 +19,7 @@ from batcher.page_events import PageEventSink
 from batcher.step import Runner
 from model.execution.runner import ModelRunner
 from pallas_kernels.api import PagedAttention
-from scripts.building.adapters import RunnersStore
+from scripts.building.adapter_store import RunnersStore
 from scripts.building.attention_backend import BACKENDS, Backends, Chosen, choose_attention, is_tested_by_a_child
 from scripts.building.changeable import RunnerWeights
 from scripts.building.device import Report, phase, start_device

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from model.inputs.words import described
-from scripts.building.adapters import loaded_adapters
+from scripts.building.adapter_store import loaded_adapters
 from scripts.building.changeable import ChangeableEngine, FolderUpdates
 from scripts.building.runner import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
 from scripts.flags.settings import EngineSettings, ServedSettings
-from server.engine.hosts.adapters import AllAdapters
+from server.engine.hosts.adapter_loading import AllAdapters
 from server.engine.hosts.cluster import LEADER, Cluster, HostsError
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower

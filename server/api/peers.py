@@ -35,7 +35,7 @@ TIMEOUT_S = 5.0
 class NotStarted(msgspec.Struct):
     """An HTTP process cannot start. It ends."""
 
-    frontend: int
+    api_server: int
     error: str
     is_worded: bool  # whether the reason is a setting, and not a fault of the program
 
@@ -43,7 +43,7 @@ class NotStarted(msgspec.Struct):
 class Counted(msgspec.Struct):
     """The counts of a process. With `asks`, the answer has the counts of all others."""
 
-    frontend: int
+    api_server: int
     counts: HttpCounts
     asks: bool
 
@@ -51,7 +51,7 @@ class Counted(msgspec.Struct):
 class Aborting(msgspec.Struct):
     """The ids of the requests to abort; None: all. The answer has the ids of those that were aborted."""
 
-    frontend: int
+    api_server: int
     request_ids: list[str] | None
 
 
@@ -92,19 +92,21 @@ class EngineDied(msgspec.Struct):
 class Peers:
     """Asks the parent's process. Raises RequestError 503 if an answer is missing."""
 
-    def __init__(self, folder: Path, frontend: int, row: Row) -> None:
+    def __init__(self, folder: Path, api_server: int, row: Row) -> None:
         self.row = row
         self._folder = folder
-        self._frontend = frontend
+        self._api_server = api_server
 
     async def counts_of_others(self, own: HttpCounts) -> HttpCounts:
         """The sums over the other processes, including those that have ended. They are at most a second old."""
-        answer = await self._ask("/counts", Counted(self._frontend, own, asks=True))
+        answer = await self._ask("/counts", Counted(self._api_server, own, asks=True))
         return msgspec.msgpack.decode(answer, type=HttpCounts)
 
     async def abort(self, request_ids: list[str] | None) -> list[str]:
         """Aborts requests of the other processes. Returns the ids of those that ran."""
-        return msgspec.msgpack.decode(await self._ask("/abort", Aborting(self._frontend, request_ids)), type=list[str])
+        return msgspec.msgpack.decode(
+            await self._ask("/abort", Aborting(self._api_server, request_ids)), type=list[str]
+        )
 
     async def set_log_level(self, level: str) -> None:
         """Sets the log level of all processes, including this one."""

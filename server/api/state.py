@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from server.api.adapters import AdapterChanger, AdapterFolder, Model
+from server.api.adapter_folder import AdapterChanger, AdapterFolder, Model
 from server.api.metrics import ServerMetrics
 from server.api.peers import Peers
 from server.api.stats_history import StatsHistory

@@ -31,7 +31,7 @@ from server.api.tracing import make_tracer
 from server.api_processes.process_args import ProcessArgs, events_name, private_route, socket_name
 from server.app import create_app
 from server.engine.child_process import end_with_parent
-from server.engine.client import FrontendClient
+from server.engine.client import ApiServerClient
 from server.engine.group import EngineGroup
 from server.engine.link import EngineFailedError
 from server.engine.routing import Router
@@ -71,7 +71,7 @@ async def _serve(args: ProcessArgs) -> int:
     except Exception as error:
         if args.settings.debug or not is_worded(error):
             traceback.print_exc()
-        message = NotStarted(args.frontend, described(error), is_worded(error))
+        message = NotStarted(args.api_server, described(error), is_worded(error))
         with contextlib.suppress(PrivateCallError):  # the parent sees that this process ends
             await call(args.folder / PARENT, "/not_started", msgspec.msgpack.encode(message), timeout_s=TIMEOUT_S)
         return EXIT_NOT_STARTED
@@ -93,21 +93,21 @@ class _ApiProcess:
             tls = await TlsContext.when_usable(settings.tls) if args.replaces else TlsContext(settings.tls)
         tracer = make_tracer(settings)
         engines = [
-            FrontendClient(
+            ApiServerClient(
                 commands,
-                args.folder / events_name(number, args.frontend),
-                args.frontend,
+                args.folder / events_name(number, args.api_server),
+                args.api_server,
                 on_load=partial(self._row.set_open, number),
             )
             for number, commands in enumerate(args.engines)
         ]
-        client: FrontendClient | EngineGroup[FrontendClient] = engines[0]
+        client: ApiServerClient | EngineGroup[ApiServerClient] = engines[0]
         if len(engines) > 1:  # all processes choose engines by what all of them have sent there
             client = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
-        private = private_listener(args.folder / socket_name(args.frontend))
+        private = private_listener(args.folder / socket_name(args.api_server))
         try:
             state = await asyncio.to_thread(load_state, settings, client, args.folder)
-            state.peers = Peers(args.folder, args.frontend, self._row)
+            state.peers = Peers(args.folder, args.api_server, self._row)
             state.tracer = tracer
             app = create_app(state)
             private_app = _private_app(state, engines, self._ending)
@@ -119,7 +119,7 @@ class _ApiProcess:
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 listener = listener_beside(args.listener)
                 listener.listen(BACKLOG)  # clients wait here until this process may accept
-                await self._tell("/started", args.frontend, timeout_s=None)  # answered when it may accept
+                await self._tell("/started", args.api_server, timeout_s=None)  # answered when it may accept
                 counting = asyncio.create_task(self._count(state))
                 with contextlib.closing(state):
                     code = await serve(state, client, server, self._ending, listener, lambda: None)
@@ -132,7 +132,7 @@ class _ApiProcess:
             if tracer is not None:
                 tracer.close()
 
-    async def _engine_is_ready(self, client: FrontendClient | EngineGroup[FrontendClient]) -> bool:
+    async def _engine_is_ready(self, client: ApiServerClient | EngineGroup[ApiServerClient]) -> bool:
         """Waits until the engine is ready. Returns False if this process must end before that."""
         starting = asyncio.create_task(client.start())
         await first_of(asyncio.wait([starting]), self._ending.stop.wait())
@@ -148,7 +148,7 @@ class _ApiProcess:
 
     async def _count(self, state: ServerState) -> None:
         while True:
-            await self._tell("/counts", Counted(self._args.frontend, state.metrics.counts(), asks=False))
+            await self._tell("/counts", Counted(self._args.api_server, state.metrics.counts(), asks=False))
             await asyncio.sleep(COUNTS_INTERVAL_S)
 
     async def _tell(self, target: str, message: object, *, timeout_s: float | None = TIMEOUT_S) -> None:
@@ -164,7 +164,7 @@ def _max_connections(settings: Settings) -> int:
     return connection_limit(None if asked is None else -(-asked // settings.api_server_count))
 
 
-def _private_app(state: ServerState, engines: Sequence[FrontendClient], ending: Shutdown) -> Starlette:
+def _private_app(state: ServerState, engines: Sequence[ApiServerClient], ending: Shutdown) -> Starlette:
     """The application for the parent."""
 
     async def end(message: None) -> None:

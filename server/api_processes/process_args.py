@@ -24,7 +24,7 @@ class ProcessArgs:
     settings: Settings
     listener: socket.socket
     number: int  # its row of the shared counts
-    frontend: int  # no other process has had this number
+    api_server: int  # no other process has had this number
     replaces: bool  # whether it takes the place of a process that has ended
     engines: Sequence[str]  # the addresses at which the engines take commands
     folder: Path  # has the private sockets
@@ -33,14 +33,14 @@ class ProcessArgs:
     is_logging: bool  # whether the parent's log is configured
 
 
-def socket_name(frontend: int) -> str:
+def socket_name(api_server: int) -> str:
     """The name of a process's private socket."""
-    return f"h{frontend}"
+    return f"h{api_server}"
 
 
-def events_name(engine: int, frontend: int) -> str:
+def events_name(engine: int, api_server: int) -> str:
     """The name of the socket for an engine's events to a process."""
-    return f"e{engine}-{frontend}"
+    return f"e{engine}-{api_server}"
 
 
 def private_route(name: str, kind: Any, answer: Callable[[Any], Awaitable[object]]) -> Route:

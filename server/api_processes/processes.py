@@ -55,9 +55,9 @@ class ApiServerFailedError(EngineFailedError):
 class _ApiProcess:
     """An HTTP process, from its start to its end."""
 
-    def __init__(self, number: int, frontend: int, process: BaseProcess) -> None:
+    def __init__(self, number: int, api_server: int, process: BaseProcess) -> None:
         self.number = number
-        self.frontend = frontend
+        self.api_server = api_server
         self.process = process
         self.has_started = False
         self.ended = asyncio.Event()
@@ -78,8 +78,8 @@ class ApiProcesses:
         self._client = client
         self._listener = listener
         self._shared_counts = shared_counts
-        self._living: dict[int, _ApiProcess] = {}  # by frontend
-        self._next_frontend = 1
+        self._living: dict[int, _ApiProcess] = {}  # by API server
+        self._next_api_server = 1
         self._changed = asyncio.Event()  # one has started or ended
         self._may_accept = asyncio.Event()
         self._is_ending = False
@@ -94,12 +94,12 @@ class ApiProcesses:
             await self._changed.wait()
 
     def _start(self, number: int, *, replaces: bool) -> None:
-        frontend, self._next_frontend = self._next_frontend, self._next_frontend + 1
+        api_server, self._next_api_server = self._next_api_server, self._next_api_server + 1
         args = ProcessArgs(
             settings=self._settings,
             listener=self._listener,
             number=number,
-            frontend=frontend,
+            api_server=api_server,
             replaces=replaces,
             engines=[engine.commands for engine in self.engines],
             folder=self._folder,
@@ -111,20 +111,20 @@ class ApiProcesses:
             target=api_process.main, args=(args,), name=f"http-{number}"
         )
         start_without_main(process)
-        new = self._living[frontend] = _ApiProcess(number, frontend, process)
+        new = self._living[api_server] = _ApiProcess(number, api_server, process)
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_exit, new)
 
     def _on_exit(self, ended: _ApiProcess) -> None:
         asyncio.get_running_loop().remove_reader(ended.process.sentinel)
         ended.process.join()
-        del self._living[ended.frontend]
+        del self._living[ended.api_server]
         self._shared_counts.clear(ended.number)
         for engine in self.engines:
-            engine.remove_frontend(ended.frontend)
+            engine.remove_api_server(ended.api_server)
         ended.counts.retire()
         self._retired.add(ended.counts)
-        for path in self._folder.glob(f"*{ended.frontend}"):
-            if path.name == socket_name(ended.frontend) or path.name.endswith(f"-{ended.frontend}"):
+        for path in self._folder.glob(f"*{ended.api_server}"):
+            if path.name == socket_name(ended.api_server) or path.name.endswith(f"-{ended.api_server}"):
                 path.unlink(missing_ok=True)
         ended.ended.set()
         self._changed.set()
@@ -203,9 +203,9 @@ class ApiProcesses:
         ]
         return Starlette(routes=routes, exception_handlers={PrivateCallError: on_failure})
 
-    async def _on_started(self, frontend: int) -> None:
+    async def _on_started(self, api_server: int) -> None:
         """Returns when the process may accept connections."""
-        self._living[frontend].has_started = True
+        self._living[api_server].has_started = True
         self._changed.set()
         await self._may_accept.wait()
 
@@ -214,18 +214,18 @@ class ApiProcesses:
 
     async def _count(self, message: Counted) -> HttpCounts | None:
         """Takes a process's counts. If it asks, returns the sums over all others, including those that have ended."""
-        if message.frontend in self._living:
-            self._living[message.frontend].counts = message.counts
+        if message.api_server in self._living:
+            self._living[message.api_server].counts = message.counts
         if not message.asks:
             return None
         total = HttpCounts()
-        others = [living.counts for living in self._living.values() if living.frontend != message.frontend]
+        others = [living.counts for living in self._living.values() if living.api_server != message.api_server]
         for counts in (self._retired, *others):
             total.add(counts)
         return total
 
     async def _abort(self, message: Aborting) -> list[str]:
-        answers = await self._ask("/abort", message, but=message.frontend)
+        answers = await self._ask("/abort", message, but=message.api_server)
         return [id for answer in answers.values() for id in msgspec.msgpack.decode(answer, type=list[str])]
 
     async def _set_log_level(self, level: str) -> None:
@@ -252,14 +252,14 @@ class ApiProcesses:
         return Reply(adapter=adapter)
 
     async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:
-        """Asks all processes except `but`. Returns their answers by frontend. Raises PrivateCallError."""
-        asked = [living for living in self._living.values() if living.has_started and living.frontend != but]
+        """Asks all processes except `but`. Returns their answers by API server. Raises PrivateCallError."""
+        asked = [living for living in self._living.values() if living.has_started and living.api_server != but]
         body = msgspec.msgpack.encode(message)
-        calls = [call(self._folder / socket_name(one.frontend), target, body, timeout_s=TIMEOUT_S) for one in asked]
+        calls = [call(self._folder / socket_name(one.api_server), target, body, timeout_s=TIMEOUT_S) for one in asked]
         answers: dict[int, bytes] = {}
         for one, answer in zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(answer, bytes):
-                answers[one.frontend] = answer
+                answers[one.api_server] = answer
             elif not isinstance(answer, PrivateCallError) or not await _has_ended(one):
                 raise answer
         return answers

@@ -112,10 +112,10 @@ class ProcessEngineClient(EngineLink):
         self.info = await ready
         return self.info
 
-    def remove_frontend(self, frontend: int) -> None:
+    def remove_api_server(self, api_server: int) -> None:
         """Aborts the requests of an HTTP process that has ended."""
         if self.death is None:
-            self._send(wire.RemoveFrontend(frontend))
+            self._send(wire.RemoveApiServer(api_server))
 
     @property
     def is_sleeping(self) -> bool:
@@ -248,7 +248,7 @@ class ProcessEngineClient(EngineLink):
             self._take_reply(self._reply_of_the_dead(number))
 
 
-class FrontendClient(EngineLink):
+class ApiServerClient(EngineLink):
     """The client of an engine that another process has started. Call `start` before use, and always call `stop`.
 
     The engine reports its death itself, or the parent process reports it with `die`.
@@ -256,18 +256,18 @@ class FrontendClient(EngineLink):
     Args:
         commands: the address at which the engine takes commands.
         events: the path of the socket that this process binds.
-        frontend: a number that no other process has had.
+        API server: a number that no other process has had.
         on_load: called with the number of open requests whenever it may have changed.
     """
 
-    def __init__(self, commands: str, events: Path, frontend: int, on_load: Callable[[int], None]) -> None:
+    def __init__(self, commands: str, events: Path, api_server: int, on_load: Callable[[int], None]) -> None:
         self._address = f"ipc://{events}"
-        super().__init__(commands, self._address, frontend=frontend, on_load=on_load)
+        super().__init__(commands, self._address, api_server=api_server, on_load=on_load)
 
     async def start(self) -> wire.EngineInfo:
         """Waits until the engine is ready. Raises EngineFailedError with the reason if it dies before."""
         ready = self._begin()
-        self._send(wire.AddFrontend(self._frontend, self._address))
+        self._send(wire.AddApiServer(self._api_server, self._address))
         self.on_readable()
         self.info = await ready
         return self.info

@@ -12,7 +12,7 @@ from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
 from server.engine.adapters import AdapterError
-from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError, to_its_end
+from server.engine.client import ApiServerClient, ProcessEngineClient, WeightsError, to_its_end
 from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Route, Router
 from server.engine.weight_changes import UNCHECKED
@@ -28,7 +28,7 @@ class _Sent:
     route: Route | None = None  # None: another request has chosen the engine
 
 
-class EngineGroup[E: (ProcessEngineClient, FrontendClient)]:
+class EngineGroup[E: (ProcessEngineClient, ApiServerClient)]:
     """An `EngineClient` over several engines that serve the same model.
 
     All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only

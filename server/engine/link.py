@@ -91,7 +91,7 @@ class EngineLink:
     engine the one for commands. Commands wait here until the engine has bound it.
 
     Args:
-        frontend: the number of this process at the engine.
+        API server: the number of this process at the engine.
         on_load: called with the number of open requests whenever it may have changed.
     """
 
@@ -100,7 +100,7 @@ class EngineLink:
         commands: str,
         events: str,
         *,
-        frontend: int = 0,
+        api_server: int = 0,
         on_load: Callable[[int], None] = lambda num_open: None,
     ) -> None:
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
@@ -113,7 +113,7 @@ class EngineLink:
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
         self.on_output: Callable[[wire.Output], None] = lambda output: None  # gets each before the request's receiver
-        self._frontend = frontend
+        self._api_server = api_server
         self._on_load = on_load
         self._receivers = Receivers()
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
@@ -157,7 +157,7 @@ class EngineLink:
         for request, receiver in requests:
             receiver.on_weight_version(self.weight_version)
             self._receivers[request.request_id] = receiver
-        self._send(wire.Submit([request for request, _ in requests], self._frontend))
+        self._send(wire.Submit([request for request, _ in requests], self._api_server))
         self._on_load(self.num_open)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:

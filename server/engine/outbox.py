@@ -1,8 +1,8 @@
-"""Sends the engine's outputs to the HTTP processes: sorts them by frontend and gathers those of a step in a message.
+"""Sends the engine's outputs to the HTTP processes: sorts them by API server and gathers those of a step in a message.
 
-With several HTTP processes, each is a frontend. A request's outputs are tagged with its frontend when they are made.
-Plain tokens come in columns over all requests. The sender's thread splits them by the frontends of the requests' first
-outputs.
+With several HTTP processes, each is an API server. A request's outputs are tagged with its API server when they are
+made. Plain tokens come in columns over all requests. The sender's thread splits them by the API servers of the
+requests' first outputs.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from batcher.delivery import Tokens
 from batcher.request import RequestOutput
 from server.engine import wire
 
-FIRST = 0  # the number of the frontend that started the engine
+FIRST = 0  # the number of the API server that started the engine
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Addressed:
-    """An item for one frontend."""
+    """An item for one API server."""
 
-    frontend: int
+    api_server: int
     item: RequestOutput | wire.Output | wire.Event
 
 
 Item = RequestOutput | Tokens | wire.Output | wire.Event  # what a message is made of
-Queued = Item | Addressed | wire.AddFrontend | wire.RemoveFrontend
+Queued = Item | Addressed | wire.AddApiServer | wire.RemoveApiServer
 
 
 class Sender:
     """The outgoing sockets and the thread that owns them. `put` may be called from any thread and never blocks. `None`
-    ends the thread. `address` is that of the first frontend's socket.
+    ends the thread. `address` is that of the first API server's socket.
     """
 
     def __init__(self, address: str) -> None:
@@ -54,29 +54,29 @@ class Sender:
 
     def _send_all(self, address: str) -> None:
         context: ZmqContext = zmq.Context()  # its own, which can be closed while other threads use theirs
-        sockets = {FIRST: _connected(context, address)}  # by frontend
-        sorter: Sorter | None = None  # from the second frontend on
+        sockets = {FIRST: _connected(context, address)}  # by API server
+        sorter: Sorter | None = None  # from the second API server on
         encode = msgspec.msgpack.Encoder().encode
 
         def send(items: list[Queued]) -> None:
-            for frontend, own in ({FIRST: items} if sorter is None else sorter.sort(items)).items():
-                for message in messages(own):  # type: ignore[arg-type]  # sorted, or for the only frontend
-                    sockets[frontend].send(encode(message))
+            for api_server, own in ({FIRST: items} if sorter is None else sorter.sort(items)).items():
+                for message in messages(own):  # type: ignore[arg-type]  # sorted, or for the only API server
+                    sockets[api_server].send(encode(message))
 
         open_ = True
         while open_:
             items, open_ = self._gather()
             start = 0
             for i, item in enumerate(items):
-                if isinstance(item, wire.AddFrontend | wire.RemoveFrontend):
+                if isinstance(item, wire.AddApiServer | wire.RemoveApiServer):
                     send(items[start:i])
                     start = i + 1
                     sorter = sorter or Sorter()
-                    if isinstance(item, wire.AddFrontend):
-                        sockets[item.frontend] = _connected(context, item.address)
-                    elif item.frontend in sockets:
-                        sockets.pop(item.frontend).close(linger=0)
-                    sorter.frontends = set(sockets)
+                    if isinstance(item, wire.AddApiServer):
+                        sockets[item.api_server] = _connected(context, item.address)
+                    elif item.api_server in sockets:
+                        sockets.pop(item.api_server).close(linger=0)
+                    sorter.api_servers = set(sockets)
             send(items[start:])
         for socket in sockets.values():
             socket.close()
@@ -133,7 +133,7 @@ def messages(items: Iterable[Item]) -> Iterator[wire.Event]:
         yield wire.Outputs(outputs)
 
 
-class Frontend:
+class ApiServer:
     """An HTTP process with the ids of its open requests. Its `put` may be called from any thread."""
 
     def __init__(self, number: int, put: Callable[[Addressed], None]) -> None:
@@ -148,49 +148,49 @@ class Frontend:
 
 
 class Sorter:
-    """Splits the engine's outputs and events by frontend. Not thread-safe."""
+    """Splits the engine's outputs and events by API server. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.frontends: set[int] = {FIRST}  # the connected ones
-        self.frontend_of: dict[int, int] = {}  # by number, of requests that have their first output and not the last
+        self.api_servers: set[int] = {FIRST}  # the connected ones
+        self.api_server_of: dict[int, int] = {}  # by number, of requests that have their first output and not the last
 
     def sort(self, items: Iterable[Queued]) -> dict[int, list[Item]]:
-        """The items of each frontend, in their order. Events for all frontends are in each list. Other events without a
-        frontend are in the first one's."""
-        sorted_: dict[int, list[Item]] = {frontend: [] for frontend in self.frontends}
+        """The items of each API server, in their order. Events for all API servers are in each list. Other events
+        without an API server are in the first one's."""
+        sorted_: dict[int, list[Item]] = {api_server: [] for api_server in self.api_servers}
         for item in items:
-            for frontend, own in self._parts(item):
-                if frontend in sorted_:  # a removed one's requests may have outputs until they are aborted
-                    sorted_[frontend].append(own)
+            for api_server, own in self._parts(item):
+                if api_server in sorted_:  # a removed one's requests may have outputs until they are aborted
+                    sorted_[api_server].append(own)
         return sorted_
 
     def _parts(self, item: Queued) -> Iterator[tuple[int, Item]]:
         match item:
-            case Addressed(frontend=frontend, item=own):
+            case Addressed(api_server=api_server, item=own):
                 if isinstance(own, RequestOutput) and own.finish_reason is None:
-                    self.frontend_of[own.number] = frontend
+                    self.api_server_of[own.number] = api_server
                 elif isinstance(own, RequestOutput):
-                    self.frontend_of.pop(own.number, None)
-                yield frontend, own
+                    self.api_server_of.pop(own.number, None)
+                yield api_server, own
             case Tokens():
                 yield from self._split(item)
             case wire.WeightVersion() | wire.Stats() | wire.Adapters() | wire.Failed() | wire.Ended():
-                yield from ((frontend, item) for frontend in self.frontends)
-            case wire.AddFrontend() | wire.RemoveFrontend():
-                raise ValueError("frontends are added and removed between two sortings")
+                yield from ((api_server, item) for api_server in self.api_servers)
+            case wire.AddApiServer() | wire.RemoveApiServer():
+                raise ValueError("API servers are added and removed between two sortings")
             case _:
                 yield FIRST, item
 
     def _split(self, tokens: Tokens) -> Iterator[tuple[int, Tokens]]:
-        frontends = [self.frontend_of.get(number, FIRST) for number in tokens.numbers.tolist()]
-        if len(set(frontends)) == 1:
-            yield frontends[0], tokens
+        api_servers = [self.api_server_of.get(number, FIRST) for number in tokens.numbers.tolist()]
+        if len(set(api_servers)) == 1:
+            yield api_servers[0], tokens
             return
-        frontend_of_row = np.array(frontends)
-        for frontend in set(frontends):
-            rows = frontend_of_row == frontend
+        api_server_of_row = np.array(api_servers)
+        for api_server in set(api_servers):
+            rows = api_server_of_row == api_server
             if tokens.counts is None:
-                yield frontend, Tokens(tokens.numbers[rows], tokens.token_ids[rows])
+                yield api_server, Tokens(tokens.numbers[rows], tokens.token_ids[rows])
             else:
                 ids = tokens.token_ids[np.repeat(rows, tokens.counts)]
-                yield frontend, Tokens(tokens.numbers[rows], ids, tokens.counts[rows])
+                yield api_server, Tokens(tokens.numbers[rows], ids, tokens.counts[rows])

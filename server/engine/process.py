@@ -31,7 +31,7 @@ from model.inputs.words import described
 from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
 from server.engine.child_process import end_with_parent
-from server.engine.outbox import Frontend, Sender, ZmqContext
+from server.engine.outbox import ApiServer, Sender, ZmqContext
 from server.engine.weight_changes import ChangeableEngine, WeightChanges
 
 STATS_INTERVAL_S = 1.0
@@ -212,7 +212,7 @@ def _serve(
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind(commands)
-    frontends: dict[int, Frontend | None] = {}  # by number; None: it has ended
+    api_servers: dict[int, ApiServer | None] = {}  # by number; None: it has ended
     decode = msgspec.msgpack.Decoder(wire.Command).decode
     next_stats = time.monotonic()
     num_programs_to_come = 0
@@ -230,14 +230,14 @@ def _serve(
             if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue
             match decode(socket.recv()):
-                case wire.Submit(requests=requests, frontend=0):
+                case wire.Submit(requests=requests, api_server=0):
                     _submit(engine, wire.requests_from_wire(requests), sender.put)
-                case wire.Submit(requests=requests, frontend=number):
-                    if (frontend := frontends.get(number)) is not None:  # else it has ended since
+                case wire.Submit(requests=requests, api_server=number):
+                    if (api_server := api_servers.get(number)) is not None:  # else it has ended since
                         ids = [request.request_id for request in requests]
-                        frontend.open.update(ids)
-                        if not _submit(engine, wire.requests_from_wire(requests), frontend.put):
-                            frontend.open.difference_update(ids)
+                        api_server.open.update(ids)
+                        if not _submit(engine, wire.requests_from_wire(requests), api_server.put):
+                            api_server.open.difference_update(ids)
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
                         engine.abort(request_id, reason)
@@ -255,18 +255,18 @@ def _serve(
                         sender.put(wire.Reply(error=error, number=change.number))
                     else:
                         adapters.ask(change, sender.put)
-                case wire.AddFrontend(frontend=number) as added:
-                    if number not in frontends:  # else it has ended before this has come
-                        frontend = frontends[number] = Frontend(number, sender.put)
+                case wire.AddApiServer(api_server=number) as added:
+                    if number not in api_servers:  # else it has ended before this has come
+                        api_server = api_servers[number] = ApiServer(number, sender.put)
                         sender.put(added)
                         if adapters is not None:
-                            adapters.tell(frontend.put)
+                            adapters.tell(api_server.put)
                         if weights is not None:
-                            weights.tell(frontend.put)
-                        frontend.put(wire.Ready(info))
-                case wire.RemoveFrontend(frontend=number) as removed:
-                    frontend, frontends[number] = frontends.get(number), None
-                    for request_id in () if frontend is None else list(frontend.open):
+                            weights.tell(api_server.put)
+                        api_server.put(wire.Ready(info))
+                case wire.RemoveApiServer(api_server=number) as removed:
+                    api_server, api_servers[number] = api_servers.get(number), None
+                    for request_id in () if api_server is None else list(api_server.open):
                         engine.abort(request_id)
                     sender.put(removed)
                 case wire.Stop():

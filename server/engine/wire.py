@@ -6,9 +6,9 @@ Later they are Outputs (one message per step, for all requests in it), WeightVer
 weights, Adapters after each change of them, and Stats at intervals, which are also the heartbeat. Each Question has a
 number, and the Reply with the same number answers it.
 
-With several HTTP processes, each of them is a *frontend*. A frontend has a number that is never used again, and a
-socket for the outputs of its own requests. AddFrontend names both, and Ready answers it on that socket. The process
-that started the engine is frontend 0. Request ids are unique over all processes, because each has a random part.
+With several HTTP processes, each of them is an *API server*. An API server has a number that is never used again, and a
+socket for the outputs of its own requests. AddApiServer names both, and Ready answers it on that socket. The process
+that started the engine is API server 0. Request ids are unique over all processes, because each has a random part.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Submit(msgspec.Struct, tag=True, omit_defaults=True):
     SAME_GRAMMAR for the previous request's grammar. So choices of one prompt send both only once."""
 
     requests: list[WireRequest]
-    frontend: int = 0
+    api_server: int = 0
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -179,17 +179,17 @@ class UndoLoad(Question, tag=True):
     """Undoes the last LoadAdapter, which succeeded here and failed in another engine."""
 
 
-class AddFrontend(msgspec.Struct, tag=True):
-    """Adds a frontend. The outputs of its requests go to this address."""
+class AddApiServer(msgspec.Struct, tag=True):
+    """Adds an API server. The outputs of its requests go to this address."""
 
-    frontend: int
+    api_server: int
     address: str
 
 
-class RemoveFrontend(msgspec.Struct, tag=True):
-    """Removes a frontend whose process has ended, and aborts its requests. Its number is never used again."""
+class RemoveApiServer(msgspec.Struct, tag=True):
+    """Removes an API server whose process has ended, and aborts its requests. Its number is never used again."""
 
-    frontend: int
+    api_server: int
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -317,7 +317,7 @@ DEFAULT_VERSION = "default"  # the version of the weights of the start
 
 
 class WeightVersion(msgspec.Struct, tag=True):
-    """The version of the weights of all later tokens. It goes to all frontends."""
+    """The version of the weights of all later tokens. It goes to all API servers."""
 
     version: str
 
@@ -332,7 +332,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class Adapters(msgspec.Struct, tag=True):
-    """All loaded adapters. It goes to all frontends after each change."""
+    """All loaded adapters. It goes to all API servers after each change."""
 
     adapters: list[Adapter]
     num_changes: int
@@ -357,7 +357,7 @@ class Stats(msgspec.Struct, tag=True):
 
 AdapterChange = LoadAdapter | UnloadAdapter | UndoLoad
 WeightsCommand = ChangeWeights | Pause | Resume | UpdateWeights
-Command = Submit | Abort | ResetPrefixCache | WeightsCommand | AdapterChange | AddFrontend | RemoveFrontend | Stop
+Command = Submit | Abort | ResetPrefixCache | WeightsCommand | AdapterChange | AddApiServer | RemoveApiServer | Stop
 Event = Report | Ready | Failed | Ended | Outputs | WeightVersion | Adapters | Reply | Stats
 
 

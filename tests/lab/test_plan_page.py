@@ -11,7 +11,7 @@ import pytest
 from scripts.lab import plan
 from scripts.lab.planning.page import CUSTOM, SERVED, chosen, flags, options, targets
 from scripts.lab.planning.target import parse_target
-from server.api.routes.plan import PlanRequest
+from server.api.routes.planner import PlanRequest
 
 BASE = {"model": "1b", "target": "1xl4", "workload": "chat"}
 FULL = BASE | {

@@ -24,7 +24,7 @@ from scripts.lab.planning.compiled import slice_name
 from scripts.lab.planning.cost import ApiPrice, listed
 from scripts.lab.planning.planner import NAMES, Planner
 from scripts.lab.planning.target import CHIPS, Target
-from server.api.routes.plan import PlanRequest
+from server.api.routes.planner import PlanRequest
 from server.api.routes.ui import FOLDER
 
 Plan = Callable[[Sequence[str]], Planner]  # of flags

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batcher.scheduling.plan import StepPlan
+from batcher.scheduling.step_plan import StepPlan
 from model.config import LlamaConfig
 from model.quantization.forms import Rounding
 from pallas_kernels.chips import EIGHT_BIT_SPEED

@@ -20,8 +20,8 @@ from batcher.requests.admission import make_request_state
 from batcher.requests.page_mover import Loaded, Saved
 from batcher.scheduling.forecast import Forecast
 from batcher.scheduling.page_moves import PageLoad
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.step_plan import StepPlan
 from batcher.step import Capacity, StepOutput
 from scripts.lab.simulation.instant_runner import NO_PAGES, TOKEN, InstantRunner
 

@@ -13,9 +13,9 @@ from starlette.requests import Request
 
 from server.api.answers.chat_writer import ChatOptions
 from server.api.request.conversation import Conversation, content_text, encode_conversation
+from server.api.request.generation_plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
 from server.api.request.grammars import Constraint, after_reasoning, asked_constraint, make_grammar, with_calls
 from server.api.request.limits import Truncation, check_min_tokens, limit_scores, output_limit
-from server.api.request.plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
 from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
 from server.api.request.schemas import ChatRequest
 from server.api.request.tools import ToolChoice, Tools, usable_tools

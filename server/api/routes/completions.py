@@ -18,6 +18,7 @@ from starlette.responses import Response
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.api.answers.writer import AnswerHead
+from server.api.request.generation_plan import TIMEOUT_HEADER, check_generation, submit
 from server.api.request.grammars import asked_constraint, compiled
 from server.api.request.limits import (
     Truncation,
@@ -28,7 +29,6 @@ from server.api.request.limits import (
     listed,
     output_limit,
 )
-from server.api.request.plan import TIMEOUT_HEADER, check_generation, submit
 from server.api.request.sampling import check_counts, check_ids, check_num_choices, check_top_logprobs
 from server.api.request.schemas import CompletionRequest
 from server.api.route import EVENTS, JSON

@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
 from server.api.answers.answer import AsgiResponse, LongJson, while_connected
+from server.api.request.generation_plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
-from server.api.request.plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.sampling import check_ids, check_priority
 from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
 from server.api.routes.endpoints import route

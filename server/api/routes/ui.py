@@ -16,7 +16,7 @@ from starlette.responses import Response
 from batcher.stats import Histogram
 from batcher.step_log import StepRecord
 from server.api.route import Access, ApiRoute
-from server.api.routes.plan import plan_routes
+from server.api.routes.planner import plan_routes
 from server.api.state import ServerState
 from server.api.stats_history import figures_of
 from server.http.encoding import encode_json

@@ -7,9 +7,9 @@ import pytest
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import EngineConfig
-from batcher.scheduling.plan import StepPlan
 from batcher.scheduling.request_state import RequestState, State
 from batcher.scheduling.scheduler import _MAX_STALLS, Scheduler
+from batcher.scheduling.step_plan import StepPlan
 from batcher.step import Capacity
 from scripts.lab.simulation.policies import AdmitIfFree
 from tests.batcher.harness import Drive, make_capacity, make_request

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from batcher.grammar import num_mask_words
-from batcher.scheduling.plan import Chunk, StepPlan
 from batcher.scheduling.request_state import RequestState
+from batcher.scheduling.step_plan import Chunk, StepPlan
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
 from batcher.steps.pack import Packer, slot_state

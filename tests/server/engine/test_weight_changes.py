@@ -12,7 +12,7 @@ import pytest
 
 from batcher.request import Request, SamplingParams
 from server.engine import wire
-from server.engine.client import FrontendClient, ProcessEngineClient, WeightsError
+from server.engine.client import ApiServerClient, ProcessEngineClient, WeightsError
 from server.engine.group import OwnEngines
 from server.engine.wire import KV_CACHE, WEIGHTS, ChangeWeights, InFolder, PauseMode, UpdateStep, WeightsChange
 from tests.batcher.fake_runner import expected_tokens
@@ -67,14 +67,14 @@ def foretold(weights: int, num_tokens: int, after: Sequence[int] = ()) -> list[i
     return expected_tokens(request, CAPACITY, (EOT,))
 
 
-def ask(client: ProcessEngineClient | OwnEngines | FrontendClient, name: str, num_tokens: int = 300) -> Listener:
+def ask(client: ProcessEngineClient | OwnEngines | ApiServerClient, name: str, num_tokens: int = 300) -> Listener:
     listener = Listener()
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
     client.submit([(wire.WireRequest(name, wire.packed(PROMPT), sampling), listener)])
     return listener
 
 
-async def told(client: ProcessEngineClient | OwnEngines | FrontendClient, name: str) -> int:
+async def told(client: ProcessEngineClient | OwnEngines | ApiServerClient, name: str) -> int:
     """The number of the weights that serve."""
     listener = ask(client, name, 5)
     assert (await listener.end()).finish_reason == "length"
@@ -261,7 +261,7 @@ def test_a_process_that_comes_later_knows_the_weights(tmp_path: Path):
     async def work() -> None:
         async with engine(held_at=8) as client:
             await update(client, 5, "five")
-            other = FrontendClient(client.commands, tmp_path / "events", 1, lambda num_open: None)
+            other = ApiServerClient(client.commands, tmp_path / "events", 1, lambda num_open: None)
             await other.start()
             assert other.weight_version == "five"
             ask(client, "held")

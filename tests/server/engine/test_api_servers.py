@@ -1,4 +1,4 @@
-"""What the engine says, sorted by frontend: each HTTP process gets all of its own and nothing else."""
+"""What the engine says, sorted by API server: each HTTP process gets all of its own and nothing else."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
 from server.engine import outbox, wire
 from server.engine.link import Receivers
-from server.engine.outbox import FIRST, Addressed, Frontend, Sorter
+from server.engine.outbox import FIRST, Addressed, ApiServer, Sorter
 
-NUM_FRONTENDS = 3
+NUM_API_SERVERS = 3
 
 
 class Heard:
@@ -37,33 +37,35 @@ def output(number: int, *token_ids: int, end: bool = False) -> RequestOutput:
 
 
 @given(st.data())
-def test_each_frontend_hears_its_own_requests(data: st.DataObject) -> None:
+def test_each_api_server_hears_its_own_requests(data: st.DataObject) -> None:
     """Steps of random requests, in random gatherings; the oracle keeps each request's tokens by itself."""
-    frontends = data.draw(st.lists(st.integers(1, NUM_FRONTENDS), min_size=1, max_size=8))  # by the request's number
-    receivers = {frontend: Receivers() for frontend in range(1, NUM_FRONTENDS + 1)}
-    heard = [Heard() for _ in frontends]
-    expected: list[list[int]] = [[] for _ in frontends]
-    for number, frontend in enumerate(frontends):
-        receivers[frontend][f"r{number}"] = heard[number]
+    api_servers = data.draw(
+        st.lists(st.integers(1, NUM_API_SERVERS), min_size=1, max_size=8)
+    )  # by the request's number
+    receivers = {api_server: Receivers() for api_server in range(1, NUM_API_SERVERS + 1)}
+    heard = [Heard() for _ in api_servers]
+    expected: list[list[int]] = [[] for _ in api_servers]
+    for number, api_server in enumerate(api_servers):
+        receivers[api_server][f"r{number}"] = heard[number]
     sorter = Sorter()
-    sorter.frontends = {FIRST, *receivers}
+    sorter.api_servers = {FIRST, *receivers}
     items: list = []
     live: set[int] = set()
-    waiting = list(range(len(frontends)))
+    waiting = list(range(len(api_servers)))
     next_token = 0
 
     def flush() -> None:
-        for frontend, own in sorter.sort(items).items():
+        for api_server, own in sorter.sort(items).items():
             for message in outbox.messages(own):
-                if frontend == FIRST:
-                    raise AssertionError("the first frontend has sent no request")
-                receivers[frontend].take(message)
+                if api_server == FIRST:
+                    raise AssertionError("the first API server has sent no request")
+                receivers[api_server].take(message)
         items.clear()
 
     for _ in range(data.draw(st.integers(1, 8))):
         if waiting and data.draw(st.booleans()):
             number = waiting.pop(0)
-            items.append(Addressed(frontends[number], output(number, next_token)))
+            items.append(Addressed(api_servers[number], output(number, next_token)))
             expected[number].append(next_token)
             live.add(number)
             next_token += 1
@@ -81,21 +83,21 @@ def test_each_frontend_hears_its_own_requests(data: st.DataObject) -> None:
             items.append(columns)
         if live and data.draw(st.booleans()):
             number = data.draw(st.sampled_from(sorted(live)))
-            items.append(Addressed(frontends[number], output(number, end=True)))
+            items.append(Addressed(api_servers[number], output(number, end=True)))
             live.remove(number)
         if data.draw(st.booleans()):
             flush()
     flush()
     assert [one.tokens for one in heard] == expected
-    assert [one.ended for one in heard] == [n not in live and n not in waiting for n in range(len(frontends))]
-    assert set(sorter.frontend_of) == live  # nothing is kept of those that have ended
+    assert [one.ended for one in heard] == [n not in live and n not in waiting for n in range(len(api_servers))]
+    assert set(sorter.api_server_of) == live  # nothing is kept of those that have ended
 
 
-def test_a_removed_frontend_hears_nothing_and_the_others_go_on() -> None:
+def test_a_removed_api_server_hears_nothing_and_the_others_go_on() -> None:
     sorter = Sorter()
-    sorter.frontends = {FIRST, 1, 2}
+    sorter.api_servers = {FIRST, 1, 2}
     sorter.sort([Addressed(1, output(0, 5)), Addressed(2, output(1, 6))])
-    sorter.frontends = {FIRST, 2}
+    sorter.api_servers = {FIRST, 2}
     tokens = Tokens(np.array([0, 1]), np.array([7, 8], np.int32))
     found = sorter.sort([tokens, Addressed(1, output(0, end=True))])
     assert set(found) == {FIRST, 2}
@@ -106,19 +108,19 @@ def test_a_removed_frontend_hears_nothing_and_the_others_go_on() -> None:
 
 def test_all_hear_how_the_engine_is_and_the_first_what_it_asked() -> None:
     sorter = Sorter()
-    sorter.frontends = {FIRST, 1}
+    sorter.api_servers = {FIRST, 1}
     stats, failed, reply = wire.Stats(EngineStats()), wire.Failed("gone"), wire.Reply()
     version = wire.WeightVersion("new")
     found = sorter.sort([stats, version, reply, failed])
     assert found == {FIRST: [stats, version, reply, failed], 1: [stats, version, failed]}
 
 
-def test_a_frontend_forgets_what_has_ended() -> None:
+def test_a_api_server_forgets_what_has_ended() -> None:
     said: list[Addressed] = []
-    frontend = Frontend(4, said.append)
-    frontend.open |= {"r0", "r1", "r2"}
-    frontend.put(output(0, 1))
-    frontend.put(output(1, 1, end=True))
-    frontend.put(wire.failure("r2", "the queue is full", status=429))
-    assert frontend.open == {"r0"}
-    assert [item.frontend for item in said] == [4, 4, 4]
+    api_server = ApiServer(4, said.append)
+    api_server.open |= {"r0", "r1", "r2"}
+    api_server.put(output(0, 1))
+    api_server.put(output(1, 1, end=True))
+    api_server.put(wire.failure("r2", "the queue is full", status=429))
+    assert api_server.open == {"r0"}
+    assert [item.api_server for item in said] == [4, 4, 4]
