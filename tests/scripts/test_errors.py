@@ -230,8 +230,8 @@ def test_such_a_url_is_no_model_and_no_cache(command, flag, capsys):
 def test_a_bucket_that_is_not_there_keeps_no_programs(capsys):
     assert plan.main(["--model", "memory://unmade/none"]) == 2
     assert "memory://unmade/none: there is no bucket unmade" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="there is no bucket bucket"):
-        keep_compilations(compile_cache_folder("memory://bucket/f"))
+    with pytest.raises(ValueError, match="there is no bucket unmade"):
+        keep_compilations(compile_cache_folder("memory://unmade/f"))  # no other test makes it
 
 
 def test_such_a_url_is_nothing_to_convert_and_no_place_to_write_to(tmp_path, capsys):

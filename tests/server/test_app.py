@@ -172,8 +172,6 @@ def test_a_request_with_too_many_sequences():
         {"model_names": ()},
         {"model_names": ("",)},
         {"port": 70000},
-        {"grace_period_s": -1},
-        {"max_body_bytes": 0},
         {"max_request_logprobs": 0},
         {"api_keys": ("sk-one", "")},
         {"queue_timeout_s": 0.0},
