@@ -52,7 +52,10 @@ def descendants(server: RunningServer) -> list[psutil.Process]:
 
 def alive(process: psutil.Process) -> bool:
     """Not counting what has ended and waits to be reaped by whoever inherited it."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended between the two questions
+        return False
 
 
 @pytest.fixture
