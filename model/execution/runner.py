@@ -280,9 +280,8 @@ class ModelRunner:
 
     @property
     def _first_runs(self) -> int:
-        """How often a program runs before it is as fast as later. A GPU makes the CUDA graph of a program in its second
-        run."""
-        return 2 if self.described.device.platform == "gpu" else 1
+        """How often a program runs before it is as fast as later. The second run makes its CUDA graph."""
+        return 2 if self.described.has_graphs else 1
 
     def _run_page_copies(self) -> None:
         for size in self.programs.read_pages:
@@ -331,7 +330,7 @@ class ModelRunner:
         state = DeviceState(slots=slots, history=history, masks=masks, kv=state.kv, text=state.text, draft=state.draft)
         adapters = (self.adapters,) if step.bucket.has_adapters else ()
         arguments: tuple[Any, ...] = (self.weights, self._kv_scales, state, step.packed, *adapters)
-        free = self._outputs[step.bucket] if described.reuses_outputs else None
+        free = self._outputs[step.bucket] if described.has_graphs else None
         if free is not None:
             arguments += (free.popleft() if free else self._output_buffer(step.bucket),)
         run = self._run_first if step.bucket in programs.untried else self._run

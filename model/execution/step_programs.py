@@ -148,7 +148,7 @@ class StepPrograms:
         if bucket.has_adapters:
             arguments += (self.adapters_like,)
         donated: tuple[int, ...] = (2,)
-        if self.reuses_outputs:
+        if self.has_graphs:
             step = _written_into(step)
             donated, arguments = (2, len(arguments)), (*arguments, self.output_like(bucket))
         # Explicit shardings: without them the compiler may return the state with another sharding, and the next
@@ -161,12 +161,13 @@ class StepPrograms:
         tells = self.tells_would_accept(bucket)
         return OutputLayout(bucket, self.model_config.hidden_size, tells_would_accept=tells)
 
-    @property
-    def reuses_outputs(self) -> bool:
-        """Whether the last argument of a step is the buffer of an earlier output, into which the output is written.
+    @cached_property
+    def has_graphs(self) -> bool:
+        """Whether the programs run as CUDA graphs.
 
-        Only GPUs reuse outputs. XLA also keeps results of layers in the memory of an output, so a new address for
-        each output would change many nodes of the step's CUDA graph. A CPU lends an output to the host without a copy.
+        The last argument of a step is then the buffer of an earlier output, into which the output is written. XLA also
+        keeps results of layers in the memory of an output, so a new address for each output would change many nodes of
+        the graph. A CPU lends an output to the host without a copy, so its buffer cannot be written again.
         """
         return self.device.platform in ("gpu", "cuda")
 

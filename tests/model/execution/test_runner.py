@@ -151,7 +151,7 @@ def test_outputs_are_written_into_those_that_were_read(runner, monkeypatch, deco
     run(runner, BUCKETS[1], [(row, 3)], admit=[row])
     for _ in range(6):
         run(runner, decode, [(row, 1)])
-    monkeypatch.setattr(StepPrograms, "reuses_outputs", True)
+    monkeypatch.setattr(StepPrograms, "has_graphs", True)
     made = tiny_runner()
     made.warm_up(BUCKETS, lambda line: None)
     run(made, BUCKETS[1], [(same, 3)], admit=[same])
