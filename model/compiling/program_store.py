@@ -1,6 +1,6 @@
-"""The programs that earlier starts have made, in one folder: a start loads what it finds there, at whatever stage.
+"""A store of programs in one folder. Each start loads the programs that earlier starts have stored.
 
-The stages of a program are these:
+A program may be stored at each of these stages:
 
 - the trace, as StableHLO of `jax.export`, in `traced/`. A start that finds it does not run the model's Python code. It
   is data: reading it runs no code.

@@ -74,7 +74,7 @@ class ServeFlags:
         None, """Defaults of requests that count before those, such as '{"temperature": 0.5}'""", metavar="JSON",
     )  # fmt: skip
     max_output_tokens: int | None = _of_requests(
-        None, "The most output tokens of any request, whatever it asks for", unset="what fits the context", least=1,
+        None, "An upper limit of the output tokens of every request", unset="what fits the context", least=1,
         most=MOST_COUNT,
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Programs on disk: they run as those that were compiled, at whatever stage they are found, and no file is trusted that
-may not be."""
+"""A program that is loaded at any stage gives the results of a compiled one. Files that others could have written are
+not loaded."""
 
 from __future__ import annotations
 
