@@ -22,7 +22,7 @@ from tests.server.support.sse_events import parse_named_events
 PATH = "/v1/responses"
 TEXT = "abcdefghij"
 BODY = {"input": "hello", "background": True}
-ENDLESS = BODY | {"ignore_eos": True, "max_output_tokens": 3000}
+ENDLESS = BODY | {"ignore_eos": True, "max_output_tokens": 15000}
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 short = server_of(SLOW)

@@ -23,7 +23,7 @@ ADMIN_ROUTES = [
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 LONG = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 4000}
-SLOW = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02)
+SLOW = EchoConfig(reply=tuple(b"abcdefghij"), step_s=0.02, max_model_len=20000)
 # some 10 MB for each choice: more than the sockets' buffers take
 BULKY = HELLO | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 20}
 # the demo has learned to call it

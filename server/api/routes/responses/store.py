@@ -14,12 +14,13 @@ from server.api.routes.responses.items import Item, items_of, output_items, resp
 from server.database import Database
 
 TABLES = """
-CREATE TABLE IF NOT EXISTS kept (  -- place: the time of the last change, in nanoseconds
+CREATE TABLE IF NOT EXISTS kept (  -- place: greater than those of all that have changed earlier
     id TEXT PRIMARY KEY, owner BLOB NOT NULL, place INTEGER NOT NULL, size INTEGER NOT NULL, is_over INTEGER NOT NULL,
     is_cancelled INTEGER NOT NULL DEFAULT 0, has_events INTEGER NOT NULL, seen REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS contents (  -- fields: the JSON object in the API; input: of a response, its items
     id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE, fields BLOB NOT NULL, input BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS kept_by_owner ON kept (owner, place, size);
+CREATE INDEX IF NOT EXISTS kept_by_place ON kept (place);
 CREATE TABLE IF NOT EXISTS items (  -- of conversations
     place INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, parent TEXT NOT NULL REFERENCES kept ON DELETE CASCADE,
     fields BLOB NOT NULL);
@@ -27,6 +28,7 @@ CREATE INDEX IF NOT EXISTS items_by_parent ON items (parent);
 CREATE TABLE IF NOT EXISTS events (  -- of responses that are streamed in the background
     parent TEXT REFERENCES kept ON DELETE CASCADE, number INTEGER, event BLOB NOT NULL, PRIMARY KEY (parent, number));
 """
+NEWEST = "(SELECT coalesce(max(place), 0) + 1 FROM kept)"  # not a time: clocks are set back
 MAX_KEPT = 1024
 MAX_BYTES = 64 * 2**20  # of JSON, with the events
 ABANDONED_S = 30.0  # a response of which its process has said nothing for so long has failed
@@ -67,8 +69,9 @@ class ResponseStore:
     ) -> None:  # fmt: skip
         """Adds a response, or a conversation with its items, as the newest. A response that is being made is not over,
         and `update` follows."""
-        insert = "INSERT INTO kept (id, owner, place, size, is_over, has_events, seen) VALUES (?, ?, ?, ?, ?, ?, ?)"
-        values = (time.time_ns(), len(fields) + len(input), is_over, has_events, time.time())
+        columns = "id, owner, place, size, is_over, has_events, seen"
+        insert = f"INSERT INTO kept ({columns}) VALUES (?, ?, {NEWEST}, ?, ?, ?, ?)"
+        values = (len(fields) + len(input), is_over, has_events, time.time())
         with self.database.transaction():
             self._execute(insert, id, owner, *values)
             self._execute("INSERT INTO contents VALUES (?, ?, ?)", id, fields, input)
@@ -80,14 +83,14 @@ class ResponseStore:
     ) -> None:
         """Changes a response and adds its numbered events, unless it has been removed meanwhile. It is then the newest.
         The bytes of events count after CHECKED_EVENTS of them, or with the next change."""
-        change = "UPDATE kept SET size = size + ?, is_over = ?, seen = ?, place = ? WHERE id = ?"
+        change = f"UPDATE kept SET size = size + ?, is_over = ?, seen = ?, place = {NEWEST} WHERE id = ?"
         num_bytes = sum(len(event) for _, event in events)
         with self.database.transaction():
             for (num_before,) in self._execute("SELECT length(fields) FROM contents WHERE id = ?", id):
                 if fields is not None:
                     num_bytes += len(fields) - num_before
                     self._execute("UPDATE contents SET fields = ? WHERE id = ?", fields, id)
-                self._execute(change, num_bytes, is_over, time.time(), time.time_ns(), id)
+                self._execute(change, num_bytes, is_over, time.time(), id)
                 for number, event in events:
                     self._execute("INSERT INTO events VALUES (?, ?, ?)", id, number, event)
             if fields is not None or any(number % CHECKED_EVENTS == 0 for number, _ in events):
