@@ -17,7 +17,8 @@ class Change:
         work: runs on the engine's thread with no step in flight. The contents of pages, slots and adapter slots may be
             lost. A ValueError or OSError means that nothing has changed; the engine dies of any other error.
         on_done: gets the error of `work`, or None, on the engine's thread.
-        serves_after: tells whether steps go on, once `work` has succeeded. If not, requests wait for a later change.
+        serves_after: tells whether steps go on after `work`. If not, requests wait for a later change. So a change may
+            have two halves, such as one that prepares and one that commits, and no step runs between them.
     """
 
     work: Callable[[], None]

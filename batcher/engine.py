@@ -49,6 +49,7 @@ from random import Random
 
 from batcher.buckets import BucketLadder
 from batcher.change import Change, ForgetPrefixes, OnDone, Pause, PauseMode, Resume
+from batcher.changes import Changes
 from batcher.config import EngineConfig
 from batcher.core import EngineCore, InFlight
 from batcher.deferred_programs import DeferredPrograms, compile_while_serving
@@ -63,7 +64,6 @@ from batcher.requests.admission import make_request_state
 from batcher.requests.live_requests import Staged
 from batcher.requests.masks import Ask, MaskResult, MaskThreads, answer
 from batcher.requests.page_mover import Loaded, Moved, PageMover, Saved
-from batcher.requests.pauses import Pauses
 from batcher.requests.worker import Worker
 from batcher.scheduling.digests import add_digests
 from batcher.scheduling.request_state import OnOutput, RequestState
@@ -119,9 +119,7 @@ class Engine:
         self._deferred_programs = DeferredPrograms(ladder, ())
         self._report: Callable[[str], None] = _ignore
         self._news: deque[InboxItem] = deque()  # taken from the inbox, but not handled yet
-        self._changes: deque[Change] = deque()  # wait until no step is in flight; no step starts before they are made
-        self._is_unable = False  # a change has left the device unable to run steps
-        self._pauses = Pauses(self.core.requests, self.core.scheduler)
+        self._changes = Changes(self.core, self._clear_store)
         self._is_unchecked = False  # steps have run since the last check of integrity
         self._to_read: SimpleQueue[InFlight | None] = SimpleQueue()
         self._threads: tuple[threading.Thread, ...] = ()
@@ -329,8 +327,7 @@ class Engine:
         self._inbox.check_alive()
         try:
             self._take_inbox()
-            self._make_changes()
-            self._make_pauses()
+            self._changes.make()
             self._ask_for_masks(self._answer_here)
             self._stage_here()
             dispatched = self._dispatch() is not None
@@ -356,8 +353,7 @@ class Engine:
                 self._take_inbox()
                 if self._inbox.is_stopping:
                     break
-                self._make_changes()
-                self._make_pauses()
+                self._changes.make()
                 self._ask_for_masks(self._mask_threads.ask)
                 for adapter in self._next_to_stage():
                     self._staging.do(partial(self._stage, adapter, self._inbox.put))
@@ -425,12 +421,10 @@ class Engine:
                     self._take_moved(news)
                 case PagesTaken(token) if core.scheduler.offloaded is not None:
                     core.scheduler.offloaded.kept.drop(token)
-                case Change():
-                    self._changes.append(news)
-                case Pause() | Resume():
-                    self._deliver(self._pauses.take(news))
+                case Change() | Pause() | Resume():
+                    self._deliver(self._changes.take(news))
                 case ForgetPrefixes(reset_external=reset_external):
-                    self._forget_prefixes(reset_external=reset_external)
+                    self._changes.forget_prefixes(reset_external=reset_external)
                 case Exception() if not self._inbox.is_stopping:
                     raise news
         core.give_up()
@@ -444,38 +438,7 @@ class Engine:
         return step
 
     def _can_dispatch(self) -> bool:
-        return self.core.can_dispatch() and self._serves()
-
-    def _serves(self) -> bool:
-        return not (self._changes or self._is_unable or self._pauses.is_paused)
-
-    def _make_changes(self) -> None:
-        """Makes the waiting changes, if no step is in flight."""
-        while self._changes and not self.core.in_flight:
-            change = self._changes.popleft()
-            try:
-                self.core.change(change.work)
-            except Exception as error:
-                change.on_done(error)
-                if not isinstance(error, ValueError | OSError):
-                    raise
-            else:
-                self._clear_store()
-                self._is_unable = not change.serves_after()
-                change.on_done(None)
-
-    def _make_pauses(self) -> None:
-        """Calls the `on_done` of each pause that is complete: no request runs any more."""
-        made = self._pauses.take_made(is_idle=not self.core.in_flight)
-        if any(pause.clear_cache for pause in made):
-            self._forget_prefixes(reset_external=True)
-        for pause in made:
-            pause.on_done(None)
-
-    def _forget_prefixes(self, *, reset_external: bool) -> None:
-        self.core.scheduler.pool.clear_cache()
-        if reset_external:
-            self._clear_store()
+        return self.core.can_dispatch() and self._changes.allow_steps
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
         ended = []
@@ -513,7 +476,7 @@ class Engine:
     # --- adapters ---
 
     def _next_to_stage(self) -> list[int]:
-        return self.core.next_to_stage(may_stage=self._serves()) if self._capacity.max_loras else []
+        return self.core.next_to_stage(may_stage=self._changes.allow_steps) if self._capacity.max_loras else []
 
     def _stage(self, adapter: int, tell: Callable[[Staged], object]) -> None:
         """Stages the adapter on this thread, and tells the result. ValueError and OSError are faults of the adapter's
@@ -564,17 +527,16 @@ class Engine:
 
     def _refuse_rest(self, error: Exception) -> None:
         """Calls the `on_done` of all changes and pauses that will not be made, with `error`."""
-        for asked in (*self._changes, *self._news, *self._inbox.take()):
+        for asked in (*self._news, *self._inbox.take()):
             if isinstance(asked, Change | Pause | Resume):
                 asked.on_done(error)
-        self._changes.clear()
-        self._pauses.fail(error)
+        self._changes.refuse(error)
 
     def _check_not_stuck(self) -> None:
         core, offloaded = self.core, self.core.scheduler.offloaded
         is_loading = offloaded is not None and offloaded.is_loading_any
         is_asking = core.requests.num_masks_wanted or core.scheduler.adapters.is_staging or is_loading
-        is_waiting = core.in_flight or is_asking or not self._serves()
+        is_waiting = core.in_flight or is_asking or not self._changes.allow_steps
         assert is_waiting or not core.requests.sequences, "requests are there, nothing is in flight and nothing can run"
 
     def _die(self, error: Exception) -> None:

@@ -82,6 +82,17 @@ def test_requests_wait_while_the_device_cannot_serve():
         assert drive.heard[name].tokens == drive.expected(name)
 
 
+def test_steps_go_on_after_a_second_half_that_has_failed():
+    drive = Drive()
+    drive.add(make_request("a", range(3, 15), max_tokens=20))
+    step_until(drive, changed(drive, serves_after=False))
+    drive.step()
+    assert not drive.heard["a"].tokens
+    step_until(drive, changed(drive, ValueError("no room: the old weights are back")))
+    drive.finish()
+    assert drive.heard["a"].tokens == drive.expected("a")
+
+
 def test_an_error_that_is_not_of_the_caller_ends_the_engine():
     drive = Drive()
     done = changed(drive, RuntimeError("the device is lost"))
