@@ -30,7 +30,7 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
-    from scripts.building.changeable import ChangeableEngine, RunnerUpdates
+    from scripts.building.changeable import ChangeableEngine
     from scripts.building.offloading import give_pages
     from scripts.building.runner import build_runner, make_publisher, served_tokenizer, warm_engine
 
@@ -46,8 +46,7 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, publisher=publisher)
     adapters = loaded_adapters(settings, built.adapter_store, engine, publisher)
     info = give_pages(served, engine, built.info)
-    weights = built.changeable_weights()
-    return ChangeableEngine(engine, weights, RunnerUpdates(built.loader, weights), adapters), info
+    return ChangeableEngine(engine, built.changeable_weights(), adapters), info
 
 
 def build(

@@ -7,10 +7,8 @@ import dataclasses
 import gc
 import traceback
 from collections.abc import Mapping, Set
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batcher.change import Change, OnDone
 from batcher.engine import Engine
 from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
@@ -19,9 +17,9 @@ from scripts.building.sleep import Copies, RunnerSleep
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine.adapters import Adapters
-from server.engine.process import EngineWrapper, Weights
-from server.engine.weight_changes import Updates
-from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InFolder, WeightsChange, WeightsSource
+from server.engine.process import EngineWrapper
+from server.engine.weight_changes import Weights
+from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InSharedMemory, WeightsChange
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,35 +31,17 @@ if TYPE_CHECKING:
 class ChangeableEngine(EngineWrapper):
     """Implements `server.engine.weight_changes.ChangeableEngine` and `server.engine.process.AdaptedEngine`."""
 
-    def __init__(self, engine: Engine, weights: Weights, updates: Updates, adapters: Adapters | None = None) -> None:
+    def __init__(self, engine: Engine, weights: Weights, adapters: Adapters | None = None) -> None:
         super().__init__(engine)
-        self.updates = updates
-        self.pause, self.resume = engine.pause, engine.resume
+        self.change, self.pause, self.resume = engine.change, engine.pause, engine.resume
+        self.weights = weights
         self.adapters = adapters
         if adapters is not None:
             self.add_request = adapters.add_request
-        self._engine = engine
-        self._weights = weights
-
-    @property
-    def missing(self) -> Set[str]:
-        return self._weights.missing
-
-    def commit_update(self, on_done: OnDone) -> None:
-        """Commits an update between two steps. Running requests are recomputed, and the prefix cache is emptied."""
-        self._engine.change(Change(work=self.updates.commit, on_done=on_done, serves_after=self._is_awake))
-
-    def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
-        """Changes the weights between two steps. Running requests are recomputed, and the prefix cache is emptied."""
-        work = partial(change, self._weights, command)
-        self._engine.change(Change(work=work, on_done=on_done, serves_after=self._is_awake))
-
-    def _is_awake(self) -> bool:
-        return not self._weights.missing
 
 
 class RunnerWeights:
-    """The `server.engine.process.Weights` of a runner, on the chips of this host.
+    """The `server.engine.weight_changes.Weights` of a runner, on the chips of this host.
 
     Args:
         loader: loads weights into the runner.
@@ -84,9 +64,11 @@ class RunnerWeights:
         self._platform = platform
         self._tokenizer = tokenizer
         self._sleep = RunnerSleep(loader.runner)
+        self._arrays: dict[str, Any] = {}  # of an update, by Hugging Face's names
         # of the change that was checked last
         self._command = ChangeWeights(WeightsChange.WAKE_UP)
         self._found = weights  # the weights of a reload
+        self._given: GivenWeights | None = None  # the weights of an update
         self._before = self.missing
         # of a change that is prepared
         self._copies: Copies = {}
@@ -104,10 +86,17 @@ class RunnerWeights:
         """Notes that the loader has given the runner's model other weights."""
         self._sleep.took_others()
 
-    def check_role(self) -> None:
-        """Raises ValueError if the weights cannot be replaced."""
+    def begin(self) -> None:
         if self._settings.kv_role != "both":
             raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
+
+    def receive(self, source: InSharedMemory) -> None:
+        from model.loading.received_arrays import received
+
+        self._arrays |= received(source)
+
+    def forget(self) -> None:
+        self._arrays, self._given = {}, None
 
     def check(self, command: ChangeWeights) -> Mapping[str, str]:
         """Finds the weights of a reload. Raises ValueError if the engine was not made for them."""
@@ -117,15 +106,19 @@ class RunnerWeights:
                 raise ValueError("sleep(level=2) has dropped the weights: give others first, or wake up kv_cache alone")
             case WeightsChange.SLEEP | WeightsChange.WAKE_UP:
                 return {}
+            case WeightsChange.UPDATE:
+                self._given = self._checked_arrays()
+                return {}
         if WEIGHTS in self.missing and not self._sleep.has_dropped:
             raise ValueError("the engine sleeps: wake it up before other weights are loaded")
-        self.check_role()
+        self.begin()
         self._found = self._find(command.model)
         are_stored = self._loader.kv_ranges(self._found) is not None
         return {"the scales of K/V": "stored" if are_stored else "not stored"}
 
     def prepare(self) -> None:
-        """Copies the weights to the host, brings parts back, or reads other weights in place of the present ones."""
+        """Copies the weights to the host, brings parts back, or reads other weights in place of the present ones, which
+        the host keeps. The arrays of an update stay where they are."""
         sleep, command = self._sleep, self._command
         match command.change:
             case WeightsChange.SLEEP:
@@ -150,7 +143,7 @@ class RunnerWeights:
                     raise
 
     def commit(self) -> None:
-        """Frees memory that is no longer needed. After any error the old weights are in place."""
+        """Frees memory that is no longer needed, or replaces the weights by the arrays of an update."""
         match self._command.change:
             case WeightsChange.SLEEP:
                 self._sleep.sleep(self._copies)
@@ -165,7 +158,23 @@ class RunnerWeights:
                     self.abandon()
                     raise
                 self._sleep.took_all(with_state=with_state)
+            case WeightsChange.UPDATE:
+                given = self._given
+                assert given is not None, "the arrays are not checked"
+                self.forget()  # the arrays are freed as they are used
+                self._loader.update(given)
+                self.took_others()
         self._copies, self._loaded = {}, None
+
+    def _checked_arrays(self) -> GivenWeights:
+        """The arrays of an update. Raises ValueError if they are not all weights of this model."""
+        if not self._arrays:
+            raise ValueError("nothing has been received")
+        from model.loading.given_tensors import GivenWeights
+
+        given = GivenWeights(self._arrays, self._weights.config, donate=True)
+        self._loader.check(given)
+        return given
 
     def abandon(self) -> None:
         """Undoes `prepare`. Raises RuntimeError if the parts that were on the chips cannot be brought back."""
@@ -203,88 +212,6 @@ def _differing(old: object, new: object) -> str:
         return f"is {new} and was {old}"
     names = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
     return ", ".join(f"{name} is {getattr(new, name)} and was {getattr(old, name)}" for name in names)
-
-
-class RunnerUpdates:
-    """The `server.engine.weight_changes.Updates` of a runner, on the chips of this host.
-
-    An update has either a folder, which COMMIT reloads, or arrays, which are kept unchanged until COMMIT.
-    """
-
-    def __init__(self, loader: Loader, weights: RunnerWeights) -> None:
-        self._loader = loader
-        self._weights = weights
-        self._arrays: dict[str, Any] = {}  # by Hugging Face's names
-        self._folder: ChangeWeights | None = None
-        self._given: GivenWeights | None = None  # the arrays, checked
-
-    def begin(self) -> None:
-        self._weights.check_role()
-
-    def receive(self, source: WeightsSource) -> None:
-        self._given = None
-        if isinstance(source, InFolder):
-            self._folder = ChangeWeights(WeightsChange.RELOAD, source.path)
-            return
-        from model.loading.received_arrays import received
-
-        self._arrays |= received(source)
-
-    def check(self) -> None:
-        if self._folder is not None and self._arrays:
-            raise ValueError("the weights come from a folder or as arrays, not as both")
-        if self._folder is not None:
-            self._weights.check(self._folder)
-            return
-        if not self._arrays:
-            raise ValueError("nothing has been received")
-        from model.loading.given_tensors import GivenWeights
-
-        given = GivenWeights(self._arrays, self._weights.config, donate=True)
-        self._loader.check(given)
-        self._given = given
-
-    def commit(self) -> None:
-        folder, given = self._folder, self._given
-        self.abandon()  # the arrays are freed as they are used
-        if folder is not None:
-            change(self._weights, folder)
-        else:
-            assert given is not None, "the arrays are not checked"
-            self._loader.update(given)
-            self._weights.took_others()
-
-    def abandon(self) -> None:
-        self._arrays, self._folder, self._given = {}, None, None
-
-
-class FolderUpdates:
-    """The `server.engine.weight_changes.Updates` of several hosts, each of which reads its own folder."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self._folder: ChangeWeights | None = None
-
-    def begin(self) -> None:
-        """Does nothing."""
-
-    def receive(self, source: WeightsSource) -> None:
-        if not isinstance(source, InFolder):
-            raise ValueError("several hosts take weights from a folder only: give the path of one that every host has")
-        self._folder = ChangeWeights(WeightsChange.RELOAD, source.path)
-
-    def check(self) -> None:
-        """Checks that a folder was received. All hosts check its weights in COMMIT."""
-        if self._folder is None:
-            raise ValueError("no folder has been received")
-
-    def commit(self) -> None:
-        folder, self._folder = self._folder, None
-        assert folder is not None, "no folder has been received"
-        change(self._weights, folder)
-
-    def abandon(self) -> None:
-        self._folder = None
 
 
 def change(weights: Weights, command: ChangeWeights) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from model.inputs.words import described
 from scripts.building.adapter_store import loaded_adapters
-from scripts.building.changeable import ChangeableEngine, FolderUpdates
+from scripts.building.changeable import ChangeableEngine
 from scripts.building.runner import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.adapter_loading import AllAdapters
@@ -46,8 +46,7 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
             built, report, served_tokenizer(served), read_tokens=True, runner=runner, publisher=publisher
         )
         adapters = loaded_adapters(served.engine, store, engine, publisher)
-    weights = AllWeights(built.changeable_weights(), leader)
-    changeable = ChangeableEngine(engine, weights, FolderUpdates(weights), adapters)
+    changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader), adapters)
     return LeadingEngine(changeable, leader, _leave), built.info
 
 

@@ -17,6 +17,7 @@ from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
+from model.inputs.words import described
 from server.engine.adapters import AdapterError, Adapters
 from server.engine.link import Receiver, Receivers
 from server.engine.process import status_of
@@ -26,7 +27,6 @@ from server.engine.wire import (
     AdapterChange,
     EngineInfo,
     Outputs,
-    Reply,
     WeightVersion,
     WireRequest,
     failure,
@@ -97,17 +97,12 @@ class InProcessEngineClient:
     async def change_adapters(self, change: AdapterChange) -> Adapter | None:
         if self._adapters is None:
             raise AdapterError("This engine has no LoRA adapters: enable_lora=True.")
-        answered: asyncio.Future[Reply] = self._loop.create_future()
-
-        def on_answer(answer: Reply) -> None:
-            if not answered.done():  # else the caller has been interrupted
-                answered.set_result(answer)
-
-        self._adapters.ask(change, lambda answer: self._loop.call_soon_threadsafe(on_answer, answer))
-        answer = await answered
-        if answer.error is not None:
-            raise AdapterError(answer.error, answer.status)
-        return answer.adapter
+        try:
+            return await asyncio.wrap_future(self._adapters.schedule(change))
+        except AdapterError:
+            raise
+        except (ValueError, OSError) as error:
+            raise AdapterError(described(error)) from error
 
     def _note_adapters(self, news: AdaptersEvent) -> None:
         """Runs on the thread of the change."""

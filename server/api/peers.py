@@ -79,7 +79,7 @@ async def change_weights(engines: Engines, command: WeightsCommand) -> None:
         case Resume():
             await engines.resume()
         case UpdateWeights():
-            await engines.update_weights(command.step, command.source, command.version)
+            await engines.update_weights(command.step, command.source)
 
 
 class EngineDied(msgspec.Struct):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from batcher.request import Request, RequestOutput
@@ -60,7 +60,7 @@ class Adapters:
         self._lock = threading.Lock()  # of what follows, and of the order in which changes are told
         self._loaded: dict[str, wire.Adapter] = {}  # by name
         self._held: dict[int, str] = {}  # identities that requests may have, and the names that they got last
-        self._undo: tuple[str, wire.Adapter | None] | None = None  # the last load: its name, and what had it before
+        self._prepared: tuple[str, wire.Adapter | None] | None = None  # a name, and what it is to name
         self._num_changes = self._num_loads = 0
 
     def listen(self, tell: Callable[[wire.Adapters], None]) -> None:
@@ -73,30 +73,23 @@ class Adapters:
         with self._lock:
             tell(self._event())
 
-    def ask(self, change: wire.AdapterChange, answer: Callable[[wire.Reply], object]) -> None:
-        """Schedules a change. It is answered after the new adapters have been sent to all HTTP processes."""
-        self._changes.submit(self._answer, change, answer)
+    def ask(self, command: wire.ChangePhase, answer: Callable[[wire.Reply], object]) -> None:
+        """Schedules a phase of a change. COMMIT is answered after the new adapters have been sent to all HTTP
+        processes."""
+        self._changes.submit(self._answer, command, answer)
 
-    def change(self, change: wire.AdapterChange) -> wire.Adapter | None:
-        """Makes a change. Called at the start, and on this object's own thread.
+    def change(self, change: wire.AdapterChange) -> wire.Adapter:
+        """Makes a whole change. Called at the start, and on this object's own thread.
 
         Raises AdapterError, ValueError or OSError if the change cannot be made.
         """
-        match change:
-            case wire.LoadAdapter():
-                return self._load(change)
-            case wire.UnloadAdapter(name=name):
-                adapter = self._loaded.get(name)
-                if adapter is None:
-                    raise AdapterError(f"The LoRA adapter {shown(name)} is not loaded.", 404)
-                self._undo = None
-                self._set(name, None)
-                return adapter
-            case wire.UndoLoad():
-                if self._undo is not None:
-                    (name, before), self._undo = self._undo, None
-                    self._set(name, before)
-                return None
+        adapter = self._prepare(change)
+        self._commit()
+        return adapter
+
+    def schedule(self, change: wire.AdapterChange) -> Future[wire.Adapter]:
+        """Makes a whole change on this object's own thread."""
+        return self._changes.submit(self.change, change)
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
         """Adds a request to the engine. Raises AdapterError with status 404 if its adapter has been unloaded since the
@@ -124,10 +117,16 @@ class Adapters:
         """Drops the changes that have not begun."""
         self._changes.shutdown(wait=False, cancel_futures=True)
 
-    def _answer(self, change: wire.AdapterChange, answer: Callable[[wire.Reply], object]) -> None:
-        told = wire.Reply(number=change.number)
+    def _answer(self, command: wire.ChangePhase, answer: Callable[[wire.Reply], object]) -> None:
+        told = wire.Reply(number=command.number)
         try:
-            told.adapter = self.change(change)
+            match command.phase, command.change:
+                case wire.Phase.PREPARE, (wire.LoadAdapter() | wire.UnloadAdapter()) as change:
+                    told.adapter = self._prepare(change)
+                case wire.Phase.COMMIT, _:
+                    self._commit()
+                case _:
+                    self._abandon()
         except AdapterError as error:
             told.error, told.status = str(error), error.status
         except (ValueError, OSError) as error:
@@ -137,26 +136,44 @@ class Adapters:
             told.error, told.status = described(error), 500
         answer(told)
 
-    def _load(self, asked: wire.LoadAdapter) -> wire.Adapter:
-        self._undo = None
-        before = self._loaded.get(asked.name)
-        if before is not None and asked.if_loaded is wire.IfLoaded.KEEP:
+    def _prepare(self, change: wire.AdapterChange) -> wire.Adapter:
+        """Reads the weights of a load. They get their name in `_commit`."""
+        self._abandon()
+        before = self._loaded.get(change.name)
+        if isinstance(change, wire.UnloadAdapter):
+            if before is None:
+                raise AdapterError(f"The LoRA adapter {shown(change.name)} is not loaded.", 404)
+            self._prepared = (change.name, None)
             return before
-        if before is not None and asked.if_loaded is wire.IfLoaded.REFUSE:
-            message = f"The LoRA adapter {shown(asked.name)} is loaded already: `load_inplace` loads it again."
+        if before is not None and change.if_loaded is wire.IfLoaded.KEEP:
+            return before
+        if before is not None and change.if_loaded is wire.IfLoaded.REFUSE:
+            message = f"The LoRA adapter {shown(change.name)} is loaded already: `load_inplace` loads it again."
             raise AdapterError(message)
-        check_name(asked.name, "lora_name")
-        _check_path(asked.path)
-        identity = self._store.load(asked.path)
-        adapter = wire.Adapter(asked.name, identity, asked.path, asked.base_model)
-        self._undo = (asked.name, before)
-        self._num_loads += 1
-        self._set(asked.name, adapter)
+        check_name(change.name, "lora_name")
+        _check_path(change.path)
+        identity = self._store.load(change.path)
+        adapter = wire.Adapter(change.name, identity, change.path, change.base_model)
+        with self._lock:
+            self._prepared = (change.name, adapter)
+            self._held.setdefault(identity, change.name)
         return adapter
+
+    def _commit(self) -> None:
+        if self._prepared is not None:
+            name, adapter = self._prepared
+            self._num_loads += adapter is not None
+            self._set(name, adapter)
+
+    def _abandon(self) -> None:
+        if self._prepared is not None:
+            self._prepared = None
+            self._forget_unused()
 
     def _set(self, name: str, adapter: wire.Adapter | None) -> None:
         with self._lock:
             self._num_changes += 1
+            self._prepared = None
             if adapter is None:
                 del self._loaded[name]
             else:
@@ -169,10 +186,9 @@ class Adapters:
         return wire.Adapters(list(self._loaded.values()), self._num_changes, self._num_loads)
 
     def _unnamed(self) -> set[int]:
-        before = None if self._undo is None else self._undo[1]  # it may get its name back
-        return self._held.keys() - {
-            adapter.identity for adapter in [*self._loaded.values(), before] if adapter is not None
-        }
+        coming = None if self._prepared is None else self._prepared[1]
+        named = [*self._loaded.values(), *([] if coming is None else [coming])]
+        return self._held.keys() - {adapter.identity for adapter in named}
 
     def _forget_unused(self) -> None:
         with self._lock:

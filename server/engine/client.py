@@ -7,11 +7,10 @@ import logging
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +19,7 @@ from batcher.stats import EngineStats
 from server.engine import process as engine_process
 from server.engine import wire
 from server.engine.adapters import AdapterError
+from server.engine.changes import Changeable, to_its_end
 from server.engine.child_process import start_without_main
 from server.engine.link import EngineLink, Receiver
 from server.engine.scratch_folder import folder_for_sockets
@@ -32,17 +32,6 @@ STOP_TIMEOUT_S = 10.0
 
 class WeightsError(Exception):
     """The weights cannot be changed, or the engine cannot pause. The engine continues unchanged."""
-
-
-def to_its_end[**P, R](work: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """A decorator that completes a coroutine even if its caller is cancelled, because the engine completes a change
-    that it has begun."""
-
-    @wraps(work)
-    async def shielded(*args: P.args, **kwargs: P.kwargs) -> R:
-        return await asyncio.shield(work(*args, **kwargs))
-
-    return shielded
 
 
 class EngineClient(Protocol):
@@ -82,7 +71,7 @@ class EngineClient(Protocol):
         """The time of the engine's last statistics, by the monotonic clock."""
 
 
-class ProcessEngineClient(EngineLink):
+class ProcessEngineClient(EngineLink, Changeable):
     """Spawns the engine process and exchanges messages with it. Call `start` before use, and always call `stop`.
 
     Further processes can send commands to the engine at the address `commands`.
@@ -91,14 +80,14 @@ class ProcessEngineClient(EngineLink):
     def __init__(self, target: str, engine_args: object, *, report: Callable[[str], None], debug: bool = False) -> None:
         self.missing: Set[str] = frozenset()  # names in `wire.PARTS` of the parts that are not on the engine's devices
         self.is_paused = False
-        self._changes = asyncio.Lock()
+        Changeable.__init__(self)
         self._asked: dict[int, asyncio.Future[wire.Reply]] = {}  # by the number of the question
         self._numbers = count(1)
         self._report = report
         self._stopping = False
         self._folder = folder_for_sockets()
         self.commands, events = (f"ipc://{self._folder.path / name}" for name in ("commands", "events"))
-        super().__init__(self.commands, events)
+        EngineLink.__init__(self, self.commands, events)
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_process.main, args=(self.commands, events, target, engine_args, debug), name="engine"
         )
@@ -122,16 +111,6 @@ class ProcessEngineClient(EngineLink):
         return bool(self.missing)
 
     @to_its_end
-    async def change_weights(self, command: wire.ChangeWeights) -> None:
-        """Changes the weights between two steps, one change after the other. Requests wait while a part is `missing`.
-
-        Raises WeightsError if they cannot be changed.
-        """
-        async with self._changes:
-            if command.change is not wire.WeightsChange.WAKE_UP or self.missing:
-                await self._ask_of_weights(command)
-
-    @to_its_end
     async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
         """Pauses the engine. Returns when no request runs. Later requests wait until `resume`, also while it sleeps.
 
@@ -147,42 +126,34 @@ class ProcessEngineClient(EngineLink):
         self.is_paused = False
 
     @to_its_end
-    async def update_weights(
-        self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
-    ) -> None:
-        """Does one step of an update of the weights. The old weights serve until COMMIT. `weight_version` is
-        `version` from then on.
+    async def update_weights(self, step: wire.UpdateStep, source: wire.WeightsSource | None = None) -> None:
+        """Does one step of an update of the weights, whose `source` is for RECEIVE. `change_weights` ends it with
+        UPDATE.
 
-        Args:
-            source: where the new weights are, for RECEIVE.
-            version: the name of the new weights, for COMMIT; "": the number of updates since the start.
-
-        Raises:
-            WeightsError: the step failed, and the old weights serve. A failed BEGIN or COMMIT leaves no update; after
-                the other steps the update goes on.
+        Raises WeightsError: the step failed. After a failed BEGIN there is no update.
         """
-        await self._ask_of_weights(wire.UpdateWeights(step, source, version))
+        async with self._weight_changes:
+            await self._ask_of_weights(wire.UpdateWeights(step, source))
 
-    async def _ask_of_weights(self, command: wire.WeightsCommand) -> None:
+    async def do(self, phase: wire.Phase, change: wire.Change) -> wire.Adapter | None:
+        question = wire.ChangePhase(phase, change)
+        if isinstance(change, wire.ChangeWeights):
+            await self._ask_of_weights(question)
+            return None
+        reply = await self.ask(question)
+        if reply.error is not None:
+            raise AdapterError(reply.error, reply.status)
+        return reply.adapter
+
+    async def _ask_of_weights(self, question: wire.EngineQuestion) -> None:
         """Asks about the weights. Raises WeightsError if nothing has changed."""
-        reply = await self.ask(command)
+        reply = await self.ask(question)
         if reply.missing is not None:
             self.missing = frozenset(reply.missing)
         if reply.error is not None:
             raise WeightsError(reply.error)
 
-    @to_its_end
-    async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
-        """Loads or unloads a LoRA adapter. Changes run one after the other. `adapters` has the change on return.
-
-        Raises AdapterError if the change cannot be made.
-        """
-        reply = await self.ask(change)
-        if reply.error is not None:
-            raise AdapterError(reply.error, reply.status)
-        return reply.adapter
-
-    async def ask(self, question: wire.WeightsCommand | wire.AdapterChange) -> wire.Reply:
+    async def ask(self, question: wire.EngineQuestion) -> wire.Reply:
         """Sends a question and waits for its reply. A dead engine's reply is an error with status 503."""
         number = next(self._numbers)
         if self.death is not None:

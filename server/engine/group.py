@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -12,11 +13,13 @@ from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
 from server.engine.adapters import AdapterError
-from server.engine.client import ApiServerClient, ProcessEngineClient, WeightsError, to_its_end
+from server.engine.changes import Changeable, to_its_end
+from server.engine.client import ApiServerClient, ProcessEngineClient, WeightsError
 from server.engine.link import EngineFailedError, Receiver
 from server.engine.routing import Route, Router
-from server.engine.weight_changes import UNCHECKED
 from server.shared_counts import Load, Row
+
+DECIDE_S = wire.HOLD_S - 60  # a group decides on a change before one of its engines abandons it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,23 +170,18 @@ class EngineGroup[E: (ProcessEngineClient, ApiServerClient)]:
         self.died.set()
 
 
-class OwnEngines(EngineGroup[ProcessEngineClient]):
-    """The engines that this process has started. Changes of the weights apply to all engines or to none, and all
+class OwnEngines(EngineGroup[ProcessEngineClient], Changeable):
+    """The engines that this process has started. All engines are prepared for a change before one commits, and all
     engines pause together.
 
-    `split` is set if engines are left with different weights. The group is dead then, although the engines live: an
-    answer would depend on the engine that gives it.
+    `split` is set if only some engines have committed. The group is dead then, although engines live: an answer would
+    depend on the engine that gives it.
     """
 
     def __init__(self, engines: Sequence[ProcessEngineClient], router: Router | None = None) -> None:
-        super().__init__(engines, router)
+        EngineGroup.__init__(self, engines, router)
+        Changeable.__init__(self)
         self.split: str | None = None
-        self._changes = asyncio.Lock()
-        self._adapter_changes = asyncio.Lock()
-        self._model: str | None = None  # whose weights all engines have; None: those of the start
-        self._updates = asyncio.Lock()
-        self._is_checked = False  # an update, on all engines
-        self._are_given = False  # an update has replaced the weights of `_model`
 
     @property
     def death(self) -> str | None:
@@ -210,91 +208,38 @@ class OwnEngines(EngineGroup[ProcessEngineClient]):
         await self._all(engine.resume() for engine in self.engines)
 
     @to_its_end
-    async def update_weights(
-        self, step: wire.UpdateStep, source: wire.WeightsSource | None = None, version: str = ""
-    ) -> None:
-        """Does one step of an update of the weights on all engines, each of which receives all of the weights. None
-        commits before all have checked. Raises WeightsError if the step fails on an engine."""
-        async with self._updates:
-            if step is wire.UpdateStep.COMMIT and not self._is_checked:
-                raise WeightsError(UNCHECKED)
-            if step is not wire.UpdateStep.BEGIN:
-                self._is_checked = False
-            done, errors = await self._ask(
-                {i: e.update_weights(step, source, version) for i, e in enumerate(self.engines)}
-            )
-            if not errors:
-                self._is_checked = step is wire.UpdateStep.CHECK
-                if step is wire.UpdateStep.COMMIT:
-                    self._are_given = True
-                    self._router.forget()
-                return
-            if step is wire.UpdateStep.BEGIN:
-                await self._ask({i: self.engines[i].update_weights(wire.UpdateStep.ABANDON) for i in done})
-            elif step is wire.UpdateStep.COMMIT and done:
-                self._split(errors)
-            raise WeightsError(self._worded(errors))
+    async def update_weights(self, step: wire.UpdateStep, source: wire.WeightsSource | None = None) -> None:
+        """Does one step of an update of the weights on all engines, each of which receives all of the weights. Raises
+        WeightsError if the step fails on an engine."""
+        async with self._weight_changes:
+            begun, errors = await self._ask({i: e.update_weights(step, source) for i, e in enumerate(self.engines)})
+            if errors:
+                if step is wire.UpdateStep.BEGIN:
+                    await self._ask({i: self.engines[i].update_weights(wire.UpdateStep.ABANDON) for i in begun})
+                raise WeightsError(self._worded(errors))
 
-    @to_its_end
-    async def change_weights(self, command: wire.ChangeWeights) -> None:
-        """Changes the weights of all engines at once. If one cannot change, the others change back, and a WeightsError
-        names it."""
-        async with self._changes:
-            before = [engine.missing for engine in self.engines]
-            changed, errors = await self._ask({i: e.change_weights(command) for i, e in enumerate(self.engines)})
-            if not errors:
-                self._router.forget()  # a change empties the prefix caches
-                if command.change is wire.WeightsChange.RELOAD:
-                    self._model, self._are_given = command.model, False
-                return
-            undo = {i: self._undo(command, before[i]) for i in changed}
-            if any(steps is None for steps in undo.values()):
-                self._split(errors)
-            else:
-                _, stuck = await self._ask({i: self._change_back(i, steps or ()) for i, steps in undo.items()})
-                if stuck:
-                    self._split(stuck)
-            raise WeightsError(_listed(errors))
-
-    def _undo(self, command: wire.ChangeWeights, missing: Set[str]) -> Sequence[wire.ChangeWeights] | None:
-        """The commands that undo `command` on an engine whose `missing` parts were these before; None: it cannot be
-        undone."""
-        sleep = wire.ChangeWeights(wire.WeightsChange.SLEEP)
-        wake_up = wire.ChangeWeights(wire.WeightsChange.WAKE_UP, parts=tuple(set(wire.PARTS) - missing))
-        match command.change:
-            case wire.WeightsChange.SLEEP:
-                return None if command.level > 1 else [wake_up]
-            case wire.WeightsChange.WAKE_UP:
-                return [sleep, wake_up]
-            case wire.WeightsChange.RELOAD if wire.WEIGHTS in missing:
-                return [wire.ChangeWeights(wire.WeightsChange.SLEEP, level=2), wake_up]
-            case wire.WeightsChange.RELOAD:
-                return None if self._are_given else [wire.ChangeWeights(wire.WeightsChange.RELOAD, self._model)]
-
-    async def _change_back(self, engine: int, steps: Sequence[wire.ChangeWeights]) -> None:
-        for step in steps:
-            await self.engines[engine].change_weights(step)
-
-    def _split(self, errors: Mapping[int, Exception]) -> None:
-        self.split = f"the engines have different weights: {_listed(errors)}"
-        self.died.set()
-
-    @to_its_end
-    async def change_adapters(self, change: wire.AdapterChange) -> wire.Adapter | None:
-        """Loads or unloads a LoRA adapter on all engines. If one cannot load it, or finds other weights than the first
-        engine, the others undo the load, and an AdapterError names that engine."""
-        async with self._adapter_changes:
-            done, errors = await self._ask({i: e.change_adapters(change) for i, e in enumerate(self.engines)})
-            first = next(iter(done.values()), None)
-            for number, adapter in done.items():
-                if adapter != first:
-                    errors[number] = AdapterError("it finds other weights there than the engines before it")
-            if not errors:
-                return first
-            if isinstance(change, wire.LoadAdapter):  # an engine that dies meanwhile ends the server
-                await self._ask({i: self.engines[i].change_adapters(wire.UndoLoad()) for i in done})
-            status = next(error.status for _, error in sorted(errors.items()) if isinstance(error, AdapterError))
-            raise AdapterError(self._worded(errors), status)
+    async def do(self, phase: wire.Phase, change: wire.Change) -> wire.Adapter | None:
+        asked = time.monotonic()
+        done, errors = await self._ask({i: engine.do(phase, change) for i, engine in enumerate(self.engines)})
+        first = next(iter(done.values()), None)
+        for number, found in done.items():
+            if found != first:
+                errors[number] = AdapterError("it finds other weights there than the engines before it")
+        is_late = time.monotonic() - asked > DECIDE_S
+        if is_late and phase is wire.Phase.PREPARE and isinstance(change, wire.ChangeWeights):
+            errors |= dict.fromkeys(done, WeightsError(f"not all engines were prepared within {DECIDE_S:.0f} s"))
+        if errors:
+            if phase is wire.Phase.PREPARE:  # an engine that dies meanwhile ends the server
+                await self._ask({i: self.engines[i].do(wire.Phase.ABANDON, change) for i in done})
+            elif phase is wire.Phase.COMMIT and done:
+                self.split = f"not all engines have made the change: {_listed(errors)}"
+                self.died.set()
+            refusals = [error for _, error in sorted(errors.items()) if isinstance(error, AdapterError)]
+            words = self._worded(errors)
+            raise AdapterError(words, refusals[0].status) if refusals else WeightsError(words)
+        if phase is wire.Phase.COMMIT and isinstance(change, wire.ChangeWeights):
+            self._router.forget()  # the prefix caches are empty
+        return first
 
     async def _all(self, asked: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Waits for the calls of all engines. Raises WeightsError if one of them has failed."""

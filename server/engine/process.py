@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -84,30 +84,6 @@ class EngineWrapper:
 
     def shutdown(self) -> None:
         self._inner.shutdown()
-
-
-class Weights(Protocol):
-    """The weights of one host, or of all hosts of a cluster. No step is in flight during any of the calls.
-
-    A change calls `check`, then `prepare`, then either `commit` or `abandon`. `prepare` can be undone. A ValueError or
-    OSError means that nothing has changed and the change is over. Any other error ends the engine.
-    """
-
-    @property
-    def missing(self) -> Set[str]:
-        """The names in `wire.PARTS` of the parts that are not on the devices. No step may run while there are any."""
-
-    def check(self, command: wire.ChangeWeights) -> Mapping[str, str]:
-        """Checks whether the change can be made. Returns facts that must be equal on all hosts."""
-
-    def prepare(self) -> None:
-        """Does all work that may fail. `abandon` undoes it. No step runs with its result before `commit`."""
-
-    def commit(self) -> None:
-        """Completes a change that has been prepared."""
-
-    def abandon(self) -> None:
-        """Undoes `prepare`."""
 
 
 class Reporter:
@@ -226,6 +202,8 @@ def _serve(
                     gc.freeze()  # what JAX keeps of the programs that have come
                 if adapters is not None:
                     adapters.forget_unused()
+                if weights is not None:
+                    weights.abandon_overdue()
                 next_stats = time.monotonic() + STATS_INTERVAL_S
             if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue
@@ -243,18 +221,18 @@ def _serve(
                         engine.abort(request_id, reason)
                 case wire.ResetPrefixCache(reset_external=reset_external):
                     engine.reset_prefix_cache(reset_external=reset_external)
-                case wire.ChangeWeights() | wire.Pause() | wire.Resume() | wire.UpdateWeights() as command:
+                case wire.ChangePhase(change=wire.LoadAdapter() | wire.UnloadAdapter()) as command:
+                    if adapters is None:
+                        error = "This engine has no LoRA adapters: --enable-lora."
+                        sender.put(wire.Reply(error=error, number=command.number))
+                    else:
+                        adapters.ask(command, sender.put)
+                case wire.ChangePhase() | wire.Pause() | wire.Resume() | wire.UpdateWeights() as command:
                     if weights is None:
                         error = "this engine cannot pause or change its weights while it serves"
                         sender.put(wire.Reply(error=error, number=command.number))
                     else:
                         weights.ask(command)
-                case wire.LoadAdapter() | wire.UnloadAdapter() | wire.UndoLoad() as change:
-                    if adapters is None:
-                        error = "This engine has no LoRA adapters: --enable-lora."
-                        sender.put(wire.Reply(error=error, number=change.number))
-                    else:
-                        adapters.ask(change, sender.put)
                 case wire.AddApiServer(api_server=number) as added:
                     if number not in api_servers:  # else it has ended before this has come
                         api_server = api_servers[number] = ApiServer(number, sender.put)

@@ -1,10 +1,10 @@
 """The messages between an HTTP process and the engine process, in msgpack over two ZeroMQ ipc sockets.
 
-Commands go to the engine: Submit, Abort, ResetPrefixCache, ChangeWeights, Pause, Resume, UpdateWeights, LoadAdapter,
-UnloadAdapter, UndoLoad, Stop. Events come from the engine. While it starts these are Report, and then Ready or Failed.
-Later they are Outputs (one message per step, for all requests in it), WeightVersion before the first tokens of other
-weights, Adapters after each change of them, and Stats at intervals, which are also the heartbeat. Each Question has a
-number, and the Reply with the same number answers it.
+Commands go to the engine: Submit, Abort, ResetPrefixCache, Pause, Resume, UpdateWeights, ChangePhase, Stop. A change of
+the weights or of the LoRA adapters has two phases (`Phase`). Events come from the engine. While it starts these are
+Report, and then Ready or Failed. Later they are Outputs (one message per step, for all requests in it), WeightVersion
+before the first tokens of other weights, Adapters after each change of them, and Stats at intervals, which are also the
+heartbeat. Each Question has a number, and the Reply with the same number answers it.
 
 With several HTTP processes, each of them is an *API server*. An API server has a number that is never used again, and a
 socket for the outputs of its own requests. AddApiServer names both, and Ready answers it on that socket. The process
@@ -88,15 +88,17 @@ class WeightsChange(enum.Enum):
     SLEEP = "sleep"  # all parts leave the device
     WAKE_UP = "wake up"  # parts come back
     RELOAD = "reload"  # other weights of the same shapes are loaded
+    UPDATE = "update"  # the weights of `UpdateWeights` are checked and loaded
 
 
-class ChangeWeights(Question, tag=True):
+class ChangeWeights(msgspec.Struct, tag=True):
     """Changes the weights between two steps."""
 
     change: WeightsChange
     model: str | None = None  # for RELOAD: the folder or file to load; None: the one of the start
     level: int = 1  # for SLEEP: at 1 the weights are kept in the host's memory, at 2 they are dropped
     parts: tuple[str, ...] | None = None  # for WAKE_UP: some of PARTS; None: all, and none may have been dropped
+    version: str = ""  # for UPDATE: the name of the new weights; "": the number of updates since the start
 
 
 class Pause(Question, tag=True):
@@ -135,12 +137,10 @@ WeightsSource = InFolder | InSharedMemory
 
 
 class UpdateStep(enum.Enum):
-    """The steps of an update of the weights, in their order. The old weights serve until COMMIT."""
+    """The steps of an update of the weights, before the change UPDATE. The old weights serve."""
 
     BEGIN = "begin"
     RECEIVE = "receive"  # reads arrays from one source; may be repeated
-    CHECK = "check"  # checks that no array is missing, and that all have the model's shapes and are finite
-    COMMIT = "commit"  # replaces the weights between two steps of the engine
     ABANDON = "abandon"  # forgets the arrays that have been received; there may be no update
 
 
@@ -149,7 +149,6 @@ class UpdateWeights(Question, tag=True):
 
     step: UpdateStep
     source: WeightsSource | None = None  # for RECEIVE
-    version: str = ""  # for COMMIT: the name of the new weights; "": the number of updates since the start
 
 
 class IfLoaded(enum.Enum):
@@ -160,7 +159,7 @@ class IfLoaded(enum.Enum):
     REPLACE = "replace"  # loads the folder's current weights, which later requests use
 
 
-class LoadAdapter(Question, tag=True):
+class LoadAdapter(msgspec.Struct, tag=True):
     """Loads a LoRA adapter and gives it a name."""
 
     name: str
@@ -169,14 +168,31 @@ class LoadAdapter(Question, tag=True):
     if_loaded: IfLoaded = IfLoaded.REFUSE
 
 
-class UnloadAdapter(Question, tag=True):
+class UnloadAdapter(msgspec.Struct, tag=True):
     """Removes an adapter's name. Running requests keep its weights."""
 
     name: str
 
 
-class UndoLoad(Question, tag=True):
-    """Undoes the last LoadAdapter, which succeeded here and failed in another engine."""
+AdapterChange = LoadAdapter | UnloadAdapter
+Change = ChangeWeights | AdapterChange
+HOLD_S = 1800.0  # longer than reading weights takes; a group of engines decides earlier
+
+
+class Phase(enum.Enum):
+    """The phases of a change. All engines of a group are prepared before one commits."""
+
+    PREPARE = "prepare"  # checks the change and does its work, as far as it can be undone; an error ends the change
+    COMMIT = "commit"
+    ABANDON = "abandon"  # undoes PREPARE
+
+
+class ChangePhase(Question, tag=True):
+    """One phase of a change. No step runs between the phases of a change of the weights."""
+
+    phase: Phase
+    change: Change
+    hold_s: float = HOLD_S  # for PREPARE: how long steps wait for the next phase; then the engine abandons the change
 
 
 class AddApiServer(msgspec.Struct, tag=True):
@@ -345,7 +361,7 @@ class Reply(msgspec.Struct, tag=True, kw_only=True):
     number: int = 0  # the number of the question
     error: str | None = None
     status: int = 400  # the HTTP status of an error
-    adapter: Adapter | None = None  # the adapter that was loaded or unloaded
+    adapter: Adapter | None = None  # the adapter to be loaded or unloaded
     missing: list[str] | None = None  # the PARTS that are not on the device from now on; None: as before
 
 
@@ -355,9 +371,9 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-AdapterChange = LoadAdapter | UnloadAdapter | UndoLoad
 WeightsCommand = ChangeWeights | Pause | Resume | UpdateWeights
-Command = Submit | Abort | ResetPrefixCache | WeightsCommand | AdapterChange | AddApiServer | RemoveApiServer | Stop
+EngineQuestion = Pause | Resume | UpdateWeights | ChangePhase
+Command = Submit | Abort | ResetPrefixCache | EngineQuestion | AddApiServer | RemoveApiServer | Stop
 Event = Report | Ready | Failed | Ended | Outputs | WeightVersion | Adapters | Reply | Stats
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.changeable import ChangeableEngine, RunnerUpdates, RunnerWeights, change
+from scripts.building.changeable import ChangeableEngine, RunnerWeights, change
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
+from server.engine import wire
+from server.engine.weight_changes import WeightChanges
 from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, WeightsChange
-from tests.batcher.harness import Drive
+from tests.batcher.harness import Drive, make_request
 from tests.model.driver import paged_attention, tiny_model
 
 LIMITS = RunnerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_pages=40)
@@ -82,12 +86,28 @@ class Changed:
 @pytest.mark.parametrize("fault", ["read", "place"])
 def test_weights_that_cannot_be_loaded_to_their_end_leave_the_old_ones(fault):
     changed, drive = Changed(fault), Drive()
-    engine = ChangeableEngine(drive.engine, changed.weights, RunnerUpdates(changed.loader, changed.weights))
-    done: list[Exception | None] = []
-    engine.change_weights(RELOAD, done.append)
-    drive.step()
-    assert [str(error) for error in done] == ["the disk has failed"]
-    assert engine.death is None
+    replies: list[wire.Event] = []
+    told = threading.Semaphore(0)
+
+    def put(event: wire.Event) -> None:
+        replies.append(event)
+        told.release()
+
+    changes = WeightChanges(ChangeableEngine(drive.engine, changed.weights), put)
+
+    def ask(phase: wire.Phase) -> str | None:
+        changes.ask(wire.ChangePhase(phase, RELOAD))
+        while not told.acquire(timeout=0.01):
+            drive.step()
+        return replies.pop().error
+
+    if fault == "place":
+        assert ask(wire.Phase.PREPARE) is None
+    assert ask(wire.Phase.PREPARE if fault == "read" else wire.Phase.COMMIT) == "the disk has failed"
+    assert drive.engine.death is None
+    drive.add(make_request("a", range(3, 15)))
+    drive.finish()
+    assert drive.heard["a"].tokens == drive.expected("a")
     assert changed.are_the_first() and changed.state.slots.is_deleted()
     assert changed.loader.is_deleted == (fault == "place")
 
@@ -99,6 +119,8 @@ def test_weights_whose_pages_other_servers_know_stay(role):
     weights = RunnerWeights(changed.loader, settings, choose_weights(settings, "cpu"), "cpu")
     with pytest.raises(ValueError, match=f"--kv-role {role}"):
         weights.check(RELOAD)
+    with pytest.raises(ValueError, match=f"--kv-role {role}"):
+        weights.begin()
     assert changed.are_the_first()
 
 

@@ -28,15 +28,17 @@ from model.loading.weights import load_hf
 from model.network.packed import pack_for_cpu
 from model.quantization.forms import MixedForms
 from scripts.building import device
-from scripts.building.changeable import RunnerUpdates, RunnerWeights
+from scripts.building.changeable import RunnerWeights
 from scripts.building.runner import Built, build_runner
 from scripts.flags.settings import EngineSettings
 from server.engine.weight_changes import WeightChanges
 from server.engine.wire import (
     Array,
+    ChangePhase,
     ChangeWeights,
     InFolder,
     InSharedMemory,
+    Phase,
     Reply,
     UpdateStep,
     UpdateWeights,
@@ -200,12 +202,16 @@ class RefusedUpdates:
     def __init__(self, of: Built) -> None:
         weights = RunnerWeights(of.loader, EngineSettings(device="cpu"), of.plan.weights, "cpu")
         self._told: queue.Queue[Reply] = queue.Queue()
-        engine = SimpleNamespace(updates=RunnerUpdates(of.loader, weights), missing=set())
-        self._changes = WeightChanges(engine, self._told.put)
+        self._changes = WeightChanges(SimpleNamespace(weights=weights), self._told.put)
 
     def ask(self, step: UpdateStep, source: WeightsSource | None = None) -> str | None:
         """Why the step is refused."""
         self._changes.ask(UpdateWeights(step, source))
+        return self._told.get(timeout=120).error
+
+    def finish(self) -> str | None:
+        """Why the received weights are refused."""
+        self._changes.ask(ChangePhase(Phase.PREPARE, ChangeWeights(WeightsChange.UPDATE)))
         return self._told.get(timeout=120).error
 
     def refused(self, tensors: dict[str, np.ndarray]) -> str:
@@ -221,7 +227,7 @@ class RefusedUpdates:
         finally:
             block.close()
             block.unlink()
-        said = self.ask(UpdateStep.CHECK)
+        said = self.finish()
         assert said is not None
         assert self.ask(UpdateStep.ABANDON) is None
         return said
@@ -255,7 +261,7 @@ def test_nothing_stays_of_a_refused_update(tmp_path):
         gc.enable()
     assert updates.ask(UpdateStep.BEGIN) is None
     assert updates.ask(UpdateStep.RECEIVE, InFolder(str(tmp_path / "none"))) is None
-    assert "there is no such folder" in (updates.ask(UpdateStep.CHECK) or "")
+    assert "there is no such folder" in (updates.finish() or "")
 
 
 def test_nothing_stays_of_a_refused_reload(tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ logger = logging.getLogger("pallas_serve")
 
 MOST_DIMENSIONS = msgspec.Meta(max_length=8)
 MOST_NUMBERS = msgspec.Meta(ge=0, le=2**40)  # the range of an array's dimension
+NOT_UPDATED = "The weights were not updated"
 MAX_VERSION_CHARS = 256  # a version is short because answers may have it
 Backend = Literal["shared_memory", "path"]
 BACKENDS: tuple[Backend, ...] = ("shared_memory", "path")
@@ -206,17 +207,17 @@ class Weights:
         if version is not None and not (0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()):
             bounds = f"must have 1 to {MAX_VERSION_CHARS} characters, all of them printable"
             raise invalid("weight_version", bounds)
+        update = ChangeWeights(WeightsChange.UPDATE, version=version or "")
         try:
-            await self._take(UpdateStep.CHECK)
-            await self._take(UpdateStep.COMMIT, version=version or "")
+            await self._change(update, NOT_UPDATED)
         except RequestError:
             await self._take(UpdateStep.ABANDON)
             raise
         logger.info("weights: updated%s", "" if version is None else f" to version {version}")
         return json_response({"message": "The weights are served."})
 
-    async def _take(self, step: UpdateStep, source: WeightsSource | None = None, version: str = "") -> None:
-        await self._change(UpdateWeights(step, source, version), "The weights were not updated")
+    async def _take(self, step: UpdateStep, source: WeightsSource | None = None) -> None:
+        await self._change(UpdateWeights(step, source), NOT_UPDATED)
 
     @route("GET /get_weight_version")
     @route("GET /weight_info", summary="As /get_weight_version.")

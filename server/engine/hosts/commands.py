@@ -51,7 +51,7 @@ class HostQuestion(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Check(HostQuestion, tag=True, array_like=True):
-    """Check whether this change of the weights can be made (`server.engine.process.Weights.check`)."""
+    """Check whether this change of the weights can be made (`server.engine.weight_changes.Weights.check`)."""
 
     change: ChangeWeights
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -22,8 +22,8 @@ from server.engine.hosts.adapter_loading import AllAdapters
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.process import AdaptedEngine, EngineWrapper, Reporter, ServedEngine, Weights
-from server.engine.weight_changes import ChangeableEngine
+from server.engine.process import AdaptedEngine, EngineWrapper, Reporter, ServedEngine
+from server.engine.weight_changes import ChangeableEngine, Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,17 +43,11 @@ class LeadingEngine(EngineWrapper):
 
     def __init__(self, engine: ServedChangeableEngine, leader: Leader, leave: Callable[[], None]) -> None:
         super().__init__(engine)
-        self.change_weights, self.commit_update = engine.change_weights, engine.commit_update
-        self.pause, self.resume = engine.pause, engine.resume
-        self.updates = engine.updates
+        self.change, self.pause, self.resume = engine.change, engine.pause, engine.resume
+        self.weights = engine.weights
         self.adapters = engine.adapters
-        self._engine = engine
         self._leader = leader
         self._leave = leave
-
-    @property
-    def missing(self) -> Set[str]:
-        return self._engine.missing
 
     def shutdown(self) -> None:
         super().shutdown()

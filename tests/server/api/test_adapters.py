@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from batcher.request import Request
 from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
 from server.engine.link import Receiver
-from server.engine.wire import IfLoaded, LoadAdapter, UndoLoad, UnloadAdapter
+from server.engine.wire import Adapter, ChangePhase, IfLoaded, LoadAdapter, Phase, UnloadAdapter
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter
 from tests.server.support.api_processes import through_each
 from tests.server.support.echo_engine import EchoConfig
@@ -264,7 +265,7 @@ def test_loading_stops_no_stream(folder, tmp_path):
         loading = threads.submit(load, client, "large", folder / "large")
         wait_until(lambda: num_reads(folder / "large") == 1)
         body = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 20}
-        assert len(stream_events(client, CHAT, body)) > 20
+        assert len(stream_events(client, CHAT, body)) > 2  # tokens may share an event
         assert not loading.done()
         assert loading.result().status_code == 200
 
@@ -307,21 +308,34 @@ def test_weights_are_forgotten_when_no_name_and_no_request_has_them(tmp_path):
     adapters.close()
 
 
-def test_a_load_that_is_undone_gives_the_name_its_former_weights_back(tmp_path):
-    store = FakeStore()
+def test_a_load_that_is_abandoned_leaves_the_name_its_weights(tmp_path):
+    store, told, answers = FakeStore(), [], SimpleQueue()
     adapters = Adapters(store, Waiting())
     place = write_adapter(tmp_path / "a", "old")
     old = adapters.change(LoadAdapter("a", str(place)))
     write_adapter(place, "new")
-    adapters.change(LoadAdapter("a", str(place), if_loaded=IfLoaded.REPLACE))
-    adapters.change(UndoLoad())
-    told = []
+    load = LoadAdapter("a", str(place), if_loaded=IfLoaded.REPLACE)
+
+    def answer(phase: Phase) -> Adapter | None:
+        adapters.ask(ChangePhase(phase, load), answers.put)
+        adapters.forget_unused()  # as the engine process does at any time
+        reply = answers.get(timeout=30)
+        assert reply.error is None
+        return reply.adapter
+
+    new = answer(Phase.PREPARE)
+    assert new != old and store.texts == {old.identity: "old", new.identity: "new"}
     adapters.tell(told.append)
-    assert told[0].adapters == [old]
-    assert store.texts == {old.identity: "old"}
-    adapters.change(UndoLoad())  # there is nothing to undo
+    assert told[-1].adapters == [old]
+    answer(Phase.ABANDON)
+    answer(Phase.ABANDON)  # there is nothing to abandon
     adapters.tell(told.append)
-    assert told[1] == told[0]
+    assert told[-1] == told[0] and store.texts == {old.identity: "old"}
+    assert answer(Phase.PREPARE) == new
+    answer(Phase.COMMIT)
+    adapters.tell(told.append)
+    assert told[-1].adapters == [new] and told[-1].num_loads == 2
+    wait_until(lambda: store.texts == {new.identity: "new"})
     adapters.close()
 
 

@@ -129,16 +129,16 @@ def test_both_processes_choose_among_the_engines_by_what_both_have_sent(tmp_path
 
 
 def test_engines_that_are_left_with_different_weights_end_all(tmp_path):
-    first, second = replace(CHANGING, refused=(None,)), replace(CHANGING, refused=("bad",))
+    second = replace(CHANGING, uncommittable=("bad",))
     options = {"more_engines": (second,), "admin_api_keys": ("boss",), "api_server_count": 2}
     with (
-        running_server(tmp_path, ECHO, first, **options) as server,
+        running_server(tmp_path, ECHO, CHANGING, **options) as server,
         through_each(server, 2, headers=ADMIN) as clients,
     ):
         assert clients[1].post("/admin/reload", json={"model": "bad"}).status_code == 400
         for client in clients:
             wait_until(lambda client=client: client.get("/health").status_code == 503)
-            assert "different weights: engine 0: no model None" in client.get("/health").text
+            assert "not all engines have made the change: engine 1: no model bad" in client.get("/health").text
         assert server.process.wait(30) == 1
 
 

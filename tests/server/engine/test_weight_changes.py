@@ -11,17 +11,28 @@ from pathlib import Path
 import pytest
 
 from batcher.request import Request, SamplingParams
-from server.engine import wire
+from server.engine import group, wire
 from server.engine.client import ApiServerClient, ProcessEngineClient, WeightsError
 from server.engine.group import OwnEngines
-from server.engine.wire import KV_CACHE, WEIGHTS, ChangeWeights, InFolder, PauseMode, UpdateStep, WeightsChange
+from server.engine.wire import (
+    KV_CACHE,
+    WEIGHTS,
+    ChangeWeights,
+    InFolder,
+    InSharedMemory,
+    PauseMode,
+    Phase,
+    UpdateStep,
+    WeightsChange,
+)
 from tests.batcher.fake_runner import expected_tokens
 from tests.server.support.real_engine import CAPACITY, RealConfig
 from tests.server.support.tokenizers import EOT
 from tests.server.support.weights import FakeWeights
 
 TARGET = "tests.server.support.real_engine:build"
-BEGIN, RECEIVE, CHECK, COMMIT, ABANDON = UpdateStep
+BEGIN, RECEIVE, ABANDON = UpdateStep
+PREPARE, COMMIT, _ = Phase
 PROMPT = (10, 11, 12)
 SAMPLING = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True, seed=0)
 
@@ -84,8 +95,15 @@ async def told(client: ProcessEngineClient | OwnEngines | ApiServerClient, name:
 async def update(client: ProcessEngineClient | OwnEngines, number: int, version: str = "") -> None:
     await client.update_weights(BEGIN)
     await client.update_weights(RECEIVE, InFolder(str(number)))
-    await client.update_weights(CHECK)
-    await client.update_weights(COMMIT, version=version)
+    await finish(client, version)
+
+
+async def finish(client: ProcessEngineClient | OwnEngines, version: str = "") -> None:
+    await client.change_weights(ChangeWeights(WeightsChange.UPDATE, version=version))
+
+
+def reload(number: int) -> ChangeWeights:
+    return ChangeWeights(WeightsChange.RELOAD, str(number))
 
 
 async def refusal(asked: Coroutine[None, None, None]) -> str:
@@ -106,6 +124,21 @@ async def pause_there(client: ProcessEngineClient, mode: PauseMode) -> None:
     await asyncio.gather(client.pause(mode), let_go_after())
 
 
+async def paused(client: ProcessEngineClient) -> Listener:
+    """A request of an engine that is `held_at` a step, and has paused in the midst of it."""
+    ask(client, "held")
+    running = ask(client, "a")
+    await running.until(3)
+    await pause_there(client, PauseMode.KEEP)
+    assert 3 <= len(running.tokens) < 300
+    return running
+
+
+async def begin_twice(client: ProcessEngineClient) -> None:
+    await client.update_weights(BEGIN)
+    await client.update_weights(BEGIN)
+
+
 @asynccontextmanager
 async def engine(held_at: int | None = None, **faults: object) -> AsyncIterator[ProcessEngineClient]:
     config = RealConfig(weights=FakeWeights(**faults), held_at=held_at)
@@ -118,9 +151,9 @@ async def engine(held_at: int | None = None, **faults: object) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def two_engines(**faults: object) -> AsyncIterator[OwnEngines]:
+async def two_engines(held_at: int | None = None, **faults: object) -> AsyncIterator[OwnEngines]:
     """The second one has the faults."""
-    configs = RealConfig(weights=FakeWeights()), RealConfig(weights=FakeWeights(**faults))
+    configs = [RealConfig(weights=weights, held_at=held_at) for weights in (FakeWeights(), FakeWeights(**faults))]
     pair = OwnEngines([ProcessEngineClient(TARGET, config, report=lambda line: None) for config in configs])
     try:
         await pair.start()
@@ -160,38 +193,40 @@ def test_a_request_goes_on_with_the_new_weights_and_knows_which_token_is_whose()
     run(work())
 
 
-def test_steps_in_another_order_are_refused_and_the_old_weights_serve():
+def test_steps_in_another_order_are_refused_and_the_old_weights_serve(tmp_path: Path):
     async def work() -> None:
-        async with engine(wrong=(3,), unplaceable=(4,)) as client:
+        block = tmp_path / "block"
+        block.write_text("5")
+        async with engine(wrong=(3,), unplaceable=(4,), uncommittable=(6,)) as client:
             step = client.update_weights
-            for early in (RECEIVE, CHECK, COMMIT):
-                refused = await refusal(step(early, InFolder("5")))
+            for early in (step(RECEIVE, InFolder("5")), finish(client)):
+                refused = await refusal(early)
                 assert "no update of the weights has begun: POST /start_weight_update" in refused
             await step(ABANDON)
             await step(BEGIN)
             assert "has begun already" in await refusal(step(BEGIN))
-            assert "not checked" in await refusal(step(COMMIT))
-            assert "nothing has been received" in await refusal(step(CHECK))
+            assert "nothing has been received" in await refusal(finish(client))
             assert "source: it is missing" in await refusal(step(RECEIVE))
             for change in (WeightsChange.RELOAD, WeightsChange.SLEEP):
                 refused = await refusal(client.change_weights(ChangeWeights(change)))
                 assert "an update of the weights is under way: POST /finish_weight_update" in refused
-            await step(RECEIVE, InFolder("3"))
-            assert await refusal(step(CHECK)) == "3 is not finite"
-            assert "not checked" in await refusal(step(COMMIT))
-            await step(RECEIVE, InFolder("4"))
-            await step(CHECK)
-            await step(RECEIVE, InFolder("4"))
-            assert "not checked" in await refusal(step(COMMIT))
-            await step(CHECK)
-            assert await refusal(step(COMMIT)) == "there is no room for 4"
-            assert "no update of the weights has begun" in await refusal(step(COMMIT))
-            assert client.weight_version == "default" and await told(client, "a") == 0
-            await step(BEGIN)
+            for number, words in ((3, "3 is not finite"), (4, "there is no room for 4")):
+                await step(RECEIVE, InFolder(str(number)))
+                assert await refusal(finish(client)) == words
+                assert await told(client, f"a{number}") == 0
+            await step(RECEIVE, InSharedMemory(str(block), ()))
+            assert "from a folder or as arrays, not as both" in await refusal(finish(client))
             await step(RECEIVE, InFolder("6"))
             await step(ABANDON)
-            await update(client, 5)
-            assert await told(client, "b") == 5
+            await step(BEGIN)
+            await step(RECEIVE, InFolder("6"))
+            assert await refusal(finish(client)) == "there are no scales for 6"
+            assert "no update of the weights has begun" in await refusal(finish(client))
+            assert client.weight_version == "default" and await told(client, "b") == 0
+            await step(BEGIN)
+            await step(RECEIVE, InSharedMemory(str(block), ()))
+            await finish(client)
+            assert client.weight_version == "1" and await told(client, "c") == 5
 
     run(work())
 
@@ -202,17 +237,51 @@ def test_an_engine_serves_pauses_and_hears_while_it_receives(tmp_path: Path):
         os.mkfifo(fifo)
         async with engine() as client:
             await client.update_weights(BEGIN)
-            receiving = asyncio.create_task(client.update_weights(RECEIVE, InFolder(str(fifo))))
+            receiving = asyncio.create_task(client.update_weights(RECEIVE, InSharedMemory(str(fifo), ())))
             assert await told(client, "a") == 0
             await client.pause(PauseMode.WAIT)
             await client.resume()
             assert not receiving.done()
-            checking = asyncio.create_task(client.update_weights(CHECK))  # waits for its turn
+            finishing = asyncio.create_task(finish(client))  # waits for its turn
             await asyncio.to_thread(fifo.write_text, "7")
             await receiving
-            await checking
-            await client.update_weights(COMMIT)
+            await finishing
             assert await told(client, "b") == 7
+
+    run(work())
+
+
+def test_no_step_runs_while_a_change_is_prepared():
+    async def work() -> None:
+        async with engine(held_at=8) as client:
+            running = await paused(client)
+            num_old = len(running.tokens)
+            await client.do(PREPARE, reload(7))
+            await client.resume()
+            waiting = ask(client, "b", 5)
+            assert "has begun already" in await refusal(begin_twice(client))  # it hears meanwhile
+            assert len(running.tokens) == num_old and not waiting.tokens
+            await client.do(COMMIT, reload(7))
+            await running.end()
+            await waiting.end()
+            old = foretold(0, num_old)
+            assert running.tokens == old + foretold(7, 300 - num_old, after=old)
+            assert waiting.tokens == foretold(7, 5)
+
+    run(work())
+
+
+def test_an_engine_whose_asker_never_decides_goes_on_with_the_old_weights():
+    async def work() -> None:
+        async with engine(held_at=8) as client:
+            running = await paused(client)
+            assert (await client.ask(wire.ChangePhase(PREPARE, reload(7), hold_s=0.1))).error is None
+            await client.resume()
+            await running.end()
+            assert running.tokens == foretold(0, 300)
+            assert "no change of the weights is prepared" in await refusal(client.do(COMMIT, reload(7)))
+            await client.change_weights(reload(8))
+            assert client.weight_version == "8" and await told(client, "b") == 8
 
     run(work())
 
@@ -316,12 +385,10 @@ def test_several_engines_commit_together_or_not_at_all():
             await pair.update_weights(BEGIN)
             assert "has begun already" in await refusal(pair.update_weights(BEGIN))
             await pair.update_weights(RECEIVE, InFolder("3"))
-            assert await refusal(pair.update_weights(CHECK)) == "engine 1: 3 is not finite"
-            assert "not checked" in await refusal(pair.update_weights(COMMIT))
+            assert await refusal(finish(pair)) == "engine 1: 3 is not finite"
             await pair.update_weights(RECEIVE, InFolder("4"))
-            await pair.update_weights(CHECK)
-            assert "has begun already" in await refusal(pair.update_weights(BEGIN))  # does not undo the check
-            await pair.update_weights(COMMIT)
+            assert "has begun already" in await refusal(pair.update_weights(BEGIN))  # does not undo the first
+            await finish(pair)
             assert [await told(one, f"b{i}") for i, one in enumerate(pair.engines)] == [4, 4]
             assert pair.split is None
 
@@ -337,26 +404,45 @@ def test_an_update_that_one_of_several_engines_cannot_begin_is_begun_by_none():
     run(work())
 
 
-def test_engines_go_back_to_the_folder_that_they_had_and_not_to_weights_that_were_given():
+def test_what_one_of_several_engines_refuses_none_does_and_their_requests_go_on():
     async def work() -> None:
-        async with two_engines(unplaceable=(4,)) as pair:
-            await pair.change_weights(ChangeWeights(WeightsChange.RELOAD, "3"))
-            assert "engine 1: there is no room for 4" in await refusal(
-                pair.change_weights(ChangeWeights(WeightsChange.RELOAD, "4"))
-            )
-            assert pair.split is None and pair.weight_version == "3"
-            assert [await told(one, f"a{i}") for i, one in enumerate(pair.engines)] == [3, 3]
+        async with two_engines(held_at=8, unplaceable=(4,)) as pair:
+            await update(pair, 3)
+            running = [await paused(one) for one in pair.engines]
+            assert await refusal(pair.change_weights(reload(4))) == "engine 1: there is no room for 4"
+            await pair.resume()
+            for listener in running:
+                await listener.end()
+                assert listener.tokens == foretold(3, 300)
             await update(pair, 5)
-            await refusal(pair.change_weights(ChangeWeights(WeightsChange.RELOAD, "4")))
-            assert pair.split is not None and pair.died.is_set()
+            assert pair.split is None and pair.weight_version == "2"
+            assert [await told(one, f"a{i}") for i, one in enumerate(pair.engines)] == [5, 5]
 
     run(work())
 
 
-def test_engines_of_which_only_some_have_committed_must_not_go_on():
+def test_engines_do_not_wait_for_another_that_prepares_for_too_long(monkeypatch):
     async def work() -> None:
-        async with two_engines(unplaceable=(4,)) as pair:
-            await refusal(update(pair, 4))
-            assert pair.split is not None and "engine 1: there is no room for 4" in pair.split and pair.died.is_set()
+        async with two_engines() as pair:
+            monkeypatch.setattr(group, "DECIDE_S", 0.0)
+            assert "not all engines were prepared within" in await refusal(pair.change_weights(reload(4)))
+            monkeypatch.undo()
+            assert [await told(one, f"a{i}") for i, one in enumerate(pair.engines)] == [0, 0]
+            await pair.change_weights(reload(5))
+            assert [await told(one, f"b{i}") for i, one in enumerate(pair.engines)] == [5, 5]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [({"uncommittable": (4,)}, "there are no scales for 4"), ({"killing": (4,)}, "the engine process has ended")],
+)
+def test_engines_of_which_only_some_have_committed_must_not_go_on(faults, words):
+    async def work() -> None:
+        async with two_engines(**faults) as pair:
+            assert words in await refusal(update(pair, 4))
+            assert pair.split is not None and f"engine 1: {words}" in pair.split.replace("The engine has failed: ", "")
+            assert pair.died.is_set() and pair.death is not None and pair.split in pair.death
 
     run(work())

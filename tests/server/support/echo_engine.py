@@ -10,26 +10,19 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
-from batcher.change import OnDone, PauseMode
+from batcher.change import Change, OnDone, PauseMode
 from batcher.delivery import Tokens
 from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
-from server.engine.wire import (
-    WEIGHTS,
-    ChangeWeights,
-    EngineInfo,
-    InFolder,
-    InSharedMemory,
-    WeightsChange,
-    WeightsSource,
-)
+from server.engine.wire import WEIGHTS, ChangeWeights, EngineInfo, InSharedMemory, WeightsChange
 from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 from tests.server.support.weights import missing_after
@@ -52,6 +45,7 @@ class EchoConfig:
     says_heap: bool = False  # its reply is then the number of the objects that its process has frozen
     num_programs_to_come: int = 0  # at first; each look at the statistics finds one less, and more objects
     refused: tuple[str | None, ...] = ()  # models that cannot be loaded; None: that of the start
+    uncommittable: tuple[str, ...] = ()  # models that are loaded, and cannot take the place of others
     no_room: tuple[str, ...] = ()  # for these parts once they sleep
     adapters: FakeStore | None = None  # of LoRA adapters, whose requests' reply is their weights
     modules: tuple[tuple[str, str], ...] = ()  # names and folders of the adapters of the start
@@ -80,7 +74,6 @@ class EchoEngine:
         self._programs: list[list[list[int]]] = []
         self._finished: dict[str, int] = {}
         self.death: BaseException | None = None
-        self.missing: Set[str] = frozenset()
         self._on_tokens: Callable[[Tokens], None] | None = None
         self._num_accepted = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -226,19 +219,22 @@ class EchoEngine:
 
 
 class ChangingEchoEngine(EchoEngine):
-    """Its updates are `EchoUpdates`, and a pause ends all requests."""
+    """A pause ends all requests."""
 
     def __init__(self, config: EchoConfig) -> None:
         super().__init__(config)
-        self.updates = EchoUpdates(config.refused)
+        self.weights = EchoWeights(config, self._reply_with)
 
-    def commit_update(self, on_done: OnDone) -> None:
+    def _reply_with(self, name: str | None) -> None:
+        self._config = replace(self._config, reply=None if name is None else tuple(name.encode()))
+
+    def change(self, change: Change) -> None:
         try:
-            self._config = replace(self._config, reply=self.updates.commit())
+            change.work()
         except ValueError as error:
-            on_done(error)
+            change.on_done(error)
         else:
-            on_done(None)
+            change.on_done(None)
 
     def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None:
         for request_id in list(self._live):
@@ -248,49 +244,53 @@ class ChangingEchoEngine(EchoEngine):
     def resume(self, on_done: OnDone) -> None:
         on_done(None)
 
-    def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
-        missing = missing_after(self.missing, command)
-        if command.change is WeightsChange.WAKE_UP and not missing >= self.missing & set(self._config.no_room):
-            on_done(ValueError("there is no room"))
-            return
-        if command.change is WeightsChange.RELOAD:
-            if WEIGHTS in self.missing:
-                on_done(ValueError("the engine sleeps"))
-                return
-            if command.model in self._config.refused:
-                on_done(ValueError(f"no model {command.model}"))
-                return
-            reply = None if command.model is None else tuple(command.model.encode())
-            self._config = replace(self._config, reply=reply)
-        self.missing = missing
-        on_done(None)
 
+class EchoWeights:
+    """`server.engine.weight_changes.Weights`: the new reply is the name of the model, or of the block."""
 
-class EchoUpdates:
-    """`server.engine.weight_changes.Updates`: the new reply is the name of the source."""
-
-    def __init__(self, refused: tuple[str | None, ...]) -> None:
-        self._refused = refused
-        self._name: str | None = None
+    def __init__(self, config: EchoConfig, reply_with: Callable[[str | None], None]) -> None:
+        self.missing: Set[str] = frozenset()
+        self._config = config
+        self._reply_with = reply_with
+        self._block: str | None = None
+        self._change = ChangeWeights(WeightsChange.WAKE_UP)
 
     def begin(self) -> None: ...
 
-    def receive(self, source: WeightsSource) -> None:
-        match source:
-            case InFolder(path=name) | InSharedMemory(block=name):
-                self._name = name
+    def receive(self, source: InSharedMemory) -> None:
+        self._block = source.block
 
-    def check(self) -> None:
-        if self._name is None or self._name in self._refused:
-            raise ValueError(f"no model {self._name}")
+    def forget(self) -> None:
+        self._block = None
 
-    def commit(self) -> tuple[int, ...]:
-        assert self._name is not None
-        name, self._name = self._name, None
-        return tuple(name.encode())
+    def check(self, change: ChangeWeights) -> Mapping[str, str]:
+        if change.change is WeightsChange.UPDATE:
+            change = msgspec.structs.replace(change, model=self._block)
+            if self._block is None:
+                raise ValueError("nothing has been received")
+        if change.change is WeightsChange.RELOAD and WEIGHTS in self.missing:
+            raise ValueError("the engine sleeps")
+        self._change = change
+        return {}
 
-    def abandon(self) -> None:
-        self._name = None
+    def prepare(self) -> None:
+        change, after = self._change, missing_after(self.missing, self._change)
+        if change.change is WeightsChange.WAKE_UP and not after >= self.missing & set(self._config.no_room):
+            raise ValueError("there is no room")
+        self._refuse(self._config.refused)
+
+    def commit(self) -> None:
+        change = self._change
+        self._refuse(self._config.uncommittable)
+        if change.change in (WeightsChange.RELOAD, WeightsChange.UPDATE):
+            self._reply_with(change.model)
+        self.missing = missing_after(self.missing, change)
+
+    def abandon(self) -> None: ...
+
+    def _refuse(self, models: tuple[str | None, ...]) -> None:
+        if self._change.change in (WeightsChange.RELOAD, WeightsChange.UPDATE) and self._change.model in models:
+            raise ValueError(f"no model {self._change.model}")
 
 
 def _scores(token_id: int, num_top: int) -> TokenLogprobs:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.change import Change, OnDone
 from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Pooling
 from batcher.step import Capacity
 from server.engine.process import EngineWrapper, ServedEngine
-from server.engine.wire import ChangeWeights, EngineInfo, WeightsChange
+from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner
 from tests.server.support.adapters import AdaptedEngine, FakeStore
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
-from tests.server.support.weights import FakeWeights, Updates, WeightedRunner, missing_after
+from tests.server.support.weights import FakeWeights, WeightedRunner, Weights
 
 CAPACITY = Capacity(
     num_slots=8,
@@ -55,27 +54,10 @@ class _Engine(Engine):
 
 
 class _ChangeableEngine(EngineWrapper):
-    def __init__(self, engine: Engine, runner: WeightedRunner, faults: FakeWeights) -> None:
+    def __init__(self, engine: Engine, weights: Weights) -> None:
         super().__init__(engine)
-        self.updates = Updates(runner, faults)
-        self.pause, self.resume = engine.pause, engine.resume
-        self._engine, self._runner, self._faults = engine, runner, faults
-        self.missing: Set[str] = frozenset()
-
-    def commit_update(self, on_done: OnDone) -> None:
-        self._engine.change(Change(work=self.updates.commit, on_done=on_done))
-
-    def change_weights(self, command: ChangeWeights, on_done: OnDone) -> None:
-        def work() -> None:
-            number = int(command.model or 0)
-            if number in self._faults.unplaceable:
-                raise ValueError(f"there is no room for {number}")
-            if command.change is WeightsChange.RELOAD:
-                self._runner.replace(number)
-
-            self.missing = missing_after(self.missing, command)
-
-        self._engine.change(Change(work=work, on_done=on_done, serves_after=lambda: not self.missing))
+        self.weights = weights
+        self.change, self.pause, self.resume = engine.change, engine.pause, engine.resume
 
 
 def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngine, EngineInfo]:
@@ -104,7 +86,7 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngi
     if config.adapters is not None:
         served = AdaptedEngine(engine, config.adapters)
     elif config.weights is not None:
-        served = _ChangeableEngine(engine, runner, config.weights)
+        served = _ChangeableEngine(engine, Weights(runner, config.weights))
     return served, EngineInfo(
         max_model_len=CAPACITY.max_model_len,
         vocab_size=VOCAB_SIZE,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import os
+import signal
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batcher.step import Capacity
-from server.engine.wire import PARTS, WEIGHTS, ChangeWeights, InFolder, WeightsChange, WeightsSource
+from server.engine.wire import PARTS, WEIGHTS, ChangeWeights, InSharedMemory, WeightsChange
 from tests.batcher.fake_runner import Draw, FakeRunner
+
+NONE = 99  # weights whose tokens no test expects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +21,10 @@ class FakeWeights:
 
     none_begin: bool = False
     wrong: tuple[int, ...] = ()  # a check finds them
-    unplaceable: tuple[int, ...] = ()  # only the commit does
+    unplaceable: tuple[int, ...] = ()  # only the preparation does
+    uncommittable: tuple[int, ...] = ()  # only the commit does
     deadly: tuple[int, ...] = ()  # the commit loses the device
+    killing: tuple[int, ...] = ()  # the process is killed when they are to be committed
 
 
 def missing_after(missing: Set[str], command: ChangeWeights) -> Set[str]:
@@ -28,7 +34,7 @@ def missing_after(missing: Set[str], command: ChangeWeights) -> Set[str]:
             return frozenset(PARTS)
         case WeightsChange.WAKE_UP:
             return missing - set(PARTS if command.parts is None else command.parts)
-        case WeightsChange.RELOAD:
+        case WeightsChange.RELOAD | WeightsChange.UPDATE:
             return missing - {WEIGHTS}
 
 
@@ -48,38 +54,55 @@ class WeightedRunner(FakeRunner):
         return replace(super()._draw(slot), adapter=self.weights)
 
 
-class Updates:
-    """`server.engine.weight_changes.Updates`. The path of a folder is the number, or a file that has it: reading a FIFO
-    lasts until the test writes."""
+class Weights:
+    """`server.engine.weight_changes.Weights`. The path of a folder is the number. The name of a block of shared memory
+    is that of a file, which has the number: reading a FIFO lasts until the test writes."""
 
     def __init__(self, runner: WeightedRunner, faults: FakeWeights) -> None:
+        self.missing: Set[str] = frozenset()
         self._runner = runner
         self._faults = faults
-        self._number: int | None = None
+        self._received: int | None = None
+        self._change = ChangeWeights(WeightsChange.WAKE_UP)
+        self._number = 0  # of the change
 
     def begin(self) -> None:
         if self._faults.none_begin:
             raise ValueError("this one never begins")
 
-    def receive(self, source: WeightsSource) -> None:
-        assert isinstance(source, InFolder)
-        self._number = None
-        self._number = int(source.path if source.path.isdecimal() else Path(source.path).read_text())
+    def receive(self, source: InSharedMemory) -> None:
+        self._received = int(Path(source.block).read_text())
 
-    def check(self) -> None:
-        if self._number is None:
+    def forget(self) -> None:
+        self._received = None
+
+    def check(self, change: ChangeWeights) -> Mapping[str, str]:
+        number = self._received if change.change is WeightsChange.UPDATE else int(change.model or 0)
+        if number is None:
             raise ValueError("nothing has been received")
-        if self._number in self._faults.wrong:
-            raise ValueError(f"{self._number} is not finite")
+        if number in self._faults.wrong:
+            raise ValueError(f"{number} is not finite")
+        self._change, self._number = change, number
+        return {}
+
+    def prepare(self) -> None:
+        """Where the old weights are, there is nothing meanwhile."""
+        if self._number in self._faults.unplaceable:
+            raise ValueError(f"there is no room for {self._number}")
+        self._old = self._runner.weights
+        self._runner.replace(NONE)
 
     def commit(self) -> None:
-        assert self._number is not None, "the check has failed"
-        number, self._number = self._number, None
-        if number in self._faults.deadly:
+        self.abandon()
+        if self._number in self._faults.killing:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._number in self._faults.deadly:
             raise RuntimeError("the device is lost")
-        if number in self._faults.unplaceable:
-            raise ValueError(f"there is no room for {number}")
-        self._runner.replace(number)
+        if self._number in self._faults.uncommittable:
+            raise ValueError(f"there are no scales for {self._number}")
+        if self._change.change in (WeightsChange.RELOAD, WeightsChange.UPDATE):
+            self._runner.replace(self._number)
+        self.missing = missing_after(self.missing, self._change)
 
     def abandon(self) -> None:
-        self._number = None
+        self._runner.replace(self._old)

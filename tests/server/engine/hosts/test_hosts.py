@@ -47,10 +47,10 @@ class Inner:
 
     def __init__(self, death: BaseException | None = None) -> None:
         self.death = death
-        self.adapters = self.updates = None
+        self.adapters = self.weights = None
 
     start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
-    change_weights = commit_update = pause = resume = staticmethod(lambda *_: None)
+    change = pause = resume = staticmethod(lambda *_: None)
 
 
 def test_a_follower_replays_what_the_leader_does(hosts):

@@ -9,7 +9,7 @@ import pytest
 from server.engine.hosts import commands
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine
 from server.engine.hosts.weights import AllWeights
-from server.engine.wire import ChangeWeights, WeightsChange
+from server.engine.wire import ChangeWeights, InSharedMemory, WeightsChange
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
 
 RELOAD = ChangeWeights(WeightsChange.RELOAD, "folder")
@@ -143,6 +143,22 @@ def test_a_leader_that_cannot_end_a_change_is_an_error_that_names_it(two):
     two.own.faults["commit"] = OSError("no")
     with pytest.raises(RuntimeError, match=r"the hosts have different weights: host 0 \(the leader\): no"):
         two.change()
+
+
+def test_several_hosts_take_a_folder_only(two):
+    with pytest.raises(ValueError, match="several hosts take weights from a folder only"):
+        two.all.receive(InSharedMemory("block", ()))
+    with pytest.raises(ValueError, match="no folder has been received"):
+        two.all.check(ChangeWeights(WeightsChange.UPDATE))
+    assert two.done() == [[], []]
+
+
+def test_what_all_hosts_have_prepared_is_abandoned_by_all(two):
+    two.all.check(RELOAD)
+    two.all.prepare()
+    two.all.abandon()
+    two.runner.execute(step(0))
+    assert two.done() == [["check", "prepare", "abandon", 0]] * 2
 
 
 def test_steps_in_flight_have_returned_on_a_follower_before_its_weights_change(hosts):
