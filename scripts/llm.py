@@ -47,13 +47,12 @@ from scripts.offline.arguments import (
     prompts_of,
     tokens_body,
 )
-from scripts.offline.in_process import InProcessEngineClient, LoopThread
+from scripts.offline.in_process import InProcessEngine, LoopThread
 from scripts.offline.pending import EnqueuedPrompt, OnAnswer, Pending, RefusedError, RequestsInFlight
 from scripts.offline.results import Embedding, RequestOutput, embedding
 from scripts.offline.training import EngineForTraining
 from server.app import create_app, create_state
 from server.batches.in_process import post
-from server.engine.adapters import AdapterError
 from server.engine.scratch_folder import ScratchFolder
 from server.engine.wire import IfLoaded, LoadAdapter
 from server.settings import GenerationDefaults, Settings
@@ -107,7 +106,7 @@ class LLM(EngineForTraining):
                 self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder
             )
         self._thread = LoopThread()
-        client = InProcessEngineClient(engine, built.info, self._thread.loop, self._adapters)
+        client = InProcessEngine(engine, built.info, self._thread.loop, self._adapters)
         super().__init__(engine, built, client)
         # Twice the rows: the next request is waiting when one finishes.
         self.max_in_flight = 2 * engine.ladder.config.max_num_seqs
@@ -286,10 +285,9 @@ class LLM(EngineForTraining):
             if request.load_inplace or loaded is None or loaded.path != request.lora_path:
                 name, path, base = request.lora_name, request.lora_path, request.base_model_name
                 change = LoadAdapter(name, path, base, IfLoaded.REPLACE)
-                try:
-                    self._thread.run(self._client.change_adapters(change))
-                except AdapterError as error:
-                    raise RefusedError(error.status, f"lora_request {name!r}: {error}") from error
+                reply = self._thread.run(self._client.ask(change))
+                if reply.error is not None:
+                    raise RefusedError(reply.status, f"lora_request {name!r}: {reply.error}")
         models = [{} if adapter is None else {"model": adapter.lora_name} for adapter in adapters]
         return [body | model for body, model in zip(bodies, models, strict=True)]
 

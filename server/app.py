@@ -41,8 +41,8 @@ from server.api.stats_history import StatsHistory
 from server.batches.batch_file import URLS
 from server.batches.store import BatchStore
 from server.database import Database, FullError
-from server.engine.client import EngineClient
 from server.engine.group import EngineGroup
+from server.engine.protocol import Engine
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
@@ -56,7 +56,7 @@ logger = logging.getLogger("pallas_serve")
 
 
 def create_state(
-    settings: Settings, client: EngineClient, tokenizer: ByteLevelTokenizer, scratch: Path | None = None
+    settings: Settings, client: Engine, tokenizer: ByteLevelTokenizer, scratch: Path | None = None
 ) -> ServerState:
     """The state that all routes share. The caller must close it. Without --batch-folder the database is in the folder
     `scratch`, or in memory.
@@ -72,7 +72,7 @@ def create_state(
         else None
         for source in (sources.default, sources.tool_use)
     )
-    engines: Sequence[EngineClient] = client.engines if isinstance(client, EngineGroup) else [client]
+    engines: Sequence[Engine] = client.replicas if isinstance(client, EngineGroup) else [client]
     folder = settings.batch_folder
     if folder is not None:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def create_state(
         count = state.metrics.observe_prefill
         state.prefills = RemotePrefills(settings, lambda: client.info, state.threads, count)
     if settings.lora_folder is not None:
-        state.adapter_folder = AdapterFolder(settings.lora_folder, state.adapter_changer)
+        state.adapter_folder = AdapterFolder(settings.lora_folder, state.ask)
     return state
 
 

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.engine.client import EngineClient, ProcessEngineClient, fault_of
-from server.engine.link import EngineFailedError
+from server.engine.protocol import Engine, EngineFailedError, fault_of
+from server.engine.remote import RemoteEngine
 from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, bind, removed, url_of
 from server.http.request_error import NOT_FOUND, RequestError, unavailable
@@ -61,7 +61,7 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signals = Signals()
-    client = ProcessEngineClient(engine_target, engine_args, report=report, debug=settings.debug)
+    client = RemoteEngine.spawn(engine_target, engine_args, report=report, debug=settings.debug)
     try:
         starting = asyncio.create_task(client.start())
         await first_of(asyncio.wait([starting]), signals.stop.wait())
@@ -87,13 +87,13 @@ async def _serve(
         await client.stop()
 
 
-async def _wait_for_the_leader(client: ProcessEngineClient, signals: Signals, timeout_s: float) -> None:
+async def _wait_for_the_leader(client: RemoteEngine, signals: Signals, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await first_of(client.died.wait(), signals.hurry.wait())
 
 
-def _app(client: EngineClient, signals: Signals, settings: Settings) -> Starlette:
+def _app(client: Engine, signals: Signals, settings: Settings) -> Starlette:
     def answer(fault: str | None) -> Response:
         if fault is None:
             return JSONResponse({"status": "ok"})

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from server.engine.group import started
-from server.engine.link import EngineFailedError
+from server.engine.group import spawn_engines
+from server.engine.protocol import EngineFailedError
 from server.engine.routing import Router
 from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
@@ -89,7 +89,7 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signalled = Signals()
-    client = started(engine_target, engines, report=report, debug=settings.debug, router=router)
+    client = spawn_engines(engine_target, engines, report=report, debug=settings.debug, router=router)
     try:
         from server.app import create_app
         from server.http.server import HttpServer

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from server.api.state import ServerState
 from server.app import create_state
-from server.engine.client import ApiServerClient, ProcessEngineClient
-from server.engine.group import EngineGroup
+from server.engine.group import ServerEngine
 from server.http.server import FLUSH_S, HttpServer
 from server.http.signals import Shutdown, first_of
 from server.settings import Settings
@@ -22,13 +21,12 @@ from server.text.tokenizer import ByteLevelTokenizer
 
 logger = logging.getLogger("pallas_serve")
 
-Client = ProcessEngineClient | ApiServerClient | EngineGroup[ProcessEngineClient] | EngineGroup[ApiServerClient]
 EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
 TICK_S = 0.02
 
 
-def load_state(settings: Settings, client: Client, scratch: Path | None = None) -> ServerState:
+def load_state(settings: Settings, client: ServerEngine, scratch: Path | None = None) -> ServerState:
     """Loads the state that the routes share. This takes a second or more, so it is called in a thread. `scratch` is a
     folder of all HTTP processes.
 
@@ -40,7 +38,7 @@ def load_state(settings: Settings, client: Client, scratch: Path | None = None) 
 
 async def serve(
     state: ServerState,
-    client: Client,
+    client: ServerEngine,
     server: HttpServer,
     ending: Shutdown,
     listener: socket.socket,
@@ -81,7 +79,7 @@ async def serve(
     return EXIT_ENGINE_FAILED if died else EXIT_OK
 
 
-async def _drain(state: ServerState, client: Client, ending: Shutdown, server: HttpServer) -> None:
+async def _drain(state: ServerState, client: ServerEngine, ending: Shutdown, server: HttpServer) -> None:
     """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
     second signal."""
     state.draining = True
@@ -93,7 +91,7 @@ async def _drain(state: ServerState, client: Client, ending: Shutdown, server: H
     await _abort_the_rest(state, client)
 
 
-async def _abort_the_rest(state: ServerState, client: Client) -> None:
+async def _abort_the_rest(state: ServerState, client: ServerEngine) -> None:
     if state.num_in_flight:
         client.abort_all()
         deadline = time.monotonic() + FLUSH_S

@@ -37,7 +37,7 @@ from scripts.deploy.affinity import prompt_of
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.api.answers.errors import OPENAI_ERRORS
 from server.app import create_app, create_state
-from server.engine.client import ProcessEngineClient
+from server.engine.remote import RemoteEngine
 from server.engine.routing import Router
 from server.http.request_error import unavailable
 from server.shared_counts import MOST_ENGINES, Load
@@ -107,7 +107,7 @@ class Replica:
         tokenizer = tokenizer_folder(args.tokenizer, source, Path(self._folder.name))
         settings = launch.server_settings(args, source, tokenizer)
         served = ServedSettings(engine=engine, tokenizer=tokenizer)
-        self._client = ProcessEngineClient(launch.ENGINE, served, report=logger.info)
+        self._client = RemoteEngine.spawn(launch.ENGINE, served, report=logger.info)
         await self._client.start()
         text = ByteLevelTokenizer.from_folder(tokenizer, vocab_size=settings.vocab_size)
         self._app = create_app(create_state(settings, self._client, text))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from batcher.errors import EngineDeadError
 from model.inputs.words import described, is_worded, one_line
-from server.engine.link import EngineFailedError
+from server.engine.protocol import EngineFailedError
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # as argparse: a flag, a path or a checkpoint that cannot be used

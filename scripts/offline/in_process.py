@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence, Set
 from typing import Any
 
 from batcher.delivery import Tokens
@@ -19,14 +19,17 @@ from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
 from model.inputs.words import described
 from server.engine.adapters import AdapterError, Adapters
-from server.engine.link import Receiver, Receivers
 from server.engine.process import status_of
+from server.engine.protocol import Receiver, Receivers
 from server.engine.wire import (
     DEFAULT_VERSION,
     Adapter,
-    AdapterChange,
+    AnyQuestion,
     EngineInfo,
+    LoadAdapter,
     Outputs,
+    Reply,
+    UnloadAdapter,
     WeightVersion,
     WireRequest,
     failure,
@@ -37,11 +40,14 @@ from server.engine.wire import (
 from server.engine.wire import Adapters as AdaptersEvent
 
 
-class InProcessEngineClient:
-    """A `server.engine.client.EngineClient` over an engine in this process, which has its own threads.
+class InProcessEngine:
+    """A `server.engine.protocol.Engine` over an engine in this process, which has its own threads.
 
     Receivers are called on the event loop's thread, as with an engine in another process.
     """
+
+    missing: Set[str] = frozenset()  # while it sleeps or is paused, no new requests come here
+    is_paused = False
 
     def __init__(
         self, engine: Engine, info: EngineInfo, loop: asyncio.AbstractEventLoop, adapters: Adapters | None = None
@@ -94,15 +100,19 @@ class InProcessEngineClient:
     def reset_prefix_cache(self, *, reset_external: bool) -> None:
         self._engine.reset_prefix_cache(reset_external=reset_external)
 
-    async def change_adapters(self, change: AdapterChange) -> Adapter | None:
+    async def ask(self, question: AnyQuestion) -> Reply:
+        """Loads or unloads an adapter. `LLM` has methods for the other questions."""
+        if not isinstance(question, LoadAdapter | UnloadAdapter):
+            return Reply(error="The weights of an engine in this process cannot be changed by requests.", status=501)
         if self._adapters is None:
-            raise AdapterError("This engine has no LoRA adapters: enable_lora=True.")
+            return Reply(error="This engine has no LoRA adapters: enable_lora=True.")
         try:
-            return await asyncio.wrap_future(self._adapters.schedule(change))
-        except AdapterError:
-            raise
+            adapter = await asyncio.wrap_future(self._adapters.schedule(question))
+        except AdapterError as error:
+            return Reply(error=str(error), status=error.status)
         except (ValueError, OSError) as error:
-            raise AdapterError(described(error)) from error
+            return Reply(error=described(error))
+        return Reply(adapter=adapter)
 
     def _note_adapters(self, news: AdaptersEvent) -> None:
         """Runs on the thread of the change."""

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from scripts.offline.in_process import LoopThread
 from scripts.offline.results import CompletionOutput, RequestOutput, request_output
-from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Choice, Generation
+from server.engine.protocol import Engine
 
 Request = tuple[str, dict[str, Any]]
 OnAnswer = Callable[[int, int, dict[str, Any]], None]  # of the index, the status and the answer of a request
@@ -175,7 +175,7 @@ class Pending:
         asked: Sequence[EnqueuedPrompt],
         thread: LoopThread,
         generations: Mapping[str, Generation | Embeddings],
-        client: EngineClient,
+        client: Engine,
     ) -> None:
         self._sent = sent
         self._asked = asked

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from batcher.change import Change, OnDone, PauseMode
 from batcher.engine import Engine
 from batcher.errors import EngineDeadError
-from scripts.offline.in_process import InProcessEngineClient
+from scripts.offline.in_process import InProcessEngine
 from server.engine.wire import PARTS, WEIGHTS, ChangeWeights, WeightsChange
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class EngineForTraining:
         client: is told of new weights.
     """
 
-    def __init__(self, engine: Engine, built: Built, client: InProcessEngineClient) -> None:
+    def __init__(self, engine: Engine, built: Built, client: InProcessEngine) -> None:
         self.engine = engine
         self.runner = built.runner
         self._built = built

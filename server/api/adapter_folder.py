@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from model.inputs.words import described
 from server.engine.adapters import MAX_NAME_CHARS, AdapterError
-from server.engine.wire import Adapter, AdapterChange, IfLoaded, LoadAdapter
+from server.engine.wire import Adapter, IfLoaded, LoadAdapter, Reply
 from server.http.request_error import RequestError, internal, unavailable
 
 REFUSED_S = 10.0  # the time for which a folder that cannot be used is not read again
@@ -26,24 +26,17 @@ class Model(NamedTuple):
     adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
 
 
-@runtime_checkable
-class AdapterChanger(Protocol):
-    """Loads and unloads adapters. Raises AdapterError if a change cannot be made."""
-
-    async def change_adapters(self, change: AdapterChange) -> Adapter | None: ...
-
-
 class AdapterFolder:
     """The adapters of `--lora-folder`. An adapter is loaded when a request first names it, once for all requests that
     wait for it.
 
     Args:
-        changer: returns the object that loads them.
+        ask: asks the engines to load one.
     """
 
-    def __init__(self, folder: Path, changer: Callable[[], AdapterChanger]) -> None:
+    def __init__(self, folder: Path, ask: Callable[[LoadAdapter], Awaitable[Reply]]) -> None:
         self._folder = folder.absolute()
-        self._changer = changer
+        self._ask = ask
         self._loading: dict[str, asyncio.Task[Adapter | AdapterError | None]] = {}
         self._refused: dict[str, tuple[float, AdapterError]] = {}  # until when, and why
 
@@ -67,9 +60,10 @@ class AdapterFolder:
             place = await asyncio.to_thread(self._place, name)
             if place is None:
                 return None
-            return await self._changer().change_adapters(LoadAdapter(name, str(place), if_loaded=IfLoaded.KEEP))
-        except AdapterError as told:
-            error = AdapterError(str(told).replace(f"{self._folder}{os.sep}", ""), told.status)  # clients read it
+            reply = await self._ask(LoadAdapter(name, str(place), if_loaded=IfLoaded.KEEP))
+            if reply.error is None:
+                return reply.adapter
+            error = AdapterError(reply.error.replace(f"{self._folder}{os.sep}", ""), reply.status)  # clients read it
             if error.status < 500:
                 if len(self._refused) >= MOST_REFUSED:
                     self._refused.clear()

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from batcher.stats import Histogram
 from server.api.http_counts import HTTP_BOUNDS, HttpCounts, Prefill
-from server.engine.client import EngineClient
+from server.engine.protocol import Engine
 
 Kind = type[Counter] | type[Gauge] | type[Histograms]
 Row = tuple[Sequence[object], Any]  # the values of a family's labels, and the figure
@@ -113,7 +113,7 @@ class ServerMetrics:
     """Counts requests and renders all metrics. An engine's metrics have the label `engine`, its number in `sources`.
     The counts of requests are summed over all engines, and have the number 0."""
 
-    def __init__(self, sources: Sequence[EngineClient], *, prefix: str, model_name: str) -> None:
+    def __init__(self, sources: Sequence[Engine], *, prefix: str, model_name: str) -> None:
         self._sources = sources
         self._prefix = prefix
         self._model_name = model_name
@@ -216,7 +216,7 @@ class ServerMetrics:
             family.samples[0] = first._replace(value=first.value + others.get(family.name, 0.0))
             yield family
 
-    def _engines(self) -> Iterator[tuple[tuple[str, str], EngineClient]]:
+    def _engines(self) -> Iterator[tuple[tuple[str, str], Engine]]:
         for number, source in enumerate(self._sources):
             yield (self._model_name, str(number)), source
 
@@ -258,7 +258,7 @@ class ServerMetrics:
             yield self._each(tiered, name, doc, partial(_tiers, fields), "tier")
 
     def _each(
-        self, kind: Kind, name: str, doc: str, value_of: Callable[[EngineClient], Any], label: str | None = None
+        self, kind: Kind, name: str, doc: str, value_of: Callable[[Engine], Any], label: str | None = None
     ) -> Metric:
         """A figure of each engine. With a further label, `value_of` returns a mapping from the label's values."""
         if label is None:
@@ -297,20 +297,20 @@ def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
     return buckets, histogram.total
 
 
-def _names(source: EngineClient, identities: Container[int]) -> str:
+def _names(source: Engine, identities: Container[int]) -> str:
     """The names of these adapters. Adapters that have been unloaded are left out."""
     return ",".join(adapter.name for adapter in source.adapters.values() if adapter.identity in identities)
 
 
-def _backends(source: EngineClient) -> dict[str, int]:
+def _backends(source: Engine) -> dict[str, int]:
     info = source.info.attention
     return dict.fromkeys(info.failures, 0) | ({info.backend: 1} if info.backend else {})
 
 
-def _tiers(fields: Mapping[str, str], source: EngineClient) -> dict[str, int]:
+def _tiers(fields: Mapping[str, str], source: Engine) -> dict[str, int]:
     return {tier: getattr(source.stats.offloading, field) for tier, field in fields.items()}
 
 
-def _figure(path: str) -> Callable[[EngineClient], Any]:
+def _figure(path: str) -> Callable[[Engine], Any]:
     read = attrgetter(path)
     return lambda source: read(source.stats)

@@ -11,19 +11,8 @@ from pathlib import Path
 import msgspec
 
 from server.api.http_counts import HttpCounts
-from server.engine.adapters import AdapterError
-from server.engine.client import WeightsError
-from server.engine.group import Engines
-from server.engine.wire import (
-    Adapter,
-    AdapterChange,
-    ChangeWeights,
-    Pause,
-    Reply,
-    Resume,
-    UpdateWeights,
-    WeightsCommand,
-)
+from server.engine.protocol import Engine
+from server.engine.wire import AnyQuestion, Reply
 from server.http.private import PrivateCallError, call
 from server.http.request_error import unavailable
 from server.shared_counts import Row
@@ -56,30 +45,16 @@ class Aborting(msgspec.Struct):
 
 
 class EngineState(msgspec.Struct):
-    """The state of the engines. `error` says why a command has changed nothing."""
+    """The state of the engines."""
 
     is_sleeping: bool
     is_paused: bool
     weight_version: str
-    error: str | None = None
 
 
-def standing_of(engines: Engines, error: str | None = None) -> EngineState:
+def state_of(engine: Engine) -> EngineState:
     """The state of this process's engines."""
-    return EngineState(engines.is_sleeping, engines.is_paused, engines.weight_version, error)
-
-
-async def change_weights(engines: Engines, command: WeightsCommand) -> None:
-    """Carries out a command about the weights, or a pause, on this process's engines. Raises WeightsError."""
-    match command:
-        case ChangeWeights():
-            await engines.change_weights(command)
-        case Pause():
-            await engines.pause(command.mode, command.clear_cache)
-        case Resume():
-            await engines.resume()
-        case UpdateWeights():
-            await engines.update_weights(command.step, command.source)
+    return EngineState(bool(engine.missing), engine.is_paused, engine.weight_version)
 
 
 class EngineDied(msgspec.Struct):
@@ -112,25 +87,12 @@ class Peers:
         """Sets the log level of all processes, including this one."""
         await self._ask("/log_level", level)
 
-    async def change_weights(self, command: WeightsCommand) -> None:
-        """Sends a command about the weights, or a pause, to the parent's engines. Raises WeightsError."""
-        answer = await self._standing(command)
-        if answer.error is not None:
-            raise WeightsError(answer.error)
+    async def ask(self, question: AnyQuestion) -> Reply:
+        """Asks the parent's engines. Returns when all processes have heard of a change of the adapters."""
+        return msgspec.msgpack.decode(await self._ask("/ask", question, None), type=Reply)
 
-    async def standing(self) -> EngineState:
-        """The state of the engines. This process may receive a new name of the weights a moment later."""
-        return await self._standing(None, TIMEOUT_S)
-
-    async def _standing(self, command: WeightsCommand | None, timeout_s: float | None = None) -> EngineState:
-        return msgspec.msgpack.decode(await self._ask("/weights", command, timeout_s), type=EngineState)
-
-    async def change_adapters(self, change: AdapterChange) -> Adapter | None:
-        """Loads or unloads a LoRA adapter in the parent's engines. Raises AdapterError."""
-        answer = msgspec.msgpack.decode(await self._ask("/adapters", change, None), type=Reply)
-        if answer.error is not None:
-            raise AdapterError(answer.error, answer.status)
-        return answer.adapter
+    async def engine_state(self) -> EngineState:
+        return msgspec.msgpack.decode(await self._ask("/engine_state", None), type=EngineState)
 
     async def _ask(self, target: str, message: object, timeout_s: float | None = TIMEOUT_S) -> bytes:
         try:

@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from server.api.adapter_folder import AdapterChanger, AdapterFolder, Model
+from server.api.adapter_folder import AdapterFolder, Model
 from server.api.metrics import ServerMetrics
-from server.api.peers import Peers
+from server.api.peers import EngineState, Peers, state_of
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.api.worker_threads import WorkerThreads
 from server.batches.store import BatchStore
 from server.database import Database
-from server.engine.client import EngineClient
 from server.engine.embedding import Embeddings
 from server.engine.generation import Generation
+from server.engine.protocol import Engine
+from server.engine.wire import AnyQuestion, Reply
 from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
-from server.http.request_error import RequestError, model_not_found
+from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, model_not_found
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
 from server.text.reasoning import ReasoningFormat
@@ -42,8 +43,8 @@ class ServerState:
     """The state that the routes share."""
 
     settings: Settings
-    client: EngineClient
-    engines: Sequence[EngineClient]  # the client, or the engines of its group
+    client: Engine
+    engines: Sequence[Engine]  # the client, or the engines of its group
     tokenizer: ByteLevelTokenizer
     chat_template: ChatTemplate | None  # None: the tokenizer has none
     tool_template: ChatTemplate | None  # for conversations with tools
@@ -120,15 +121,20 @@ class ServerState:
             raise model_not_found(name)
         return Model(name, adapter.identity)
 
-    def adapter_changer(self) -> AdapterChanger:
-        """The object that loads and unloads adapters: the peers with several HTTP processes, else the engine's client.
+    async def ask(self, question: AnyQuestion) -> Reply:
+        """Asks the engines, through the parent's process if there are several HTTP processes."""
+        return await (self.peers or self.client).ask(question)
 
-        Raises RequestError 501 if the engine cannot load adapters while it serves.
-        """
-        changer = self.peers or self.client
-        if not isinstance(changer, AdapterChanger):
-            raise RequestError(501, "This engine cannot load LoRA adapters while it serves.")
-        return changer
+    async def change(self, question: AnyQuestion, problem: str = "") -> None:
+        """Asks the engines for a change. Raises RequestError, which begins with `problem`, if they refuse it."""
+        reply = await self.ask(question)
+        if reply.error is not None:
+            kind = NOT_FOUND if reply.status == 404 else BAD_REQUEST if reply.status < 500 else "InternalServerError"
+            raise RequestError(reply.status, f"{problem}{reply.error}", type=kind)
+
+    async def engine_state(self) -> EngineState:
+        """The state of the engines. This process may receive a new name of the weights a moment later."""
+        return state_of(self.client) if self.peers is None else await self.peers.engine_state()
 
 
 class OpenRequest:

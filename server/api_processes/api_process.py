@@ -31,9 +31,9 @@ from server.api.tracing import make_tracer
 from server.api_processes.process_args import ProcessArgs, events_name, private_route, socket_name
 from server.app import create_app
 from server.engine.child_process import end_with_parent
-from server.engine.client import ApiServerClient
-from server.engine.group import EngineGroup
-from server.engine.link import EngineFailedError
+from server.engine.group import EngineGroup, ServerEngine
+from server.engine.protocol import EngineFailedError
+from server.engine.remote import RemoteEngine
 from server.engine.routing import Router
 from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, listener_beside
@@ -93,15 +93,15 @@ class _ApiProcess:
             tls = await TlsContext.when_usable(settings.tls) if args.replaces else TlsContext(settings.tls)
         tracer = make_tracer(settings)
         engines = [
-            ApiServerClient(
+            RemoteEngine(
                 commands,
-                args.folder / events_name(number, args.api_server),
-                args.api_server,
+                f"ipc://{args.folder / events_name(number, args.api_server)}",
+                api_server=args.api_server,
                 on_load=partial(self._row.set_open, number),
             )
             for number, commands in enumerate(args.engines)
         ]
-        client: ApiServerClient | EngineGroup[ApiServerClient] = engines[0]
+        client: ServerEngine = engines[0]
         if len(engines) > 1:  # all processes choose engines by what all of them have sent there
             client = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
         private = private_listener(args.folder / socket_name(args.api_server))
@@ -132,7 +132,7 @@ class _ApiProcess:
             if tracer is not None:
                 tracer.close()
 
-    async def _engine_is_ready(self, client: ApiServerClient | EngineGroup[ApiServerClient]) -> bool:
+    async def _engine_is_ready(self, client: ServerEngine) -> bool:
         """Waits until the engine is ready. Returns False if this process must end before that."""
         starting = asyncio.create_task(client.start())
         await first_of(asyncio.wait([starting]), self._ending.stop.wait())
@@ -164,7 +164,7 @@ def _max_connections(settings: Settings) -> int:
     return connection_limit(None if asked is None else -(-asked // settings.api_server_count))
 
 
-def _private_app(state: ServerState, engines: Sequence[ApiServerClient], ending: Shutdown) -> Starlette:
+def _private_app(state: ServerState, engines: Sequence[RemoteEngine], ending: Shutdown) -> Starlette:
     """The application for the parent."""
 
     async def end(message: None) -> None:

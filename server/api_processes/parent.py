@@ -13,8 +13,8 @@ import uvloop
 
 from server.api.peers import PARENT
 from server.api_processes.processes import ApiProcesses, ApiServerFailedError
-from server.engine.group import started
-from server.engine.link import EngineFailedError
+from server.engine.group import spawn_engines
+from server.engine.protocol import EngineFailedError
 from server.engine.routing import Router
 from server.engine.scratch_folder import folder_for_sockets
 from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
@@ -62,7 +62,7 @@ async def _serve(
     num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
     shared_counts = SharedCounts.made(settings.api_server_count, len(engine_args), num_keys)
     router = Router(PrefixTable(shared_counts))
-    client = started(target, engine_args, report=report, debug=settings.debug, router=router)
+    client = spawn_engines(target, engine_args, report=report, debug=settings.debug, router=router)
     processes = ApiProcesses(settings, listener, folder, shared_counts, client)
     inside = HttpServer(processes.private_app(), settings, PRIVATE_CONNECTIONS, is_private=True)
     serving = asyncio.create_task(inside.serve(sockets=[private_listener(folder / PARENT)]))

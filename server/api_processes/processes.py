@@ -24,17 +24,14 @@ from server.api.peers import (
     EngineDied,
     EngineState,
     NotStarted,
-    change_weights,
-    standing_of,
+    state_of,
 )
 from server.api_processes import api_process
 from server.api_processes.process_args import ProcessArgs, private_route, socket_name
-from server.engine.adapters import AdapterError
 from server.engine.child_process import start_without_main
-from server.engine.client import ProcessEngineClient, WeightsError
-from server.engine.group import Engines, OwnEngines
-from server.engine.link import EngineFailedError
-from server.engine.wire import AdapterChange, Reply, WeightsCommand
+from server.engine.group import EngineGroup, ServerEngine
+from server.engine.protocol import EngineFailedError
+from server.engine.wire import AnyQuestion, Reply
 from server.http.private import PrivateCallError, call
 from server.http.server import FLUSH_S
 from server.http.signals import Signals
@@ -68,10 +65,15 @@ class ApiProcesses:
     """The HTTP processes. Processes that die are started again."""
 
     def __init__(
-        self, settings: Settings, listener: socket.socket, folder: Path, shared_counts: SharedCounts, client: Engines
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        folder: Path,
+        shared_counts: SharedCounts,
+        client: ServerEngine,
     ) -> None:
         self._folder = folder
-        self.engines = [client] if isinstance(client, ProcessEngineClient) else list(client.engines)
+        self.engines = client.replicas
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # seen
         self._settings = settings
@@ -156,7 +158,7 @@ class ApiProcesses:
         """Tells all processes when the engines must stop although they live, because their weights differ."""
         client = self._client
         await client.died.wait()
-        if isinstance(client, OwnEngines) and client.split is not None:
+        if isinstance(client, EngineGroup) and client.split is not None:
             for number in range(len(self.engines)):
                 await self._tell("/engine_died", EngineDied(number, client.split))
 
@@ -198,8 +200,8 @@ class ApiProcesses:
             private_route("counts", Counted, self._count),
             private_route("abort", Aborting, self._abort),
             private_route("log_level", str, self._set_log_level),
-            private_route("weights", WeightsCommand | None, self._change_weights),
-            private_route("adapters", AdapterChange, self._change_adapters),
+            private_route("ask", AnyQuestion, self._ask_engines),
+            private_route("engine_state", None, self._engine_state),
         ]
         return Starlette(routes=routes, exception_handlers={PrivateCallError: on_failure})
 
@@ -232,24 +234,15 @@ class ApiProcesses:
         logger.setLevel(level)
         await self._ask("/log_level", level)
 
-    async def _change_weights(self, command: WeightsCommand | None) -> EngineState:
-        """Carries out a command and returns the state of the engines. None changes nothing."""
-        error = None
-        try:
-            if command is not None:
-                await change_weights(self._client, command)
-        except WeightsError as reason:
-            error = str(reason)
-        return standing_of(self._client, error)
+    async def _ask_engines(self, question: AnyQuestion) -> Reply:
+        """Returns when all processes have heard of a change of the adapters."""
+        reply = await self._client.ask(question)
+        if reply.adapter is not None:
+            await self._tell("/adapter_changes", [engine.adapter_changes for engine in self.engines])
+        return reply
 
-    async def _change_adapters(self, change: AdapterChange) -> Reply:
-        """Returns when all processes have heard of the change."""
-        try:
-            adapter = await self._client.change_adapters(change)
-        except AdapterError as error:
-            return Reply(error=str(error), status=error.status)
-        await self._tell("/adapter_changes", [engine.adapter_changes for engine in self.engines])
-        return Reply(adapter=adapter)
+    async def _engine_state(self, message: None) -> EngineState:
+        return state_of(self._client)
 
     async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:
         """Asks all processes except `but`. Returns their answers by API server. Raises PrivateCallError."""

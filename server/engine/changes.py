@@ -1,14 +1,26 @@
-"""Asks an engine, or a group of engines, to change its weights or its LoRA adapters."""
+"""How an engine, or a group of engines, changes its weights and its LoRA adapters: in two phases (`wire.Phase`)."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Set
 from functools import wraps
 from typing import Any
 
-from server.engine.wire import Adapter, AdapterChange, Change, ChangeWeights, Phase, WeightsChange
+from server.engine.wire import (
+    AnyQuestion,
+    Change,
+    ChangePhase,
+    ChangeWeights,
+    EngineQuestion,
+    LoadAdapter,
+    Phase,
+    Reply,
+    UnloadAdapter,
+    UpdateWeights,
+    WeightsChange,
+)
 
 
 def to_its_end[**P, R](work: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
@@ -22,9 +34,9 @@ def to_its_end[**P, R](work: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P,
     return shielded
 
 
-class Changeable(ABC):
-    """Makes changes in two phases, one after the other. Those of the weights and those of adapters do not wait for each
-    other."""
+class TwoPhaseEngine(ABC):
+    """Makes whole changes of two phases. They run one after the other. Changes of the weights and of adapters do not
+    wait for each other."""
 
     def __init__(self) -> None:
         self._weight_changes = asyncio.Lock()  # and of the steps of updates
@@ -32,36 +44,33 @@ class Changeable(ABC):
 
     @property
     @abstractmethod
-    def is_sleeping(self) -> bool:
-        """Whether a part of the weights or the K/V is not on the device."""
+    def missing(self) -> Set[str]:
+        """The names in `wire.PARTS` of the parts that are not on the devices. The engine sleeps while there are any."""
+
+    @to_its_end
+    async def ask(self, question: AnyQuestion) -> Reply:
+        """Asks the engine for a whole change, or one question. A change whose PREPARE has failed is over."""
+        match question:
+            case ChangeWeights():
+                async with self._weight_changes:
+                    if question.change is WeightsChange.WAKE_UP and not self.missing:
+                        return Reply()
+                    return await self._change(question)
+            case LoadAdapter() | UnloadAdapter():
+                async with self._adapter_changes:
+                    return await self._change(question)
+            case UpdateWeights():
+                async with self._weight_changes:
+                    return await self._ask(question)
+        return await self._ask(question)
 
     @abstractmethod
-    async def do(self, phase: Phase, change: Change) -> Adapter | None:
-        """Does one phase of a change. Returns the adapter that it concerns.
+    async def _ask(self, question: EngineQuestion) -> Reply:
+        """Asks one question."""
 
-        Raises WeightsError or AdapterError if nothing has changed. A change whose PREPARE has failed is over.
-        """
-
-    @to_its_end
-    async def change_weights(self, change: ChangeWeights) -> None:
-        """Changes the weights between two steps. Requests wait while a part is missing.
-
-        Raises WeightsError if they cannot be changed.
-        """
-        async with self._weight_changes:
-            if change.change is not WeightsChange.WAKE_UP or self.is_sleeping:
-                await self._change(change)
-
-    @to_its_end
-    async def change_adapters(self, change: AdapterChange) -> Adapter | None:
-        """Loads or unloads a LoRA adapter. `adapters` has the change on return.
-
-        Raises AdapterError if the change cannot be made.
-        """
-        async with self._adapter_changes:
-            return await self._change(change)
-
-    async def _change(self, change: Change) -> Adapter | None:
-        found = await self.do(Phase.PREPARE, change)
-        await self.do(Phase.COMMIT, change)
-        return found
+    async def _change(self, change: Change) -> Reply:
+        prepared = await self._ask(ChangePhase(Phase.PREPARE, change))
+        if prepared.error is not None:
+            return prepared
+        committed = await self._ask(ChangePhase(Phase.COMMIT, change))
+        return prepared if committed.error is None else committed

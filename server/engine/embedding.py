@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from server.engine import wire
-from server.engine.client import EngineClient
 from server.engine.generation import error_of
+from server.engine.protocol import Engine
 from server.http.request_error import unavailable
 
 AT_ONCE = 64  # inputs of one HTTP request that the engine has at a time, so that they do not fill its queue
@@ -20,7 +20,7 @@ class Embeddings:
     `on_limit` is called with `deadline_waiting` or `deadline_running` if a deadline has ended them.
     """
 
-    def __init__(self, client: EngineClient, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
+    def __init__(self, client: Engine, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
         self.num_cached_tokens = 0
         self.error: Exception | None = None  # why they have failed
         self._client = client

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from batcher.request import FinishReason
 from server.engine import wire
-from server.engine.client import EngineClient
+from server.engine.protocol import Engine
 from server.http.request_error import NOT_FOUND, RequestError, internal, invalid, overloaded, unavailable
 from server.text.stream import TextStream
 from server.text.tool_calls.parser import CallParser
@@ -261,7 +261,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Engine,
         request_id: str,
         *,
         stream: bool,

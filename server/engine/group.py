@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
-from server.engine.adapters import AdapterError
-from server.engine.changes import Changeable, to_its_end
-from server.engine.client import ApiServerClient, ProcessEngineClient, WeightsError
-from server.engine.link import EngineFailedError, Receiver
+from server.engine.changes import TwoPhaseEngine
+from server.engine.protocol import EngineFailedError, Receiver
+from server.engine.remote import RemoteEngine
 from server.engine.routing import Route, Router
 from server.shared_counts import Load, Row
 
+OTHER_WEIGHTS = "it finds other weights there than the engines before it"
 DECIDE_S = wire.HOLD_S - 60  # a group decides on a change before one of its engines abandons it
 
 
@@ -31,21 +30,30 @@ class _Sent:
     route: Route | None = None  # None: another request has chosen the engine
 
 
-class EngineGroup[E: (ProcessEngineClient, ApiServerClient)]:
-    """An `EngineClient` over several engines that serve the same model.
+type ServerEngine = RemoteEngine | EngineGroup
+
+
+class EngineGroup(TwoPhaseEngine):
+    """An `Engine` over several engines that serve the same model. The engines may be groups.
 
     All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only
     its own requests end with an error. The group then counts as dead and takes no more requests.
+
+    All engines are prepared for a change before one commits, and all engines pause together. `split` is set if only
+    some engines have committed. The group is dead then, although engines live: an answer would depend on the engine
+    that gives it.
 
     Args:
         row: this process's row of the shared counts, by which all processes see the load of the engines; None: there
             is one process only.
     """
 
-    def __init__(self, engines: Sequence[E], router: Router | None = None, row: Row | None = None) -> None:
+    def __init__(self, engines: Sequence[ServerEngine], router: Router | None = None, row: Row | None = None) -> None:
+        super().__init__()
         self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.died = asyncio.Event()
-        self.engines: Sequence[E] = engines
+        self.on_output: Callable[[wire.Output], None] = lambda output: None  # gets each before the request's receiver
+        self.engines = engines
         self._router = router or Router()
         self._row = row
         self._sent: dict[str, _Sent] = {}  # by request id
@@ -55,6 +63,7 @@ class EngineGroup[E: (ProcessEngineClient, ApiServerClient)]:
         self._watchers: list[asyncio.Task[None]] = []
         # what each engine has told, and what is the same in all
         self._adapters: tuple[Sequence[Mapping[str, wire.Adapter]], Mapping[str, wire.Adapter]] = ((), {})
+        self.split: str | None = None
 
     async def start(self) -> wire.EngineInfo:
         """Waits until all engines are ready. Raises EngineFailedError if one cannot start, or if they differ."""
@@ -104,7 +113,24 @@ class EngineGroup[E: (ProcessEngineClient, ApiServerClient)]:
     @property
     def death(self) -> str | None:
         deaths = [f"engine {i}: {engine.death}" for i, engine in enumerate(self.engines) if engine.death is not None]
-        return "; ".join(deaths) or None
+        return "; ".join(filter(None, (*deaths, self.split))) or None
+
+    @property
+    def missing(self) -> Set[str]:
+        return {part for engine in self.engines for part in engine.missing}
+
+    @property
+    def is_paused(self) -> bool:
+        return all(engine.is_paused for engine in self.engines)
+
+    @property
+    def replicas(self) -> Sequence[RemoteEngine]:
+        """The engines of the group and of its groups."""
+        return [replica for engine in self.engines for replica in engine.replicas]
+
+    @property
+    def num_open(self) -> int:
+        return sum(engine.num_open for engine in self.engines)
 
     @property
     def last_heartbeat(self) -> float:
@@ -122,6 +148,7 @@ class EngineGroup[E: (ProcessEngineClient, ApiServerClient)]:
         self.engines[number].submit(requests)
 
     def _hear(self, output: wire.Output) -> None:
+        self.on_output(output)
         sent = self._leave_queue(output.request_id)
         if sent is not None and sent.route is not None and (output.token_ids or output.embedding is not None):
             has_looked = output.prompt_logprobs is None and output.embedding is None
@@ -165,124 +192,66 @@ class EngineGroup[E: (ProcessEngineClient, ApiServerClient)]:
             watcher.cancel()
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
-    async def _watch(self, engine: E) -> None:
+    async def _watch(self, engine: ServerEngine) -> None:
         await engine.died.wait()
         self.died.set()
 
-
-class OwnEngines(EngineGroup[ProcessEngineClient], Changeable):
-    """The engines that this process has started. All engines are prepared for a change before one commits, and all
-    engines pause together.
-
-    `split` is set if only some engines have committed. The group is dead then, although engines live: an answer would
-    depend on the engine that gives it.
-    """
-
-    def __init__(self, engines: Sequence[ProcessEngineClient], router: Router | None = None) -> None:
-        EngineGroup.__init__(self, engines, router)
-        Changeable.__init__(self)
-        self.split: str | None = None
-
-    @property
-    def death(self) -> str | None:
-        return "; ".join(filter(None, (super().death, self.split))) or None
-
-    @property
-    def is_sleeping(self) -> bool:
-        return any(engine.is_sleeping for engine in self.engines)
-
-    @property
-    def is_paused(self) -> bool:
-        return all(engine.is_paused for engine in self.engines)
-
-    @to_its_end
-    async def pause(self, mode: wire.PauseMode = wire.PauseMode.ABORT, clear_cache: bool = True) -> None:
-        """Pauses all engines. Returns when no request runs. Raises WeightsError if one of them cannot pause."""
-        await self._all(engine.pause(mode, clear_cache) for engine in self.engines)
-        if clear_cache:
-            self._router.forget()
-
-    @to_its_end
-    async def resume(self) -> None:
-        """Lets the requests of all engines run again."""
-        await self._all(engine.resume() for engine in self.engines)
-
-    @to_its_end
-    async def update_weights(self, step: wire.UpdateStep, source: wire.WeightsSource | None = None) -> None:
-        """Does one step of an update of the weights on all engines, each of which receives all of the weights. Raises
-        WeightsError if the step fails on an engine."""
-        async with self._weight_changes:
-            begun, errors = await self._ask({i: e.update_weights(step, source) for i, e in enumerate(self.engines)})
-            if errors:
-                if step is wire.UpdateStep.BEGIN:
-                    await self._ask({i: self.engines[i].update_weights(wire.UpdateStep.ABANDON) for i in begun})
-                raise WeightsError(self._worded(errors))
-
-    async def do(self, phase: wire.Phase, change: wire.Change) -> wire.Adapter | None:
+    async def _ask(self, question: wire.EngineQuestion) -> wire.Reply:
+        """Asks all engines. If some refuse, the reply's error names them."""
         asked = time.monotonic()
-        done, errors = await self._ask({i: engine.do(phase, change) for i, engine in enumerate(self.engines)})
-        first = next(iter(done.values()), None)
-        for number, found in done.items():
-            if found != first:
-                errors[number] = AdapterError("it finds other weights there than the engines before it")
-        is_late = time.monotonic() - asked > DECIDE_S
-        if is_late and phase is wire.Phase.PREPARE and isinstance(change, wire.ChangeWeights):
-            errors |= dict.fromkeys(done, WeightsError(f"not all engines were prepared within {DECIDE_S:.0f} s"))
-        if errors:
-            if phase is wire.Phase.PREPARE:  # an engine that dies meanwhile ends the server
-                await self._ask({i: self.engines[i].do(wire.Phase.ABANDON, change) for i in done})
-            elif phase is wire.Phase.COMMIT and done:
-                self.split = f"not all engines have made the change: {_listed(errors)}"
-                self.died.set()
-            refusals = [error for _, error in sorted(errors.items()) if isinstance(error, AdapterError)]
-            words = self._worded(errors)
-            raise AdapterError(words, refusals[0].status) if refusals else WeightsError(words)
-        if phase is wire.Phase.COMMIT and isinstance(change, wire.ChangeWeights):
-            self._router.forget()  # the prefix caches are empty
-        return first
+        done, refused = await self._ask_each(dict.fromkeys(range(len(self.engines)), question))
+        first = next(iter(done.values()), wire.Reply())
+        match question:
+            case wire.Pause(clear_cache=True) if not refused:
+                self._router.forget()
+            case wire.UpdateWeights(step=wire.UpdateStep.BEGIN) if refused:
+                await self._ask_each(dict.fromkeys(done, wire.UpdateWeights(wire.UpdateStep.ABANDON)))
+            case wire.ChangePhase(phase=wire.Phase.PREPARE, change=change):
+                for number, reply in done.items():
+                    if reply.adapter != first.adapter:
+                        refused[number] = wire.Reply(error=OTHER_WEIGHTS)
+                if time.monotonic() - asked > DECIDE_S and isinstance(change, wire.ChangeWeights):
+                    late = wire.Reply(error=f"not all engines were prepared within {DECIDE_S:.0f} s")
+                    refused |= dict.fromkeys(done, late)
+                if refused:  # an engine that dies meanwhile ends the server
+                    await self._ask_each(dict.fromkeys(done, wire.ChangePhase(wire.Phase.ABANDON, change)))
+            case wire.ChangePhase(phase=wire.Phase.COMMIT, change=change):
+                if refused and done:
+                    self.split = f"not all engines have made the change: {_listed(refused)}"
+                    self.died.set()
+                elif not refused and isinstance(change, wire.ChangeWeights):
+                    self._router.forget()  # the prefix caches are empty
+        if not refused:
+            return wire.Reply(adapter=first.adapter)
+        told = {reply.error for reply in refused.values()}
+        is_same = len(refused) == len(self.engines) and len(told) == 1
+        error = told.pop() if is_same else _listed(refused)
+        return wire.Reply(error=error, status=refused[min(refused)].status)
 
-    async def _all(self, asked: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Waits for the calls of all engines. Raises WeightsError if one of them has failed."""
-        _, errors = await self._ask(dict(enumerate(asked)))
-        if errors:
-            raise WeightsError(self._worded(errors))
-
-    async def _ask[R](self, asked: Mapping[int, Coroutine[Any, Any, R]]) -> tuple[dict[int, R], dict[int, Exception]]:
-        """Waits for calls of engines. Returns their results, and the errors of those that failed, by engine number."""
-        done: dict[int, R] = {}
-        errors: dict[int, Exception] = {}
-        results = await asyncio.gather(*asked.values(), return_exceptions=True)
-        for number, result in zip(asked, results, strict=True):
-            if isinstance(result, WeightsError | AdapterError):
-                errors[number] = result
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                done[number] = result
-        return done, errors
-
-    def _worded(self, errors: Mapping[int, Exception]) -> str:
-        """The engines' errors as one message. An error that all engines share appears once."""
-        told = {str(error) for error in errors.values()}
-        return told.pop() if len(errors) == len(self.engines) and len(told) == 1 else _listed(errors)
+    async def _ask_each(
+        self, questions: Mapping[int, wire.EngineQuestion]
+    ) -> tuple[dict[int, wire.Reply], dict[int, wire.Reply]]:
+        """Asks engines. Returns the replies and the refusals, by engine number."""
+        replies = await asyncio.gather(*(self.engines[number].ask(question) for number, question in questions.items()))
+        done, refused = dict[int, wire.Reply](), dict[int, wire.Reply]()
+        for number, reply in zip(questions, replies, strict=True):
+            (done if reply.error is None else refused)[number] = reply
+        return done, refused
 
 
-def _listed(errors: Mapping[int, Exception]) -> str:
-    return "; ".join(f"engine {number}: {error}" for number, error in sorted(errors.items()))
+def _listed(refused: Mapping[int, wire.Reply]) -> str:
+    return "; ".join(f"engine {number}: {reply.error}" for number, reply in sorted(refused.items()))
 
 
-Engines = ProcessEngineClient | OwnEngines
-
-
-def started(
+def spawn_engines(
     target: str,
     engine_args: Sequence[object],
     *,
     report: Callable[[str], None],
     debug: bool = False,
     router: Router | None = None,
-) -> Engines:
-    """Starts engines. Returns the client of one engine, or a group of several.
+) -> ServerEngine:
+    """Starts engines, each in its own process. Returns the engine, or a group of several.
 
     Args:
         target: the factory of the engines, as "package.module:function".
@@ -291,12 +260,12 @@ def started(
         router: chooses an engine for each request, if there are several; None: the usual one.
     """
     if len(engine_args) == 1:
-        return ProcessEngineClient(target, engine_args[0], report=report, debug=debug)
+        return RemoteEngine.spawn(target, engine_args[0], report=report, debug=debug)
     engines = [
-        ProcessEngineClient(target, args, report=_named(number, report), debug=debug)
+        RemoteEngine.spawn(target, args, report=_named(number, report), debug=debug)
         for number, args in enumerate(engine_args)
     ]
-    return OwnEngines(engines, router)
+    return EngineGroup(engines, router)
 
 
 def _named(number: int, report: Callable[[str], None]) -> Callable[[str], None]:

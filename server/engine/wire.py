@@ -371,8 +371,8 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-WeightsCommand = ChangeWeights | Pause | Resume | UpdateWeights
 EngineQuestion = Pause | Resume | UpdateWeights | ChangePhase
+AnyQuestion = EngineQuestion | Change  # a whole change has two phases
 Command = Submit | Abort | ResetPrefixCache | EngineQuestion | AddApiServer | RemoveApiServer | Stop
 Event = Report | Ready | Failed | Ended | Outputs | WeightVersion | Adapters | Reply | Stats
 

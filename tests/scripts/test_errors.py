@@ -21,7 +21,7 @@ from scripts.flags.errors import failed
 from scripts.flags.settings import EngineSettings
 from scripts.lab import offline, plan, serving
 from scripts.llm import LLM
-from server.engine.link import EngineFailedError
+from server.engine.protocol import EngineFailedError
 from tests.conftest import COMPILED
 from tests.server.support.requests import wait_until
 

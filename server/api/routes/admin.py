@@ -14,9 +14,8 @@ from server.api.request.schemas import ITEMS
 from server.api.route import Access
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
-from server.engine.adapters import AdapterError
 from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter
-from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, invalid, truth, unavailable
+from server.http.request_error import NOT_FOUND, RequestError, invalid, truth, unavailable
 
 logger = logging.getLogger("pallas_serve")
 
@@ -83,11 +82,7 @@ class Admin:
         if not self._state.client.info.max_loras:
             message = "This server has no LoRA adapters: start it with --enable-lora."
             raise RequestError(404, message, type=NOT_FOUND)
-        try:
-            await self._state.adapter_changer().change_adapters(change)
-        except AdapterError as error:
-            kind = NOT_FOUND if error.status == 404 else BAD_REQUEST if error.status < 500 else "InternalServerError"
-            raise RequestError(error.status, str(error), type=kind) from error
+        await self._state.change(change)
         logger.info("LoRA adapter %r: %s", change.name, "unloaded" if isinstance(change, UnloadAdapter) else "loaded")
 
     @route("POST /reset_prefix_cache")

@@ -20,7 +20,7 @@ from server.api.request.tools import read_tools
 from server.api.route import Access, ApiRoute
 from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
-from server.engine.client import fault_of
+from server.engine.protocol import fault_of
 from server.engine.wire import Adapter
 from server.http.auth import KeyRing
 from server.http.encoding import json_pieces, list_of

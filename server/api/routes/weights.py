@@ -15,14 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import json_response
-from server.api.peers import EngineState, change_weights, standing_of
 from server.api.request.body import BodyReader
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
-from server.engine.client import WeightsError
-from server.engine.group import Engines
 from server.engine.wire import (
     PARTS,
     Array,
@@ -35,7 +32,6 @@ from server.engine.wire import (
     UpdateStep,
     UpdateWeights,
     WeightsChange,
-    WeightsCommand,
     WeightsSource,
 )
 from server.http.request_error import RequestError, invalid, truth
@@ -44,7 +40,7 @@ logger = logging.getLogger("pallas_serve")
 
 MOST_DIMENSIONS = msgspec.Meta(max_length=8)
 MOST_NUMBERS = msgspec.Meta(ge=0, le=2**40)  # the range of an array's dimension
-NOT_UPDATED = "The weights were not updated"
+NOT_UPDATED = "The weights were not updated: "
 MAX_VERSION_CHARS = 256  # a version is short because answers may have it
 Backend = Literal["shared_memory", "path"]
 BACKENDS: tuple[Backend, ...] = ("shared_memory", "path")
@@ -128,10 +124,10 @@ class Weights:
     @route("GET /is_sleeping")
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine sleeps."""
-        return json_response({"is_sleeping": (await self._standing()).is_sleeping})
+        return json_response({"is_sleeping": (await self._state.engine_state()).is_sleeping})
 
     async def _move(self, command: ChangeWeights) -> Response:
-        await self._change(command, "The weights were not changed")
+        await self._state.change(command, "The weights were not changed: ")
         logger.info("weights: %s%s", command.change.value, "" if command.model is None else f" from {command.model}")
         return json_response({"status": "ok"})
 
@@ -145,21 +141,21 @@ class Weights:
         if mode not in modes:
             raise invalid("mode", f"it must be one of {', '.join(modes)}, not {mode[:20]!r}")
         clears_cache = truth("clear_cache", query.get("clear_cache", "true"))
-        await self._change(Pause(PauseMode(mode), clears_cache), "The engine was not paused")
+        await self._state.change(Pause(PauseMode(mode), clears_cache), "The engine was not paused: ")
         logger.info("the engine is paused (mode %s)", mode)
         return json_response({"status": "paused"})
 
     @route("POST /resume")
     async def resume(self, request: Request) -> Response:
         """Requests run again."""
-        await self._change(Resume(), "The engine goes on pausing")
+        await self._state.change(Resume(), "The engine goes on pausing: ")
         logger.info("the engine goes on")
         return json_response({"status": "resumed"})
 
     @route("GET /is_paused")
     async def is_paused(self, request: Request) -> Response:
         """Whether the engine is paused."""
-        return json_response({"is_paused": (await self._standing()).is_paused})
+        return json_response({"is_paused": (await self._state.engine_state()).is_paused})
 
     @route("POST /init_weight_transfer_engine", InitRequest)
     async def init(self, request: Request, body: InitRequest) -> Response:
@@ -167,8 +163,6 @@ class Weights:
 
         vLLM's trainers call it before the first update. Nothing needs to be set up here.
         """
-        if self._state.peers is None:
-            self._engines()
         return json_response({"message": "Weights can be sent.", "backends": BACKENDS})
 
     @route("POST /start_weight_update")
@@ -209,7 +203,7 @@ class Weights:
             raise invalid("weight_version", bounds)
         update = ChangeWeights(WeightsChange.UPDATE, version=version or "")
         try:
-            await self._change(update, NOT_UPDATED)
+            await self._state.change(update, NOT_UPDATED)
         except RequestError:
             await self._take(UpdateStep.ABANDON)
             raise
@@ -217,15 +211,13 @@ class Weights:
         return json_response({"message": "The weights are served."})
 
     async def _take(self, step: UpdateStep, source: WeightsSource | None = None) -> None:
-        await self._change(UpdateWeights(step, source), NOT_UPDATED)
+        await self._state.change(UpdateWeights(step, source), NOT_UPDATED)
 
     @route("GET /get_weight_version")
     @route("GET /weight_info", summary="As /get_weight_version.")
     async def version(self, request: Request) -> Response:
         """The name of the weights that serve."""
-        peers = self._state.peers
-        version = self._state.client.weight_version if peers is None else (await peers.standing()).weight_version
-        return json_response({"weight_version": version})
+        return json_response({"weight_version": (await self._state.engine_state()).weight_version})
 
     @route("GET /get_world_size")
     async def world_size(self, request: Request) -> Response:
@@ -237,26 +229,6 @@ class Weights:
         includes_all = truth("include_dp", request.query_params.get("include_dp", "true"))
         chips = int(state.client.info.cache_config.get("tensor_parallel_size", "1"))
         return json_response({"world_size": chips * len(state.engines) if includes_all else chips})
-
-    async def _change(self, command: WeightsCommand, problem: str) -> None:
-        """Sends a command to the engines. Raises RequestError 400, which begins with `problem`, if nothing has
-        changed."""
-        peers = self._state.peers
-        try:
-            await (change_weights(self._engines(), command) if peers is None else peers.change_weights(command))
-        except WeightsError as error:
-            raise RequestError(400, f"{problem}: {error}") from error
-
-    async def _standing(self) -> EngineState:
-        peers = self._state.peers
-        return standing_of(self._engines()) if peers is None else await peers.standing()
-
-    def _engines(self) -> Engines:
-        """The engines of this process. Raises RequestError 501 if their weights cannot be changed."""
-        client = self._state.client
-        if not isinstance(client, Engines):
-            raise RequestError(501, "The weights of an engine in this process cannot be changed while it serves.")
-        return client
 
 
 def source_of(info: UpdateInfo) -> WeightsSource:

@@ -16,7 +16,7 @@ import pytest
 from batcher.request import Request
 from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
-from server.engine.link import Receiver
+from server.engine.protocol import Receiver
 from server.engine.wire import Adapter, ChangePhase, IfLoaded, LoadAdapter, Phase, UnloadAdapter
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter
 from tests.server.support.api_processes import through_each

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from server.engine import wire
-from server.engine.link import Receiver
+from server.engine.protocol import Receiver
 from tests.server.support.requests import CHAT, HELLO
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 

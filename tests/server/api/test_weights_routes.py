@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from server.api.routes.weights import UpdateInfo, source_of
-from server.engine.link import Receiver
+from server.engine.protocol import Receiver
 from server.engine.wire import Array, InFolder, InSharedMemory, Output, WireRequest
 from server.http.request_error import RequestError
 from tests.server.support.echo_engine import EchoConfig

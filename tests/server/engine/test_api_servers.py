@@ -10,8 +10,8 @@ from batcher.delivery import Tokens
 from batcher.request import FinishReason, RequestOutput
 from batcher.stats import EngineStats
 from server.engine import outbox, wire
-from server.engine.link import Receivers
 from server.engine.outbox import FIRST, Addressed, ApiServer, Sorter
+from server.engine.protocol import Receivers
 
 NUM_API_SERVERS = 3
 

@@ -14,8 +14,8 @@ import zmq
 
 from batcher.stats import EngineStats
 from server.engine import scratch_folder, wire
-from server.engine.client import ProcessEngineClient
-from server.engine.link import EngineFailedError
+from server.engine.protocol import EngineFailedError
+from server.engine.remote import RemoteEngine
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import ECHO, running_server
 
@@ -53,7 +53,7 @@ class EndlessSocket:
 
 def test_an_engine_that_is_faster_than_its_reader_leaves_the_loop_to_others():
     async def read() -> int:
-        client = ProcessEngineClient(ECHO, EchoConfig(), report=lambda line: None)
+        client = RemoteEngine.spawn(ECHO, EchoConfig(), report=lambda line: None)
         await client.start()
         endless, events = EndlessSocket(), client.events
         client.events = endless
@@ -71,7 +71,7 @@ def test_an_engine_that_is_faster_than_its_reader_leaves_the_loop_to_others():
 
 def test_the_last_words_of_an_engine_are_waited_for():
     async def start() -> None:
-        client = ProcessEngineClient(ECHO, EchoConfig(fail_at_start="no room for weights"), report=lambda line: None)
+        client = RemoteEngine.spawn(ECHO, EchoConfig(fail_at_start="no room for weights"), report=lambda line: None)
         client.events = LateSocket(client.events)
         try:
             await client.start()
@@ -92,7 +92,7 @@ def test_the_engines_process_does_not_import_the_main_module_of_the_servers(monk
     monkeypatch.setattr(main, "__spec__", find_spec("tests.server.support.launch"))
 
     async def start() -> None:
-        client = ProcessEngineClient(f"{__name__}:say_main", None, report=lambda line: None)
+        client = RemoteEngine.spawn(f"{__name__}:say_main", None, report=lambda line: None)
         assert sys.modules["__main__"] is main
         try:
             await client.start()
@@ -121,4 +121,4 @@ def test_where_no_folder_is_short_enough_tmpdir_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(scratch_folder, "SHORT_FOLDERS", (str(tmp_path / "none"),))
     with pytest.raises(OSError, match=r"TMPDIR is too long .* set TMPDIR to a shorter folder"):
-        ProcessEngineClient(ECHO, EchoConfig(), report=lambda line: None)
+        RemoteEngine.spawn(ECHO, EchoConfig(), report=lambda line: None)

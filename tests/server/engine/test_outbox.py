@@ -14,7 +14,7 @@ from batcher.config import Scheduling
 from batcher.delivery import Tokens
 from batcher.request import RequestOutput, TokenLogprobs
 from server.engine import outbox, wire
-from server.engine.link import Receivers
+from server.engine.protocol import Receivers
 from tests.batcher.harness import Drive
 from tests.batcher.scheduling.test_speculation import PROPOSALS
 from tests.batcher.test_properties import Scenario, play, scenarios

@@ -14,7 +14,7 @@ import sys
 def serve(message: bytes) -> int:
     """Serves what `message`, the pickle, asks for. Returns the process's exit code."""
     # Here, for the engine's process imports this module, too, and needs none of it.
-    from server.engine.link import EngineFailedError
+    from server.engine.protocol import EngineFailedError
     from server.main import run
 
     settings, target, engine_args, more_engines = pickle.loads(message)

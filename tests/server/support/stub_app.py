@@ -14,7 +14,7 @@ from batcher.stats import EngineStats
 from server.api.state import ServerState
 from server.app import create_app, create_state
 from server.engine import wire
-from server.engine.link import Receiver
+from server.engine.protocol import Receiver
 from server.settings import Settings
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tokenizer_files import ChatTemplates
@@ -32,6 +32,8 @@ class StubClient:
         self.adapters: dict[str, wire.Adapter] = {}
         self.num_adapter_loads = 0
         self.weight_version = wire.DEFAULT_VERSION
+        self.missing: frozenset[str] = frozenset()
+        self.is_paused = False
         self.death: str | None = None
         self.last_heartbeat = time.monotonic()
         self.aborted: list[str] = []
@@ -48,6 +50,9 @@ class StubClient:
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         self.aborted += request_ids
+
+    async def ask(self, question: wire.Question) -> wire.Reply:
+        return wire.Reply(error="a stub has no weights", status=501)
 
     def reset_prefix_cache(self, *, reset_external: bool) -> None:
         self.num_resets += 1
