@@ -8,28 +8,31 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from functools import partial
+from types import NoneType
+from typing import Any
 
-import msgspec
 import uvloop
-from starlette.applications import Starlette
 
 from model.inputs.words import described, is_worded
 from server.api.peers import (
-    PARENT,
-    TIMEOUT_S,
-    Aborting,
+    AbortRequests,
+    AdapterChanges,
     Counted,
+    End,
     EngineDied,
     NotStarted,
     Peers,
+    SetLogLevel,
+    Started,
+    ToHttpProcess,
 )
 from server.api.routes.admin import aborted_by_administrator
 from server.api.state import ServerState
 from server.api.tracing import make_tracer
-from server.api_processes.process_args import ProcessArgs, events_name, private_route, socket_name
+from server.api_processes.process_args import BUS, ProcessArgs, events_name
 from server.app import create_app
+from server.bus import TIMEOUT_S, Bus, NoReplyError
 from server.engine.child_process import end_with_parent
 from server.engine.group import EngineGroup, ServerEngine
 from server.engine.protocol import EngineFailedError
@@ -37,7 +40,6 @@ from server.engine.remote import RemoteEngine
 from server.engine.routing import Router
 from server.http.descriptors import connection_limit, raise_limit
 from server.http.listener import BACKLOG, listener_beside
-from server.http.private import PrivateCallError, call, private_listener
 from server.http.server import HttpServer
 from server.http.signals import Shutdown, first_of
 from server.http.tls import TlsContext
@@ -50,7 +52,6 @@ logger = logging.getLogger("pallas_serve")
 
 EXIT_NOT_STARTED = 1
 COUNTS_INTERVAL_S = 1.0  # a process that is killed loses its counts since the last report
-PRIVATE_CONNECTIONS = 16  # of the parent
 
 
 def main(args: ProcessArgs) -> None:
@@ -66,23 +67,28 @@ def main(args: ProcessArgs) -> None:
 
 
 async def _serve(args: ProcessArgs) -> int:
+    process = _ApiProcess(args)
     try:
-        return await _ApiProcess(args).serve()
+        return await process.serve()
     except Exception as error:
         if args.settings.debug or not is_worded(error):
             traceback.print_exc()
-        message = NotStarted(args.api_server, described(error), is_worded(error))
-        with contextlib.suppress(PrivateCallError):  # the parent sees that this process ends
-            await call(args.folder / PARENT, "/not_started", msgspec.msgpack.encode(message), timeout_s=TIMEOUT_S)
+        with contextlib.suppress(NoReplyError):  # the parent sees that this process ends
+            await process.bus.ask(NotStarted(described(error), is_worded(error)), NoneType)
         return EXIT_NOT_STARTED
+    finally:
+        process.bus.close()
 
 
 class _ApiProcess:
     def __init__(self, args: ProcessArgs) -> None:
         self._args = args
-        self._parent = args.folder / PARENT
         self._row = Row(args.shared_counts, args.number)
         self._ending = Shutdown()
+        self.bus = Bus(args.folder / BUS, args.api_server, ToHttpProcess, self._answer)
+        # These are there before the parent asks anything.
+        self._engines: list[RemoteEngine] = []
+        self._state: ServerState | None = None
 
     async def serve(self) -> int:
         args = self._args
@@ -92,7 +98,7 @@ class _ApiProcess:
         if settings.tls is not None:  # while other processes serve, this one waits for files that can be used
             tls = await TlsContext.when_usable(settings.tls) if args.replaces else TlsContext(settings.tls)
         tracer = make_tracer(settings)
-        engines = [
+        engines = self._engines = [
             RemoteEngine(
                 commands,
                 f"ipc://{args.folder / events_name(number, args.api_server)}",
@@ -104,28 +110,23 @@ class _ApiProcess:
         client: ServerEngine = engines[0]
         if len(engines) > 1:  # all processes choose engines by what all of them have sent there
             client = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
-        private = private_listener(args.folder / socket_name(args.api_server))
         try:
             state = await asyncio.to_thread(load_state, settings, client, args.folder)
-            state.peers = Peers(args.folder, args.api_server, self._row)
+            state.peers = Peers(self.bus, self._row)
             state.tracer = tracer
+            self._state = state
             app = create_app(state)
-            private_app = _private_app(state, engines, self._ending)
-            inside = HttpServer(private_app, settings, PRIVATE_CONNECTIONS, is_private=True)
-            serving_inside = asyncio.create_task(inside.serve(sockets=[private]))
             if not await self._engine_is_ready(client):
                 return EXIT_OK
             server = HttpServer(app, settings, _max_connections(settings), tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 listener = listener_beside(args.listener)
                 listener.listen(BACKLOG)  # clients wait here until this process may accept
-                await self._tell("/started", args.api_server, timeout_s=None)  # answered when it may accept
+                await self._tell(Started(), timeout_s=None)  # answered when it may accept
                 counting = asyncio.create_task(self._count(state))
                 with contextlib.closing(state):
                     code = await serve(state, client, server, self._ending, listener, lambda: None)
                 counting.cancel()
-            inside.should_exit = True
-            await serving_inside
             return code
         finally:
             await client.stop()
@@ -148,48 +149,34 @@ class _ApiProcess:
 
     async def _count(self, state: ServerState) -> None:
         while True:
-            await self._tell("/counts", Counted(self._args.api_server, state.metrics.counts(), asks=False))
+            await self._tell(Counted(state.metrics.counts(), asks=False))
             await asyncio.sleep(COUNTS_INTERVAL_S)
 
-    async def _tell(self, target: str, message: object, *, timeout_s: float | None = TIMEOUT_S) -> None:
+    async def _tell(self, message: object, *, timeout_s: float | None = TIMEOUT_S) -> None:
         try:
-            await call(self._parent, target, msgspec.msgpack.encode(message), timeout_s=timeout_s)
-        except PrivateCallError as error:
+            await self.bus.ask(message, NoneType, timeout_s=timeout_s)
+        except NoReplyError as error:
             logger.warning("the parent process has not taken a message: %s", error)
+
+    async def _answer(self, question: Any, sender: int) -> object:
+        """The reply to a question of the parent."""
+        match question:
+            case End():
+                self._ending.ask()
+            case EngineDied(engine=number, reason=reason):
+                self._engines[number].die(reason)
+            case AdapterChanges(numbers=numbers):
+                for engine, number in zip(self._engines, numbers, strict=True):
+                    await engine.wait_for_adapters(number)
+            case AbortRequests(request_ids=request_ids):
+                assert self._state is not None
+                return self._state.abort(request_ids, aborted_by_administrator())
+            case SetLogLevel(level=level):
+                logger.setLevel(level)
+        return None
 
 
 def _max_connections(settings: Settings) -> int:
     """The most connections of clients of this process."""
     asked = settings.max_connections
     return connection_limit(None if asked is None else -(-asked // settings.api_server_count))
-
-
-def _private_app(state: ServerState, engines: Sequence[RemoteEngine], ending: Shutdown) -> Starlette:
-    """The application for the parent."""
-
-    async def end(message: None) -> None:
-        """The first call lets running requests finish, the second ends them."""
-        ending.ask()
-
-    async def engine_died(message: EngineDied) -> None:
-        engines[message.engine].die(message.reason)
-
-    async def abort(message: Aborting) -> list[str]:
-        return state.abort(message.request_ids, aborted_by_administrator())
-
-    async def adapter_changes(numbers: list[int]) -> None:
-        """Waits until this process has received so many changes of the adapters from each engine."""
-        for engine, number in zip(engines, numbers, strict=True):
-            await engine.wait_for_adapters(number)
-
-    async def log_level(level: str) -> None:
-        logger.setLevel(level)
-
-    routes = [
-        private_route("end", None, end),
-        private_route("engine_died", EngineDied, engine_died),
-        private_route("abort", Aborting, abort),
-        private_route("adapter_changes", list[int], adapter_changes),
-        private_route("log_level", str, log_level),
-    ]
-    return Starlette(routes=routes)

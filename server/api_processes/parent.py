@@ -11,22 +11,17 @@ from typing import Any
 
 import uvloop
 
-from server.api.peers import PARENT
 from server.api_processes.processes import ApiProcesses, ApiServerFailedError
 from server.engine.group import spawn_engines
 from server.engine.protocol import EngineFailedError
 from server.engine.routing import Router
 from server.engine.scratch_folder import folder_for_sockets
 from server.http.listener import BACKLOG, address_in_error, bind, removed, url_of
-from server.http.private import private_listener
-from server.http.server import HttpServer
 from server.http.signals import Signals
 from server.http.tls import TlsContext
 from server.serve_until_end import EXIT_ENGINE_FAILED, EXIT_OK
 from server.settings import Settings
 from server.shared_counts import PrefixTable, SharedCounts
-
-PRIVATE_CONNECTIONS = 1024
 
 
 def run_api_processes(
@@ -64,8 +59,6 @@ async def _serve(
     router = Router(PrefixTable(shared_counts))
     client = spawn_engines(target, engine_args, report=report, debug=settings.debug, router=router)
     processes = ApiProcesses(settings, listener, folder, shared_counts, client)
-    inside = HttpServer(processes.private_app(), settings, PRIVATE_CONNECTIONS, is_private=True)
-    serving = asyncio.create_task(inside.serve(sockets=[private_listener(folder / PARENT)]))
     watching: list[asyncio.Task[None]] = []
     try:
         stopped: asyncio.Future[Any] = asyncio.ensure_future(signals.stop.wait())
@@ -91,10 +84,9 @@ async def _serve(
         raise error.after("The engine could not start") from error
     finally:
         processes.kill()
-        inside.should_exit = True
-        await serving
         for task in watching:
             task.cancel()
+        processes.bus.close()
         await client.stop()
 
 

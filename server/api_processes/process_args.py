@@ -1,20 +1,16 @@
-"""The arguments of an HTTP process, the names of its sockets, and the routes of private HTTP."""
+"""The arguments of an HTTP process, and the names of its sockets."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from server.settings import Settings
 from server.shared_counts import SharedCounts
+
+BUS = "bus"  # the name of the parent's socket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +29,6 @@ class ProcessArgs:
     is_logging: bool  # whether the parent's log is configured
 
 
-def socket_name(api_server: int) -> str:
-    """The name of a process's private socket."""
-    return f"h{api_server}"
-
-
 def events_name(engine: int, api_server: int) -> str:
     """The name of the socket for an engine's events to a process."""
     return f"e{engine}-{api_server}"
-
-
-def private_route(name: str, kind: Any, answer: Callable[[Any], Awaitable[object]]) -> Route:
-    """A route of private HTTP. It answers messages of the type `kind` from another process of this server."""
-
-    async def endpoint(request: Request) -> Response:
-        message = msgspec.msgpack.decode(await request.body(), type=kind)
-        return Response(msgspec.msgpack.encode(await answer(message)), media_type="application/msgpack")
-
-    return Route(f"/{name}", endpoint, methods=["POST"])

@@ -10,29 +10,29 @@ import socket
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-import msgspec
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from types import NoneType
+from typing import Any
 
 from server.api.http_counts import HttpCounts
 from server.api.peers import (
-    TIMEOUT_S,
-    Aborting,
+    AbortRequests,
+    AdapterChanges,
     Counted,
+    End,
     EngineDied,
-    EngineState,
+    GetEngineState,
     NotStarted,
+    SetLogLevel,
+    Started,
+    ToParent,
     state_of,
 )
 from server.api_processes import api_process
-from server.api_processes.process_args import ProcessArgs, private_route, socket_name
+from server.api_processes.process_args import BUS, ProcessArgs
+from server.bus import PARENT, Bus, NoReplyError
 from server.engine.child_process import start_without_main
 from server.engine.group import EngineGroup, ServerEngine
 from server.engine.protocol import EngineFailedError
-from server.engine.wire import AnyQuestion, Reply
-from server.http.private import PrivateCallError, call
 from server.http.server import FLUSH_S
 from server.http.signals import Signals
 from server.serve_until_end import TICK_S
@@ -42,7 +42,6 @@ from server.shared_counts import SharedCounts
 logger = logging.getLogger("pallas_serve")
 
 MARGIN_S = 5.0  # the time for an HTTP process to end after its requests' time
-NOTICE_S = 1.0  # the wait for the end of a process that does not answer
 
 
 class ApiServerFailedError(EngineFailedError):
@@ -57,7 +56,6 @@ class _ApiProcess:
         self.api_server = api_server
         self.process = process
         self.has_started = False
-        self.ended = asyncio.Event()
         self.counts = HttpCounts()
 
 
@@ -73,6 +71,7 @@ class ApiProcesses:
         client: ServerEngine,
     ) -> None:
         self._folder = folder
+        self.bus = Bus(folder / BUS, PARENT, ToParent, self.answer)
         self.engines = client.replicas
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # seen
@@ -125,10 +124,9 @@ class ApiProcesses:
             engine.remove_api_server(ended.api_server)
         ended.counts.retire()
         self._retired.add(ended.counts)
-        for path in self._folder.glob(f"*{ended.api_server}"):
-            if path.name == socket_name(ended.api_server) or path.name.endswith(f"-{ended.api_server}"):
-                path.unlink(missing_ok=True)
-        ended.ended.set()
+        self.bus.forget(ended.api_server)
+        for path in self._folder.glob(f"*-{ended.api_server}"):
+            path.unlink(missing_ok=True)
         self._changed.set()
         if self._is_ending:
             return
@@ -152,7 +150,7 @@ class ApiProcesses:
         engine = self.engines[number]
         await engine.died.wait()
         if engine.death is not None:
-            await self._tell("/engine_died", EngineDied(number, engine.death))
+            await self._tell(EngineDied(number, engine.death))
 
     async def watch_all(self) -> None:
         """Tells all processes when the engines must stop although they live, because their weights differ."""
@@ -160,7 +158,7 @@ class ApiProcesses:
         await client.died.wait()
         if isinstance(client, EngineGroup) and client.split is not None:
             for number in range(len(self.engines)):
-                await self._tell("/engine_died", EngineDied(number, client.split))
+                await self._tell(EngineDied(number, client.split))
 
     async def end(self, signals: Signals, *, is_dead: bool) -> None:
         """Ends all processes. Running requests may finish, as in a server of one process. A second signal ends the
@@ -175,7 +173,7 @@ class ApiProcesses:
             is_asked = signals.stop.is_set() or self.failed.done() or not is_dead
             if num_asked < is_asked + signals.hurry.is_set():
                 num_asked += 1
-                await self._tell("/end", None)
+                await self._tell(End())
             await asyncio.sleep(TICK_S)
         if self._living:
             logger.warning("%d HTTP processes have not ended in time: killing them", len(self._living))
@@ -188,86 +186,58 @@ class ApiProcesses:
             living.process.kill()
             living.process.join()
 
-    def private_app(self) -> Starlette:
-        """The parent's application for the HTTP processes."""
+    async def answer(self, question: Any, api_server: int) -> object:
+        """The reply to a question of an HTTP process, for the bus."""
+        match question:
+            case Started():
+                self._living[api_server].has_started = True
+                self._changed.set()
+                await self._may_accept.wait()
+            case NotStarted(error=error, is_worded=is_worded):
+                self._fail(ValueError(error) if is_worded else ApiServerFailedError(error))
+            case Counted():
+                return self._count(question, api_server)
+            case AbortRequests():
+                aborted = await self._ask(question, list[str], but=api_server)
+                return [request_id for request_ids in aborted for request_id in request_ids]
+            case SetLogLevel(level=level):
+                logger.setLevel(level)
+                await self._ask(question, NoneType)
+            case GetEngineState():
+                return state_of(self._client)
+            case _:
+                reply = await self._client.ask(question)
+                if reply.adapter is not None:  # answered when all processes have heard of the change
+                    await self._tell(AdapterChanges([engine.adapter_changes for engine in self.engines]))
+                return reply
+        return None
 
-        async def on_failure(request: Request, error: Exception) -> Response:
-            return PlainTextResponse(str(error), 500)
-
-        routes = [
-            private_route("started", int, self._on_started),
-            private_route("not_started", NotStarted, self._on_not_started),
-            private_route("counts", Counted, self._count),
-            private_route("abort", Aborting, self._abort),
-            private_route("log_level", str, self._set_log_level),
-            private_route("ask", AnyQuestion, self._ask_engines),
-            private_route("engine_state", None, self._engine_state),
-        ]
-        return Starlette(routes=routes, exception_handlers={PrivateCallError: on_failure})
-
-    async def _on_started(self, api_server: int) -> None:
-        """Returns when the process may accept connections."""
-        self._living[api_server].has_started = True
-        self._changed.set()
-        await self._may_accept.wait()
-
-    async def _on_not_started(self, failure: NotStarted) -> None:
-        self._fail(ValueError(failure.error) if failure.is_worded else ApiServerFailedError(failure.error))
-
-    async def _count(self, message: Counted) -> HttpCounts | None:
+    def _count(self, message: Counted, api_server: int) -> HttpCounts | None:
         """Takes a process's counts. If it asks, returns the sums over all others, including those that have ended."""
-        if message.api_server in self._living:
-            self._living[message.api_server].counts = message.counts
+        if api_server in self._living:
+            self._living[api_server].counts = message.counts
         if not message.asks:
             return None
         total = HttpCounts()
-        others = [living.counts for living in self._living.values() if living.api_server != message.api_server]
+        others = [living.counts for living in self._living.values() if living.api_server != api_server]
         for counts in (self._retired, *others):
             total.add(counts)
         return total
 
-    async def _abort(self, message: Aborting) -> list[str]:
-        answers = await self._ask("/abort", message, but=message.api_server)
-        return [id for answer in answers.values() for id in msgspec.msgpack.decode(answer, type=list[str])]
-
-    async def _set_log_level(self, level: str) -> None:
-        logger.setLevel(level)
-        await self._ask("/log_level", level)
-
-    async def _ask_engines(self, question: AnyQuestion) -> Reply:
-        """Returns when all processes have heard of a change of the adapters."""
-        reply = await self._client.ask(question)
-        if reply.adapter is not None:
-            await self._tell("/adapter_changes", [engine.adapter_changes for engine in self.engines])
-        return reply
-
-    async def _engine_state(self, message: None) -> EngineState:
-        return state_of(self._client)
-
-    async def _ask(self, target: str, message: object, *, but: int | None = None) -> dict[int, bytes]:
-        """Asks all processes except `but`. Returns their answers by API server. Raises PrivateCallError."""
+    async def _ask[R](self, question: object, kind: type[R], *, but: int | None = None) -> list[R]:
+        """Asks all processes except `but`. Returns their replies. Raises NoReplyError."""
         asked = [living for living in self._living.values() if living.has_started and living.api_server != but]
-        body = msgspec.msgpack.encode(message)
-        calls = [call(self._folder / socket_name(one.api_server), target, body, timeout_s=TIMEOUT_S) for one in asked]
-        answers: dict[int, bytes] = {}
-        for one, answer in zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, bytes):
-                answers[one.api_server] = answer
-            elif not isinstance(answer, PrivateCallError) or not await _has_ended(one):
-                raise answer
-        return answers
+        asking = [self.bus.ask(question, kind, to=one.api_server) for one in asked]
+        replies: list[R] = []
+        for one, reply in zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True):
+            if not isinstance(reply, BaseException):
+                replies.append(reply)
+            elif one.api_server in self._living or not isinstance(reply, NoReplyError):
+                raise reply
+        return replies
 
-    async def _tell(self, target: str, message: object) -> None:
+    async def _tell(self, question: object) -> None:
         try:
-            await self._ask(target, message)
-        except PrivateCallError as error:
+            await self._ask(question, NoneType)
+        except NoReplyError as error:
             logger.warning("an HTTP process has not taken a message: %s", error)
-
-
-async def _has_ended(asked: _ApiProcess) -> bool:
-    """Whether the process has ended, and thus has no requests and keeps nothing. Waits at most NOTICE_S."""
-    try:
-        await asyncio.wait_for(asked.ended.wait(), NOTICE_S)
-    except TimeoutError:
-        return False
-    return True

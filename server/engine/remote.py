@@ -13,7 +13,6 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from itertools import count
 from multiprocessing.process import BaseProcess
 
 import msgspec
@@ -21,6 +20,7 @@ import zmq
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
+from server.bus import OpenQuestions
 from server.engine import process as engine_process
 from server.engine import wire
 from server.engine.changes import TwoPhaseEngine
@@ -80,8 +80,7 @@ class RemoteEngine(TwoPhaseEngine):
         self._report: Callable[[str], None] = lambda line: None
         self._stopping = False
         self._receivers = Receivers()
-        self._asked: dict[int, asyncio.Future[wire.Reply]] = {}  # by the number of the question
-        self._numbers = count(1)
+        self._asked = OpenQuestions[wire.Reply]()
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
         self._is_ready = False
         self._read_on: asyncio.Handle | None = None  # the rest of a reading that was cut short
@@ -201,11 +200,9 @@ class RemoteEngine(TwoPhaseEngine):
     async def _ask(self, question: wire.EngineQuestion) -> wire.Reply:
         """A dead engine's reply is an error with status 503."""
         assert self._process is not None, "the process that has spawned the engine asks it"
-        number = next(self._numbers)
         if self.death is not None:
-            return self._reply_of_the_dead(number)
-        replied: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
-        self._asked[number] = replied
+            return self._reply_of_the_dead()
+        number, replied = self._asked.add()
         self._send(msgspec.structs.replace(question, number=number))
         reply = await replied
         if reply.missing is not None:
@@ -214,8 +211,8 @@ class RemoteEngine(TwoPhaseEngine):
             self.is_paused = isinstance(question, wire.Pause)
         return reply
 
-    def _reply_of_the_dead(self, number: int) -> wire.Reply:
-        return wire.Reply(number=number, error=f"The engine has failed: {self.death}", status=503)
+    def _reply_of_the_dead(self) -> wire.Reply:
+        return wire.Reply(error=f"The engine has failed: {self.death}", status=503)
 
     async def wait_for_adapters(self, num_changes: int) -> None:
         """Waits until the engine has reported at least `num_changes` changes of the adapters, or is dead."""
@@ -262,7 +259,7 @@ class RemoteEngine(TwoPhaseEngine):
                 self.adapter_changes, self.num_adapter_loads = num_changes, num_loads
                 self._adapters_told.set()
             case wire.Reply():
-                self._take_reply(event)
+                self._asked.close(event.number, event)
             case wire.Report(line=line):
                 self._report(line)
             case wire.Ready(info=info):
@@ -274,11 +271,6 @@ class RemoteEngine(TwoPhaseEngine):
             case wire.Ended():
                 self._stopping = True
                 self.died.set()
-
-    def _take_reply(self, reply: wire.Reply) -> None:
-        asked = self._asked.pop(reply.number, None)
-        if asked is not None and not asked.done():
-            asked.set_result(reply)
 
     def _on_exit(self) -> None:
         process = self._process
@@ -305,7 +297,6 @@ class RemoteEngine(TwoPhaseEngine):
         else:
             logger.error("engine failure: %s", reason)
         self._receivers.fail_all(f"The engine has failed: {reason}")
-        for number in list(self._asked):
-            self._take_reply(self._reply_of_the_dead(number))
+        self._asked.close_all(self._reply_of_the_dead())
         self.died.set()
         self._adapters_told.set()

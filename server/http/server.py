@@ -32,13 +32,10 @@ class HttpServer(uvicorn.Server):
         settings: Settings,
         max_connections: int,
         tls: TlsContext | None = None,
-        *,
-        is_private: bool = False,
     ) -> None:
         self._requests = RequestLimits(app, settings)
         self._connections = ConnectionLimits(settings, max_connections)
         self._tls = tls
-        self._is_private = is_private  # for this server's own processes
         config = uvicorn.Config(
             self._requests,
             http=LimitedProtocol,
@@ -69,8 +66,7 @@ class HttpServer(uvicorn.Server):
             for listener in sockets or ()
         ]
         self.started = True
-        if not self._is_private:
-            logger.info("at most %d connections", self._connections.max_connections)
+        logger.info("at most %d connections", self._connections.max_connections)
 
     async def on_tick(self, counter: int) -> bool:
         """Checks all connections. uvicorn calls it ten times a second."""
