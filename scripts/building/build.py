@@ -14,23 +14,22 @@ from scripts.building.device import Report, find_device, phase
 from scripts.building.replicas import claim_chips
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters
-from server.engine.wire import EngineInfo
+from server.engine.process import BuiltEngine
+from server.engine.weight_changes import WeightChanges
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from scripts.building.changeable import ChangeableEngine
     from scripts.building.runner import Built
     from server.text.tokenizer import ByteLevelTokenizer
 
 
-def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngine, EngineInfo]:
+def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
     """Builds the server's engine, whose weights may be changed. The tokens for structured output are read while
     programs are compiled."""
     settings = served.engine
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
-    from scripts.building.changeable import ChangeableEngine
     from scripts.building.offloading import give_pages
     from scripts.building.runner import build_runner, make_publisher, served_tokenizer, warm_engine
 
@@ -45,8 +44,9 @@ def build_served(served: ServedSettings, report: Report) -> tuple[ChangeableEngi
                 say("for the programs of engine 0")
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, publisher=publisher)
     adapters = loaded_adapters(settings, built.adapter_store, engine, publisher)
+    weights = WeightChanges(engine, built.changeable_weights())
     info = give_pages(served, engine, built.info)
-    return ChangeableEngine(engine, built.changeable_weights(), adapters), info
+    return BuiltEngine(engine=engine, info=info, adapters=adapters, weights=weights)
 
 
 def build(

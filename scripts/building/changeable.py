@@ -9,15 +9,12 @@ import traceback
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
-from batcher.engine import Engine
 from model.inputs.paths import is_url, place
 from model.inputs.words import one_line
 from scripts.building.load import Loaded, Loader
 from scripts.building.sleep import Copies, RunnerSleep
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
-from server.engine.adapters import Adapters
-from server.engine.process import EngineWrapper
 from server.engine.weight_changes import Weights
 from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InSharedMemory, WeightsChange
 
@@ -26,18 +23,6 @@ if TYPE_CHECKING:
 
     from model.config import LlamaConfig
     from model.loading.given_tensors import GivenWeights
-
-
-class ChangeableEngine(EngineWrapper):
-    """Implements `server.engine.weight_changes.ChangeableEngine` and `server.engine.process.AdaptedEngine`."""
-
-    def __init__(self, engine: Engine, weights: Weights, adapters: Adapters | None = None) -> None:
-        super().__init__(engine)
-        self.change, self.pause, self.resume = engine.change, engine.pause, engine.resume
-        self.weights = weights
-        self.adapters = adapters
-        if adapters is not None:
-            self.add_request = adapters.add_request
 
 
 class RunnerWeights:

@@ -10,7 +10,6 @@ from functools import partial
 
 from model.inputs.words import described
 from scripts.building.adapter_store import loaded_adapters
-from scripts.building.changeable import ChangeableEngine
 from scripts.building.runner import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.adapter_loading import AllAdapters
@@ -18,10 +17,10 @@ from server.engine.hosts.cluster import LEADER, Cluster, HostsError
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
+from server.engine.hosts.served import BroadcastRunner, FollowingEngine, end_hosts
 from server.engine.hosts.weights import AllWeights
-from server.engine.process import Reporter
-from server.engine.wire import EngineInfo
+from server.engine.process import BuiltEngine, Reporter
+from server.engine.weight_changes import WeightChanges
 from server.flag import flag_name
 
 # JAX ends all processes when one of them has been silent for so long. ZeroMQ's heartbeats detect this earlier.
@@ -31,7 +30,7 @@ LEAVE_S = 5
 OF_ONE_HOST = ("model", "compile_cache", "lora_modules", "lora_folder", "kv_events_config")
 
 
-def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngine, EngineInfo]:
+def build_leader(served: ServedSettings, report: Reporter) -> BuiltEngine:
     """The engine of host 0, warmed up on all hosts. Raises HostsError if other hosts do not arrive, or differ."""
     cluster = _cluster(served)
     publisher = make_publisher(served.engine, report)
@@ -46,11 +45,16 @@ def build_leader(served: ServedSettings, report: Reporter) -> tuple[LeadingEngin
             built, report, served_tokenizer(served), read_tokens=True, runner=runner, publisher=publisher
         )
         adapters = loaded_adapters(served.engine, store, engine, publisher)
-    changeable = ChangeableEngine(engine, AllWeights(built.changeable_weights(), leader), adapters)
-    return LeadingEngine(changeable, leader, _leave), built.info
+    return BuiltEngine(
+        engine=engine,
+        info=built.info,
+        adapters=adapters,
+        weights=WeightChanges(engine, AllWeights(built.changeable_weights(), leader)),
+        after_shutdown=partial(end_hosts, engine, leader, _leave),
+    )
 
 
-def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingEngine, EngineInfo]:
+def build_follower(served: ServedSettings, report: Reporter) -> BuiltEngine:
     """The engine of another host, with compiled programs. Raises HostsError if the leader does not answer, or fails."""
     cluster = _cluster(served)
     follower = Follower(cluster, report.fail)
@@ -68,7 +72,7 @@ def build_follower(served: ServedSettings, report: Reporter) -> tuple[FollowingE
     engine = FollowingEngine(
         built.runner, follower, report, weights, built.adapter_store, most_in_flight=most_in_flight, leave=_leave
     )
-    return engine, built.info
+    return BuiltEngine(engine=engine, info=built.info)
 
 
 def _cluster(served: ServedSettings) -> Cluster:

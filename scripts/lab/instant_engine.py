@@ -15,6 +15,7 @@ import numpy as np
 from batcher.delivery import Tokens
 from batcher.request import FinishReason, Request, RequestOutput
 from batcher.stats import EngineStats
+from server.engine.process import BuiltEngine
 from server.engine.wire import EngineInfo
 
 OnOutput = Callable[[RequestOutput], None]
@@ -127,6 +128,7 @@ class _Running:
         self.on_output(output)
 
 
-def build(config: InstantConfig, report: Callable[[str], None]) -> tuple[InstantEngine, EngineInfo]:
+def build(config: InstantConfig, report: Callable[[str], None]) -> BuiltEngine:
     """The engine factory of the server's engine process."""
-    return InstantEngine(config), EngineInfo(max_model_len=config.max_model_len, vocab_size=config.vocab_size)
+    info = EngineInfo(max_model_len=config.max_model_len, vocab_size=config.vocab_size)
+    return BuiltEngine(engine=InstantEngine(config), info=info)

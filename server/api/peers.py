@@ -5,14 +5,12 @@ Requests that concern all processes go to the parent's process, which asks the o
 
 from __future__ import annotations
 
-from types import NoneType
-
 import msgspec
 
 from server.api.http_counts import HttpCounts
 from server.bus import TIMEOUT_S, Bus, NoReplyError
 from server.engine.protocol import Engine
-from server.engine.wire import AnyQuestion, Reply
+from server.engine.wire import AnyQuestion
 from server.http.request_error import unavailable
 from server.shared_counts import Row
 
@@ -29,7 +27,8 @@ class NotStarted(msgspec.Struct, tag=True):
 
 
 class Counted(msgspec.Struct, tag=True):
-    """The counts of a process. With `asks`, the reply has the counts of all others."""
+    """The counts of a process. With `asks`, the reply has the sums over all others, including those that have ended.
+    They are at most a second old."""
 
     counts: HttpCounts
     asks: bool
@@ -92,26 +91,8 @@ class Peers:
         self.row = row
         self._bus = bus
 
-    async def counts_of_others(self, own: HttpCounts) -> HttpCounts:
-        """The sums over the other processes, including those that have ended. They are at most a second old."""
-        return await self._ask(Counted(own, asks=True), HttpCounts)
-
-    async def abort(self, request_ids: list[str] | None) -> list[str]:
-        """Aborts requests of the other processes. Returns the ids of those that ran."""
-        return await self._ask(AbortRequests(request_ids), list[str])
-
-    async def set_log_level(self, level: str) -> None:
-        """Sets the log level of all processes, including this one."""
-        await self._ask(SetLogLevel(level), NoneType)
-
-    async def ask(self, question: AnyQuestion) -> Reply:
-        """Asks the parent's engines. Returns when all processes have heard of a change of the adapters."""
-        return await self._ask(question, Reply, timeout_s=None)
-
-    async def engine_state(self) -> EngineState:
-        return await self._ask(GetEngineState(), EngineState)
-
-    async def _ask[R](self, question: object, kind: type[R], *, timeout_s: float | None = TIMEOUT_S) -> R:
+    async def ask[R](self, question: object, kind: type[R], *, timeout_s: float | None = TIMEOUT_S) -> R:
+        """Asks the parent, which may ask the other processes. Returns its reply, of type `kind`."""
         try:
             return await self._bus.ask(question, kind, timeout_s=timeout_s)
         except NoReplyError as error:

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from server.api.adapter_folder import AdapterFolder, Model
 from server.api.metrics import ServerMetrics
-from server.api.peers import EngineState, Peers, state_of
+from server.api.peers import EngineState, GetEngineState, Peers, state_of
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.api.worker_threads import WorkerThreads
@@ -123,7 +123,9 @@ class ServerState:
 
     async def ask(self, question: AnyQuestion) -> Reply:
         """Asks the engines, through the parent's process if there are several HTTP processes."""
-        return await (self.peers or self.client).ask(question)
+        if self.peers is None:
+            return await self.client.ask(question)
+        return await self.peers.ask(question, Reply, timeout_s=None)
 
     async def change(self, question: AnyQuestion, problem: str = "") -> None:
         """Asks the engines for a change. Raises RequestError, which begins with `problem`, if they refuse it."""
@@ -134,7 +136,7 @@ class ServerState:
 
     async def engine_state(self) -> EngineState:
         """The state of the engines. This process may receive a new name of the weights a moment later."""
-        return state_of(self.client) if self.peers is None else await self.peers.engine_state()
+        return state_of(self.client) if self.peers is None else await self.peers.ask(GetEngineState(), EngineState)
 
 
 class OpenRequest:

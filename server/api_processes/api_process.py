@@ -6,31 +6,23 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import uvloop
 
 from model.inputs.words import described, is_worded
-from server.api.peers import (
-    AbortRequests,
-    AdapterChanges,
-    Counted,
-    End,
-    EngineDied,
-    NotStarted,
-    Peers,
-    SetLogLevel,
-    Started,
-    ToHttpProcess,
-)
+from server.api import peers
 from server.api.routes.admin import aborted_by_administrator
 from server.api.state import ServerState
 from server.api.tracing import make_tracer
-from server.api_processes.process_args import BUS, ProcessArgs, events_name
 from server.app import create_app
 from server.bus import TIMEOUT_S, Bus, NoReplyError
 from server.engine.child_process import end_with_parent
@@ -46,12 +38,29 @@ from server.http.tls import TlsContext
 from server.logs import FORMAT_OF_SEVERAL
 from server.serve_until_end import EXIT_OK, load_state, serve
 from server.settings import Settings
-from server.shared_counts import PrefixTable, Row
+from server.shared_counts import PrefixTable, Row, SharedCounts
 
 logger = logging.getLogger("pallas_serve")
 
 EXIT_NOT_STARTED = 1
+BUS = "bus"  # the name of the parent's socket
 COUNTS_INTERVAL_S = 1.0  # a process that is killed loses its counts since the last report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessArgs:
+    """The arguments of one HTTP process among several."""
+
+    settings: Settings
+    listener: socket.socket
+    number: int  # its row of the shared counts
+    api_server: int  # no other process has had this number
+    replaces: bool  # whether it takes the place of a process that has ended
+    engines: Sequence[str]  # the addresses at which the engines take commands
+    folder: Path  # has the private sockets
+    shared_counts: SharedCounts
+    log_level: int
+    is_logging: bool  # whether the parent's log is configured
 
 
 def main(args: ProcessArgs) -> None:
@@ -74,7 +83,7 @@ async def _serve(args: ProcessArgs) -> int:
         if args.settings.debug or not is_worded(error):
             traceback.print_exc()
         with contextlib.suppress(NoReplyError):  # the parent sees that this process ends
-            await process.bus.ask(NotStarted(described(error), is_worded(error)), NoneType)
+            await process.bus.ask(peers.NotStarted(described(error), is_worded(error)), NoneType)
         return EXIT_NOT_STARTED
     finally:
         process.bus.close()
@@ -85,7 +94,7 @@ class _ApiProcess:
         self._args = args
         self._row = Row(args.shared_counts, args.number)
         self._ending = Shutdown()
-        self.bus = Bus(args.folder / BUS, args.api_server, ToHttpProcess, self._answer)
+        self.bus = Bus(args.folder / BUS, args.api_server, peers.ToHttpProcess, self._answer)
         # These are there before the parent asks anything.
         self._engines: list[RemoteEngine] = []
         self._state: ServerState | None = None
@@ -101,7 +110,7 @@ class _ApiProcess:
         engines = self._engines = [
             RemoteEngine(
                 commands,
-                f"ipc://{args.folder / events_name(number, args.api_server)}",
+                f"ipc://{args.folder}/e{number}-{args.api_server}",
                 api_server=args.api_server,
                 on_load=partial(self._row.set_open, number),
             )
@@ -112,7 +121,7 @@ class _ApiProcess:
             client = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
         try:
             state = await asyncio.to_thread(load_state, settings, client, args.folder)
-            state.peers = Peers(self.bus, self._row)
+            state.peers = peers.Peers(self.bus, self._row)
             state.tracer = tracer
             self._state = state
             app = create_app(state)
@@ -122,7 +131,7 @@ class _ApiProcess:
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 listener = listener_beside(args.listener)
                 listener.listen(BACKLOG)  # clients wait here until this process may accept
-                await self._tell(Started(), timeout_s=None)  # answered when it may accept
+                await self._tell(peers.Started(), timeout_s=None)  # answered when it may accept
                 counting = asyncio.create_task(self._count(state))
                 with contextlib.closing(state):
                     code = await serve(state, client, server, self._ending, listener, lambda: None)
@@ -149,7 +158,7 @@ class _ApiProcess:
 
     async def _count(self, state: ServerState) -> None:
         while True:
-            await self._tell(Counted(state.metrics.counts(), asks=False))
+            await self._tell(peers.Counted(state.metrics.counts(), asks=False))
             await asyncio.sleep(COUNTS_INTERVAL_S)
 
     async def _tell(self, message: object, *, timeout_s: float | None = TIMEOUT_S) -> None:
@@ -161,17 +170,17 @@ class _ApiProcess:
     async def _answer(self, question: Any, sender: int) -> object:
         """The reply to a question of the parent."""
         match question:
-            case End():
+            case peers.End():
                 self._ending.ask()
-            case EngineDied(engine=number, reason=reason):
+            case peers.EngineDied(engine=number, reason=reason):
                 self._engines[number].die(reason)
-            case AdapterChanges(numbers=numbers):
+            case peers.AdapterChanges(numbers=numbers):
                 for engine, number in zip(self._engines, numbers, strict=True):
                     await engine.wait_for_adapters(number)
-            case AbortRequests(request_ids=request_ids):
+            case peers.AbortRequests(request_ids=request_ids):
                 assert self._state is not None
                 return self._state.abort(request_ids, aborted_by_administrator())
-            case SetLogLevel(level=level):
+            case peers.SetLogLevel(level=level):
                 logger.setLevel(level)
         return None
 

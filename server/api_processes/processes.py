@@ -13,22 +13,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from server.api import peers
 from server.api.http_counts import HttpCounts
-from server.api.peers import (
-    AbortRequests,
-    AdapterChanges,
-    Counted,
-    End,
-    EngineDied,
-    GetEngineState,
-    NotStarted,
-    SetLogLevel,
-    Started,
-    ToParent,
-    state_of,
-)
 from server.api_processes import api_process
-from server.api_processes.process_args import BUS, ProcessArgs
 from server.bus import PARENT, Bus, NoReplyError
 from server.engine.child_process import start_without_main
 from server.engine.group import EngineGroup, ServerEngine
@@ -71,7 +58,7 @@ class ApiProcesses:
         client: ServerEngine,
     ) -> None:
         self._folder = folder
-        self.bus = Bus(folder / BUS, PARENT, ToParent, self.answer)
+        self.bus = Bus(folder / api_process.BUS, PARENT, peers.ToParent, self.answer)
         self.engines = client.replicas
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # seen
@@ -96,7 +83,7 @@ class ApiProcesses:
 
     def _start(self, number: int, *, replaces: bool) -> None:
         api_server, self._next_api_server = self._next_api_server, self._next_api_server + 1
-        args = ProcessArgs(
+        args = api_process.ProcessArgs(
             settings=self._settings,
             listener=self._listener,
             number=number,
@@ -150,7 +137,7 @@ class ApiProcesses:
         engine = self.engines[number]
         await engine.died.wait()
         if engine.death is not None:
-            await self._tell(EngineDied(number, engine.death))
+            await self._tell(peers.EngineDied(number, engine.death))
 
     async def watch_all(self) -> None:
         """Tells all processes when the engines must stop although they live, because their weights differ."""
@@ -158,7 +145,7 @@ class ApiProcesses:
         await client.died.wait()
         if isinstance(client, EngineGroup) and client.split is not None:
             for number in range(len(self.engines)):
-                await self._tell(EngineDied(number, client.split))
+                await self._tell(peers.EngineDied(number, client.split))
 
     async def end(self, signals: Signals, *, is_dead: bool) -> None:
         """Ends all processes. Running requests may finish, as in a server of one process. A second signal ends the
@@ -173,7 +160,7 @@ class ApiProcesses:
             is_asked = signals.stop.is_set() or self.failed.done() or not is_dead
             if num_asked < is_asked + signals.hurry.is_set():
                 num_asked += 1
-                await self._tell(End())
+                await self._tell(peers.End())
             await asyncio.sleep(TICK_S)
         if self._living:
             logger.warning("%d HTTP processes have not ended in time: killing them", len(self._living))
@@ -188,39 +175,38 @@ class ApiProcesses:
 
     async def answer(self, question: Any, api_server: int) -> object:
         """The reply to a question of an HTTP process, for the bus."""
+        living = self._living.get(api_server)
+        if living is None:  # it has ended since
+            return None
         match question:
-            case Started():
-                self._living[api_server].has_started = True
+            case peers.Started():
+                living.has_started = True
                 self._changed.set()
                 await self._may_accept.wait()
-            case NotStarted(error=error, is_worded=is_worded):
+            case peers.NotStarted(error=error, is_worded=is_worded):
                 self._fail(ValueError(error) if is_worded else ApiServerFailedError(error))
-            case Counted():
-                return self._count(question, api_server)
-            case AbortRequests():
+            case peers.Counted():
+                living.counts = question.counts
+                return self._counts_of_others(living) if question.asks else None
+            case peers.AbortRequests():
                 aborted = await self._ask(question, list[str], but=api_server)
                 return [request_id for request_ids in aborted for request_id in request_ids]
-            case SetLogLevel(level=level):
+            case peers.SetLogLevel(level=level):
                 logger.setLevel(level)
                 await self._ask(question, NoneType)
-            case GetEngineState():
-                return state_of(self._client)
+            case peers.GetEngineState():
+                return peers.state_of(self._client)
             case _:
                 reply = await self._client.ask(question)
                 if reply.adapter is not None:  # answered when all processes have heard of the change
-                    await self._tell(AdapterChanges([engine.adapter_changes for engine in self.engines]))
+                    await self._tell(peers.AdapterChanges([engine.adapter_changes for engine in self.engines]))
                 return reply
         return None
 
-    def _count(self, message: Counted, api_server: int) -> HttpCounts | None:
-        """Takes a process's counts. If it asks, returns the sums over all others, including those that have ended."""
-        if api_server in self._living:
-            self._living[api_server].counts = message.counts
-        if not message.asks:
-            return None
+    def _counts_of_others(self, asker: _ApiProcess) -> HttpCounts:
+        """The sums over all others, including those that have ended."""
         total = HttpCounts()
-        others = [living.counts for living in self._living.values() if living.api_server != api_server]
-        for counts in (self._retired, *others):
+        for counts in (self._retired, *(living.counts for living in self._living.values() if living is not asker)):
             total.add(counts)
         return total
 

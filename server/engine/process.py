@@ -18,7 +18,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -32,7 +33,7 @@ from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
 from server.engine.child_process import end_with_parent
 from server.engine.outbox import ApiServer, Sender, ZmqContext
-from server.engine.weight_changes import ChangeableEngine, WeightChanges
+from server.engine.weight_changes import WeightChanges
 
 STATS_INTERVAL_S = 1.0
 EXIT_FAILED = 1
@@ -59,31 +60,15 @@ class ServedEngine(Protocol):
     def shutdown(self) -> None: ...
 
 
-@runtime_checkable
-class AdaptedEngine(Protocol):
-    """A `ServedEngine` whose requests may name LoRA adapters. `adapters` is None if LoRA is off."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltEngine:
+    """An engine that a factory has built, and what comes with it."""
 
-    adapters: Adapters | None
-
-
-class EngineWrapper:
-    """A `ServedEngine` that passes all calls on to another one. Subclasses override some of the methods."""
-
-    def __init__(self, engine: ServedEngine) -> None:
-        self._inner = engine
-        self.start = engine.start
-        self.listen = engine.listen
-        self.add_request = engine.add_request
-        self.abort = engine.abort
-        self.reset_prefix_cache = engine.reset_prefix_cache
-        self.stats = engine.stats
-
-    @property
-    def death(self) -> BaseException | None:
-        return self._inner.death
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
+    engine: ServedEngine
+    info: wire.EngineInfo
+    adapters: Adapters | None = None  # None: requests cannot name LoRA adapters
+    weights: WeightChanges | None = None  # None: it cannot pause or change its weights
+    after_shutdown: Callable[[], None] = lambda: None
 
 
 class Reporter:
@@ -109,7 +94,7 @@ class Reporter:
         _exit_now(code)
 
 
-EngineFactory = Callable[[object, Reporter], tuple[ServedEngine, wire.EngineInfo]]
+EngineFactory = Callable[[object, Reporter], BuiltEngine]
 
 
 def load_factory(target: str) -> EngineFactory:
@@ -138,7 +123,8 @@ def main(commands: str, events: str, target: str, engine_args: object, debug: bo
         # The collector reads every object that it knows, and JAX makes hundreds of thousands: a quarter of a second in
         # which no token leaves. Frozen objects are hidden from it, and are still freed when nothing refers to them.
         gc.freeze()  # the imported modules: a start makes enough objects for a full collection or two
-        engine, info = factory(engine_args, Reporter(sender))
+        built = factory(engine_args, Reporter(sender))
+        engine = built.engine
         engine.listen(sender.put)
         engine.start()
         gc.freeze()
@@ -150,15 +136,15 @@ def main(commands: str, events: str, target: str, engine_args: object, debug: bo
         sender.put(wire.Failed(described(error), is_refusal=is_refusal))
         sender.close()
         sys.exit(EXIT_FAILED)
-    adapters = engine.adapters if isinstance(engine, AdaptedEngine) else None
-    if adapters is not None:
-        adapters.listen(sender.put)
-    weights = WeightChanges(engine, sender.put) if isinstance(engine, ChangeableEngine) else None
-    sender.put(wire.Ready(info))
+    for changeable in (built.adapters, built.weights):
+        if changeable is not None:
+            changeable.listen(sender.put)
+    sender.put(wire.Ready(built.info))
     context = zmq.Context()
     try:
-        _serve(context, commands, info, engine, adapters, weights, sender)
+        _serve(context, commands, built, sender)
         engine.shutdown()
+        built.after_shutdown()
     finally:
         if engine.death is not None:
             sender.put(wire.Failed(f"{type(engine.death).__name__}: {engine.death}"))
@@ -174,16 +160,9 @@ def _exit_now(code: int) -> None:
     os._exit(code)
 
 
-def _serve(
-    context: ZmqContext,
-    commands: str,
-    info: wire.EngineInfo,
-    engine: ServedEngine,
-    adapters: Adapters | None,
-    weights: WeightChanges | None,
-    sender: Sender,
-) -> None:
+def _serve(context: ZmqContext, commands: str, built: BuiltEngine, sender: Sender) -> None:
     """Handles commands until Stop or the engine's death. Sends the statistics every STATS_INTERVAL_S seconds."""
+    engine, adapters, weights = built.engine, built.adapters, built.weights
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -209,12 +188,12 @@ def _serve(
                 continue
             match decode(socket.recv()):
                 case wire.Submit(requests=requests, api_server=0):
-                    _submit(engine, wire.requests_from_wire(requests), sender.put)
+                    _submit(built, wire.requests_from_wire(requests), sender.put)
                 case wire.Submit(requests=requests, api_server=number):
                     if (api_server := api_servers.get(number)) is not None:  # else it has ended since
                         ids = [request.request_id for request in requests]
                         api_server.open.update(ids)
-                        if not _submit(engine, wire.requests_from_wire(requests), api_server.put):
+                        if not _submit(built, wire.requests_from_wire(requests), api_server.put):
                             api_server.open.difference_update(ids)
                 case wire.Abort(request_ids=request_ids, reason=reason):
                     for request_id in request_ids:
@@ -237,11 +216,10 @@ def _serve(
                     if number not in api_servers:  # else it has ended before this has come
                         api_server = api_servers[number] = ApiServer(number, sender.put)
                         sender.put(added)
-                        if adapters is not None:
-                            adapters.tell(api_server.put)
-                        if weights is not None:
-                            weights.tell(api_server.put)
-                        api_server.put(wire.Ready(info))
+                        for changeable in (adapters, weights):
+                            if changeable is not None:
+                                changeable.tell(api_server.put)
+                        api_server.put(wire.Ready(built.info))
                 case wire.RemoveApiServer(api_server=number) as removed:
                     api_server, api_servers[number] = api_servers.get(number), None
                     for request_id in () if api_server is None else list(api_server.open):
@@ -254,13 +232,14 @@ def _serve(
 
 
 def _submit(
-    engine: ServedEngine, requests: Sequence[Request], put: Callable[[RequestOutput | wire.Output], None]
+    built: BuiltEngine, requests: Sequence[Request], put: Callable[[RequestOutput | wire.Output], None]
 ) -> bool:
     """Adds the requests of one HTTP request, all or none. A refusal of one aborts the others. Returns whether all were
     added."""
+    add_request = (built.adapters or built.engine).add_request
     for i, request in enumerate(requests):
         try:
-            engine.add_request(request, put)
+            add_request(request, put)
         except Exception as error:
             status, param = status_of(error)
             if status == 500:
@@ -268,7 +247,7 @@ def _submit(
             refusal = wire.failure(request.request_id, str(error), status=status, param=param)
             put(refusal)  # before the outputs of the aborts
             for added in requests[:i]:
-                engine.abort(added.request_id)
+                built.engine.abort(added.request_id)
             return False
     return True
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from batcher.change import Change, OnDone, PauseMode
 from batcher.errors import EngineClosedError, EngineDeadError
@@ -59,12 +59,8 @@ class Weights(Protocol):
         """Undoes `prepare`."""
 
 
-@runtime_checkable
 class ChangeableEngine(Protocol):
-    """A `process.ServedEngine` that can pause and whose weights can be changed while it serves. The methods are those
-    of `batcher.engine.Engine`."""
-
-    weights: Weights
+    """The methods of `batcher.engine.Engine` that `WeightChanges` uses."""
 
     def change(self, change: Change) -> None: ...
 
@@ -80,14 +76,12 @@ class WeightChanges:
     """Carries out commands about the weights, and sends an event when the weights have changed.
 
     Only one thread may call `ask` and `abandon_overdue`. The asker makes one change or step of an update at a time.
-
-    Args:
-        put: sends an event. Called from any thread; events of one thread keep their order.
     """
 
-    def __init__(self, engine: ChangeableEngine, put: Callable[[wire.Event], None]) -> None:
+    def __init__(self, engine: ChangeableEngine, weights: Weights) -> None:
         self._engine = engine
-        self._put = put
+        self._weights = weights
+        self._put: Callable[[wire.Event], None] = lambda event: None
         self._work = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._lock = threading.Lock()  # of the version, and of the order in which versions are told
         self._version = wire.DEFAULT_VERSION
@@ -96,6 +90,10 @@ class WeightChanges:
         self._sources: list[wire.WeightsSource] = []  # of the update
         self._prepared: wire.ChangeWeights | None = None  # no step runs until it is committed or abandoned
         self._decide_by = math.inf  # by the monotonic clock; the prepared change is abandoned then
+
+    def listen(self, put: Callable[[wire.Event], None]) -> None:
+        """Registers `put`, which sends an event. Called from any thread; events of one thread keep their order."""
+        self._put = put
 
     def tell(self, put: Callable[[wire.Event], None]) -> None:
         """Sends the name of the current weights, before that of any later ones."""
@@ -133,7 +131,7 @@ class WeightChanges:
 
     def _answer(self, number: int, error: Exception | None) -> None:
         told = None if error is None else described(error)
-        missing = None if self._prepared is not None else sorted(self._engine.weights.missing)
+        missing = None if self._prepared is not None else sorted(self._weights.missing)
         self._put(wire.Reply(number=number, error=told, missing=missing))
 
     def _in_thread(self, work: Callable[[], None], answer: Answer) -> None:
@@ -147,7 +145,7 @@ class WeightChanges:
             answer(error)
 
     def _take_step(self, command: wire.UpdateWeights, answer: Answer) -> None:
-        weights = self._engine.weights
+        weights = self._weights
         match command:
             case wire.UpdateWeights(step=wire.UpdateStep.BEGIN):
                 if self._is_updating:
@@ -168,11 +166,11 @@ class WeightChanges:
         answer(None)
 
     def _end_update(self) -> None:
-        self._engine.weights.forget()
+        self._weights.forget()
         self._sources, self._is_updating = [], False
 
     def _prepare(self, change: wire.ChangeWeights, hold_s: float, answer: Answer) -> None:
-        weights, checked = self._engine.weights, change
+        weights, checked = self._weights, change
         if change.change is wire.WeightsChange.UPDATE:
             if not self._is_updating:
                 raise ValueError(NONE_BEGUN)
@@ -201,10 +199,10 @@ class WeightChanges:
         if change is None:
             raise ValueError("no change of the weights is prepared: the engine abandons one that it must wait for")
         if not commits:
-            self._engine.weights.abandon()
+            self._weights.abandon()
             return
         try:
-            self._engine.weights.commit()
+            self._weights.commit()
         finally:
             if change.change is wire.WeightsChange.UPDATE:
                 self._end_update()
@@ -215,7 +213,7 @@ class WeightChanges:
             self._set_version(change.model or wire.DEFAULT_VERSION)
 
     def _may_serve(self) -> bool:
-        return self._prepared is None and not self._engine.weights.missing
+        return self._prepared is None and not self._weights.missing
 
     def _set_version(self, version: str) -> None:
         """Sets and sends the version. Runs on the engine's thread between two steps, so earlier tokens are sent

@@ -9,7 +9,7 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.changeable import ChangeableEngine, RunnerWeights, change
+from scripts.building.changeable import RunnerWeights, change
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine import wire
@@ -93,7 +93,8 @@ def test_weights_that_cannot_be_loaded_to_their_end_leave_the_old_ones(fault):
         replies.append(event)
         told.release()
 
-    changes = WeightChanges(ChangeableEngine(drive.engine, changed.weights), put)
+    changes = WeightChanges(drive.engine, changed.weights)
+    changes.listen(put)
 
     def ask(phase: wire.Phase) -> str | None:
         changes.ask(wire.ChangePhase(phase, RELOAD))

@@ -202,7 +202,8 @@ class RefusedUpdates:
     def __init__(self, of: Built) -> None:
         weights = RunnerWeights(of.loader, EngineSettings(device="cpu"), of.plan.weights, "cpu")
         self._told: queue.Queue[Reply] = queue.Queue()
-        self._changes = WeightChanges(SimpleNamespace(weights=weights), self._told.put)
+        self._changes = WeightChanges(SimpleNamespace(), weights)
+        self._changes.listen(self._told.put)
 
     def ask(self, step: UpdateStep, source: WeightsSource | None = None) -> str | None:
         """Why the step is refused."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import NoneType
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from server.api.answers.answer import json_response
+from server.api.peers import AbortRequests, SetLogLevel
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
 from server.api.routes.endpoints import route
@@ -103,7 +105,7 @@ class Admin:
         state = self._state
         ended = state.abort(body.request_ids, aborted_by_administrator())
         if state.peers is not None:
-            ended += await state.peers.abort(body.request_ids)
+            ended += await state.peers.ask(AbortRequests(body.request_ids), list[str])
         logger.info("%d requests were aborted by the administrator", len(ended))
         return json_response({"aborted": ended})
 
@@ -117,5 +119,5 @@ class Admin:
         """Sets the level of the log."""
         logger.setLevel(body.level.upper())
         if self._state.peers is not None:
-            await self._state.peers.set_log_level(body.level.upper())
+            await self._state.peers.ask(SetLogLevel(body.level.upper()), NoneType)
         return await self.log_level(request)

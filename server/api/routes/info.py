@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import LongJson, json_response
+from server.api.http_counts import HttpCounts
 from server.api.metrics import CONTENT_TYPE
+from server.api.peers import Counted
 from server.api.request.conversation import Conversation, encode_conversation
 from server.api.request.limits import check_text_length
 from server.api.request.sampling import check_ids
@@ -113,7 +115,7 @@ class Info:
     async def metrics(self, request: Request) -> Response:
         """Statistics for Prometheus."""
         metrics, peers = self._state.metrics, self._state.peers
-        others = None if peers is None else await peers.counts_of_others(metrics.counts())
+        others = None if peers is None else await peers.ask(Counted(metrics.counts(), asks=True), HttpCounts)
         return Response(metrics.render(others), headers={"content-type": CONTENT_TYPE})
 
     def _served(self) -> dict[str, Adapter | None]:

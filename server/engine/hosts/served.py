@@ -22,8 +22,8 @@ from server.engine.hosts.adapter_loading import AllAdapters
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.process import AdaptedEngine, EngineWrapper, Reporter, ServedEngine
-from server.engine.weight_changes import ChangeableEngine, Weights
+from server.engine.process import Reporter, ServedEngine
+from server.engine.weight_changes import Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,29 +33,13 @@ RECOVERY_S = 10.0  # within which the leader notices a step that has failed on a
 _NO_MOVES = "the pages of several hosts do not leave the devices: each host could read its own part only"
 
 
-class ServedChangeableEngine(ServedEngine, ChangeableEngine, AdaptedEngine, Protocol):
-    """An engine with adapters, whose weights can be changed while it serves."""
-
-
-class LeadingEngine(EngineWrapper):
-    """The leader's engine, which ends the followers when it ends. `leave` leaves `jax.distributed`, on all hosts at
-    once."""
-
-    def __init__(self, engine: ServedChangeableEngine, leader: Leader, leave: Callable[[], None]) -> None:
-        super().__init__(engine)
-        self.change, self.pause, self.resume = engine.change, engine.pause, engine.resume
-        self.weights = engine.weights
-        self.adapters = engine.adapters
-        self._leader = leader
-        self._leave = leave
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self.death is None:
-            self._leader.stop()
-            self._leave()
-        elif not self._leader.wait_for_loss(LOSS_S):
-            self._leader.fail(f"{type(self.death).__name__}: {self.death}")
+def end_hosts(engine: ServedEngine, leader: Leader, leave: Callable[[], None]) -> None:
+    """Ends the followers when the leader's engine has ended. `leave` leaves `jax.distributed`, on all hosts at once."""
+    if engine.death is None:
+        leader.stop()
+        leave()
+    elif not leader.wait_for_loss(LOSS_S):
+        leader.fail(f"{type(engine.death).__name__}: {engine.death}")
 
 
 class FollowingEngine:

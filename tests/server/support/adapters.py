@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from server.engine.adapters import AdapterError, Adapters
-from server.engine.process import EngineWrapper
 from server.engine.wire import LoadAdapter
 
 TEXT, READS, DELAY = "text", "reads", "delay_s"
@@ -44,15 +43,12 @@ class FakeStore:
         self.forgotten.append(self.texts.pop(identity))
 
 
-class AdaptedEngine(EngineWrapper):
-    """An engine with adapters, of which those in `modules` are loaded: names and folders."""
-
-    def __init__(self, engine: Any, store: FakeStore, modules: Iterable[tuple[str, str]] = ()) -> None:
-        super().__init__(engine)
-        self.adapters = Adapters(store, engine)
-        self.add_request = self.adapters.add_request
-        for name, path in modules:
-            self.adapters.change(LoadAdapter(name, path))
+def fake_adapters(engine: Any, store: FakeStore, modules: Iterable[tuple[str, str]] = ()) -> Adapters:
+    """The adapters of an engine, of which those in `modules` are loaded: names and folders."""
+    adapters = Adapters(store, engine)
+    for name, path in modules:
+        adapters.change(LoadAdapter(name, path))
+    return adapters
 
 
 def write_adapter(folder: Path, text: str | None, delay_s: float = 0.0) -> Path:

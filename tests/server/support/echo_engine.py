@@ -22,8 +22,10 @@ from batcher.errors import InvalidRequestError, QueueFullError
 from batcher.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from batcher.stats import EngineStats
 from batcher.step_log import StepRecord
+from server.engine.process import BuiltEngine
+from server.engine.weight_changes import WeightChanges
 from server.engine.wire import WEIGHTS, ChangeWeights, EngineInfo, InSharedMemory, WeightsChange
-from tests.server.support.adapters import AdaptedEngine, FakeStore
+from tests.server.support.adapters import FakeStore, fake_adapters
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 from tests.server.support.weights import missing_after
 
@@ -221,11 +223,7 @@ class EchoEngine:
 class ChangingEchoEngine(EchoEngine):
     """A pause ends all requests."""
 
-    def __init__(self, config: EchoConfig) -> None:
-        super().__init__(config)
-        self.weights = EchoWeights(config, self._reply_with)
-
-    def _reply_with(self, name: str | None) -> None:
+    def reply_with(self, name: str | None) -> None:
         self._config = replace(self._config, reply=None if name is None else tuple(name.encode()))
 
     def change(self, change: Change) -> None:
@@ -305,7 +303,7 @@ def sampled_logprob(token_id: int) -> float:
     return -token_id / 1024 if token_id else float("-inf")
 
 
-def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine, EngineInfo]:
+def build(config: EchoConfig, report: Callable[[str], None]) -> BuiltEngine:
     report("the echo engine is loading")
     time.sleep(config.start_s)
     if config.fail_at_start:
@@ -316,6 +314,10 @@ def build(config: EchoConfig, report: Callable[[str], None]) -> tuple[EchoEngine
         cache_config={"page_size": "16", "enable_prefix_caching": "True"},
         max_loras=0 if config.adapters is None else 4,
     )
-    if config.adapters is not None:
-        return AdaptedEngine(EchoEngine(config), config.adapters, config.modules), info
-    return (ChangingEchoEngine if config.weights else EchoEngine)(config), info
+    if config.weights:
+        changing = ChangingEchoEngine(config)
+        weights = WeightChanges(changing, EchoWeights(config, changing.reply_with))
+        return BuiltEngine(engine=changing, info=info, weights=weights)
+    engine = EchoEngine(config)
+    adapters = None if config.adapters is None else fake_adapters(engine, config.adapters, config.modules)
+    return BuiltEngine(engine=engine, info=info, adapters=adapters)

@@ -11,10 +11,11 @@ from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.request import FinishReason, Pooling
 from batcher.step import Capacity
-from server.engine.process import EngineWrapper, ServedEngine
+from server.engine.process import BuiltEngine
+from server.engine.weight_changes import WeightChanges
 from server.engine.wire import EngineInfo
 from tests.batcher.fake_runner import FAKE_HIDDEN, FakeRunner
-from tests.server.support.adapters import AdaptedEngine, FakeStore
+from tests.server.support.adapters import FakeStore, fake_adapters
 from tests.server.support.tokenizers import EOT, VOCAB_SIZE
 from tests.server.support.weights import FakeWeights, WeightedRunner, Weights
 
@@ -53,14 +54,7 @@ class _Engine(Engine):
         self._first_abort.set()
 
 
-class _ChangeableEngine(EngineWrapper):
-    def __init__(self, engine: Engine, weights: Weights) -> None:
-        super().__init__(engine)
-        self.weights = weights
-        self.change, self.pause, self.resume = engine.change, engine.pause, engine.resume
-
-
-def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngine, EngineInfo]:
+def build(config: RealConfig, report: Callable[[str], None]) -> BuiltEngine:
     aborted = threading.Event()
 
     def on_result(number: int) -> None:
@@ -82,15 +76,16 @@ def build(config: RealConfig, report: Callable[[str], None]) -> tuple[ServedEngi
     )
     engine = _Engine(aborted, runner, engine_config, ladder)
     engine.warm_up(report)
-    served: ServedEngine = engine
-    if config.adapters is not None:
-        served = AdaptedEngine(engine, config.adapters)
-    elif config.weights is not None:
-        served = _ChangeableEngine(engine, Weights(runner, config.weights))
-    return served, EngineInfo(
+    info = EngineInfo(
         max_model_len=CAPACITY.max_model_len,
         vocab_size=VOCAB_SIZE,
         embedding_size=None if config.pooling is None else FAKE_HIDDEN,
         max_loras=max_loras,
         adapter_bytes=1000,
+    )
+    return BuiltEngine(
+        engine=engine,
+        info=info,
+        adapters=None if config.adapters is None else fake_adapters(engine, config.adapters),
+        weights=None if config.weights is None else WeightChanges(engine, Weights(runner, config.weights)),
     )

@@ -6,6 +6,8 @@ import socket
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,7 @@ from server.engine.hosts import commands
 from server.engine.hosts.cluster import Cluster, HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
-from server.engine.hosts.served import BroadcastRunner, FollowingEngine, LeadingEngine
+from server.engine.hosts.served import BroadcastRunner, FollowingEngine, end_hosts
 from server.engine.hosts.sockets import keys_of, make_socket
 from tests.server.engine.hosts.loopback import (
     BUCKETS,
@@ -42,15 +44,9 @@ def following(follower: Follower, runner: RecordingRunner) -> Exits:
     return exits
 
 
-class Inner:
-    """An engine without requests."""
-
-    def __init__(self, death: BaseException | None = None) -> None:
-        self.death = death
-        self.adapters = self.weights = None
-
-    start = listen = add_request = abort = reset_prefix_cache = stats = shutdown = staticmethod(lambda *_: None)
-    change = pause = resume = staticmethod(lambda *_: None)
+def ended(death: BaseException | None = None) -> Any:
+    """An engine that has ended."""
+    return SimpleNamespace(death=death)
 
 
 def test_a_follower_replays_what_the_leader_does(hosts):
@@ -75,7 +71,7 @@ def test_a_follower_replays_what_the_leader_does(hosts):
     runner.execute(step(6))
 
     left = []
-    LeadingEngine(Inner(), leader, lambda: left.append(True)).shutdown()
+    end_hosts(ended(), leader, lambda: left.append(True))
     assert exits.ends.get(timeout=30) == "ended"
     expected = [BUCKETS, 0, 1, 2, 3, 4, 5, "recover", 6]
     assert theirs.seen(9) == ours.seen(9) == expected
@@ -196,8 +192,8 @@ def test_a_leader_that_goes_is_named(hosts):
 
 def test_an_engine_that_dies_tells_the_followers_why(hosts):
     leader, _ = hosts.together()
-    dead = Inner(StepTimeoutError("the device is stuck"))
-    LeadingEngine(dead, leader, lambda: pytest.fail("a dead engine leaves nothing in order")).shutdown()
+    dead = ended(StepTimeoutError("the device is stuck"))
+    end_hosts(dead, leader, lambda: pytest.fail("a dead engine leaves nothing in order"))
     assert hosts.failures[1].get(timeout=30) == "the leader has ended: StepTimeoutError: the device is stuck"
     assert hosts.failures[0].empty()
 
@@ -206,7 +202,7 @@ def test_a_step_that_fails_because_a_host_is_lost_is_not_the_reason(hosts):
     leader, follower = hosts.together()
     hosts.open.remove(follower.close)
     follower.close()
-    LeadingEngine(Inner(RuntimeError("connection reset by peer")), leader, lambda: None).shutdown()
+    end_hosts(ended(RuntimeError("connection reset by peer")), leader, lambda: None)
     assert "has gone: its connection has closed" in hosts.failures[0].get(timeout=30)
 
 
