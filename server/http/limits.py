@@ -153,7 +153,8 @@ class RequestLimits:
             self.unfinished.end(reader)
 
 
-def refusal(error: RequestError) -> Response:
-    """The error object as an answer, after which the connection closes."""
-    headers = error.headers() | {"connection": "close"}
+def refusal(error: RequestError, *, closes: bool = False) -> Response:
+    """The error object as an answer. `closes` says that the connection closes after it: a client that still sends its
+    body may then lose the answer."""
+    headers = error.headers() | ({"connection": "close"} if closes else {})
     return Response(error.encode(), error.status, headers, media_type="application/json")

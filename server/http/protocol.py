@@ -24,7 +24,6 @@ logger = logging.getLogger("pallas_serve")
 LEAST_WAIT_S = 0.1  # a connection that has waited for less stays open: a request may have arrived but not been read
 TURN_AWAY_S = 0.2  # the wait for a request's first byte before a 503: some clients read no answer before they send
 LINGER_S = 2.0  # the wait for the rest of a body that was answered early: closing earlier may lose the answer
-LINGER_BYTES = 2**20  # the most bytes that are dropped in that time
 DRAIN_IDLE_S = 1.0  # the wait for a request that is in transit when the shutdown begins
 UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 
@@ -143,7 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
         error = self._turned_away = unavailable(message, retry_after_s=1)
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await refusal(error)(scope, receive, send)
+            await refusal(error, closes=True)(scope, receive, send)
 
         self.app = app
 
@@ -173,7 +172,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(self._turned_away)
         elif self._phase == "body":  # the rest of a body that has been answered
             if elapsed > LINGER_S:
-                self.transport.abort()
+                self.transport.close()
         elif self._phase == "head" or self._num_since_progress:
             if self._limits.draining:
                 self._refuse(unavailable("The server is shutting down.", retry_after_s=5))
@@ -190,7 +189,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _drop(self, num_bytes: int) -> None:
         self._num_dropped += num_bytes
-        if self._num_dropped > LINGER_BYTES:
+        if self._num_dropped > self._limits.settings.max_body_bytes:
             self.transport.abort()
 
     def _feed(self, data: bytes) -> None:
@@ -214,7 +213,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._turned_away is None:  # `ConnectionLimits.admit` has logged it
             self._limits.log.warning(f"{error.status} to %s: {error.message}", client)
         if self._is_idle or not self.cycle.response_started:
-            answer = refusal(error)
+            answer = refusal(error, closes=True)
             fields = [*self.server_state.default_headers, *answer.raw_headers]
             head = b"".join(b"%b: %b\r\n" % field for field in fields)
             self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + bytes(answer.body))

@@ -50,7 +50,9 @@ ENDING_S = 10.0  # for children, after the server's end
 KEY, ATTACKERS_KEY = "ordinary", "attackers"
 # Limits that attackers reach in seconds, and the templates of requests, which are attacks as well.
 LIMITS = ("--max-model-len=512", "--body-timeout=5", "--max-body-memory=32")
-FLAGS = ("--port=0", "--trust-request-chat-template", *LIMITS)
+# A page takes memory when it is used for the first time. So few pages are all used within the first quarter.
+PAGES = "--num-gpu-blocks-override=256"
+FLAGS = ("--port=0", "--trust-request-chat-template", PAGES, *LIMITS)
 # Lines at WARNING or above that attacks provoke.
 PROVOKED = re.compile(r"WARNING pallas_serve: ((400|408|503) to |structured_outputs: a grammar cannot hold )")
 _SEVERE = re.compile(r" (WARNING|ERROR|CRITICAL) |Traceback")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 
@@ -65,6 +66,18 @@ def test_all_bodies_together_are_bounded(small):
         body = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}'
         waiting[0].sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
         assert read_all_of_one_answer(waiting[0]) == 200  # and so is a body that was not refused
+
+
+def test_whoever_is_refused_may_send_the_rest_and_then_reads_the_answer(small):
+    with contextlib.ExitStack() as stack:
+        longest, *others = [stack.enter_context(connect(small)) for _ in range(4)]
+        for connection, num_mib in ((longest, 5), *((other, 4) for other in others)):
+            connection.sendall(HEAD + CHUNK * num_mib)
+        assert select.select([longest], [], [], TIMEOUT_S)[0]  # it has been answered
+        longest.sendall(CHUNK * 3 + b"0\r\n\r\n" + post(CHAT, SHORT, "Connection: close"))
+        first, second = answers(read_all(longest))
+        assert (first.status, second.status) == (503, 200)
+        assert "--max-body-memory" in first.error()["message"]
 
 
 def with_answers(connections: list[socket.socket], begun: dict[socket.socket, bytes]) -> dict[socket.socket, bytes]:
