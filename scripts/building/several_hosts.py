@@ -13,7 +13,7 @@ from scripts.building.adapter_store import loaded_adapters
 from scripts.building.runner import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.adapter_loading import AllAdapters
-from server.engine.hosts.cluster import LEADER, Cluster, HostsError
+from server.engine.hosts.cluster import LEADER, Cluster
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
@@ -62,11 +62,8 @@ def build_follower(served: ServedSettings, report: Reporter) -> BuiltEngine:
         follower.arrive(_settings(served.engine), report)
         others = OtherHosts(num_hosts=cluster.num_hosts, join=partial(_join, cluster), agree=partial(_follow, follower))
         built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
-        command = follower.next_command()
-        if not isinstance(command, Compile):
-            raise HostsError(f"the leader sent {type(command).__name__} where the programs to compile were due")
-        built.runner.compile(command.buckets, lambda line: report(f"  {line}"))
-        follower.compiled()
+        command = follower.expect(Compile)
+        follower.answer(command, lambda: built.runner.compile(command.buckets, lambda line: report(f"  {line}")))
     most_in_flight = served.engine.pipeline_depth
     weights = built.changeable_weights()
     engine = FollowingEngine(

@@ -18,7 +18,7 @@ import numpy as np
 from batcher.step import PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
 from scripts.lab.tables import Table, say, say_head
 from server.engine.hosts.cluster import Cluster
-from server.engine.hosts.commands import Numbered, Stop, step_to_wire
+from server.engine.hosts.commands import Stop, step_to_wire
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         packed = np.random.default_rng(0).integers(1 << 17, size=PackedLayout(bucket).size, dtype=np.int32)
         patches = tuple(np.zeros((2, PATCH_BLOCK), np.int32) for _ in range(num_patches))
         step = StepInput(bucket=bucket, packed=packed, patches=patches)
-        size = len(msgspec.msgpack.encode(Numbered(10**6, step_to_wire(step))))
+        size = len(msgspec.msgpack.encode(step_to_wire(step)))
         seconds = []
         for _ in range(args.steps):
             started = time.perf_counter()

@@ -11,7 +11,6 @@ LEADER = 0  # the number of the leader's host
 MIN_SECRET_CHARS = 16
 # The leader's ports, counted from the coordinator's, which is JAX's own.
 COMMANDS_OFFSET, REPORTS_OFFSET = 1, 2
-SAY_EVERY_S = 10.0  # the interval of the lines about hosts that are missing
 
 
 class HostsError(ConnectionError):

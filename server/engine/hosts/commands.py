@@ -1,7 +1,8 @@
 """The messages between the hosts of one engine, in msgpack. Arrays are the bytes of int32 numbers.
 
-The leader's commands have consecutive numbers, which are the same for all followers. A follower fails if a number is
-not the next one, because a command was lost or came out of order.
+All followers receive the leader's commands in the same order. As between an HTTP process and an engine, each Question
+has a number, and the Reply with the same number answers it. Failed from the leader means that the engine is dead on all
+hosts, and Failed from a follower that it cannot go on.
 """
 
 from __future__ import annotations
@@ -10,26 +11,28 @@ import msgspec
 import numpy as np
 
 from batcher.step import AdapterWrite, Bucket, PenaltyReset, StepInput
-from server.engine.wire import ChangeWeights
+from server.engine.wire import ChangeWeights, Failed, Question, Reply, Stop
 
 
-class Welcome(msgspec.Struct, tag=True, array_like=True):
-    """All hosts have arrived."""
+class Agree(Question, tag=True):
+    """Compare these facts with your own. The answer is the number of K/V pages that the follower has room for."""
+
+    facts: dict[str, str]  # must be equal on all hosts
 
 
-class UsePages(msgspec.Struct, tag=True, array_like=True):
+class UsePages(msgspec.Struct, tag=True):
     """The number of K/V pages that all hosts use: the smallest number that any host has room for."""
 
     num_pages: int
 
 
-class Compile(msgspec.Struct, tag=True, array_like=True):
+class Compile(Question, tag=True):
     """Compile the programs of these buckets, and run none."""
 
     buckets: list[Bucket]
 
 
-class Step(msgspec.Struct, tag=True, array_like=True):
+class Step(msgspec.Struct, tag=True):
     """The fields of a `batcher.step.StepInput`. All arrays are int32."""
 
     bucket: Bucket
@@ -40,123 +43,76 @@ class Step(msgspec.Struct, tag=True, array_like=True):
     adapters: list[tuple[int, int]]  # adapter slots and identities
 
 
-class Recover(msgspec.Struct, tag=True, array_like=True):
+class Recover(msgspec.Struct, tag=True):
     """Recovers from a step that has failed. No step is in flight."""
 
 
-class HostQuestion(msgspec.Struct, array_like=True, kw_only=True):
-    """A command that is answered by an Answer with the same `question`."""
-
-    question: int = 0
-
-
-class Check(HostQuestion, tag=True, array_like=True):
+class Check(Question, tag=True):
     """Check whether this change of the weights can be made (`server.engine.weight_changes.Weights.check`)."""
 
     change: ChangeWeights
 
 
-class Prepare(HostQuestion, tag=True, array_like=True):
+class Prepare(Question, tag=True):
     """Prepare the change that was checked. It can still be undone."""
 
 
-class Commit(HostQuestion, tag=True, array_like=True):
+class Commit(Question, tag=True):
     """Complete the change, for which all hosts are prepared."""
 
 
-class Abandon(msgspec.Struct, tag=True, array_like=True):
+class Abandon(msgspec.Struct, tag=True):
     """Undo the preparation of a change, because a host has refused it. It has no answer: a failure ends all hosts."""
 
 
-class LoadAdapter(HostQuestion, tag=True, array_like=True):
+class LoadAdapter(Question, tag=True):
     """Read the LoRA adapter in this folder or file while steps go on."""
 
     path: str
 
 
-class ForgetAdapter(msgspec.Struct, tag=True, array_like=True):
+class ForgetAdapter(msgspec.Struct, tag=True):
     """Drop an adapter's weights, which no name and no request uses any more."""
 
     identity: int
 
 
-class StageAdapter(HostQuestion, tag=True, array_like=True):
+class StageAdapter(Question, tag=True):
     """Copy an adapter's weights to the chips. No step writes them into a slot before all hosts have answered."""
 
     identity: int
 
 
-class UnstageAdapter(msgspec.Struct, tag=True, array_like=True):
+class UnstageAdapter(msgspec.Struct, tag=True):
     """Drop the staged weights of an adapter, which no step will write into a slot."""
 
     identity: int
 
 
-class Stop(msgspec.Struct, tag=True, array_like=True):
-    """The server has been shut down."""
-
-
-class Fail(msgspec.Struct, tag=True, array_like=True):
-    """The engine is dead, on all hosts."""
-
-    reason: str
-
-
-Question = Check | Prepare | Commit | LoadAdapter | StageAdapter
 WeightsCommand = Check | Prepare | Commit | Abandon
 AdapterCommand = LoadAdapter | ForgetAdapter | StageAdapter | UnstageAdapter
-Command = Welcome | UsePages | Compile | Step | Recover | WeightsCommand | AdapterCommand | Stop | Fail
+Command = Agree | UsePages | Compile | Step | Recover | WeightsCommand | AdapterCommand | Stop | Failed
+
+Found = dict[str, str] | int | None  # facts, of Check; pages, of Agree; the identity of the weights, of LoadAdapter
 
 
-class Numbered(msgspec.Struct, array_like=True):
-    """A command with its number, from 0."""
-
-    number: int
-    command: Command
-
-
-class Hello(msgspec.Struct, tag=True, array_like=True):
+class Hello(msgspec.Struct, tag=True):
     """A follower has arrived."""
 
-    host_id: int
     name: str  # the machine's host name
-    settings: dict[str, str]  # must be equal on all hosts
 
 
-class Plan(msgspec.Struct, tag=True, array_like=True):
-    """The results of a host's own start."""
+class HostReply(Reply, tag=True, kw_only=True):
+    """The reply of a follower to a Question."""
 
-    host_id: int
-    num_pages: int  # the number of K/V pages that it has room for
-    facts: dict[str, str]  # must be equal on all hosts
-
-
-class Compiled(msgspec.Struct, tag=True, array_like=True):
-    """This host has compiled all programs."""
-
-    host_id: int
-
-
-Found = dict[str, str] | int | None  # facts, of Check; the identity of the weights, of LoadAdapter
-
-
-class HostReply(msgspec.Struct, tag=True, array_like=True):
-    """The answer to a command of the kind Asked."""
-
-    host_id: int
-    question: int
-    error: str | None = None  # why this host has changed nothing
     found: Found = None
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The follower cannot go on."""
+class HostReport(msgspec.Struct):
+    """A message of a follower."""
 
     host_id: int
-    reason: str
-
-
-Report = Hello | Plan | Compiled | HostReply | Failed
+    content: Hello | HostReply | Failed
 
 
 def step_to_wire(step: StepInput) -> Step:

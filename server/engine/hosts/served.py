@@ -247,10 +247,10 @@ class BroadcastRunner:
         Returns an empty list: no program is left for later, because the leader could use it only after every host had
         reported it.
         """
-        buckets = list(buckets)
-        self._leader.send(commands.Compile(buckets))
-        self._runner.compile(buckets, report)
-        self._leader.wait_until_compiled()
+        command = commands.Compile(list(buckets))
+        _, faults = self._leader.ask(command, lambda: self._runner.compile(command.buckets, report))
+        if faults:
+            raise HostsError(self._leader.listed(faults))
         self._runner.run_each(self.execute, report)
         return []
 
