@@ -118,6 +118,13 @@ def version() -> str:
     return importlib.metadata.version("pallas-serve")
 
 
+def follower_settings(settings: Settings) -> Settings:
+    """The settings of a host that follows a leader. It serves plain HTTP from one process, and no requests."""
+    return dataclasses.replace(
+        settings, is_follower=True, api_server_count=1, tls=None, batch_folder=None, ui=False, otlp_traces_endpoint=None
+    )
+
+
 def curl_line(url: str, settings: Settings) -> str:
     """A curl command to try the server."""
     question = "What is 47 + 35?" if settings.model_names[0] == DEMO else "Hello!"
@@ -166,20 +173,18 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
             say(f"pallas-serve {settings.version}: {args.model}")
 
             def on_ready(url: str) -> None:
+                if settings.is_follower:
+                    say(f"following after {time.perf_counter() - started:.1f} s: {url}/health")
+                    return
                 where = url if settings.uds else f"{url}/v1"
                 say(f"ready after {time.perf_counter() - started:.1f} s: {where}\ntry:\n  {curl_line(url, settings)}")
-
-            def on_following(url: str) -> None:
-                say(f"following after {time.perf_counter() - started:.1f} s: {url}/health")
 
             first, *others = replicas_of(served, args.data_parallel_size, spare.path)
             if cluster is None:
                 return run(settings, ENGINE, first, more_engines=others, router=router, report=say, on_ready=on_ready)
-            if cluster.is_leader:
-                return run(settings, LEADER, served, report=say, on_ready=on_ready)
-            from server.follower import run_follower
-
-            return run_follower(settings, FOLLOWER, served, report=say, on_ready=on_following)
+            if not cluster.is_leader:
+                settings = follower_settings(settings)
+            return run(settings, LEADER if cluster.is_leader else FOLLOWER, served, report=say, on_ready=on_ready)
     except (Exception, KeyboardInterrupt) as error:
         return failed("scripts/serve", error, debug=args.debug)
 

@@ -145,6 +145,8 @@ def create_app(state: ServerState) -> Starlette:
     ]
     routes += docs_routes(routes, state.settings)
     routes += ui_routes(state)
+    if state.settings.is_follower:
+        routes = [route for route in routes if route.path in ("/health", "/live")]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(state.settings.allowed_origins),

@@ -62,8 +62,7 @@ async def serve(
         raise RuntimeError("the HTTP server has ended by itself")
     if batches is not None:
         batches.cancel()  # what they leave is done after the next start
-    died = client.died.is_set()
-    if died:
+    if client.death is not None:
         # The engine's streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ending.stop.wait(), state.settings.death_linger_s)
@@ -76,17 +75,21 @@ async def serve(
         await asyncio.wait([batches])
     if recording is not None:
         recording.cancel()
-    return EXIT_ENGINE_FAILED if died else EXIT_OK
+    return EXIT_OK if client.death is None else EXIT_ENGINE_FAILED
 
 
 async def _drain(state: ServerState, client: ServerEngine, ending: Shutdown, server: HttpServer) -> None:
-    """Refuses new and incomplete requests and waits for the running ones. Aborts these after the grace period or at a
-    second signal."""
+    """Refuses new and incomplete requests and waits for the running ones, or a follower for its leader. Aborts them
+    after the grace period or at a second signal."""
     state.draining = True
     server.drain()
     logger.info("shutting down: %d requests in flight", state.num_in_flight)
     deadline = time.monotonic() + state.settings.grace_period_s
-    while state.num_in_flight and time.monotonic() < deadline and not ending.hurry.is_set() and client.death is None:
+    while (
+        (state.num_in_flight or state.settings.is_follower)
+        and time.monotonic() < deadline
+        and not (ending.hurry.is_set() or client.died.is_set())
+    ):
         await asyncio.sleep(TICK_S)
     await _abort_the_rest(state, client)
 

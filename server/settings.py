@@ -161,6 +161,7 @@ class Settings:
     batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
     computes_for_others: bool = False  # whether it answers /kv/prefill
     transfer_timeout_s: float = 30.0  # for a prompt that another server computes
+    is_follower: bool = False  # whether it serves /health and /live only, until the leader of its hosts ends it
     debug: bool = False  # whether the engine's process prints the traceback of its failure
     show_cached_tokens: bool = True  # usage.prompt_tokens_details
     max_body_bytes: int = 8 * 2**20  # enough for a million token ids; a longer JSON would delay all streams

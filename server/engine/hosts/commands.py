@@ -11,7 +11,10 @@ import msgspec
 import numpy as np
 
 from batcher.step import AdapterWrite, Bucket, PenaltyReset, StepInput
-from server.engine.wire import ChangeWeights, Failed, Question, Reply, Stop
+from server.engine.wire import ChangeWeights, Reply
+from server.engine.wire import Failed as Failed
+from server.engine.wire import Question as Question
+from server.engine.wire import Stop as Stop
 
 
 class Agree(Question, tag=True):

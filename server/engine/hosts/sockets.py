@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ from server.engine.wire import Failed
 # ZeroMQ's own threads send and answer heartbeats, also while Python is busy. A stopped process does not answer.
 HEARTBEAT_S = 2.0
 SILENCE_S = 10.0
+LAST_MESSAGE_S = 0.1  # in which the last message of a host that is lost arrives
 LINGER_S = 2.0  # the time at the end for messages that are not sent yet
 MOST_REPORT_BYTES = 1 << 20  # the size limit of a follower's message
 MOST_COMMAND_BYTES = 1 << 30  # the size limit of the leader's message
@@ -160,7 +162,8 @@ class HostConnection:
                     logger.warning(DO_SECRETS_DIFFER)
                     self.hint = f"; {DO_SECRETS_DIFFER}"
                 if event == LOST:
-                    while not self._ending.is_set() and incoming.poll(100):
+                    until = time.monotonic() + LAST_MESSAGE_S
+                    while not self._ending.is_set() and incoming.poll(max(0, int((until - time.monotonic()) * 1000))):
                         self._handle(incoming.recv())
                     if (lost := self._find_lost()) is not None:
                         self._lose(f"{lost} has gone: its connection has closed")
