@@ -94,7 +94,8 @@ class UnstageAdapter(msgspec.Struct, tag=True):
 
 WeightsCommand = Check | Prepare | Commit | Abandon
 AdapterCommand = LoadAdapter | ForgetAdapter | StageAdapter | UnstageAdapter
-Command = Agree | UsePages | Compile | Step | Recover | WeightsCommand | AdapterCommand | Stop | Failed
+HostQuestion = Agree | Compile | Check | Prepare | Commit | LoadAdapter | StageAdapter
+Command = HostQuestion | UsePages | Step | Recover | WeightsCommand | AdapterCommand | Stop | Failed
 
 Found = dict[str, str] | int | None  # facts, of Check; pages, of Agree; the identity of the weights, of LoadAdapter
 

@@ -67,7 +67,7 @@ class Leader(HostConnection):
     # --- at any time ---
 
     def ask(
-        self, command: commands.Question, own: Callable[[], commands.Found]
+        self, command: commands.HostQuestion, own: Callable[[], commands.Found]
     ) -> tuple[dict[int, Any], dict[int, str]]:
         """Runs a command on all hosts at once. This host runs `own`.
 

@@ -23,7 +23,7 @@ from server.engine.wire import Failed
 # ZeroMQ's own threads send and answer heartbeats, also while Python is busy. A stopped process does not answer.
 HEARTBEAT_S = 2.0
 SILENCE_S = 10.0
-LAST_MESSAGE_S = 0.1  # in which the last message of a host that is lost arrives
+LAST_MESSAGE_S = 0.1  # in which the last message of a follower that is lost arrives
 LINGER_S = 2.0  # the time at the end for messages that are not sent yet
 MOST_REPORT_BYTES = 1 << 20  # the size limit of a follower's message
 MOST_COMMAND_BYTES = 1 << 30  # the size limit of the leader's message
@@ -125,8 +125,27 @@ class HostConnection:
 
     # --- within ---
 
-    def _finish(self, last: Any = None) -> bool:
-        """Sends the last message and closes the connections. Returns False if another thread has begun to."""
+    def _finish(self, last: Any = None) -> None:
+        """Sends the last message and closes the connections. May be called again."""
+        if self._end(last):
+            self._receiver.join()
+            self.sockets.close()
+
+    def _lose(self, reason: str) -> None:
+        """Ends the connections because of a failure, on the receiver's thread. The leader tells the followers why."""
+        is_leader = self.cluster.is_leader
+        if not self._end(Failed(reason) if is_leader else None):
+            return
+        if is_leader:
+            self.sockets.close()  # sends the reason
+        for inbox in self._waiting():
+            inbox.put(HostsError(reason))
+        self._on_failure(reason)  # a follower must be quick: JAX aborts its process when the leader's has gone
+        if not is_leader:
+            self.sockets.close()
+
+    def _end(self, last: Any) -> bool:
+        """Sends the last message. Returns False if another thread has done so."""
         with self._lock:
             if self._is_over:
                 return False
@@ -134,17 +153,7 @@ class HostConnection:
                 self._send(last)
             self._is_over = True
         self._ending.set()
-        if threading.current_thread() is not self._receiver:
-            self._receiver.join()
-        self.sockets.close()
         return True
-
-    def _lose(self, reason: str) -> None:
-        """Ends the connection because of a failure. The leader tells the followers why."""
-        if self._finish(Failed(reason) if self.cluster.is_leader else None):
-            for inbox in self._waiting():
-                inbox.put(HostsError(reason))
-            self._on_failure(reason)
 
     def _receive(self) -> None:
         incoming = self.sockets.reports if self.cluster.is_leader else self.sockets.commands
@@ -162,7 +171,7 @@ class HostConnection:
                     logger.warning(DO_SECRETS_DIFFER)
                     self.hint = f"; {DO_SECRETS_DIFFER}"
                 if event == LOST:
-                    until = time.monotonic() + LAST_MESSAGE_S
+                    until = time.monotonic() + (LAST_MESSAGE_S if self.cluster.is_leader else 0)
                     while not self._ending.is_set() and incoming.poll(max(0, int((until - time.monotonic()) * 1000))):
                         self._handle(incoming.recv())
                     if (lost := self._find_lost()) is not None:

@@ -147,6 +147,29 @@ def test_a_follower_that_goes_is_named(hosts):
     assert "has gone: its connection has closed" in reason
 
 
+def test_a_loss_is_noticed_while_another_host_reports():
+    hosts = Hosts(num_hosts=3)
+    leader, first, second = hosts.leader(), hosts.follower(1), hosts.follower(2)
+    with arriving(first), arriving(second):
+        leader.gather(SETTINGS, say_nothing)
+    is_over = threading.Event()
+
+    def report() -> None:
+        while not is_over.wait(0.01):
+            second.answer(commands.Prepare(number=10**6), lambda: None)
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    first.close()
+    try:
+        assert "host 1 (" in hosts.failures[0].get(timeout=30)
+    finally:
+        is_over.set()
+        thread.join(30)
+        for close in hosts.open:
+            close()
+
+
 def test_a_leader_that_goes_is_named(hosts):
     leader, _ = hosts.together()
     leader.fail("StepTimeoutError: the device is stuck")
