@@ -18,7 +18,7 @@ from model.inputs.private_folders import check_private, delete_unused, make_fold
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".stablehlo", ".exe", ".xla")
+SUFFIXES = (".stablehlo", ".exe", ".xla", ".passed")
 _MAX_BYTES = 4 << 30  # of the files with these suffixes in a folder
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _MODE = 0o600  # of a file

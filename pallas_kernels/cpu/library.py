@@ -67,6 +67,11 @@ def load(folder: Path | None) -> None:
         _loaded = library
 
 
+def content_digest() -> str:
+    """A digest of the loaded library's code; "" if no library is loaded."""
+    return "" if _loaded is None else Path(_loaded._name).stem
+
+
 def find_compiler() -> str:
     """The path of the compiler: that of the environment variable CC, or the first of COMPILERS that is installed.
     Raises UnavailableError if there is none."""

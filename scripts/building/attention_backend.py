@@ -31,13 +31,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.step import Variant
 from model.compiling.compiler_options import compiler_options
 from model.config import LlamaConfig
+from model.inputs.paths import Place
 from model.network.sharding import make_mesh
 from pallas_kernels.api import PagedAttention, candidates
 from pallas_kernels.cpu import four_bit, library, per_token, products
@@ -45,6 +45,8 @@ from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, Program, SelfTest
 from pallas_kernels.spec import AttentionSpec, Backend, UnavailableError
 from scripts.building.child import ChildError, in_child
 from scripts.building.device import start_jax
+from scripts.building.kept_folders import KeptFolders
+from scripts.building.kept_verdict import KeptVerdict
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import AttentionInfo
 
@@ -59,6 +61,8 @@ HANGS = "a kernel may hang on this device; --attention-backend reference does wi
 FAILED = "failed its self-test: "
 TO_REPORT = "A failed self-test is a fault of this program or of the device: please report it, with this line"
 NOT_TESTED = "not needed: the reference is what kernels are compared with"
+PASSED, PASSED_BEFORE, NEVER = "passed", "passed (kept)", "not run: --self-test never"
+FORBIDDEN = "--self-test never; wrong numbers would be served"
 NOT_HERE = "not run: the chip is not here"
 
 
@@ -111,7 +115,7 @@ def choose_attention(
     *,
     platform: str,
     max_model_len: int,
-    native_folder: Path | None,
+    folders: KeptFolders,
     make_tested: Callable[[Backend], PagedAttention] | None = None,
     limit_s: float = LIMIT_S,
     is_here: bool = True,
@@ -120,7 +124,7 @@ def choose_attention(
 
     Args:
         make: returns the attention of the model over a backend. Its ValueErrors are raised.
-        native_folder: the folder of compiled C code; None: the code is compiled for this process only.
+        folders: where compiled C code and the verdicts of self-tests are kept.
         make_tested: returns the attention that is tested in place of that of `make`; None: `make` is used.
         limit_s: the seconds that a test may take.
         is_here: whether the device can run a test; otherwise every test passes.
@@ -133,7 +137,7 @@ def choose_attention(
         try:
             attention = make(backend)
             if backend is Backend.CPU:
-                library.load(native_folder)
+                library.load(folders.native)
             test = _Test(
                 attention=attention if make_tested is None else make_tested(backend),
                 settings=settings,
@@ -143,7 +147,8 @@ def choose_attention(
             )
             result, remark = NOT_HERE, f"attention backend {backend}, without a test: the chip is not here"
             if is_here:
-                result, remark = test.of_kernels(limit_s, may_fail=backend is not candidates[-1])
+                may_fail = backend is not candidates[-1]
+                result, remark = test.of_kernels(limit_s, folders.programs, may_fail=may_fail)
         except (SelfTestError, UnavailableError) as error:
             failed = FAILED if isinstance(error, SelfTestError) else ""
             failures[str(backend)] = f"{failed}{error}"
@@ -221,11 +226,13 @@ class _Test:
     platform: str
     max_model_len: int
 
-    def of_kernels(self, limit_s: float, *, may_fail: bool) -> tuple[str, str]:
-        """Runs the test. Returns the result as a word, and a remark.
+    def of_kernels(self, limit_s: float, folder: Place | None, *, may_fail: bool) -> tuple[str, str]:
+        """Runs the test, unless its verdict is kept or the settings forbid it. Returns the result as a word, and a
+        remark.
 
         Args:
             limit_s: the seconds that the test may take.
+            folder: the folder of compiled programs, where the verdict is kept; None: it is not kept.
             may_fail: whether another backend could replace this one.
 
         Raises:
@@ -235,6 +242,27 @@ class _Test:
         backend = self.attention.backend
         if backend is Backend.REFERENCE and self.platform == "cpu":
             return NOT_TESTED, f"attention backend {backend}: a test is {NOT_TESTED}"
+        if self.settings.self_test == "never":
+            logger.warning("the attention backend %s is not tested: %s", backend, FORBIDDEN)
+            return NEVER, f"WARNING: the attention backend {backend} is not tested: {FORBIDDEN}"
+        verdict = KeptVerdict(self.facts(), self.platform, folder)
+        if self.settings.self_test == "kept" and (remark := verdict.read()) is not None:
+            return PASSED_BEFORE, f"{remark}, at an earlier start"
+        verdict.delete()
+        remark = self._remark(limit_s, may_fail=may_fail)
+        verdict.write(remark)
+        return PASSED, remark
+
+    def facts(self) -> tuple[object, ...]:
+        """All that decides whether the kernels pass, besides code, versions, options and devices."""
+        attention, programs = self.attention, self_test_programs(self.buckets, self.platform)
+        kind = type(attention)
+        shapes = attention.spec, attention.backend, attention.num_shards, self.max_model_len
+        return f"{kind.__module__}.{kind.__qualname__}", shapes, programs
+
+    def _remark(self, limit_s: float, *, may_fail: bool) -> str:
+        """Runs the test in the right process, and returns its remark."""
+        backend = self.attention.backend
         with _warning_after(LONG_S, f"the self-test of the attention backend {backend} takes long: {HANGS}"):
             if _can_a_child_test(backend, may_fail=may_fail):
                 without_mesh = replace(self, attention=replace(self.attention, mesh=None))
@@ -250,20 +278,22 @@ class _Test:
                     raise SelfTestError(str(error)) from error
                 if isinstance(outcome, SelfTestError):
                     raise outcome
-                if not isinstance(outcome, str):
+                if not isinstance(outcome, NoDevice):
                     return outcome
-                logger.warning("attention backend %s: its self-test has no process of its own: %s", backend, outcome)
+                logger.warning(
+                    "attention backend %s: its self-test has no process of its own: %s", backend, outcome.reason
+                )
             return _in_a_thread(self.run, backend, None if backend.is_interpreted else limit_s)
 
-    def run(self) -> tuple[str, str]:
-        """Runs the test in this process and thread. Raises SelfTestError if it fails."""
+    def run(self) -> str:
+        """Runs the test in this process and thread, and returns its remark. Raises SelfTestError if it fails."""
         started, attention = time.perf_counter(), self.attention
         test = self.made()
         in_c = (products, four_bit, per_token) if attention.backend is Backend.CPU else ()
         if fault := next(filter(None, (part.fault() for part in in_c)), None):
             raise SelfTestError(fault)
         passed = test.run(self_test_programs(self.buckets, self.platform))
-        return "passed", (
+        return (
             f"attention backend {attention.backend} agrees with float32 within {passed.largest_error:.2%} in "
             f"{passed.num_steps} steps ({time.perf_counter() - started:.1f} s)"
         )
@@ -278,21 +308,27 @@ class _Test:
         )
 
 
-def _in_this_child(test: _Test, num_chips: int) -> tuple[str, str] | SelfTestError | str:
-    """Runs a test over so many chips in a child process. Returns its result or its error. A string is the reason why a
-    second process cannot use the chips."""
+@dataclass(frozen=True)
+class NoDevice:
+    """A second process cannot use the chips."""
+
+    reason: str
+
+
+def _in_this_child(test: _Test, num_chips: int) -> str | SelfTestError | NoDevice:
+    """Runs a test over so many chips in a child process. Returns its remark or its error."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the other process's pool has most of the memory
     try:
         start_jax(test.settings)
     except ValueError as error:
-        return str(error)
+        return NoDevice(str(error))
     if num_chips > 1:
         test = replace(test, attention=replace(test.attention, mesh=make_mesh(num_chips)))
     try:
         return test.run()
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return str(error)
+            return NoDevice(str(error))
         if isinstance(error, SelfTestError):
             return error
         raise

@@ -24,9 +24,9 @@ logger = logging.getLogger("pallas_serve")
 class KeptFolders:
     """The folders in which files are kept between starts; None: they are not kept."""
 
-    programs: Place | None
-    native: Path | None  # for C code, which is loaded from this machine only
-    weights: Path | None  # for prepared weights
+    programs: Place | None = None
+    native: Path | None = None  # for C code, which is loaded from this machine only
+    weights: Path | None = None  # for prepared weights
 
 
 def kept_folders(settings: EngineSettings) -> KeptFolders:

@@ -244,7 +244,7 @@ def _choose_runner(
                 plan.ladder.config,
                 platform=platform,
                 max_model_len=chips.limits.max_model_len,
-                native_folder=plan.device.folders.native,
+                folders=plan.device.folders,
                 # A host cannot read the results of the other hosts' chips.
                 make_tested=None if others is None else chips.share_of_a_chip,
                 is_here=is_here,

@@ -29,6 +29,7 @@ DEVICES = ("auto", "cpu", "tpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = FORM_NAMES
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
+SELF_TESTS = ("always", "kept", "never")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 _GROUPS = {
     "model": "The checkpoint, and the types it is computed in.",
@@ -165,6 +166,10 @@ class EngineSettings:
     compile_all_first: bool = _of_device(
         False, "All programs are compiled before the server is ready. By default a CPU compiles most of them while it "
         "serves",
+    )  # fmt: skip
+    self_test: str = _of_device(
+        "kept", "When a start compares the attention kernels with float32: `always`, `never`, or unless they have "
+        "passed before with the same code, versions, chip and shapes (`kept`)", choices=SELF_TESTS, metavar="WHEN",
     )  # fmt: skip
     compile_cache: str | None = _of_device(
         None, "The folder of compiled programs; `none` keeps none", unset="in the user's cache folder", metavar="DIR",

@@ -279,7 +279,7 @@ class AttentionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     requested: str = ""  # the value of the flag
     backend: str = ""
-    self_test: str = ""  # "passed", or why none was needed
+    self_test: str = ""  # "passed", "passed (kept)", or why none was run
     failures: dict[str, str] = {}  # backends that cannot be used, or failed their self-test -> the reason
 
 

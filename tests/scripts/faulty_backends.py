@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from batcher.buckets import BucketConfig
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.attention_backend import Backends, Chosen, choose_attention, paged_attention
+from scripts.building.kept_folders import KeptFolders
 from scripts.building.runner import build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from tests.server.support import real_engine
@@ -133,7 +135,7 @@ def build_without_fallback(settings: EngineSettings, report: Callable[[str], Non
 
 def choose_with_fallback(kind: type[Faulty], settings: EngineSettings, limit_s: float = 300.0) -> Chosen:
     """The choice between faulty kernels and the reference."""
-    return _choose(kind, settings, (Backend.GPU, Backend.REFERENCE), limit_s)
+    return choose(kind, settings, (Backend.GPU, Backend.REFERENCE), limit_s)
 
 
 def send_choice(sender: Connection, kind: type[Faulty], settings: EngineSettings) -> None:
@@ -142,12 +144,22 @@ def send_choice(sender: Connection, kind: type[Faulty], settings: EngineSettings
 
 def build_hanging(settings: EngineSettings, report: Callable[[str], None]) -> Any:
     """The start with kernels that hang, and that nothing can replace."""
-    return _choose(Hanging, settings, (Backend.GPU,), limit_s=0.5)
+    return choose(Hanging, settings, limit_s=0.5)
 
 
-def _choose(kind: type[Faulty], settings: EngineSettings, candidates: tuple[Backend, ...], limit_s: float) -> Chosen:
+def choose(
+    kind: type[Faulty],
+    settings: EngineSettings,
+    candidates: tuple[Backend, ...] = (Backend.GPU,),
+    limit_s: float = 300.0,
+    *,
+    folder: Path | None = None,
+    query_heads: int = 4,
+    max_model_len: int = 32,
+) -> Chosen:
+    """The choice between faulty kernels and, if it is a candidate, the reference. `folder` is that of programs."""
     spec = AttentionSpec(
-        num_query_heads=4, num_kv_heads=2, head_dim=8, page_size=16, dtype=jnp.float32, kv_dtype=jnp.float32
+        num_query_heads=query_heads, num_kv_heads=2, head_dim=8, page_size=16, dtype=jnp.float32, kv_dtype=jnp.float32
     )
     return choose_attention(
         settings,
@@ -155,7 +167,7 @@ def _choose(kind: type[Faulty], settings: EngineSettings, candidates: tuple[Back
         lambda backend: (PagedAttention if backend is Backend.REFERENCE else kind)(spec, backend),
         BucketConfig(max_num_batched_tokens=2, max_num_seqs=1),
         platform="cpu",
-        max_model_len=32,
-        native_folder=None,
+        max_model_len=max_model_len,
+        folders=KeptFolders(programs=folder),
         limit_s=limit_s,
     )

@@ -18,6 +18,7 @@ from pallas_kernels.spec import Backend
 from pallas_kernels.tpu import blocks
 from scripts.building.attention_backend import Chosen, choose_attention
 from scripts.building.chips import ModelOnChips
+from scripts.building.kept_folders import KeptFolders
 from scripts.building.step_times import attached_chip
 from scripts.building.weights import chip_products
 from scripts.flags.settings import EngineSettings
@@ -81,7 +82,7 @@ def choose(
     settings = EngineSettings(attention_backend=requested, page_size=page_size, kv_cache_dtype=kv_cache_dtype)
     of_draft = None if draft is None else model_on(platform, settings, dtype, **draft)
     model, found = model_on(platform, settings, dtype, draft=of_draft, **config), candidates(requested, platform)
-    limits = {"platform": platform, "max_model_len": 256, "native_folder": None}
+    limits = {"platform": platform, "max_model_len": 256, "folders": KeptFolders()}
     chosen = choose_attention(settings, found, model.attention, BUCKETS, is_here=False, **limits)
     assert model.first_attention() == chosen.attention
     return chosen

@@ -98,7 +98,7 @@ def test_a_machine_without_a_c_compiler_serves_with_the_reference(settings, monk
 
 def test_the_c_code_serves_bfloat16(settings):
     compiler()
-    info = build_runner(replace(settings, dtype="bfloat16"), lambda line: None).info.attention
+    info = build_runner(replace(settings, dtype="bfloat16", self_test="always"), lambda line: None).info.attention
     assert (info.backend, info.self_test, info.failures) == ("cpu", "passed", {})
 
 
@@ -106,7 +106,7 @@ def test_wrong_products_serve_no_token(settings, monkeypatch):
     compiler()
     multiply = products.multiply
     monkeypatch.setattr(products, "multiply", lambda *of: multiply(*of) * (of[1].dtype != jnp.int8))
-    info = build_runner(settings, lambda line: None).info.attention
+    info = build_runner(replace(settings, self_test="always"), lambda line: None).info.attention
     fault = "failed its self-test: the product of 1 rows with a kernel 32 x 34 of int8 is wrong"
     assert (info.backend, info.failures) == ("reference", {"cpu": fault})
 
