@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batcher.engine import Engine
 from model.inputs.words import one_line
 from scripts.flags.lora import FLAG
 from scripts.flags.settings import EngineSettings
-from server.engine.adapters import AdaptableEngine, AdapterError, Adapters, AdapterStore
+from server.engine.adapters import AdapterError, Adapters, AdapterStore
 from server.engine.kv_events import KvEventPublisher
 from server.engine.wire import LoadAdapter
 
@@ -42,7 +43,7 @@ class RunnersStore:
 def loaded_adapters(
     settings: EngineSettings,
     store: AdapterStore | None,
-    engine: AdaptableEngine,
+    engine: Engine,
     publisher: KvEventPublisher | None = None,
 ) -> Adapters | None:
     """The engine's `Adapters`, after loading the adapters of the settings. None: LoRA is off.

@@ -6,11 +6,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from batcher.request import Request, RequestOutput
 from model.inputs.words import described, shown
 from server.engine import wire
+
+if TYPE_CHECKING:  # the HTTP process does without numpy
+    from batcher.engine import Engine
 
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
@@ -37,22 +40,13 @@ class AdapterStore(Protocol):
         """Drops weights that no name and no request uses any more."""
 
 
-class AdaptableEngine(Protocol):
-    """The methods of `batcher.engine.Engine` that `Adapters` uses."""
-
-    def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None: ...
-
-    def adapters_in_use(self) -> set[int]:
-        """The identities of the adapters of all requests that have not ended."""
-
-
 class Adapters:
     """Maps the names of adapters to their weights. Thread-safe.
 
     Changes run on a separate thread, one after the other, so reading weights delays no step and no command.
     """
 
-    def __init__(self, store: AdapterStore, engine: AdaptableEngine) -> None:
+    def __init__(self, store: AdapterStore, engine: Engine) -> None:
         self._store = store
         self._engine = engine
         self._changes = ThreadPoolExecutor(1, thread_name_prefix="adapters")

@@ -13,13 +13,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
 from batcher.page_store import KeptPage, NoPage
 from server.engine.bounded_listener import BoundedListener
 from server.engine.curve import Keys, as_server, limit
+
+if TYPE_CHECKING:
+    from batcher.engine import Engine
 
 TOKEN_BYTES = 16
 INDEX = Struct("<I")
@@ -29,14 +32,6 @@ WINDOW = 8  # pages that are asked for ahead, so that the network is busy while 
 WAIT_MS = 1  # between two checks for pages that are being copied to the host
 MAX_WAITING = 4096  # questions that wait for such pages
 UNSENT = 8 * WINDOW  # answers that wait for one engine to read them; more are dropped
-
-
-class KeepingEngine(Protocol):
-    """The methods of `batcher.engine.Engine` that `PageServer` uses."""
-
-    def kept_page(self, token: bytes, index: int) -> KeptPage | NoPage: ...
-
-    def drop_kept(self, token: bytes) -> None: ...
 
 
 class _Question(NamedTuple):
@@ -60,7 +55,7 @@ class PageServer:
         ValueError: the address or the port cannot be used.
     """
 
-    def __init__(self, engine: KeepingEngine, host: str, port: int) -> None:
+    def __init__(self, engine: Engine, host: str, port: int) -> None:
         self._engine = engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.ROUTER)

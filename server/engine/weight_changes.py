@@ -14,12 +14,15 @@ import traceback
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from batcher.change import Change, OnDone, PauseMode
+from batcher.change import Change
 from batcher.errors import EngineClosedError, EngineDeadError
 from model.inputs.words import described, is_worded
 from server.engine import wire
+
+if TYPE_CHECKING:  # the HTTP process does without numpy
+    from batcher.engine import Engine
 
 NONE_BEGUN = "no update of the weights has begun: POST /start_weight_update begins one"
 TO_END = "POST /finish_weight_update ends it, and serves its arrays only if all have come"
@@ -59,16 +62,6 @@ class Weights(Protocol):
         """Undoes `prepare`."""
 
 
-class ChangeableEngine(Protocol):
-    """The methods of `batcher.engine.Engine` that `WeightChanges` uses."""
-
-    def change(self, change: Change) -> None: ...
-
-    def pause(self, mode: PauseMode, clear_cache: bool, on_done: OnDone) -> None: ...
-
-    def resume(self, on_done: OnDone) -> None: ...
-
-
 Answer = Callable[[Exception | None], None]
 
 
@@ -78,7 +71,7 @@ class WeightChanges:
     Only one thread may call `ask` and `abandon_overdue`. The asker makes one change or step of an update at a time.
     """
 
-    def __init__(self, engine: ChangeableEngine, weights: Weights) -> None:
+    def __init__(self, engine: Engine, weights: Weights) -> None:
         self._engine = engine
         self._weights = weights
         self._put: Callable[[wire.Event], None] = lambda event: None
