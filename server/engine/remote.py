@@ -92,7 +92,7 @@ class RemoteEngine(TwoPhaseEngine):
         self._commands.connect(commands)
         self.events = self._socket(zmq.PULL, zmq.RCVHWM)
         self.events.bind(events)
-        self._events = events
+        self._events_address = events
 
     @classmethod
     def spawn(
@@ -121,7 +121,7 @@ class RemoteEngine(TwoPhaseEngine):
         self._ready = loop.create_future()
         loop.add_reader(int(self.events.getsockopt(zmq.FD)), self.on_readable)
         if self._process is None:
-            self._send(wire.AddApiServer(self._api_server, self._events))
+            self._send(wire.AddApiServer(self._api_server, self._events_address))
         else:
             loop.add_reader(self._process.sentinel, self._on_exit)
         self.on_readable()  # the descriptor signals changes only: earlier messages would wait for the next one
