@@ -122,9 +122,11 @@ def test_both_processes_choose_among_the_engines_by_what_both_have_sent(tmp_path
         wait_until(lambda: sum(by_engine(server, "request_success_total").values()) == 6)
         assert sorted(by_engine(server, "request_success_total").values()) == [0.0, 6.0]
         server.engine_processes()[1].kill()
+        for client in clients:  # before the last stream ends, and with it the server
+            wait_until(lambda client=client: client.get("/health").status_code == 503)
+            assert "engine 1" in client.get("/health").json()["error"]["message"]
         ends = [reader.end() for reader in readers]
         assert all("error" in end for end in ends)
-        assert "engine 1" in clients[0].get("/health").json()["error"]["message"]
         assert server.process.wait(20) == 1
 
 
