@@ -147,7 +147,7 @@ def test_all_engines_change_their_weights_or_none(tmp_path):
             assert http.get("/is_sleeping").json() == {"is_sleeping": sleeps}
         assert http.post("/sleep").status_code == 200
         asleep = http.post("/admin/reload", json={"model": "two"})
-        assert asleep.status_code == 400 and "engine 0: the engine sleeps" in asleep.json()["error"]["message"]
+        assert asleep.status_code == 400 and "not changed: the engine sleeps" in asleep.json()["error"]["message"]
         assert http.post("/wake_up").status_code == 200 and told(http) == {"one"}
 
 
