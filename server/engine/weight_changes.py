@@ -118,10 +118,6 @@ class WeightChanges:
             with contextlib.suppress(EngineClosedError, EngineDeadError):
                 self._end(wire.Phase.ABANDON, lambda error: None)
 
-    def close(self) -> None:
-        """Drops the work that has not begun."""
-        self._work.shutdown(wait=False, cancel_futures=True)
-
     def _answer(self, number: int, error: Exception | None) -> None:
         told = None if error is None else described(error)
         missing = None if self._prepared is not None else sorted(self._weights.missing)
