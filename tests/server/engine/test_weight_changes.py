@@ -470,6 +470,20 @@ def test_engines_of_which_only_some_have_committed_must_not_go_on(faults, words)
     run(work())
 
 
+def test_an_engine_that_dies_between_the_phases_ends_the_group():
+    async def work() -> None:
+        async with two_engines() as pair:
+            first, second = pair.replicas
+            await change(pair, ChangePhase(PREPARE, reload(4)))
+            second._process.kill()
+            await pair.died.wait()
+            assert "engine 1: The engine has failed" in await refusal(change(pair, ChangePhase(COMMIT, reload(4))))
+            assert pair.death is not None and "engine 1: the engine process has ended" in pair.death
+            assert await told(first, "a") == 4  # no step of it waits any more
+
+    run(work())
+
+
 def test_a_group_of_a_group_and_an_engine_is_one_engine():
     async def work() -> None:
         faults = FakeWeights(), FakeWeights(), FakeWeights(wrong=(3,))
