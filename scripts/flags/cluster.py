@@ -100,58 +100,34 @@ def find_place(environment: Mapping[str, str], *, has_tpu: Callable[[], bool]) -
 
     Raises ValueError if a manager's variables are incomplete.
     """
-    for manager, (mark, read) in MANAGERS.items():
-        if mark in environment:
-            try:
-                return ClusterInfo(manager, *read(environment))
-            except KeyError as error:
-                missing = f"the variable {error.args[0]} is missing"
-                raise ValueError(f"the environment is {manager}'s, and {missing}") from error
+    for manager, (address, size, index) in MANAGERS.items():
+        if address in environment:
+            nodes = environment[address]
+            num_hosts = _number(environment, manager, size) if size else nodes.count(",") + 1
+            if manager == "Slurm" and (tasks := _number(environment, manager, "SLURM_STEP_NUM_TASKS")) != num_hosts:
+                raise ValueError(f"Slurm runs {tasks} tasks on {num_hosts} nodes: use srun --ntasks-per-node=1")
+            host_id = 0 if num_hosts == 1 else _number(environment, manager, index)
+            return ClusterInfo(manager, first_node(nodes), num_hosts, host_id)
     return _tpu_vm(environment) if has_tpu() and "TPU_SKIP_MDS_QUERY" not in environment else None
 
 
-_Found = tuple[str, int, int]  # the fields of a `ClusterInfo` without its manager
-
-
-def _leader_worker_set(environment: Mapping[str, str]) -> _Found:
-    num_hosts, host_id = _number(environment, "LWS_GROUP_SIZE"), _number(environment, "LWS_WORKER_INDEX")
-    return environment["LWS_LEADER_ADDRESS"], num_hosts, host_id
-
-
-def _gke_tpu(environment: Mapping[str, str]) -> _Found:
-    """A Job or JobSet on GKE with TPUs."""
-    names = environment["TPU_WORKER_HOSTNAMES"].split(",")
-    return names[0], len(names), 0 if len(names) == 1 else _number(environment, "TPU_WORKER_ID")
-
-
-def _indexed_job(environment: Mapping[str, str]) -> _Found:
-    """A JobSet or an indexed Job, whose manifest sets the first two variables. Kubernetes sets the third."""
-    num_hosts, host_id = _number(environment, "JAX_NUM_PROCESSES"), _number(environment, "JOB_COMPLETION_INDEX")
-    return environment["JAX_COORDINATOR_ADDRESS"], num_hosts, host_id
-
-
-def _slurm(environment: Mapping[str, str]) -> _Found:
-    """A step of a Slurm job. `SLURM_STEP_NODELIST` is missing in an allocation outside `srun`."""
-    num_hosts, num_tasks = _number(environment, "SLURM_STEP_NUM_NODES"), _number(environment, "SLURM_STEP_NUM_TASKS")
-    if num_tasks != num_hosts:
-        raise ValueError(f"Slurm runs {num_tasks} tasks on {num_hosts} nodes: use srun --ntasks-per-node=1")
-    return first_node(environment["SLURM_STEP_NODELIST"]), num_hosts, _number(environment, "SLURM_PROCID")
-
-
-# Each with the variable that it always sets. In this order: LeaderWorkerSet's pods with TPUs have GKE's, too.
-MANAGERS: dict[str, tuple[str, Callable[[Mapping[str, str]], _Found]]] = {
-    "LeaderWorkerSet": ("LWS_LEADER_ADDRESS", _leader_worker_set),
-    "GKE": ("TPU_WORKER_HOSTNAMES", _gke_tpu),
-    "JobSet": ("JAX_COORDINATOR_ADDRESS", _indexed_job),
-    "Slurm": ("SLURM_STEP_NODELIST", _slurm),
+# The variables with the leader's address, the number of hosts, and this host's number. GKE's TPU jobs list all hosts in
+# the first. A JobSet's manifest sets the first two, and Kubernetes the third. `SLURM_STEP_NODELIST` is missing in an
+# allocation outside `srun`. In this order: LeaderWorkerSet's pods with TPUs have GKE's variables, too.
+MANAGERS = {
+    "LeaderWorkerSet": ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
+    "GKE": ("TPU_WORKER_HOSTNAMES", "", "TPU_WORKER_ID"),
+    "JobSet": ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX"),
+    "Slurm": ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_PROCID"),
 }
 
 
 def first_node(nodes: str) -> str:
-    """The first name of a Slurm node list: `n07` of `n[07-09,12],m1`."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
+    """The first host of a list, which may be Slurm's: `n07` of `n[07-09,12],m1`. A single address is returned as it is,
+    also one of IPv6 in brackets."""
+    found = re.match(r"(\[[^\]]*\][^,]*|[^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes)
     if found is None:
-        raise ValueError(f"SLURM_STEP_NODELIST names no node: {nodes!r}")
+        raise ValueError(f"the list of hosts names none: {nodes!r}")
     return "".join(part or "" for part in found.groups())
 
 
@@ -187,11 +163,12 @@ def _metadata(environment: Mapping[str, str], name: str) -> str | None:
         ) from error
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.isdecimal():
-        raise ValueError(f"the environment variable {name} is a number, not {text!r}")
-    return int(text)
+def _number(environment: Mapping[str, str], manager: str, name: str) -> int:
+    if name not in environment:
+        raise ValueError(f"the environment is {manager}'s, and the variable {name} is missing")
+    if not environment[name].isdecimal():
+        raise ValueError(f"the environment variable {name} is a number, not {environment[name]!r}")
+    return int(environment[name])
 
 
 def _split(coordinator: str) -> tuple[str, int]:

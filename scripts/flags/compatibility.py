@@ -1,6 +1,6 @@
-"""Flags of vLLM's command line without a meaning here: they are accepted with a warning, or refused with a reason.
+"""Flags of vLLM's command line without a meaning here: they are accepted with a warning, or with some values only.
 
-vLLM's other flags are unknown, and refused by name.
+vLLM's other flags are unknown, and argparse refuses them by name.
 """
 
 from __future__ import annotations
@@ -57,41 +57,20 @@ _WITHOUT_EFFECT = {
     "metrics have their old names next to the new ones": "--show-hidden-metrics-for-version=",
     "--log-level is for all of the server": "--uvicorn-log-level=",
 }
-# why -> the flags that are refused
+# why -> the flags that are refused unless they have a value with which they change nothing
 _REFUSED = {
-    "no code of a checkpoint is ever run: only Llama 3's architecture is known": "--trust-remote-code",
     "a model is shared by heads only: --tensor-parallel-size": "--pipeline-parallel-size= -pp=",
-    "input other than text is not supported yet": "--default-mm-loras= --limit-mm-per-prompt= --mm-processor-kwargs=",
-    "adapters for longer contexts are not supported yet": "--long-lora-scaling-factors=",
     "weights are on the chips only: --tensor-parallel-size, --quantization": "--cpu-offload-gb=",
-    "the model has no experts": "--enable-expert-parallel --enable-dbo --enable-eplb",
-    "the checkpoint's config is served as it is": "--hf-overrides= --rope-scaling= --hf-config-path= --rope-theta=",
-    "K/V move between servers by --kv-role and --prefill-url": "--kv-transfer-config=",
-    "requests ask for it: the field `return_tokens_as_token_ids`": "--return-tokens-as-token-ids",
-    "only the newest revision is downloaded; --model takes a folder with another one": "--revision=",
-    "no code of a plug-in is ever run: --tool-call-parser": "--tool-parser-plugin=",
     "all headers are allowed": "--allowed-headers=",
     "all methods are allowed": "--allowed-methods=",
     "templates get the content of a message as one text": "--chat-template-content-format=",
-    "no code of a checkpoint is ever run": "--code-revision=",
     "the engines of a host are processes of this server": "--data-parallel-backend=",
     "requests have their own: the field `chat_template_kwargs`": "--default-chat-template-kwargs=",
-    "/docs and /openapi.json show the types of requests only, and are always there": "--disable-fastapi-docs",
-    "HF_HOME says where downloads are kept": "--download-dir=",
-    "several hosts are served with --coordinator, --num-hosts and --host-id": (
-        "--headless --master-addr= --nnodes= --node-rank="
-    ),
-    "everybody on the machine could read it: HF_TOKEN holds it": "--hf-token=",
-    "--memory-utilization says how much memory the pages get": "--kv-cache-memory-bytes=",
-    "the log goes to stderr: --log-level": "--log-config-file=",
-    "no code of a plug-in is ever run": "--logits-processors= --middleware=",
+    "several hosts are served with --coordinator, --num-hosts and --host-id": "--nnodes= --node-rank=",
     f"a token has at most {MAX_LOGPROBS}; --max-request-logprobs is for all of a request": "--max-logprobs=",
-    "long prompts have --max-num-partial-prefills and --long-prefill-token-threshold": "--max-long-partial-prefills=",
     "answers are the assistant's": "--response-role=",
-    "texts need a tokenizer: --tokenizer": "--skip-tokenizer-init",
     "every step's tokens are sent at once": "--stream-interval=",
     "the tokenizer is read from tokenizer.json, tokenizer.model or a GGUF file": "--tokenizer-mode=",
-    "only the newest revision is downloaded; --tokenizer takes a folder with another one": "--tokenizer-revision=",
 }
 
 

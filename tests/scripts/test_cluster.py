@@ -73,9 +73,11 @@ def test_environments_that_contradict_themselves(environment, message):
         ("node001,host2", "node001"),
         ("a[1,3]b,c", "a1b"),
         ("r-2-n[3]", "r-2-n3"),
+        ("[fd00::5]:8482", "[fd00::5]:8482"),
+        ("job-0.svc:1234", "job-0.svc:1234"),
     ],
 )
-def test_the_first_node_of_a_slurm_list(nodes, first):
+def test_the_first_host_of_a_list(nodes, first):
     assert first_node(nodes) == first
 
 
