@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from batcher.request import MAX_LOGPROBS
@@ -57,52 +57,36 @@ _WITHOUT_EFFECT = {
     "metrics have their old names next to the new ones": "--show-hidden-metrics-for-version=",
     "--log-level is for all of the server": "--uvicorn-log-level=",
 }
-# why -> the flags that are refused unless they have a value with which they change nothing
-_REFUSED = {
-    "a model is shared by heads only: --tensor-parallel-size": "--pipeline-parallel-size= -pp=",
-    "weights are on the chips only: --tensor-parallel-size, --quantization": "--cpu-offload-gb=",
-    "all headers are allowed": "--allowed-headers=",
-    "all methods are allowed": "--allowed-methods=",
-    "templates get the content of a message as one text": "--chat-template-content-format=",
-    "the engines of a host are processes of this server": "--data-parallel-backend=",
-    "requests have their own: the field `chat_template_kwargs`": "--default-chat-template-kwargs=",
-    "several hosts are served with --coordinator, --num-hosts and --host-id": "--nnodes= --node-rank=",
-    f"a token has at most {MAX_LOGPROBS}; --max-request-logprobs is for all of a request": "--max-logprobs=",
-    "answers are the assistant's": "--response-role=",
-    "every step's tokens are sent at once": "--stream-interval=",
-    "the tokenizer is read from tokenizer.json, tokenizer.model or a GGUF file": "--tokenizer-mode=",
-}
-
-
-def _by_flag(table: Mapping[str, str]) -> dict[str, str]:
-    return {flag.rstrip("="): reason for reason, flags in table.items() for flag in flags.split()}
-
-
-WITHOUT_EFFECT, REFUSED = _by_flag(_WITHOUT_EFFECT), _by_flag(_REFUSED)
-_ALL = " ".join((*_WITHOUT_EFFECT.values(), *_REFUSED.values())).split()
-WITH_VALUE = {flag.rstrip("=") for flag in _ALL if flag.endswith("=")}
+# The values with which a flag changes nothing, and why others are refused.
+ONLY_WITH: dict[str, tuple[tuple[str, ...], str]] = {
+    "--allowed-headers": (("*", '["*"]'), "all headers are allowed"),
+    "--allowed-methods": (("*", '["*"]'), "all methods are allowed"),
+    "--chat-template-content-format": (("auto", "string"), "templates get the content of a message as one text"),
+    "--cpu-offload-gb": (("0",), "weights are on the chips only: --tensor-parallel-size, --quantization"),
+    "--data-parallel-backend": (("mp",), "the engines of a host are processes of this server"),
+    "--default-chat-template-kwargs": (("{}",), "requests have their own: the field `chat_template_kwargs`"),
+    "--max-logprobs": (
+        (str(MAX_LOGPROBS),), f"a token has at most {MAX_LOGPROBS}; --max-request-logprobs is for all of a request",
+    ),
+    "--nnodes": (("1",), "several hosts are served with --coordinator, --num-hosts and --host-id"),
+    "--node-rank": (("0",), "several hosts are served with --coordinator, --num-hosts and --host-id"),
+    "--pipeline-parallel-size": (("1",), "a model is shared by heads only: --tensor-parallel-size"),
+    "-pp": (("1",), "a model is shared by heads only: --tensor-parallel-size"),
+    "--response-role": (("assistant",), "answers are the assistant's"),
+    "--stream-interval": (("1",), "every step's tokens are sent at once"),
+    "--tokenizer-mode": (
+        ("auto", "hf", "slow"), "the tokenizer is read from tokenizer.json, tokenizer.model or a GGUF file",
+    ),
+}  # fmt: skip
+WITHOUT_EFFECT = {flag.rstrip("="): reason for reason, flags in _WITHOUT_EFFECT.items() for flag in flags.split()}
+WITH_VALUE = {
+    flag[:-1] for flags in _WITHOUT_EFFECT.values() for flag in flags.split() if flag.endswith("=")
+} | ONLY_WITH.keys()
 # values, and whether they mean --enable-embeddings; text is generated with all of them
 EMBEDDING_FLAGS = {
     "--task": {"auto": False, "generate": False, "embed": True, "embedding": True},
     "--runner": {"auto": False, "generate": False, "pooling": True},
     "--convert": {"auto": False, "none": False, "embed": True},
-}
-# values of refused flags with which they change nothing
-HARMLESS = {
-    "--allowed-headers": ("*", '["*"]'),
-    "--allowed-methods": ("*", '["*"]'),
-    "--chat-template-content-format": ("auto", "string"),
-    "--cpu-offload-gb": ("0",),
-    "--data-parallel-backend": ("mp",),
-    "--default-chat-template-kwargs": ("{}",),
-    "--max-logprobs": (str(MAX_LOGPROBS),),
-    "--nnodes": ("1",),
-    "--node-rank": ("0",),
-    "--pipeline-parallel-size": ("1",),
-    "-pp": ("1",),
-    "--response-role": ("assistant",),
-    "--stream-interval": ("1",),
-    "--tokenizer-mode": ("auto", "hf", "slow"),
 }
 
 
@@ -120,8 +104,9 @@ def _warn(_parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag:
 
 
 def _refuse(parser: argparse.ArgumentParser, _namespace: argparse.Namespace, flag: str, value: Any) -> None:
-    if value not in HARMLESS.get(flag, ()):
-        parser.error(f"{flag}: {REFUSED[flag]}")
+    values, reason = ONLY_WITH[flag]
+    if value not in values:
+        parser.error(f"{flag}: {reason}")
 
 
 def _embed(_parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag: str, value: Any) -> None:
@@ -132,7 +117,7 @@ def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, hidden from the help. The namespace's `compatibility_warnings` has the warnings."""
     parser.set_defaults(compatibility_warnings=[])
     hidden: dict[str, Any] = {"action": _Do, "dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for flags, work in ((WITHOUT_EFFECT, _warn), (REFUSED, _refuse)):
+    for flags, work in ((WITHOUT_EFFECT, _warn), (ONLY_WITH, _refuse)):
         for flag in flags:
             parser.add_argument(flag, nargs=None if flag in WITH_VALUE else 0, const=work, **hidden)
     for flag, values in EMBEDDING_FLAGS.items():

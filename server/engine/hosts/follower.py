@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import zmq
 
 from model.inputs.words import described
 from server.engine.hosts import commands
-from server.engine.hosts.cluster import Cluster, HostsError, Inbox
+from server.engine.hosts.cluster import Cluster, HostsError
 from server.engine.hosts.sockets import HostConnection
 
 
@@ -19,7 +19,6 @@ class Follower(HostConnection):
     `answer`."""
 
     def __init__(self, cluster: Cluster, on_failure: Callable[[str], None]) -> None:
-        self._received = Inbox[commands.Command]()
         super().__init__(cluster, on_failure, commands.Command)
 
     def arrive(self, settings: Mapping[str, str], report: Callable[[str], None]) -> None:
@@ -61,7 +60,9 @@ class Follower(HostConnection):
 
     def next_command(self, timeout_s: float | None = None) -> commands.Command:
         """Waits for the next command. Raises HostsError if the leader has failed, or after `timeout_s`."""
-        command = self._received.next(None if timeout_s is None else time.monotonic() + timeout_s)
+        command: commands.Command | None = self._received.next(
+            None if timeout_s is None else time.monotonic() + timeout_s
+        )
         if command is None:
             where = self.cluster.endpoint()
             raise HostsError(f"the leader at {where} did not answer within {timeout_s:g} s{self.hint}")
@@ -100,6 +101,3 @@ class Follower(HostConnection):
 
     def _find_lost(self) -> str | None:
         return "the leader" if self._was_connected else None
-
-    def _waiting(self) -> Iterable[Inbox[commands.Command]]:
-        return [self._received]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
@@ -27,8 +27,6 @@ class Leader(HostConnection):
 
     def __init__(self, cluster: Cluster, on_failure: Callable[[str], None]) -> None:
         self._names: dict[int, str] = {}  # of the followers that have arrived
-        self._arrivals = Inbox[commands.HostReport]()
-        self._asked: dict[int, Inbox[commands.HostReport]] = {}  # by the number of the question
         self._numbers = itertools.count()
         super().__init__(cluster, on_failure, commands.HostReport)
 
@@ -45,9 +43,8 @@ class Leader(HostConnection):
         while missing := [number for number in range(num_hosts) if number not in (LEADER, *self._names)]:
             hosts = f"host{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {num_hosts}"
             report(f"  waiting for {hosts}")
-            if (arrival := self._arrivals.next(until)) is None:
+            if (arrival := self._received.next(until)) is None:
                 raise HostsError(f"{hosts} did not come within {timeout_s:g} s (--hosts-timeout){self.hint}")
-            assert isinstance(arrival.content, commands.Hello)
             self._admit(arrival.host_id, arrival.content.name, missing)
         report(f"  all {num_hosts} hosts are there: {', '.join(self._names.values())} and this one")
         self.agree(0, settings)
@@ -172,7 +169,7 @@ class Leader(HostConnection):
             case commands.Failed(message=reason):
                 self._lose(f"{self._called(message.host_id)}: {reason}")
             case commands.Hello():
-                self._arrivals.put(message)
+                self._received.put(message)
             case commands.HostReply(number=number):
                 if (asked := self._asked.get(number)) is not None:
                     asked.put(message)
@@ -184,6 +181,3 @@ class Leader(HostConnection):
                 if not self._is_connected(host_id):
                     return self._called(host_id)
         return None
-
-    def _waiting(self) -> Iterable[Inbox[commands.HostReport]]:
-        return [self._arrivals, *self._asked.copy().values()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -100,6 +100,8 @@ class HostConnection:
         self._on_failure = on_failure
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._received = Inbox[Any]()  # messages for the thread that waits for the next one
+        self._asked: dict[int, Inbox[Any]] = {}  # replies, by the number of the question
         self._lock = threading.Lock()  # of sending, and of `_is_over`
         self._is_over = self._was_connected = False
         self.sockets = HostSockets(cluster)
@@ -119,10 +121,6 @@ class HostConnection:
         """Names the host whose connection has closed. None: the connection was not that of a host that takes part."""
         raise NotImplementedError
 
-    def _waiting(self) -> Iterable[Inbox[Any]]:
-        """The inboxes at which threads may wait for a message."""
-        raise NotImplementedError
-
     # --- within ---
 
     def _finish(self, last: Any = None) -> None:
@@ -138,7 +136,7 @@ class HostConnection:
             return
         if is_leader:
             self.sockets.close()  # sends the reason
-        for inbox in self._waiting():
+        for inbox in (self._received, *self._asked.copy().values()):
             inbox.put(HostsError(reason))
         self._on_failure(reason)  # a follower must be quick: JAX aborts its process when the leader's has gone
         if not is_leader:
