@@ -153,6 +153,29 @@ def test_a_second_signal_ends_the_grace_period(tmp_path):
         assert server.process.wait(20) == 0
 
 
+def test_an_engine_that_dies_in_the_grace_period_is_a_failure(server):
+    stream = Stream(server)
+    engine = server.engine_process()
+    with server.http() as http:
+        server.process.terminate()
+        wait_until(lambda: http.get("/health").status_code == 503)
+    engine.kill()
+    assert "error" in stream.end()[-1]
+    assert server.process.wait(20) == 1
+
+
+def test_a_follower_serves_its_health_only_and_waits_for_its_leader_after_a_signal(tmp_path):
+    """The engine here has no leader that ends it, so a second signal does."""
+    with running_server(tmp_path, ECHO, SLOW, is_follower=True) as server, server.http() as http:
+        assert [http.get(path).status_code for path in ("/health", "/live", "/v1/models")] == [200, 200, 404]
+        assert http.post(CHAT, json=HELLO).status_code == 404
+        server.process.terminate()
+        wait_until(lambda: http.get("/health").status_code == 503)
+        assert http.get("/live").status_code == 200
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+
+
 def test_an_engine_that_cannot_start(tmp_path):
     config = EchoConfig(fail_at_start="3.5 GiB are missing: lower --max-model-len")
     with pytest.raises(RuntimeError, match=r"The engine could not start: 3\.5 GiB are missing"):
