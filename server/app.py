@@ -97,7 +97,7 @@ def create_state(
         from server.api.prefills import RemotePrefills
 
         count = state.metrics.observe_prefill
-        state.prefills = RemotePrefills(settings, lambda: client.info, state.threads, count)
+        state.prefills = RemotePrefills(settings, lambda: client.info, count)
     if settings.lora_folder is not None:
         state.adapter_folder = AdapterFolder(settings.lora_folder, state.ask)
     return state

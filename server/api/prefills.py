@@ -26,7 +26,6 @@ import msgspec
 
 from batcher.page_store import PageSource
 from server.api.http_counts import Prefill
-from server.api.worker_threads import WorkerThreads
 from server.engine.curve import KEY_CHARS
 from server.engine.page_server import TOKEN_BYTES
 from server.engine.routing import BLOCK_TOKENS, beginnings_of
@@ -79,7 +78,6 @@ class RemotePrefills:
         self,
         settings: Settings,
         info: Callable[[], EngineInfo],
-        threads: WorkerThreads,
         count: Callable[[Prefill], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +85,7 @@ class RemotePrefills:
         self._threshold = settings.prefill_threshold
         self._timeout_s = settings.transfer_timeout_s
         self._headers = {"Authorization": f"Bearer {settings.api_keys[0]}"} if settings.api_keys else {}
-        self._info, self._threads, self._count, self._clock = info, threads, count, clock
+        self._info, self._count, self._clock = info, count, clock
         self._log = ThrottledLog(logging.getLogger("pallas_serve"))
         self._known = KnownBeginnings()
         self._num_open = dict.fromkeys(self._urls, 0)
@@ -117,7 +115,7 @@ class RemotePrefills:
 
     async def _source(self, asked: PrefillRequest, timeout_s: float) -> PageSource | None:
         num_tokens = len(asked.tokens) // 4
-        digests = await self._threads.in_thread(num_tokens, _beginnings, asked)
+        digests = _beginnings(asked)
         num_new = num_tokens - self._known.count(digests) * BLOCK_TOKENS
         try:
             return None if num_new < self._threshold else await self._computed(asked, timeout_s)
@@ -148,7 +146,7 @@ class RemotePrefills:
         return (url for url in self._urls if self._paused_until[url] <= now)
 
     async def _ask(self, url: str, asked: PrefillRequest, timeout_s: float) -> Prefilled:
-        body = await self._threads.in_thread(len(asked.tokens) // 4, msgspec.json.encode, asked)
+        body = msgspec.json.encode(asked)
         headers = {"Content-Type": "application/json", **self._headers}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:

@@ -15,7 +15,6 @@ from server.api.metrics import ServerMetrics
 from server.api.peers import EngineState, GetEngineState, Peers, state_of
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
-from server.api.worker_threads import WorkerThreads
 from server.batches.store import BatchStore
 from server.database import Database
 from server.engine.embedding import Embeddings
@@ -57,7 +56,6 @@ class ServerState:
     tracer: Tracer | None = None  # None: there are no traces
     batches: BatchStore | None = None  # None: there are no files and batches
     run_batches: Callable[[], Coroutine[Any, Any, None]] | None = None  # until it is cancelled
-    threads: WorkerThreads = field(default_factory=WorkerThreads)
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused

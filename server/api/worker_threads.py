@@ -1,4 +1,9 @@
-"""Threads for long work on clients' input and answers, which would block the event loop."""
+"""Threads for long work on clients' input and answers, which would block the event loop.
+
+All threads of this kind are used here and by three others: a body's decoding (`request.body`), its prompts
+(`request.prompts`, `request.generation_plan`) and the sums of an answer (`routes.embeddings`). Chat templates have
+threads of their own (`server.text.template_runner`), and so has the database.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +18,25 @@ NUM_THREADS = 4  # with more threads the event loop would wait longer for the in
 LONG_S = 0.002  # the rest of an answer that takes longer to encode is encoded in a thread
 BLOCK_BYTES = 256 * 1024
 
+_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="worker")
 
-class WorkerThreads:
-    """Threads for long work, such as encoding a long prompt."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="worker")
+async def in_thread[**P, R](size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls the function in a thread. Its work grows with `size`, in characters or tokens. Short work is done on the
+    event loop."""
+    if size < LONG_WORK:
+        return function(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))
 
-    async def in_thread[**P, R](self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function in a thread. Its work grows with `size`, in characters or tokens. Short work is done on
-        the event loop."""
-        if size < LONG_WORK:
-            return function(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
-    async def blocks(self, pieces: Iterator[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
-        """Yields (joined pieces, whether more follow). A short answer is one block, which is made on the event loop."""
-        deadline = time.perf_counter() + LONG_S
-        block, more = _block(pieces, lambda: time.perf_counter() >= deadline)
-        while more:
-            yield block, True
-            block, more = await self.in_thread(LONG_WORK, _block, pieces)
-        yield block, False
+async def blocks(pieces: Iterator[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
+    """Yields (joined pieces, whether more follow). A short answer is one block, which is made on the event loop."""
+    deadline = time.perf_counter() + LONG_S
+    block, more = _block(pieces, lambda: time.perf_counter() >= deadline)
+    while more:
+        yield block, True
+        block, more = await in_thread(LONG_WORK, _block, pieces)
+    yield block, False
 
 
 def _block(pieces: Iterator[bytes], is_late: Callable[[], bool] = lambda: False) -> tuple[bytes, bool]:

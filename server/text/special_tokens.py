@@ -1,14 +1,10 @@
-"""Splits text at special tokens, and encodes text with special tokens only where the caller marks them."""
+"""Splits text at special tokens."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # the processes that run templates need no tokenizer
-    from server.text.tokenizer import ByteLevelTokenizer
 
 WINDOW = 8192  # characters per search; a search holds the interpreter's lock, for a few milliseconds at most
 
@@ -45,24 +41,3 @@ class SpecialTokens:
         if begin < len(text):
             parts.append(Part(text[begin:], False))
         return parts
-
-
-def encode_all(tokenizer: ByteLevelTokenizer, prompts: Sequence[Sequence[Part]]) -> list[list[int]]:
-    """Each prompt's ids. Special parts become their ids. Plain parts are encoded as text, even if they hold the text of
-    a special token."""
-    plain = iter(tokenizer.encode_plain([part.text for parts in prompts for part in parts if not part.special]))
-    encoded: list[list[int]] = []
-    for parts in prompts:
-        ids: list[int] = []
-        for part in parts:
-            if part.special:
-                ids.append(tokenizer.special_tokens[part.text])
-            else:
-                ids += next(plain)
-        encoded.append(ids)
-    return encoded
-
-
-def encode_parts(tokenizer: ByteLevelTokenizer, parts: Sequence[Part]) -> list[int]:
-    """The ids of a text that has been split at its special tokens."""
-    return encode_all(tokenizer, [parts])[0]

@@ -10,16 +10,14 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from server.text.chat_template import ChatTemplate
 from server.text.special_tokens import Part
 from server.text.template_environment import TemplateLimitError
 from server.text.template_process import ERRORS, Job, Reply
@@ -46,15 +44,14 @@ class TemplateRunner:
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, "templates")
         self._processes = asyncio.Semaphore(NUM_PROCESSES)
         self._num_waiting = 0
 
-    async def render(self, template: ChatTemplate, **call: Any) -> list[Part]:
-        """Calls `template.render(**call)` in a thread. Raises TemplateError."""
-        render = partial(template.render, timeout_s=self._timeout_s, **call)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, render)
+    async def run[*P, R](self, function: Callable[[*P], R], *args: *P) -> R:
+        """Calls a function that renders a conversation, or a part of this work, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def render_source(
         self, source: str, tokenizer: ByteLevelTokenizer, **call: Any
@@ -65,7 +62,7 @@ class TemplateRunner:
         Raises TemplateError, TooManyTemplatesError, and OSError if no process can be started.
         """
         variables = dict(tokenizer.template_variables)
-        job = Job(source, list(tokenizer.special_tokens), variables, self._timeout_s, call)
+        job = Job(source, list(tokenizer.special_tokens), variables, self.timeout_s, call)
         frame = msgspec.json.encode(job)
         with self._waiting():
             async with self._processes:
@@ -99,7 +96,7 @@ class TemplateRunner:
         )
         code = -signal.SIGALRM
         try:
-            async with asyncio.timeout(START_TIMEOUT_S + self._timeout_s):
+            async with asyncio.timeout(START_TIMEOUT_S + self.timeout_s):
                 answer, _ = await process.communicate(frame)
                 code = await process.wait()
         except TimeoutError:  # the process could not start in time, or has not ended itself
@@ -109,7 +106,7 @@ class TemplateRunner:
                 process.kill()
                 await process.wait()
         if code == -signal.SIGALRM:
-            message = f"The chat template took longer than {self._timeout_s:g} s for this conversation and was stopped."
+            message = f"The chat template took longer than {self.timeout_s:g} s for this conversation and was stopped."
             raise TemplateLimitError(message)
         if code < 0:
             raise TemplateLimitError(f"The chat template has ended its process ({code}).")

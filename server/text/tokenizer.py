@@ -7,7 +7,7 @@ Special tokens are never recognised inside plain text, so users cannot type them
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from model.inputs.json_file import check_size
 from model.inputs.limits import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE
 from model.inputs.words import shown
 from server.text.gguf_tokenizer import read_gguf_tokenizer
+from server.text.special_tokens import Part, SpecialTokens
 from server.text.tiktoken_model import DEFAULT_TOKENS, tokenizer_from_tiktoken
 from server.text.tokenizer_files import ChatTemplates, chat_templates, special_tokens
 
@@ -64,6 +65,7 @@ class ByteLevelTokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
+        self._split = SpecialTokens(self.special_tokens).split
         vocab = backend.get_vocab(with_added_tokens=True)
         self._check_ids(vocab, vocab_size)
         # By id; b"" for unused ids.
@@ -123,6 +125,29 @@ class ByteLevelTokenizer:
         if sum(map(len, texts)) < LONG_TEXT_CHARS:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_marked(self, texts: list[str]) -> list[list[int]]:
+        """Each text's ids. The text of a special token becomes that token."""
+        return self.encode_all([self._split(text) for text in texts])
+
+    def encode_all(self, prompts: Sequence[Sequence[Part]]) -> list[list[int]]:
+        """Each prompt's ids. Special parts become their ids. Plain parts are encoded as text, even if they hold the
+        text of a special token."""
+        plain = iter(self.encode_plain([part.text for parts in prompts for part in parts if not part.special]))
+        encoded: list[list[int]] = []
+        for parts in prompts:
+            ids: list[int] = []
+            for part in parts:
+                if part.special:
+                    ids.append(self.special_tokens[part.text])
+                else:
+                    ids += next(plain)
+            encoded.append(ids)
+        return encoded
+
+    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+        """The ids of a text that has been split at its special tokens."""
+        return self.encode_all([parts])[0]
 
     def vocabulary_string(self, token_id: int) -> str:
         """A token as the vocabulary writes it: bytes as letters, `Ġ` for a space. Empty for an unknown id."""

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.answers.writer import Writer
-from server.api.worker_threads import WorkerThreads
+from server.api.worker_threads import blocks
 from server.engine.generation import Choice, Generation
-from server.http.encoding import encode_json
+from server.http.encoding import json_pieces
 from server.http.request_error import RequestError
 
 STREAM_HEADERS = [
@@ -100,9 +100,8 @@ class GenerationAnswer(Response):
     Raises RequestError for an error before the response has started.
     """
 
-    def __init__(self, generation: Generation, writer: Writer, threads: WorkerThreads, *, stream: bool) -> None:
+    def __init__(self, generation: Generation, writer: Writer, *, stream: bool) -> None:
         self._generation = generation
-        self._threads = threads
         self._writer = writer
         self._stream = stream
         self._opened: set[int] = set()  # choices that have their first event
@@ -114,7 +113,7 @@ class GenerationAnswer(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._generation.wait()
         headers = unenforced_header(self._generation.unenforced)
-        await LongJson(self._threads, self._writer.whole(), headers=headers)(scope, receive, send)
+        await JsonAnswer(self._writer.whole(), headers=headers)(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await self._generation.wait()
@@ -124,7 +123,7 @@ class GenerationAnswer(Response):
             while True:
                 finished = self._generation.finished  # if so, these are the last events
                 events = chain.from_iterable([self._events(choice) for choice in choices])
-                async for body, more in self._threads.blocks(events):
+                async for body, more in blocks(events):
                     if body and (more or not finished):
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                 if finished:
@@ -144,28 +143,20 @@ class GenerationAnswer(Response):
         return chain(opening, gained, () if choice.finish_reason is None else writer.ending(choice))
 
 
-class LongJson(Response):
-    """A JSON answer, encoded while it is sent in chunks; a short one is sent whole."""
+class JsonAnswer(Response):
+    """A JSON answer. A long one is encoded while it is sent in chunks; a short one is sent whole."""
 
-    def __init__(
-        self, threads: WorkerThreads, pieces: Iterator[bytes], *, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
-        self._threads = threads
+    def __init__(self, value: Any, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self._further_headers = headers
-        self._pieces = pieces
+        self._value = value
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), *self._further_headers]
         started = False
-        async for body, more in self._threads.blocks(self._pieces):
+        async for body, more in blocks(json_pieces(self._value)):
             if not started:
                 if not more:
                     headers.append((b"content-length", b"%d" % len(body)))
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 started = True
             await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def json_response(value: Any) -> Response:
-    """A short JSON answer."""
-    return Response(encode_json(value), media_type="application/json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -17,7 +17,6 @@ from server.http.encoding import (
     encode_json,
     event,
     event_pieces,
-    json_pieces,
     list_of,
 )
 from server.http.request_error import RequestError
@@ -106,10 +105,10 @@ class ChoicesWriter(ABC):
 
     # the frame around it
 
-    def whole(self) -> Iterator[bytes]:
+    def whole(self) -> Fields:
         choices = self._generation.choices
         body = self._object(self.WHOLE, NestedList(self._whole_choice(choice, choice.take()) for choice in choices))
-        return json_pieces(body | {"usage": self._usage(choices, self._head.n)} | self._whole_fields())
+        return body | {"usage": self._usage(choices, self._head.n)} | self._whole_fields()
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
         return ()

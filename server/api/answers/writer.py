@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from server.engine.generation import Choice, ChoiceDelta
 from server.http.request_error import RequestError
@@ -40,11 +40,11 @@ class AnswerHead:
 class Writer(Protocol):
     """Writes the answers of a route. `GenerationAnswer` calls the methods in the order of this class.
 
-    The methods return pieces of JSON or of server-sent events. They read the choice at once and may encode later.
+    The other methods return pieces of server-sent events. They read the choice at once and may encode later.
     """
 
-    def whole(self) -> Iterator[bytes]:
-        """The JSON body. Called when every choice has finished."""
+    def whole(self) -> Mapping[str, Any]:
+        """The JSON object. Called when every choice has finished."""
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
         """The events before a choice's first delta."""

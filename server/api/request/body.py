@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from starlette.requests import Request
 
 from server.api.request.fields import HARMLESS, SYNONYMS, is_ignored, refusal, served_name
 from server.api.request.schemas import Generates
-from server.api.worker_threads import WorkerThreads
+from server.api.worker_threads import in_thread
 from server.http.body import BodyLimits, UnknownFieldError, decode_body, read_body
 from server.http.request_error import RequestError, invalid
 
@@ -38,6 +38,7 @@ _decode_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _decode_raws = msgspec.json.Decoder(list[msgspec.Raw])
 _decode_value = msgspec.json.Decoder(Any)
 LONG_BODY = 64 * 1024  # bytes; a shorter body has few entries
+BYTES_OF_WORK = 16  # to decode, as much work as a character to encode
 PIECE_BYTES = 64 * 1024
 _MARKS = (b"[", b"{", b":", b",")
 _NO_BACKSLASH = re.compile(rb"[^\\]")
@@ -50,49 +51,44 @@ class BodyReader[T: msgspec.Struct]:
 
     A body with only declared fields is decoded once. Any other body is decoded again without its undeclared fields.
     Fields that are kept as they came (`msgspec.Raw`) are looked through if `kind.raw_types` has their types.
+
+    Args:
+        translate: makes another request of the body, in the thread in which a long body is decoded.
     """
 
-    def __init__(self, kind: type[T], *, strict: bool) -> None:
+    def __init__(
+        self, kind: type[T], *, strict: bool, translate: Callable[..., Any] = lambda read, *, strict: read
+    ) -> None:
         self._decoder = msgspec.json.Decoder(kind, strict=False)
         self._entries = EntryCounter(kind)
         self._kind = kind
         self._raw_types: Mapping[str, type[msgspec.Struct]] = getattr(kind, "raw_types", {})
         self._strict = strict
+        self._translate = translate
         self._warned: set[str] = set()
 
-    async def read(self, request: Request, limits: BodyLimits, threads: WorkerThreads) -> tuple[T, bytes]:
-        """The body, and its unchanged bytes. Raises RequestError for an unreadable body, a refused field, or a value of
-        a wrong type."""
+    async def read(self, request: Request, limits: BodyLimits) -> Any:
+        """The body, or what `translate` makes of it. Raises RequestError for an unreadable body, a refused field, or a
+        value of a wrong type."""
         body = await read_body(request, limits)
+        return await in_thread(len(body) // BYTES_OF_WORK, self._read, body, limits.max_marks)
+
+    def _read(self, body: bytes, max_marks: int) -> Any:
         if len(body) >= LONG_BODY:
-            return await threads.in_thread(len(body), self._read_long, body, limits.max_marks), body
+            self._entries.check(body, max_marks)
         try:
             read = decode_body(self._decoder, body)
         except UnknownFieldError:
-            known = await threads.in_thread(len(body), self._declared, body, self._kind, "")
-            return decode_body(self._decoder, known), body
-        size = sum(len(raw) for raw in self._raw_objects(read).values())
-        await threads.in_thread(size, self._clean, read)
-        return read, body
-
-    def _read_long(self, body: bytes, max_marks: int) -> T:
-        self._entries.check(body, max_marks)
-        try:
-            read = decode_body(self._decoder, body)
-        except UnknownFieldError:
-            return decode_body(self._decoder, self._declared(body, self._kind, ""))
-        self._clean(read)
-        return read
-
-    def _raw_objects(self, read: T) -> dict[str, msgspec.Raw]:
-        """The undecoded fields whose types are known."""
-        given = {name: getattr(read, name) for name in self._raw_types}
-        return {name: raw for name, raw in given.items() if isinstance(raw, msgspec.Raw)}
+            read = decode_body(self._decoder, self._declared(body, self._kind, ""))
+        else:
+            self._clean(read)
+        return self._translate(read, strict=self._strict)
 
     def _clean(self, read: T) -> None:
         """Removes undeclared fields from the undecoded fields whose types are known."""
-        for name, raw in self._raw_objects(read).items():
-            setattr(read, name, msgspec.Raw(self._declared(bytes(raw), self._raw_types[name], f"{name}.")))
+        for name, kind in self._raw_types.items():
+            if isinstance(raw := getattr(read, name), msgspec.Raw):
+                setattr(read, name, msgspec.Raw(self._declared(bytes(raw), kind, f"{name}.")))
 
     def _declared(self, value: bytes, kind: type[msgspec.Struct], path: str) -> bytes:
         """The JSON of an object, or of a list of objects or of such lists, without the fields that their type does not

@@ -114,7 +114,7 @@ async def check_chat(
     check_num_choices(1, body.n, most=state.settings.max_choices)
     return ChatPlan(
         generation=generation,
-        tools=await usable_tools(state, body),
+        tools=usable_tools(state, body),
         conversation=Conversation.of(body),
         constraint=asked_constraint(body),
         truncation=Truncation.of(body.truncate_prompt_tokens, body.truncation_side, state.client.info.max_model_len),
@@ -130,7 +130,7 @@ async def check_chat(
 
 async def count_tokens(state: ServerState, body: ChatRequest) -> int:
     """The number of tokens of the body's prompt. Raises RequestError."""
-    tools = await usable_tools(state, body)
+    tools = usable_tools(state, body)
     return len(await encode_conversation(state, Conversation.of(body), tools))
 
 

@@ -17,11 +17,10 @@ from server.api.request.tools import MAX_DEPTH, Tools
 from server.api.state import ServerState
 from server.http.request_error import RequestError, given, invalid, overloaded, too_long, unavailable, unsupported
 from server.text.chat_template import ChatTemplate
-from server.text.special_tokens import encode_parts
+from server.text.special_tokens import Part
 from server.text.template_environment import TemplateError, TemplateLengthError, TemplateLimitError
 from server.text.template_runner import TooManyTemplatesError
 
-CHARS_OF_A_MESSAGE = 40  # about the characters that a template adds to a message; an estimate of work
 # Llama 3 has no role `developer`, which is OpenAI's newer name for `system`. `function` is OpenAI's older name for
 # `tool`. All other roles go to the template as they are.
 LEFT_OUT_IN_WORDS = "({} was left out: the model reads text only)"  # in the output of a tool
@@ -74,11 +73,6 @@ class Conversation:
         roles = ("system", "developer")
         return [content_text(message) for message in self.messages if message.role in roles]
 
-    @property
-    def raw_size(self) -> int:
-        """The bytes of the fields that are not decoded."""
-        return sum(len(field) for field in (self.variables, self.documents) if field is not msgspec.UNSET)
-
 
 async def encode_conversation(state: ServerState, conversation: Conversation, tools: Tools | None = None) -> list[int]:
     """The token ids of the prompt. Raises RequestError 400 for messages or variables that the template cannot
@@ -89,38 +83,40 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
         message = "is a program, and this server runs those of requests only with --trust-request-chat-template"
         raise invalid("chat_template", message)
     check_num_messages(len(conversation.messages), max_model_len)
-    size = sum(map(_work_of, conversation.messages)) + conversation.raw_size
-    messages, num_chars, extra = await state.threads.in_thread(size, _template_input, conversation)
-    check_text_length(num_chars, state.tokenizer, max_model_len)
-    costly = "messages" if extra.keys() <= {"documents"} else "chat_template_kwargs"
-    if tools is not None:
-        extra["tools"] = tools.for_template()
-    call = {
-        "messages": messages,
-        "add_generation_prompt": conversation.generates,
-        "continue_final_message": conversation.continues,
-        "extra": extra,
-        "max_chars": state.tokenizer.max_token_chars * max_model_len,
-    }
-    if source is not None:
-        with _template_errors("chat_template", limits_param="chat_template"):
-            parts, variables_read = await state.templates.render_source(source, state.tokenizer, **call)
-        _check_shown(extra, variables_read)
-    else:
-        template = _of_the_model(state, tools)
-        _check_shown(extra, template.variables_read)
+    templates, tokenizer = state.templates, state.tokenizer
+
+    def call() -> dict[str, Any]:
+        """The arguments of `ChatTemplate.render`."""
+        messages = [*starmap(template_message, enumerate(conversation.messages))]
+        check_text_length(sum(map(num_characters, messages)), tokenizer, max_model_len)
+        return {
+            "messages": messages,
+            "add_generation_prompt": conversation.generates,
+            "continue_final_message": conversation.continues,
+            "extra": template_variables(conversation) | ({} if tools is None else {"tools": tools.for_template()}),
+            "max_chars": tokenizer.max_token_chars * max_model_len,
+        }
+
+    def encoded(parts: Sequence[Part]) -> list[int]:
+        check_text_length(sum(len(part.text) for part in parts), tokenizer, max_model_len)
+        ids = tokenizer.encode_parts(parts)
+        return tokenizer.with_affixes(ids, again=True) if conversation.adds_affixes else ids
+
+    def rendered(template: ChatTemplate) -> list[int]:
+        given = call()
+        _check_shown(given["extra"], template.variables_read)
+        costly = "messages" if given["extra"].keys() <= {"documents", "tools"} else "chat_template_kwargs"
         with _template_errors("messages", limits_param=costly):
-            parts = await state.templates.render(template, **call)
-    num_chars = sum(len(part.text) for part in parts)
-    check_text_length(num_chars, state.tokenizer, max_model_len)
-    ids = await state.threads.in_thread(num_chars, encode_parts, state.tokenizer, parts)
-    return state.tokenizer.with_affixes(ids, again=True) if conversation.adds_affixes else ids
+            parts = template.render(timeout_s=templates.timeout_s, **given)
+        return encoded(parts)
 
-
-def _template_input(conversation: Conversation) -> tuple[list[dict[str, Any]], int, dict[str, Any]]:
-    """The messages in the form that templates expect, the number of their characters, and further variables."""
-    messages = [*starmap(template_message, enumerate(conversation.messages))]
-    return messages, sum(map(num_characters, messages)), template_variables(conversation)
+    if source is None:
+        return await templates.run(rendered, _of_the_model(state, tools))
+    given = await templates.run(call)
+    with _template_errors("chat_template", limits_param="chat_template"):
+        parts, variables_read = await templates.render_source(source, tokenizer, **given)
+    _check_shown(given["extra"], variables_read)
+    return await templates.run(encoded, parts)
 
 
 def _of_the_model(state: ServerState, tools: Tools | None) -> ChatTemplate:
@@ -161,13 +157,6 @@ def _template_errors(param: str, limits_param: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise unavailable(f"No process can be started to render the conversation: {reason}") from error
-
-
-def _work_of(message: Message) -> int:
-    """The size, in characters, of work on the message's parts. Text content does not count: it is not copied."""
-    num_parts = len(message.content) if isinstance(message.content, list) else 1
-    calls = [call.function.arguments for call in message.tool_calls or ()]
-    return CHARS_OF_A_MESSAGE * (num_parts + len(calls)) + sum(len(text) for text in calls if isinstance(text, str))
 
 
 def template_variables(conversation: Conversation) -> dict[str, Any]:

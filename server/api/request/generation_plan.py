@@ -7,14 +7,16 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batcher.page_store import PageSource
 from server.api.answers.writer import AnswerHead, UsageOptions
-from server.api.request.sampling import Sampling, read_sampling
+from server.api.request.prompts import read_bad_words
+from server.api.request.sampling import Sampling, checked_sampling
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
 from server.api.tracing import current_trace
+from server.api.worker_threads import in_thread
 from server.engine import wire
 from server.engine.generation import Choice, Generation
 from server.flag import MOST_SECONDS
@@ -67,7 +69,10 @@ async def check_generation(
 ) -> GenerationPlan:
     """Reads the model and the sampling fields of a body. Raises RequestError if one is unknown or invalid."""
     model = await state.find_model(body.model)
-    sampling = await read_sampling(state, body)
+    sampling = checked_sampling(body, state.settings.generation_defaults, vocab_size=state.client.info.vocab_size)
+    if body.bad_words:
+        bad_words = await read_bad_words(state, body.bad_words)
+        sampling = replace(sampling, values={**sampling.values, "bad_words": bad_words})
     head = AnswerHead(
         id=f"{id_prefix}-{_own_id(body.request_id)}",
         model=model.name,
@@ -114,10 +119,8 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
         grammar_field=None if plan.grammar is None else plan.grammar_field,
         unenforced=unenforced,
     )
-    texts = sampling.stops
-    stops = await state.threads.in_thread(sum(map(len, texts)), StopStrings, texts) if texts else None
-    ids = [prompt for _, prompt, _ in prompts]
-    packed = await state.threads.in_thread(sum(map(len, ids)), wire.packed_prompts, ids)
+    texts, ids = sampling.stops, [prompt for _, prompt, _ in prompts]
+    stops, packed = await in_thread(sum(map(len, (*texts, *ids))), _stops_and_packed, texts, ids)
     sources = await _sources(state, plan, packed)
     left_s, queue_s = times_left(state, head.deadline)
     requests: list[wire.WireRequest] = []
@@ -168,6 +171,10 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation
     return generation
+
+
+def _stops_and_packed(stops: Sequence[str], prompts: Sequence[list[int]]) -> tuple[StopStrings | None, list[bytes]]:
+    return StopStrings(stops) if stops else None, wire.packed_prompts(prompts)
 
 
 async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[bytes]) -> Sequence[PageSource | None]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from batcher.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from batcher.sampling_table import PARAMETERS
 from server.api.request.fields import NO_BEST_OF
 from server.api.request.schemas import SamplingFields
-from server.api.state import ServerState
 from server.http.request_error import RequestError, invalid
 from server.settings import TOP_K_OFF, GenerationDefaults
-from server.text.tokenizer import ByteLevelTokenizer
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow, and no draw would differ
 MAX_STOP_CHARS = 1024
-MAX_BAD_WORD_CHARS = 256
 ALL_LOGPROBS = -1  # vLLM's value for all log-probabilities
 SEED_BITS = 63
 # these depend on the prompt, or the routes spell them differently
@@ -45,19 +42,6 @@ class Sampling:
         """
         seed = None if self.seed is None else (self.seed + choice) % 2**SEED_BITS
         return SamplingParams(**self.values, seed=seed, **later)
-
-
-async def read_sampling(state: ServerState, body: SamplingFields) -> Sampling:
-    """Reads the sampling fields of a body. Lengths are checked later, with the prompt.
-
-    Raises RequestError 400 for the first value that is out of range.
-    """
-    vocab_size = state.client.info.vocab_size
-    sampling = checked_sampling(body, state.settings.generation_defaults, vocab_size=vocab_size)
-    if not body.bad_words:
-        return sampling
-    bad_words = await _bad_word_ids(state, body.bad_words)
-    return replace(sampling, values={**sampling.values, "bad_words": bad_words})
 
 
 def checked_sampling(body: SamplingFields, defaults: GenerationDefaults, *, vocab_size: int) -> Sampling:
@@ -188,29 +172,3 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
         if len(text) > MAX_STOP_CHARS:
             raise invalid("stop", f"a stop string has at most {MAX_STOP_CHARS} characters, got {len(text)}")
     return stops
-
-
-async def _bad_word_ids(state: ServerState, words: Sequence[str]) -> Ids:
-    """`bad_words` as token ids. Raises RequestError 400 for words that cannot be barred."""
-    for word in words:
-        if not word.strip():
-            raise invalid("bad_words", "a word must not be empty")
-        if len(word) > MAX_BAD_WORD_CHARS:
-            raise invalid("bad_words", f"a word has at most {MAX_BAD_WORD_CHARS} characters, got {len(word)}")
-    return await state.threads.in_thread(2 * sum(map(len, words)), _encoded_bad_words, state.tokenizer, words)
-
-
-def _encoded_bad_words(tokenizer: ByteLevelTokenizer, words: Sequence[str]) -> Ids:
-    """The token ids of each word at the start of a text and after a space, as in vLLM.
-
-    The form after a space is included if it begins with another token and is no longer. Otherwise the space is a
-    separate token, and the word after it is barred already."""
-    bare = [word.lstrip() for word in words]
-    at_start = tokenizer.encode_plain(bare)
-    after_space = tokenizer.encode_plain([" " + word for word in bare])
-    found: list[tuple[int, ...]] = []
-    for one, other in zip(at_start, after_space, strict=True):
-        found.append(tuple(one))
-        if len(other) == len(one) and other[0] != one[0]:
-            found.append(tuple(other))
-    return tuple(dict.fromkeys(found))

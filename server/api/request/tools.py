@@ -140,14 +140,12 @@ def read_tools(raw: RawField, choice: str | Mapping[str, Any] | None, *, paralle
     return Tools(specs=tuple(specs), choice=kind, parallel=parallel is not False and kind is not ToolChoice.NAMED)
 
 
-async def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
+def usable_tools(state: ServerState, body: ChatRequest) -> Tools | None:
     """The tools that the model may call. None: there are none, or no tool may be called.
 
     Raises RequestError 400 if the fields are invalid or not supported by this server.
     """
-    raw = body.tools
-    size = 0 if raw is msgspec.UNSET else len(raw)
-    tools = await state.threads.in_thread(size, read_tools, raw, body.tool_choice, parallel=body.parallel_tool_calls)
+    tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     if tools is None:
         return None
     if tools.choice is ToolChoice.AUTO and not state.settings.enable_auto_tool_choice:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from server.api.answers.answer import json_response
+from server.api.answers.answer import JsonAnswer
 from server.api.peers import AbortRequests, SetLogLevel
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
@@ -97,7 +97,7 @@ class Admin:
         self._state.client.reset_prefix_cache(reset_external=reset_external)
         if self._state.prefills is not None:
             self._state.prefills.forget()
-        return json_response({"status": "ok"})
+        return JsonAnswer({"status": "ok"})
 
     @route("POST /abort_requests", AbortRequest)
     async def abort_requests(self, request: Request, body: AbortRequest) -> Response:
@@ -107,12 +107,12 @@ class Admin:
         if state.peers is not None:
             ended += await state.peers.ask(AbortRequests(body.request_ids), list[str])
         logger.info("%d requests were aborted by the administrator", len(ended))
-        return json_response({"aborted": ended})
+        return JsonAnswer({"aborted": ended})
 
     @route("GET /log_level")
     async def log_level(self, request: Request) -> Response:
         """The level of the log."""
-        return json_response({"level": logging.getLevelName(logger.getEffectiveLevel()).lower()})
+        return JsonAnswer({"level": logging.getLevelName(logger.getEffectiveLevel()).lower()})
 
     @route("POST /log_level", LogLevelRequest)
     async def set_log_level(self, request: Request, body: LogLevelRequest) -> Response:

@@ -29,7 +29,7 @@ class Chat:
         state = self._state
         generation, plan = await start_chat(state, body, request, id_prefix="chatcmpl")
         writer = ChatWriter(generation, plan.generation.head, state.tokenizer, plan.options)
-        return GenerationAnswer(generation, writer, state.threads, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, stream=bool(body.stream))
 
     @route("POST /v1/chat/completions/batch", BatchChatRequest, generates=True)
     async def batch(self, request: Request, body: BatchChatRequest) -> Response:
@@ -46,4 +46,4 @@ class Chat:
         generation, plans = await start_chats(state, body.each(), request, id_prefix="chatcmpl")
         options = [plan.options for plan in plans]
         writer = BatchChatWriter(generation, plans[0].generation.head, state.tokenizer, options)
-        return GenerationAnswer(generation, writer, state.threads, stream=False)
+        return GenerationAnswer(generation, writer, stream=False)

@@ -10,8 +10,6 @@ the text at its `text_offset`, except an added begin-of-text: it is not shown, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,14 +27,13 @@ from server.api.request.limits import (
     listed,
     output_limit,
 )
-from server.api.request.sampling import check_counts, check_ids, check_num_choices, check_top_logprobs
+from server.api.request.prompts import read_prompts
+from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
 from server.api.request.schemas import CompletionRequest
 from server.api.route import EVENTS, JSON
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
 from server.engine.generation import Generation
-from server.text.special_tokens import SpecialTokens, encode_all
-from server.text.stream import decode_text
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -46,7 +43,6 @@ class Completions:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     @route("POST /v1/completions", CompletionRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: CompletionRequest) -> Response:
@@ -61,7 +57,7 @@ class Completions:
             num_prompt_logprobs=body.prompt_logprobs,
         )
         writer = CompletionWriter(generation, head, state.tokenizer, options)
-        return GenerationAnswer(generation, writer, state.threads, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, stream=bool(body.stream))
 
     async def start(
         self,
@@ -98,7 +94,8 @@ class Completions:
         max_model_len = state.client.info.max_model_len
         truncation = Truncation.of(body.truncate_prompt_tokens, body.truncation_side, max_model_len)
         kept = truncation.kept(least_output=body.max_tokens or 1)
-        prompts = await state.threads.in_thread(sum(map(len, given)), self._encode, body, given, kept)
+        affixes = body.add_special_tokens is not False
+        prompts = await read_prompts(state, "prompt", given, kept, affixes=affixes, decodes=echo)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
         limits = [self._limit(body, len(prompt.ids), fills_context=fills_context) for prompt in prompts]
         wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
@@ -131,25 +128,3 @@ class Completions:
                 self._limit(body, len(prompt))
         elif isinstance(prompt, str):
             check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
-
-    def _encode(self, body: CompletionRequest, given: Sequence[str | list[int]], kept: slice) -> list[Prompt]:
-        """Encodes and truncates the prompts. The work grows with them, so long prompts are encoded in a thread."""
-        tokenizer = self._state.tokenizer
-        texts = [prompt for prompt in given if isinstance(prompt, str)]
-        encoded = iter(encode_all(tokenizer, [self._split(text) for text in texts]))
-        prompts = []
-        for prompt in given:
-            if isinstance(prompt, str):
-                own = next(encoded)
-                whole = own if body.add_special_tokens is False else tokenizer.with_affixes(own)
-                ids = whole[kept]
-                if len(ids) == len(whole):
-                    start = 0 if whole[: len(own)] == own else tokenizer.with_affixes([-1]).index(-1)
-                    prompts.append(Prompt(ids=ids, text=prompt, shown=range(start, start + len(own))))
-                    continue
-            else:
-                check_ids("prompt", prompt, self._state.client.info.vocab_size)
-                ids = prompt[kept]
-            text = decode_text(tokenizer, ids, skip_special_tokens=False) if body.echo else ""
-            prompts.append(Prompt(ids=ids, text=text, shown=range(len(ids))))
-        return prompts

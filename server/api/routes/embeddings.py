@@ -21,17 +21,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
-from server.api.answers.answer import AsgiResponse, LongJson, while_connected
+from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
 from server.api.request.generation_plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
-from server.api.request.sampling import check_ids, check_priority
+from server.api.request.prompts import read_prompts
+from server.api.request.sampling import check_priority
 from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
 from server.api.routes.endpoints import route
 from server.api.state import ServerState
+from server.api.worker_threads import in_thread
 from server.engine import wire
 from server.engine.embedding import Embeddings
 from server.http.auth import current_client
-from server.http.encoding import NestedList, json_pieces, list_of
+from server.http.encoding import NestedList, list_of
 from server.http.request_error import NOT_FOUND, RequestError, invalid, too_long
 
 FORMATS = ("float", "base64")
@@ -134,12 +136,11 @@ class EmbeddingRoutes:
         async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
             async with while_connected(receive, embeddings):
                 vectors = await embeddings.wait()
-                made = await state.threads.in_thread(sum(map(len, vectors)) // 4, fields, vectors)
+                made = await in_thread(sum(map(len, vectors)) // 4, fields, vectors)
                 usage: Fields = {"prompt_tokens": started.num_tokens, "total_tokens": started.num_tokens}
                 if state.settings.show_cached_tokens:
                     usage["prompt_tokens_details"] = {"cached_tokens": embeddings.num_cached_tokens}
-                pieces = json_pieces({**made, "model": started.model, "usage": usage})
-                await LongJson(state.threads, pieces)(scope, receive, send)
+                await JsonAnswer({**made, "model": started.model, "usage": usage})(scope, receive, send)
 
         return AsgiResponse(send_all)
 
@@ -154,7 +155,7 @@ class EmbeddingRoutes:
         check_priority(body.priority)
         prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
         num_tokens = sum(map(len, prompts))
-        packed = await state.threads.in_thread(num_tokens, wire.packed_prompts, prompts)
+        packed = wire.packed_prompts(prompts)
         left_s, queue_s = times_left(state, deadline)
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
@@ -174,30 +175,18 @@ class EmbeddingRoutes:
                 check_text_length(len(prompt), state.tokenizer, max_model_len, least_output=0)
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
         kept = Truncation.of(wanted, side, max_model_len, default="right").kept(least_output=0)
-        return await state.threads.in_thread(sum(map(len, given)), self._encode, body, param, given, kept)
-
-    def _encode(self, body: EmbedFields, param: str, given: Sequence[str | list[int]], kept: slice) -> list[list[int]]:
-        tokenizer, info = self._state.tokenizer, self._state.client.info
-        encoded = iter(tokenizer.encode_plain([prompt for prompt in given if isinstance(prompt, str)]))
-        prompts = []
-        for number, prompt in enumerate(given):
-            if isinstance(prompt, str):
-                ids = next(encoded)
-                ids = ids if body.add_special_tokens is False else tokenizer.with_affixes(ids)
-            else:
-                check_ids(param, prompt, info.vocab_size)
-                ids = prompt
-            ids = ids[kept]
+        affixes = body.add_special_tokens is not False
+        prompts = await read_prompts(state, param, given, kept, special=False, affixes=affixes)
+        for number, ids in enumerate(prompt.ids for prompt in prompts):
             if not ids:
                 raise invalid(param, f"input number {number} is empty")
-            if len(ids) > info.max_model_len:
+            if len(ids) > max_model_len:
                 raise too_long(
-                    f"This model embeds at most {info.max_model_len} tokens at once, and input number {number} has "
+                    f"This model embeds at most {max_model_len} tokens at once, and input number {number} has "
                     f"{len(ids)}. Please shorten it, or give `truncate_prompt_tokens`.",
                     param=param,
                 )
-            prompts.append(ids)
-        return prompts
+        return [prompt.ids for prompt in prompts]
 
     def _requests(
         self, id: str, body: EmbedFields, packed: Sequence[bytes], queue_s: float | None, adapter: int

@@ -28,7 +28,7 @@ def route[F: Callable[..., Any]](
     target: str,
     fields: type[msgspec.Struct] | None = None,
     *,
-    with_bytes: bool = False,
+    translate: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[[F], F]:
     """Declares the route of an endpoint, which is called with the request and its decoded body.
@@ -36,7 +36,7 @@ def route[F: Callable[..., Any]](
     Args:
         target: the method and the path.
         fields: the type of the body, which the endpoint gets. None: there is no body, or the endpoint reads it.
-        with_bytes: whether the endpoint also gets the undecoded body.
+        translate: makes the request of another route of the body, which the endpoint gets then (`BodyReader`).
         options: further fields of the `ApiRoute`.
     """
     method, path = target.split()
@@ -50,9 +50,10 @@ def route[F: Callable[..., Any]](
             endpoint: Endpoint = declared.__get__(owner)
             if fields is not None:
                 own["body"] = fields
-            if fields is not None:
                 check = getattr(owner, "check_served", lambda: None)
-                endpoint = _after_reading(endpoint, state, fields, check, with_bytes=with_bytes)
+                further = {} if translate is None else {"translate": translate}
+                reader = BodyReader(fields, strict=state.settings.strict_fields, **further)
+                endpoint = _after_reading(endpoint, state, reader, check)
             return ApiRoute(path=path, method=method, endpoint=endpoint, **own | options)
 
         declared.__dict__.setdefault("routes", []).insert(0, made)
@@ -68,21 +69,11 @@ def routes_of(owner: object, state: ServerState) -> list[ApiRoute]:
 
 
 def _after_reading(
-    endpoint: Callable[..., Any],
-    state: ServerState,
-    fields: type[msgspec.Struct],
-    check: Callable[[], None],
-    *,
-    with_bytes: bool,
+    endpoint: Callable[..., Any], state: ServerState, reader: BodyReader[Any], check: Callable[[], None]
 ) -> Endpoint:
-    reader = BodyReader(fields, strict=state.settings.strict_fields)
-
     async def read_and_answer(request: Request) -> Response:
         check()
-        body, raw = await reader.read(request, state.body_limits, state.threads)
-        read = (body, raw) if with_bytes else (body,)
-        del raw  # a long one takes memory
-        response: Response = await endpoint(request, *read)
+        response: Response = await endpoint(request, await reader.read(request, state.body_limits))
         return response
 
     return read_and_answer

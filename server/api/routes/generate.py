@@ -72,7 +72,7 @@ class Generate:
         state, ids, params = self._state, body.token_ids, body.sampling_params
         if not ids:
             raise RequestError(400, "token_ids: must not be empty", param="token_ids")
-        await state.threads.in_thread(len(ids), check_ids, "token_ids", ids, state.client.info.vocab_size)
+        check_ids("token_ids", ids, state.client.info.vocab_size)
         names = (name for name in GenerateRequest.__struct_fields__ if name in CompletionRequest.__struct_fields__)
         asked = CompletionRequest(
             prompt=list[str | int | list[int]](ids),
@@ -86,7 +86,7 @@ class Generate:
         writer = GenerateWriter(
             generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
         )
-        return GenerationAnswer(generation, writer, state.threads, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, stream=bool(body.stream))
 
 
 def _value(params: GenerateParams, name: str) -> Any:

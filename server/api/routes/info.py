@@ -10,12 +10,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import LongJson, json_response
+from server.api.answers.answer import JsonAnswer
 from server.api.http_counts import HttpCounts
 from server.api.metrics import CONTENT_TYPE
 from server.api.peers import Counted
 from server.api.request.conversation import Conversation, encode_conversation
 from server.api.request.limits import check_text_length
+from server.api.request.prompts import read_ids, read_prompts
 from server.api.request.sampling import check_ids
 from server.api.request.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.request.tools import read_tools
@@ -25,10 +26,8 @@ from server.api.state import ServerState
 from server.engine.protocol import fault_of
 from server.engine.wire import Adapter
 from server.http.auth import KeyRing
-from server.http.encoding import json_pieces, list_of
+from server.http.encoding import list_of
 from server.http.request_error import RequestError, model_not_found, unavailable
-from server.text.special_tokens import SpecialTokens, encode_parts
-from server.text.stream import decode_text
 
 TOKENIZER_INFO = "/tokenizer_info"
 ANTHROPIC_VERSION = "anthropic-version"  # a header that every client of Anthropic's sends
@@ -46,7 +45,6 @@ class Info:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._administrators = KeyRing(state.settings.admin_api_keys)
-        self._split = SpecialTokens(state.tokenizer.special_tokens).split
 
     @route("GET /v1/models")
     async def models(self, request: Request) -> Response:
@@ -54,10 +52,10 @@ class Info:
         served = self._served()
         if ANTHROPIC_VERSION not in request.headers:
             models = [self._model(request, name, adapter) for name, adapter in served.items()]
-            return json_response({"object": "list", "data": models})
+            return JsonAnswer({"object": "list", "data": models})
         names = list(served)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return json_response({"data": [self._anthropic_model(name) for name in names], **ends})
+        return JsonAnswer({"data": [self._anthropic_model(name) for name in names], **ends})
 
     @route("GET /v1/models/{name:path}")
     async def model(self, request: Request) -> Response:
@@ -66,8 +64,8 @@ class Info:
         if name not in served:
             raise model_not_found(name)
         if ANTHROPIC_VERSION in request.headers:
-            return json_response(self._anthropic_model(name))
-        return json_response(self._model(request, name, served[name]))
+            return JsonAnswer(self._anthropic_model(name))
+        return JsonAnswer(self._model(request, name, served[name]))
 
     @route("GET /health", access=Access.OPEN)
     @route("GET /ping", access=Access.OPEN, summary="As /health.")
@@ -82,10 +80,10 @@ class Info:
         if self._state.draining:
             raise unavailable("The server is shutting down.")
         if "verbose" not in request.query_params:
-            return json_response({"status": "ok"})
+            return JsonAnswer({"status": "ok"})
         attention = msgspec.structs.asdict(self._state.client.info.attention)
         to_come = self._state.client.stats.num_programs_to_come
-        return json_response({"status": "ok", "attention": attention, "programs_to_come": to_come})
+        return JsonAnswer({"status": "ok", "attention": attention, "programs_to_come": to_come})
 
     @route("GET /live", access=Access.OPEN)
     async def live(self, request: Request) -> Response:
@@ -94,7 +92,7 @@ class Info:
         A restart would end the requests that still run then. Raises RequestError 503 if it is dead or silent.
         """
         self._check_engine()
-        return json_response({"status": "ok"})
+        return JsonAnswer({"status": "ok"})
 
     def _check_engine(self) -> None:
         fault = fault_of(self._state.client, self._state.settings.heartbeat_timeout_s)
@@ -104,12 +102,12 @@ class Info:
     @route("GET /version", access=Access.OPEN)
     async def version(self, request: Request) -> Response:
         """The server's version."""
-        return json_response({"version": self._state.settings.version})
+        return JsonAnswer({"version": self._state.settings.version})
 
     @route("GET /load")
     async def load(self, request: Request) -> Response:
         """How many requests are being answered."""
-        return json_response({"server_load": self._state.load})
+        return JsonAnswer({"server_load": self._state.load})
 
     @route("GET /metrics", access=Access.OPEN, media_types=(CONTENT_TYPE,))
     async def metrics(self, request: Request) -> Response:
@@ -129,13 +127,13 @@ class Info:
         state = self._state
         await state.find_model(body.model)
         if body.messages is not None and body.prompt is None:
-            size = 0 if body.tools is msgspec.UNSET else len(body.tools)
-            tools = await state.threads.in_thread(size, read_tools, body.tools, None, parallel=None)
+            tools = read_tools(body.tools, None, parallel=None)
             ids = await encode_conversation(state, Conversation.of(body), tools)
         elif body.prompt is not None and body.messages is None:
             check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
             affixes = body.add_special_tokens is not False
-            ids = await state.threads.in_thread(len(body.prompt), self._encode, body.prompt, affixes)
+            (prompt,) = await read_prompts(state, "prompt", [body.prompt], affixes=affixes)
+            ids = prompt.ids
         else:
             raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
         strings = list_of(map(state.tokenizer.vocabulary_string, ids), len(ids))
@@ -145,11 +143,7 @@ class Info:
             "tokens": list_of(ids, len(ids)),
             "token_strs": strings if body.return_token_strs else None,
         }
-        return LongJson(state.threads, json_pieces(answer))
-
-    def _encode(self, text: str, affixes: bool) -> list[int]:
-        ids = encode_parts(self._state.tokenizer, self._split(text))
-        return self._state.tokenizer.with_affixes(ids) if affixes else ids
+        return JsonAnswer(answer)
 
     @route(f"GET {TOKENIZER_INFO}")
     async def tokenizer_info(self, request: Request) -> Response:
@@ -163,19 +157,16 @@ class Info:
             "special_tokens": tokenizer.special_tokens,
             "chat_template": settings.chat_template or tokenizer.chat_templates.default,
         }
-        return LongJson(self._state.threads, json_pieces(answer))
+        return JsonAnswer(answer)
 
     @route("POST /detokenize", DetokenizeRequest)
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         state = self._state
         await state.find_model(body.model)
-        text = await state.threads.in_thread(len(body.tokens), self._decode, body)
-        return LongJson(state.threads, json_pieces({"prompt": text}))
-
-    def _decode(self, body: DetokenizeRequest) -> str:
-        check_ids("tokens", body.tokens, self._state.client.info.vocab_size)
-        return decode_text(self._state.tokenizer, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        check_ids("tokens", body.tokens, state.client.info.vocab_size)
+        text = await read_ids(state, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        return JsonAnswer({"prompt": text})
 
     def _anthropic_model(self, name: str) -> dict[str, Any]:
         created = datetime.fromtimestamp(self._state.created, UTC).isoformat().replace("+00:00", "Z")

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import json_response
+from server.api.answers.answer import JsonAnswer
 from server.api.answers.errors import OPENAI_ERRORS
 from server.api.route import JSON, Access, ApiRoute, ErrorForm
 from server.settings import Settings
@@ -40,7 +40,7 @@ def docs_routes(routes: Sequence[ApiRoute], settings: Settings) -> list[ApiRoute
     page = _page(document, settings.version).encode()
 
     async def schema(request: Request) -> Response:
-        return json_response(document)
+        return JsonAnswer(document)
 
     async def docs(request: Request) -> Response:
         return Response(page, media_type="text/html; charset=utf-8")

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from model.inputs.schema import integer, number_above
-from server.api.answers.answer import STREAM_HEADERS, AsgiResponse, json_response, while_connected
+from server.api.answers.answer import STREAM_HEADERS, AsgiResponse, JsonAnswer, while_connected
 from server.api.request.body import BodyReader
 from server.api.route import ApiRoute
 from server.api.state import ServerState
@@ -135,13 +135,13 @@ class Plan:
 
     async def plan(self, request: Request) -> Response:
         """The plan of a choice; with `simulate`, events with the progress and then the plan. Raises RequestError."""
-        body, _ = await self._reader.read(request, self._state.body_limits, self._state.threads)
+        body: PlanRequest = await self._reader.read(request, self._state.body_limits)
         return AsgiResponse(partial(self._search, body)) if body.simulate else await self._estimate(body)
 
     async def _estimate(self, body: PlanRequest | None) -> Response:
         try:
             async with self._turn, asyncio.timeout(ESTIMATE_TIMEOUT_S):
-                return json_response(await self._ask_kept(body))
+                return JsonAnswer(await self._ask_kept(body))
         except TimeoutError as error:
             raise RequestError(400, f"The estimate took longer than {ESTIMATE_TIMEOUT_S:g} s.") from error
         except OSError as error:

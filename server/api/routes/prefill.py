@@ -8,23 +8,21 @@ from __future__ import annotations
 import secrets
 from array import array
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batcher.request import FinishReason, SamplingParams
-from server.api.answers.answer import AsgiResponse, while_connected
+from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
 from server.api.prefills import PATH, Prefilled, PrefillRequest, differing
 from server.api.request.sampling import check_ids, check_priority
-from server.api.route import JSON, ApiRoute
+from server.api.route import ApiRoute
 from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
 from server.engine import wire
 from server.engine.embedding import Embeddings
 from server.engine.page_server import TOKEN_BYTES
 from server.http.auth import current_client
-from server.http.body import decode_body, read_body
 from server.http.request_error import RequestError, invalid
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
@@ -40,14 +38,11 @@ class PrefillRoute:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._decoder = msgspec.json.Decoder(PrefillRequest)
 
-    @route(f"POST {PATH}", generates=True, body=PrefillRequest)
-    async def create(self, request: Request) -> Response:
+    @route(f"POST {PATH}", PrefillRequest, generates=True)
+    async def create(self, request: Request, asked: PrefillRequest) -> Response:
         """Computes a prompt for another server (--kv-role prefill)."""
         state = self._state
-        body = await read_body(request, state.body_limits)
-        asked = await state.threads.in_thread(len(body), decode_body, self._decoder, body)
         info = state.client.info
         if asked.identity != info.page_identity:
             names = differing(asked.identity, info.page_identity)
@@ -56,7 +51,7 @@ class PrefillRoute:
         if not asked.tokens or len(asked.tokens) % 4:
             raise invalid("tokens", f"must be 32-bit numbers, at least one, not {len(asked.tokens)} bytes")
         ids = array("i", asked.tokens)
-        await state.threads.in_thread(len(ids), check_ids, "tokens", ids, info.vocab_size)
+        check_ids("tokens", ids, info.vocab_size)
         if (await state.find_model(asked.model)).adapter != asked.adapter:
             raise RequestError(409, f"The LoRA adapter {asked.model!r} has other weights here.")
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -83,7 +78,7 @@ class PrefillRoute:
                     key=info.page_key,
                     keep_s=state.settings.transfer_timeout_s,
                 )
-                await Response(msgspec.json.encode(done), media_type=JSON)(scope, receive, send)
+                await JsonAnswer(done)(scope, receive, send)
 
         return AsgiResponse(answer)
 

@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from batcher.stats import Histogram
 from batcher.step_log import StepRecord
+from server.api.answers.answer import JsonAnswer
 from server.api.route import Access, ApiRoute
 from server.api.routes.planner import plan_routes
 from server.api.state import ServerState
 from server.api.stats_history import figures_of
-from server.http.encoding import encode_json
 from server.http.request_error import invalid
 
 FOLDER = Path(__file__).parents[2] / "ui"
@@ -76,7 +76,7 @@ class Dashboard:
         engine = _number(request, "engine", "0", "the number of an engine")
         if not 0 <= engine < num_engines:
             raise invalid("engine", f"the number of an engine, 0 to {num_engines - 1}, got {engine}")
-        return Response(encode_json(self._snapshot(engine, last, seconds)), media_type="application/json")
+        return JsonAnswer(self._snapshot(engine, last, seconds))
 
     def _snapshot(self, engine: int, last: int, seconds: int) -> dict[str, Any]:
         state, stats = self._state, self._state.client.stats

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import json_response
+from server.api.answers.answer import JsonAnswer
 from server.api.request.body import BodyReader
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
@@ -124,12 +124,12 @@ class Weights:
     @route("GET /is_sleeping")
     async def is_sleeping(self, request: Request) -> Response:
         """Whether the engine sleeps."""
-        return json_response({"is_sleeping": (await self._state.engine_state()).is_sleeping})
+        return JsonAnswer({"is_sleeping": (await self._state.engine_state()).is_sleeping})
 
     async def _move(self, command: ChangeWeights) -> Response:
         await self._state.change(command, "The weights were not changed: ")
         logger.info("weights: %s%s", command.change.value, "" if command.model is None else f" from {command.model}")
-        return json_response({"status": "ok"})
+        return JsonAnswer({"status": "ok"})
 
     @route("POST /pause")
     async def pause(self, request: Request) -> Response:
@@ -143,19 +143,19 @@ class Weights:
         clears_cache = truth("clear_cache", query.get("clear_cache", "true"))
         await self._state.change(Pause(PauseMode(mode), clears_cache), "The engine was not paused: ")
         logger.info("the engine is paused (mode %s)", mode)
-        return json_response({"status": "paused"})
+        return JsonAnswer({"status": "paused"})
 
     @route("POST /resume")
     async def resume(self, request: Request) -> Response:
         """Requests run again."""
         await self._state.change(Resume(), "The engine goes on pausing: ")
         logger.info("the engine goes on")
-        return json_response({"status": "resumed"})
+        return JsonAnswer({"status": "resumed"})
 
     @route("GET /is_paused")
     async def is_paused(self, request: Request) -> Response:
         """Whether the engine is paused."""
-        return json_response({"is_paused": (await self._state.engine_state()).is_paused})
+        return JsonAnswer({"is_paused": (await self._state.engine_state()).is_paused})
 
     @route("POST /init_weight_transfer_engine", InitRequest)
     async def init(self, request: Request, body: InitRequest) -> Response:
@@ -163,7 +163,7 @@ class Weights:
 
         vLLM's trainers call it before the first update. Nothing needs to be set up here.
         """
-        return json_response({"message": "Weights can be sent.", "backends": BACKENDS})
+        return JsonAnswer({"message": "Weights can be sent.", "backends": BACKENDS})
 
     @route("POST /start_weight_update")
     async def start(self, request: Request) -> Response:
@@ -173,7 +173,7 @@ class Weights:
         """
         await self._take(UpdateStep.ABANDON)
         await self._take(UpdateStep.BEGIN)
-        return json_response({"message": "An update of the weights has begun."})
+        return JsonAnswer({"message": "An update of the weights has begun."})
 
     @route("POST /update_weights", UpdateRequest)
     async def update(self, request: Request, body: UpdateRequest) -> Response:
@@ -182,10 +182,8 @@ class Weights:
         Answered when the arrays have been copied: the sender may then use their memory again.
         """
         info = body.update_info
-        num_entries = len(info.names) + len(info.dtype_names) + len(info.shapes)
-        source = await self._state.threads.in_thread(num_entries, source_of, info)
-        await self._take(UpdateStep.RECEIVE, source)
-        return json_response({"message": "The weights have come.", "num_arrays": len(info.names)})
+        await self._take(UpdateStep.RECEIVE, source_of(info))
+        return JsonAnswer({"message": "The weights have come.", "num_arrays": len(info.names)})
 
     @route("POST /finish_weight_update", body=FinishRequest)
     async def finish(self, request: Request) -> Response:
@@ -196,8 +194,7 @@ class Weights:
         state = self._state
         version: str | None = None
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-            body, _ = await self._finish.read(request, state.body_limits, state.threads)
-            version = body.weight_version
+            version = (await self._finish.read(request, state.body_limits)).weight_version
         if version is not None and not (0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()):
             bounds = f"must have 1 to {MAX_VERSION_CHARS} characters, all of them printable"
             raise invalid("weight_version", bounds)
@@ -208,7 +205,7 @@ class Weights:
             await self._take(UpdateStep.ABANDON)
             raise
         logger.info("weights: updated%s", "" if version is None else f" to version {version}")
-        return json_response({"message": "The weights are served."})
+        return JsonAnswer({"message": "The weights are served."})
 
     async def _take(self, step: UpdateStep, source: WeightsSource | None = None) -> None:
         await self._state.change(UpdateWeights(step, source), NOT_UPDATED)
@@ -217,7 +214,7 @@ class Weights:
     @route("GET /weight_info", summary="As /get_weight_version.")
     async def version(self, request: Request) -> Response:
         """The name of the weights that serve."""
-        return json_response({"weight_version": (await self._state.engine_state()).weight_version})
+        return JsonAnswer({"weight_version": (await self._state.engine_state()).weight_version})
 
     @route("GET /get_world_size")
     async def world_size(self, request: Request) -> Response:
@@ -228,7 +225,7 @@ class Weights:
         state = self._state
         includes_all = truth("include_dp", request.query_params.get("include_dp", "true"))
         chips = int(state.client.info.cache_config.get("tensor_parallel_size", "1"))
-        return json_response({"world_size": chips * len(state.engines) if includes_all else chips})
+        return JsonAnswer({"world_size": chips * len(state.engines) if includes_all else chips})
 
 
 def source_of(info: UpdateInfo) -> WeightsSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.api.request.sampling import MAX_BAD_WORD_CHARS as MAX_CHARS
+from server.api.request.prompts import MAX_BAD_WORD_CHARS as MAX_CHARS
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.e2e.conftest import ROOT
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of

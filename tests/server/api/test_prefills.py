@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from batcher.page_store import PageSource
 from server.api.http_counts import Prefill
 from server.api.prefills import MOST_ANSWER_BYTES, PATH, PAUSE_S, KnownBeginnings, RemotePrefills, differing
-from server.api.worker_threads import WorkerThreads
 from server.engine.routing import BLOCK_TOKENS
 from server.engine.wire import EngineInfo
 from server.settings import Settings
@@ -51,7 +50,7 @@ class Asked:
         self.now_s = 0.0
         self.counts: Counter[Prefill] = Counter()
         self.prefills = RemotePrefills(
-            settings, lambda: INFO, WorkerThreads(), lambda outcome: self.counts.update([outcome]), lambda: self.now_s
+            settings, lambda: INFO, lambda outcome: self.counts.update([outcome]), lambda: self.now_s
         )
 
     async def source(self, prompt: list[int], left_s: float | None = None, adapter: int = 0) -> PageSource | None:

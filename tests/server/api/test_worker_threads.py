@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.api.worker_threads import BLOCK_BYTES, LONG_WORK, NUM_THREADS, WorkerThreads
+from server.api.worker_threads import BLOCK_BYTES, LONG_WORK, NUM_THREADS, blocks, in_thread
 
 PIECE = b"a" * BLOCK_BYTES  # a whole block
 
 
-@pytest.mark.parametrize(("size", "in_thread"), [(LONG_WORK - 1, False), (LONG_WORK, True)])
-def test_long_work_is_done_in_a_thread(size, in_thread):
+@pytest.mark.parametrize(("size", "is_in_thread"), [(LONG_WORK - 1, False), (LONG_WORK, True)])
+def test_long_work_is_done_in_a_thread(size, is_in_thread):
     async def worker() -> int:
-        return await WorkerThreads().in_thread(size, threading.get_ident)
+        return await in_thread(size, threading.get_ident)
 
-    assert (asyncio.run(worker()) != threading.get_ident()) == in_thread
+    assert (asyncio.run(worker()) != threading.get_ident()) == is_in_thread
 
 
 def test_a_short_answer_is_one_block():
     async def run() -> list[tuple[bytes, bool]]:
-        return [item async for item in WorkerThreads().blocks(iter([b"a", b"b", b"c"]))]
+        return [item async for item in blocks(iter([b"a", b"b", b"c"]))]
 
     assert asyncio.run(run()) == [(b"abc", False)]
 
@@ -38,10 +38,8 @@ def test_the_rest_of_a_long_answer_is_made_in_few_threads_while_the_loop_turns()
             yield PIECE
 
     async def run() -> None:
-        threads = WorkerThreads()
-
         async def read() -> list[bytes]:
-            return [block async for block, _ in threads.blocks(pieces())]
+            return [block async for block, _ in blocks(pieces())]
 
         works = [asyncio.create_task(read()) for _ in range(20)]
         await asyncio.sleep(0)
@@ -62,7 +60,7 @@ def test_work_that_nobody_wants_any_more_ends():
 
     async def run() -> None:
         task = asyncio.current_task()
-        async for _ in WorkerThreads().blocks(pieces()):
+        async for _ in blocks(pieces()):
             if len(made) == 3:
                 task.cancel()
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.text.chat_template import ChatTemplate
-from server.text.special_tokens import Part, encode_parts
+from server.text.special_tokens import Part
 from server.text.template_environment import TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
@@ -116,7 +116,7 @@ def test_ordinary_conversations_give_the_ids_of_transformers(messages, source, a
     parts = template(source).render(messages, add_generation_prompt=add_generation_prompt)
     backend = byte_tokenizer((("h", "e"), ("he", "l"), ("Ġ", "w"), ("Ċ", "Ċ")))
     expected = transformers_ids(backend, source, messages, add_generation_prompt=add_generation_prompt)
-    assert encode_parts(TOKENIZER, parts) == expected
+    assert TOKENIZER.encode_parts(parts) == expected
 
 
 @pytest.mark.parametrize("text", ["Once upon", "Once upon  ", " Once "])
@@ -126,13 +126,13 @@ def test_a_continued_message_gives_the_ids_of_transformers(text):
         parts = template(source).render(messages, add_generation_prompt=False, continue_final_message=True)
         backend = byte_tokenizer((("h", "e"), ("he", "l"), ("Ġ", "w"), ("Ċ", "Ċ")))
         expected = transformers_ids(backend, source, messages, continue_final_message=True)
-        assert encode_parts(TOKENIZER, parts) == expected
+        assert TOKENIZER.encode_parts(parts) == expected
 
 
 def test_llama3_conversations_give_the_ids_of_transformers(llama3_backend, llama3):
     for messages in CONVERSATIONS:
         expected = transformers_ids(llama3_backend, LLAMA3_TEMPLATE, messages, add_generation_prompt=True)
-        assert encode_parts(llama3, template(tokenizer=llama3).render(messages)) == expected
+        assert llama3.encode_parts(template(tokenizer=llama3).render(messages)) == expected
 
 
 def test_any_role_is_shown_in_the_templates_own_form():
@@ -162,7 +162,7 @@ def test_control_tokens_in_text_are_text():
         *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         *("<|start_header_id|>", "<|end_header_id|>"),
     ]
-    ids = encode_parts(TOKENIZER, parts)
+    ids = TOKENIZER.encode_parts(parts)
     assert [id for id in ids if id in TOKENIZER.special_ids] == [TOKENIZER.special_tokens[t] for t in specials(parts)]
     assert b"".join(TOKENIZER.token_bytes[id] for id in ids).decode() == text_of(parts)
 

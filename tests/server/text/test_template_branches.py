@@ -12,7 +12,6 @@ from tokenizers import AddedToken
 
 from scripts.lab.demo.tokenizer import CHAT_TEMPLATE as DEMO_TEMPLATE
 from server.text.chat_template import ChatTemplate
-from server.text.special_tokens import encode_parts
 from server.text.template_environment import TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
@@ -131,7 +130,7 @@ def test_texts_and_schemas_without_special_tokens_give_the_ids_of_transformers(n
             template(name).render(messages, extra={"tools": tools})
         return
     rendered = template(name).render(messages, extra={"tools": tools} if tools else {})
-    assert encode_parts(TOKENIZER, rendered) == expected
+    assert TOKENIZER.encode_parts(rendered) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "looking"])
@@ -160,7 +159,7 @@ def test_special_tokens_in_texts_and_schemas_are_text(name, chat, data):
     plain = [{**all_harmless(message), "role": message["role"]} for message in messages]
     own = template(name).render(plain, extra={"tools": all_harmless(tools)} if tools else {})
     assert specials(parts) == specials(own)
-    ids = encode_parts(TOKENIZER, parts)
+    ids = TOKENIZER.encode_parts(parts)
     assert b"".join(TOKENIZER.token_bytes[id] for id in ids).decode() == text_of(parts)
     assert [id for id in ids if id in TOKENIZER.special_ids] == [TOKENIZER.special_tokens[it] for it in specials(own)]
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -62,7 +63,7 @@ def test_it_renders(is_own):
             parts, variables = await rendered(SOURCE + "{% if tools %}{% endif %}")
             assert variables == {"messages", "tools"}
             return parts
-        return await TemplateRunner(timeout_s=30.0).render(template(), messages=HELLO)
+        return await TemplateRunner(timeout_s=30.0).run(template().render, HELLO)
 
     assert asyncio.run(parts()) == SHOWN
     assert processes() == []
@@ -100,7 +101,8 @@ def test_the_loops_of_the_models_template_end_at_the_deadline(name):
 
     async def render() -> list[Part]:
         runner = TemplateRunner(timeout_s=0.5)
-        stuck = [asyncio.ensure_future(runner.render(template(LOOPS[name]), messages=messages)) for _ in range(3)]
+        render = partial(template(LOOPS[name]).render, messages, timeout_s=runner.timeout_s)
+        stuck = [asyncio.ensure_future(runner.run(render)) for _ in range(3)]
         num_turns = 0
         while not all(one.done() for one in stuck):
             await asyncio.sleep(0)  # the event loop goes on

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from server.text.special_tokens import WINDOW, SpecialTokens, encode_parts
+from server.text.special_tokens import WINDOW, SpecialTokens
 from server.text.tokenizer import LONG_TEXT_CHARS, ByteLevelTokenizer
 from server.text.tokenizer_files import ChatTemplates
 from tests.server.conftest import LLAMA3
@@ -125,7 +125,7 @@ def test_a_padding_token_after_the_vocabulary_is_kept_and_no_text_becomes_it(tmp
     tokenizer = ByteLevelTokenizer.from_folder(tmp_path, vocab_size=VOCAB_SIZE)
     assert len(tokenizer.token_bytes) == VOCAB_SIZE
     assert tokenizer.encode_plain(["[PAD]"]) == [list(b"[PAD]")]
-    assert encode_parts(tokenizer, SpecialTokens(tokenizer.special_tokens).split("[PAD]")) == [VOCAB_SIZE]
+    assert tokenizer.encode_parts(SpecialTokens(tokenizer.special_tokens).split("[PAD]")) == [VOCAB_SIZE]
     assert "'[PAD]': 262" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_a_text_has_the_same_ids_alone_and_in_long_company(tmp_path):
 
 def test_raw_prompts_may_write_special_tokens(tmp_path):
     tokenizer = ByteLevelTokenizer.from_folder(write_folder(tmp_path))
-    assert encode_parts(tokenizer, SpecialTokens(tokenizer.special_tokens).split("a<|eot_id|>b")) == [
+    assert tokenizer.encode_parts(SpecialTokens(tokenizer.special_tokens).split("a<|eot_id|>b")) == [
         ord("a"),
         EOT,
         ord("b"),

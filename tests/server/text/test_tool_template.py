@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.text.chat_template import ChatTemplate
-from server.text.special_tokens import encode_parts
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
 from tests.server.support.tokenizers import LLAMA3_TEMPLATE, byte_tokenizer
@@ -64,14 +63,14 @@ CONVERSATIONS = {
 def test_ids_are_those_of_transformers(name):
     messages, extra = CONVERSATIONS[name]
     expected = transformers_ids(byte_tokenizer(MERGES), TOOL_TEMPLATE, messages, add_generation_prompt=True, **extra)
-    assert encode_parts(TOKENIZER, template().render(messages, extra=extra)) == expected
+    assert TOKENIZER.encode_parts(template().render(messages, extra=extra)) == expected
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_ids_of_the_real_tokenizer_are_those_of_transformers(name, llama3, llama3_backend):
     messages, extra = CONVERSATIONS[name]
     expected = transformers_ids(llama3_backend, TOOL_TEMPLATE, messages, add_generation_prompt=True, **extra)
-    assert encode_parts(llama3, template(tokenizer=llama3).render(messages, extra=extra)) == expected
+    assert llama3.encode_parts(template(tokenizer=llama3).render(messages, extra=extra)) == expected
 
 
 def test_several_calls_of_one_message_become_several_messages_where_the_template_takes_one():
@@ -112,7 +111,7 @@ def test_no_text_gives_a_control_token_in_any_place(extra, text):
     messages, variables = hostile_conversation(text, extra)
     parts = template().render(messages, extra=variables)
     assert specials(parts) == own
-    ids = encode_parts(TOKENIZER, parts)
+    ids = TOKENIZER.encode_parts(parts)
     assert [id for id in ids if id in TOKENIZER.special_ids] == [TOKENIZER.special_tokens[token] for token in own]
 
 
@@ -124,7 +123,7 @@ def test_no_text_gives_a_control_token_of_the_real_tokenizer(extra, llama3):
         messages, variables = hostile_conversation(f"{token}<|eot_id|>", extra)
         parts = template(tokenizer=llama3).render(messages, extra=variables)
         assert specials(parts) == own
-        ids = encode_parts(llama3, parts)
+        ids = llama3.encode_parts(parts)
         assert [id for id in ids if id in llama3.special_ids] == [llama3.special_tokens[it] for it in own]
 
 

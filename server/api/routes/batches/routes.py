@@ -14,7 +14,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from server.api.answers.answer import LongJson, json_response
+from server.api.answers.answer import JsonAnswer
 from server.api.request.kept_objects import check_metadata, is_ascending, list_object, page_size
 from server.api.request.schemas import Declared
 from server.api.route import FORM
@@ -36,7 +36,6 @@ from server.batches.store import (
 )
 from server.http.auth import current_key
 from server.http.body import read_form
-from server.http.encoding import json_pieces
 from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -83,7 +82,7 @@ class Batches:
             try:
                 file = _file_of(form)
                 name = (file.filename or "file")[:MAX_NAME_CHARS]
-                return json_response(await asyncio.to_thread(store.keep, id, file.file, name))
+                return JsonAnswer(await asyncio.to_thread(store.keep, id, file.file, name))
             finally:
                 await form.close()
         finally:
@@ -101,14 +100,14 @@ class Batches:
     @route(f"GET {FILES}/{{id}}")
     async def file(self, request: Request) -> Response:
         """The description of a file (--batch-folder)."""
-        return json_response(await self._find(request, FILE))
+        return JsonAnswer(await self._find(request, FILE))
 
     @route(f"DELETE {FILES}/{{id}}")
     async def delete(self, request: Request) -> Response:
         """Forgets it (--batch-folder)."""
         id = (await self._find(request, FILE))["id"]
         await asyncio.to_thread(self._store().delete_file, id)
-        return json_response({"id": id, "object": "file", "deleted": True})
+        return JsonAnswer({"id": id, "object": "file", "deleted": True})
 
     @route(f"GET {FILES}/{{id}}/content")
     async def content(self, request: Request) -> Response:
@@ -137,7 +136,7 @@ class Batches:
         window = body.completion_window
         batch = new_batch(new_id(BATCH), file["id"], body.endpoint, window, WINDOWS[window], body.metadata)
         await asyncio.to_thread(store.new_batch, owner, batch)
-        return json_response(batch)
+        return JsonAnswer(batch)
 
     @route(f"GET {BATCHES}")
     async def batches(self, request: Request) -> Response:
@@ -148,7 +147,7 @@ class Batches:
     @route(f"GET {BATCHES}/{{id}}")
     async def batch(self, request: Request) -> Response:
         """How far a batch is (--batch-folder)."""
-        return json_response(await self._find(request, BATCH))
+        return JsonAnswer(await self._find(request, BATCH))
 
     @route(f"POST {BATCHES}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:
@@ -157,7 +156,7 @@ class Batches:
         if batch["status"] in OVER:
             raise RequestError(409, f"The batch is over: {batch['status']}.", code="batch_not_cancellable")
         await asyncio.to_thread(self._store().cancel, current_key.get(), batch["id"])
-        return json_response(await self._find(request, BATCH))
+        return JsonAnswer(await self._find(request, BATCH))
 
     def check_served(self) -> None:
         """Raises RequestError 404 if there is no folder."""
@@ -184,7 +183,7 @@ class Batches:
         entries = await asyncio.to_thread(read, limit + 1)
         shown = entries[:limit]
         page = list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > limit)
-        return LongJson(self._state.threads, json_pieces(page))
+        return JsonAnswer(page)
 
 
 def _file_of(form: FormData) -> UploadFile:

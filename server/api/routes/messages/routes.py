@@ -7,7 +7,7 @@ from typing import ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import GenerationAnswer, json_response
+from server.api.answers.answer import GenerationAnswer, JsonAnswer
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.schemas import ChatRequest
 from server.api.route import EVENTS, JSON
@@ -28,21 +28,16 @@ class Messages:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    @route(f"POST {PATH}", MessagesRequest, with_bytes=True, generates=True, media_types=(JSON, EVENTS))
-    async def create(self, request: Request, body: MessagesRequest, raw: bytes) -> Response:
+    @route(f"POST {PATH}", MessagesRequest, translate=chat_request, generates=True, media_types=(JSON, EVENTS))
+    async def create(self, request: Request, chat: ChatRequest) -> Response:
         """Answers a conversation, in Anthropic's form."""
         state, strict = self._state, self._state.settings.strict_fields
-        chat = await self._translated(body, len(raw))
         generation, plan = await start_chat(state, chat, request, id_prefix="msg", lowers_max_tokens=not strict)
         writer = MessagesWriter(generation, plan.generation.head)
-        return GenerationAnswer(generation, writer, state.threads, stream=bool(body.stream))
+        return GenerationAnswer(generation, writer, stream=bool(chat.stream))
 
-    @route(f"POST {PATH}/count_tokens", CountRequest, with_bytes=True)
-    async def count_tokens(self, request: Request, body: CountRequest, raw: bytes) -> Response:
+    @route(f"POST {PATH}/count_tokens", CountRequest, translate=chat_request)
+    async def count_tokens(self, request: Request, chat: ChatRequest) -> Response:
         """How many tokens a conversation has."""
-        await self._state.find_model(body.model)
-        chat = await self._translated(body, len(raw))
-        return json_response({"input_tokens": await count_tokens(self._state, chat)})
-
-    async def _translated(self, body: CountRequest, size: int) -> ChatRequest:
-        return await self._state.threads.in_thread(size, chat_request, body, strict=self._state.settings.strict_fields)
+        await self._state.find_model(chat.model)
+        return JsonAnswer({"input_tokens": await count_tokens(self._state, chat)})

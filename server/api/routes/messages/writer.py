@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from server.api.answers.writer import AnswerHead
 from server.api.route import ErrorForm
 from server.engine.generation import CUT, Choice, ChoiceDelta, Generation
-from server.http.encoding import NestedList, encode_json, event_pieces, json_pieces
+from server.http.encoding import NestedList, encode_json, event_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
@@ -62,11 +62,11 @@ class MessagesWriter:
         self._num_blocks = 0
         self._kind: type[Piece] | None = None  # of the open block
 
-    def whole(self) -> Iterator[bytes]:
+    def whole(self) -> dict[str, Any]:
         (choice,) = self._generation.choices
         pieces = choice.take().pieces
         body = self._message(choice, NestedList(map(_block, pieces))) | _stop(choice)
-        return json_pieces(body | {"usage": _usage(choice)})
+        return body | {"usage": _usage(choice)}
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
         usage = _usage(choice) | {"output_tokens": 0}

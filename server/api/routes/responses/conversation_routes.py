@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.answers.answer import LongJson, json_response
+from server.api.answers.answer import JsonAnswer
 from server.api.request.kept_objects import check_metadata
 from server.api.routes.endpoints import route
 from server.api.routes.responses.items import Item, items_list, items_page, new_items
@@ -22,10 +22,10 @@ from server.api.routes.responses.schemas import (
     NewItems,
 )
 from server.api.routes.responses.store import Kept, ResponseStore
-from server.api.routes.responses.translation import check_included, item_messages, items_work
+from server.api.routes.responses.translation import check_included, item_messages
 from server.api.state import ServerState
 from server.http.auth import current_key
-from server.http.encoding import encode_json, json_pieces
+from server.http.encoding import encode_json
 from server.http.request_error import NOT_FOUND, RequestError, invalid
 
 CONVERSATIONS_PATH = "/v1/conversations"
@@ -55,7 +55,7 @@ class Conversations:
             "metadata": body.metadata or {},
         }
         await self._run(self._store.add, id, current_key.get(), encode_json(fields), items=items)
-        return json_response(fields)
+        return JsonAnswer(fields)
 
     @route(f"GET {ONE}")
     async def retrieve(self, request: Request) -> Response:
@@ -70,7 +70,7 @@ class Conversations:
         fields: dict[str, Any] = msgspec.json.decode(conversation.fields)
         fields["metadata"] = body.metadata or {}
         await self._run(self._store.update, conversation.id, encode_json(fields), is_over=True)
-        return json_response(fields)
+        return JsonAnswer(fields)
 
     @route(f"DELETE {ONE}")
     async def delete(self, request: Request) -> Response:
@@ -80,14 +80,14 @@ class Conversations:
         """
         conversation = await self._find(request)
         await self._run(self._store.remove, conversation.id)
-        return json_response({"id": conversation.id, "object": "conversation.deleted", "deleted": True})
+        return JsonAnswer({"id": conversation.id, "object": "conversation.deleted", "deleted": True})
 
     @route(f"GET {ONE}/items")
     async def list_items(self, request: Request) -> Response:
         """The items of a conversation."""
         check_included(request.query_params)
         items = await self._run(self._store.items, (await self._find(request)).id)
-        return LongJson(self._state.threads, json_pieces(items_page(items, request.query_params)))
+        return JsonAnswer(items_page(items, request.query_params))
 
     @route(f"POST {ONE}/items", NewItems)
     async def create_items(self, request: Request, body: NewItems) -> Response:
@@ -97,7 +97,7 @@ class Conversations:
         earlier = await self._run(self._store.items, conversation.id)
         items = await self._translated(body.items, len(earlier))
         await self._run(self._store.add_items, conversation.id, items)
-        return LongJson(self._state.threads, json_pieces(items_list(items)))
+        return JsonAnswer(items_list(items))
 
     @route(f"GET {ONE}/items/{{item_id}}")
     async def retrieve_item(self, request: Request) -> Response:
@@ -124,7 +124,7 @@ class Conversations:
         def translated() -> list[Item]:
             return new_items(item_messages(items, "items", find, strict=strict))
 
-        return await self._state.threads.in_thread(items_work(items), translated)
+        return await self._run(translated)
 
     async def _find(self, request: Request) -> Kept:
         return await find_conversation(self._store, request.path_params["id"], "conversation_id")

@@ -16,7 +16,6 @@ from server.http.request_error import invalid
 
 MAX_SHOWN = 100  # items on a page
 DEFAULT_SHOWN = 20
-CHARS_OF_AN_ITEM = 40  # the work on an item equals that on a text of this length
 RESPONSE_PREFIX = "resp-"  # of a response's id
 INCOMPLETE = "incomplete"  # the status of an item that was cut
 CALLS = ("function_call", "custom_tool_call")

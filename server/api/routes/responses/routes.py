@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import AsgiResponse, GenerationAnswer, LongJson, json_response, unenforced_header
+from server.api.answers.answer import AsgiResponse, GenerationAnswer, JsonAnswer, unenforced_header
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.kept_objects import check_metadata
 from server.api.request.schemas import Message
@@ -28,7 +28,6 @@ from server.api.routes.endpoints import route, routes_of
 from server.api.routes.responses.conversation_routes import Conversations, check_room, find_conversation
 from server.api.routes.responses.events import EventLog, kept_events
 from server.api.routes.responses.items import (
-    CHARS_OF_AN_ITEM,
     INCOMPLETE,
     RESPONSE_PREFIX,
     Item,
@@ -49,7 +48,6 @@ from server.api.routes.responses.translation import (
     first_event,
     format_fields,
     item_messages,
-    items_work,
     kept_messages,
     own_names,
     read_function_tools,
@@ -59,7 +57,6 @@ from server.api.routes.responses.writer import ResponsesWriter
 from server.api.state import OpenRequest, ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
-from server.http.encoding import json_pieces
 from server.http.request_error import NOT_FOUND, RequestError, internal, invalid
 from server.logs import ThrottledLog
 
@@ -131,7 +128,7 @@ class Responses:
             is_background=in_background,
         )
         writer = ResponsesWriter(generation, record)
-        answer = GenerationAnswer(generation, writer, state.threads, stream=plan.generation.stream)
+        answer = GenerationAnswer(generation, writer, stream=plan.generation.stream)
         log = EventLog() if in_background and plan.generation.stream else None
         making = _Making(record=record, log=log, conversation=conversation, new=new)
         if stores:
@@ -148,7 +145,7 @@ class Responses:
         if log is not None:
             return kept_events(self.store, record.id, log, unenforced=generation.unenforced)
         headers = unenforced_header(generation.unenforced)
-        return LongJson(state.threads, json_pieces(record.body()), headers=headers)
+        return JsonAnswer(record.body(), headers=headers)
 
     async def _earlier(self, body: ResponsesRequest) -> tuple[str | None, list[Item]]:
         """The id of the conversation that the request continues, if there is one, and the items before its input."""
@@ -181,19 +178,17 @@ class Responses:
             new = new_items(messages)
             return read_function_tools(body, strict=strict), joined([*kept_messages(earlier), *messages]), new
 
-        size = (len(bytes(body.tools)) if body.tools else 0) + items_work(body.input)
-        return await self._state.threads.in_thread(size + sum(len(item.fields) for item in earlier), translated)
+        return await self._run(translated)
 
     async def _begin(self, making: _Making, messages: Sequence[Message], writer: ResponsesWriter) -> None:
         """Saves a response that is about to be made."""
-        record, log = making.record, making.log
-        size = CHARS_OF_AN_ITEM * len(messages)
-        ids = partial(item_id, "item", record.id)
-        items = await self._state.threads.in_thread(size, input_items, messages, ids)
-        fields, has_events = await self._run(record.encoded), log is not None
-        await self._run(
-            self.store.add, record.id, current_key.get(), fields, array_of(items), is_over=False, has_events=has_events
-        )
+        record, log, owner = making.record, making.log, current_key.get()
+
+        def save() -> None:
+            items = array_of(input_items(messages, partial(item_id, "item", record.id)))
+            self.store.add(record.id, owner, record.encoded(), items, is_over=False, has_events=log is not None)
+
+        await self._run(save)
         if log is not None:
             await self._run(self.store.update, record.id, events=log.take(writer.queued()))
         self._kept[record.id] = making
@@ -235,7 +230,7 @@ class Responses:
         chat = chat_request(body, seen_tools(tools), messages)
         with own_names():
             count = await count_tokens(state, chat)
-        return json_response({"object": "response.input_tokens", "input_tokens": count})
+        return JsonAnswer({"object": "response.input_tokens", "input_tokens": count})
 
     @route(f"POST {PATH}/compact")
     async def compact(self, request: Request) -> Response:
@@ -263,15 +258,15 @@ class Responses:
         making = self._kept.get(id)
         if making is not None and making.record.is_background:
             self._stop(making.record)
-        return json_response({"id": id, "object": "response", "deleted": True})
+        return JsonAnswer({"id": id, "object": "response", "deleted": True})
 
     @route(f"GET {PATH}/{{id}}/input_items")
     async def input_items(self, request: Request) -> Response:
         """The input of a response."""
         kept = await self._find(request)
-        items = await self._state.threads.in_thread(len(kept.input), items_of, kept.input)
+        items = await self._run(items_of, kept.input)
         page = items_page(items, request.query_params)
-        return LongJson(self._state.threads, json_pieces(page))
+        return JsonAnswer(page)
 
     @route(f"POST {PATH}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:

@@ -15,7 +15,7 @@ from server.api.request.body import read_raw
 from server.api.request.conversation import LEFT_OUT_IN_WORDS, check_role
 from server.api.request.schemas import ChatRequest, CommonFields, ContentPart, FunctionCall, Message, ToolCall
 from server.api.request.tools import MAX_TOOLS_BYTES, function_tool, log_left_out, served_tools
-from server.api.routes.responses.items import CHARS_OF_AN_ITEM, Item, NamespacedCall, seen_name
+from server.api.routes.responses.items import Item, NamespacedCall, seen_name
 from server.api.routes.responses.schemas import (
     FunctionTool,
     InputItem,
@@ -24,7 +24,6 @@ from server.api.routes.responses.schemas import (
     ResponsesRequest,
     TextFormat,
 )
-from server.api.worker_threads import LONG_WORK
 from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 # chat's names -> the names of this route
@@ -250,21 +249,6 @@ def _named_tool(tool: Any) -> Any:
 
 def _is_reference(item: InputItem) -> bool:
     return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
-
-
-def first_reference(items: str | Sequence[InputItem] | None) -> str | None:
-    """The id that the first reference to a kept item names."""
-    if items is None or isinstance(items, str):
-        return None
-    return next((item.id for item in items if _is_reference(item)), None)
-
-
-def items_work(items: str | Sequence[InputItem]) -> int:
-    """The work on the items, in characters. Texts do not count, because they are not copied. A reference always counts
-    as long work."""
-    if isinstance(items, str):
-        return 0
-    return CHARS_OF_AN_ITEM * len(items) + (0 if first_reference(items) is None else LONG_WORK)
 
 
 def item_messages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from server.api.routes.responses.record import (
     ResponseRecord,
 )
 from server.engine.generation import Choice, ChoiceDelta, Generation
-from server.http.encoding import event_pieces, json_pieces
+from server.http.encoding import event_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import Piece
 
@@ -30,7 +30,7 @@ class ResponsesWriter:
         self._record = record
         self._num_events = 0
 
-    def whole(self) -> Iterator[bytes]:
+    def whole(self) -> dict[str, Any]:
         (choice,) = self._generation.choices
         choice_delta = choice.take()
         self._record.receive(choice_delta.scored)
@@ -38,7 +38,7 @@ class ResponsesWriter:
             self._record.add(piece)
         self._record.add_rest()
         self._record.finish(choice)
-        return json_pieces(self._record.body())
+        return self._record.body()
 
     def queued(self) -> bytes:
         """The events before the engine has begun, of a response in the background."""
