@@ -49,7 +49,7 @@ class PrefillRequest(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: _Digest
     model: str | None  # the name of the LoRA adapter; None: the base model
     adapter: _Digest  # the identity of its weights
-    priority: int
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)]
     identity: dict[str, str]  # `EngineInfo.page_identity` of who asks
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -30,11 +29,14 @@ class Access(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorForm:
-    """An API's form of errors: the response, and the JSON schema of its body."""
+    """An API's form of errors: the type of the body, and the function that makes it."""
 
-    name: str  # the name of the schema in `/openapi.json`
-    schema: Mapping[str, Any]
-    response: Callable[[RequestError], Response]
+    type: type[msgspec.Struct]
+    body: Callable[[RequestError], msgspec.Struct]
+
+    def response(self, error: RequestError) -> Response:
+        """The answer to a refused request."""
+        return Response(msgspec.json.encode(self.body(error)), error.status, error.headers(), JSON)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

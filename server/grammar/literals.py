@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from server.grammar.subschemas import subschemas
-
+# The keywords whose values are schemas by name, lists of schemas, and schemas. Those of `items` may be a list, too.
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SCHEMAS = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+           "unevaluatedProperties", "unevaluatedItems")  # fmt: skip
 LEAST_EXPONENT = -22  # of ten, that a double holds
 MAX_REPEATS = 1000  # of a list's items, as rules
 _ANNOTATIONS = frozenset(
@@ -58,6 +61,26 @@ def all_inside(schema: Any) -> Iterator[Mapping[str, Any]]:
         yield schema
         for _, inner in subschemas(schema):
             yield from all_inside(inner)
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly inside a schema, with the end of their JSON pointers."""
+    for name in MAPS:
+        inner = schema.get(name)
+        if isinstance(inner, Mapping):
+            yield from ((f"{name}/{_escaped(key)}", s) for key, s in inner.items() if isinstance(s, Mapping))
+    for name in (*LISTS, "items"):
+        inner = schema.get(name)
+        if isinstance(inner, list):
+            yield from ((f"{name}/{i}", s) for i, s in enumerate(inner) if isinstance(s, Mapping))
+    for name in (*SCHEMAS, "items"):
+        inner = schema.get(name)
+        if isinstance(inner, Mapping):
+            yield name, inner
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _numbers(value: Any) -> Iterator[float]:

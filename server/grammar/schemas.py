@@ -20,8 +20,17 @@ from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import MAX_MESSAGE_CHARS, Vocabulary, compile_grammar
-from server.grammar.literals import LiteralRules, NoLiteralFormError, all_inside, has_long_constant, is_exact
-from server.grammar.subschemas import LISTS, MAPS, SCHEMAS, subschemas
+from server.grammar.literals import (
+    LISTS,
+    MAPS,
+    SCHEMAS,
+    LiteralRules,
+    NoLiteralFormError,
+    all_inside,
+    has_long_constant,
+    is_exact,
+    subschemas,
+)
 
 MAX_GRAMMAR_CHARS = 2**16  # two seconds to compile, at worst: 6,000 optional properties
 MAX_TRIES = 200  # compilations, to find the place of a fault

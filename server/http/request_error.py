@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from model.inputs.words import one_line
 
 BAD_REQUEST = "BadRequestError"
 NOT_FOUND = "NotFoundError"
+
+
+class ErrorObject(msgspec.Struct):
+    """The error object of OpenAI's API."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    """The body of an answer to a refused request."""
+
+    error: ErrorObject
 
 
 class RequestError(Exception):
@@ -37,8 +50,8 @@ class RequestError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+    def body(self) -> Error:
+        return Error(ErrorObject(self.message, self.type, self.param, self.code))
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self.body())

@@ -8,31 +8,9 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from server.api.route import ApiRoute, ErrorForm
-from server.http.request_error import RequestError
+from server.http.request_error import Error, RequestError
 
-_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
-
-def _response(error: RequestError) -> Response:
-    return Response(error.encode(), error.status, error.headers(), "application/json")
-
-
-OPENAI_ERRORS = ErrorForm(name="Error", schema=_SCHEMA, response=_response)
+OPENAI_ERRORS = ErrorForm(type=Error, body=RequestError.body)
 
 
 class Refusals:

@@ -26,7 +26,6 @@ from server.text.reasoning import ReasoningReader, is_open_after, reasoning_form
 from server.text.stream import decode_text
 
 PROMPT_END = 16  # tokens that are read to see whether the prompt opens the reasoning
-MOST_THINKING = 2**31
 UNLIMITED_THINKING = -1  # vLLM's value for no budget
 
 
@@ -111,6 +110,7 @@ async def check_chat(
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     check_counts(max_tokens, body.min_tokens, param=field)
+    budget = body.thinking_token_budget
     check_num_choices(1, body.n, most=state.settings.max_choices)
     return ChatPlan(
         generation=generation,
@@ -124,7 +124,7 @@ async def check_chat(
         echo=_echo(body),
         shows_reasoning=body.include_reasoning is not False,
         reads_reasoning=state.reasoning is not None and body.include_reasoning is not False,
-        thinking_budget=_thinking_budget(body),
+        thinking_budget=None if budget == UNLIMITED_THINKING else budget,
     )
 
 
@@ -192,15 +192,6 @@ def _echo(body: ChatRequest) -> str:
     """The text before the answer: with `echo`, the text of the last message if it is the assistant's."""
     last = body.messages[-1]
     return content_text(last) if body.echo and last.role == "assistant" else ""
-
-
-def _thinking_budget(body: ChatRequest) -> int | None:
-    budget = body.thinking_token_budget
-    if budget == UNLIMITED_THINKING:
-        return None
-    if budget is not None and not 0 <= budget <= MOST_THINKING:
-        raise invalid("thinking_token_budget", f"must be between 0 and {MOST_THINKING}, got {budget}")
-    return budget
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:

@@ -166,61 +166,40 @@ _IGNORED_INSIDE = frozenset(
     include_obfuscation index input_audio is_checkpoint_format logprobs media_type phase queries result results
     signature summary thinking url""".split()
 )
-# Values that change nothing. If True is among them, false does.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True, False),
-    "best_of": (1,),
-    "do_sample": (True,),
-    "echo": (False,),
-    "embed_dtype": ("float32",),
-    "encoder_repetition_penalty": (1,),
-    "endianness": ("little", "native"),
-    "function_call": ("none", "auto"),
-    "guidance_scale": (1,),
-    "include_reasoning": (True, False),
-    "length_penalty": (1,),
-    "max_chunks_per_doc": (1,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "n_cmpl": (1,),
-    "n_predict": (-1,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "beam_width": (1,),
-    "num_predict": (-1,),
-    "num_return_sequences": (1,),
-    "output_config.effort": ("high",),
-    "output_mode": ("tokens",),
-    "padding": ("do_not_pad",),
-    "parallel_tool_calls": (True,),
-    "parse_tool_calls": (True,),
-    "reasoning_ended": (True, False),
-    "reasoning_format": ("auto", "deepseek"),
-    "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_weight_versions": (False,),
-    "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "softmax": (True, False),
-    "task": ("embed", "encode"),
-    "temperature_last": (False,),
-    "text": ({"format": {"type": "text"}},),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "tool_choice": ("none", "auto"),
-    "top_n_sigma": (-1,),
-    "top_p_decay": (1,),
-    "truncation_side": ("left", "right"),
-    "typical": (1,),
-    "typical_p": (1,),
-    "verbosity": ("medium",),
-    "text.verbosity": ("medium",),
-}
 _NO_EFFORT: tuple[Any, ...] = ("none", {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
-HARMLESS |= dict.fromkeys(("reasoning", "reasoning_effort", "thinking", "think"), _NO_EFFORT)
-HARMLESS |= dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "mm_processor_kwargs"), ({},))
-HARMLESS |= dict.fromkeys(("media_io_kwargs", "return_mm_kwargs", "options", "parameters"), ({},))
+# Values that change nothing, and the fields. If True is among them, false does.
+_HARMLESS: list[tuple[tuple[Any, ...], str]] = [
+    (
+        (1,),
+        """beam_width best_of encoder_repetition_penalty guidance_scale length_penalty max_chunks_per_doc n
+        n_cmpl num_beam_groups num_beams num_return_sequences repeat_penalty repetition_penalty tfs tfs_z
+        top_p_decay typical typical_p""",
+    ),
+    (
+        ({},),
+        """ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs options parameters
+        return_mm_kwargs""",
+    ),
+    ((True,), "do_sample parallel_tool_calls parse_tool_calls separate_reasoning skip_special_tokens"),
+    ((True, False), "add_generation_prompt include_reasoning reasoning_ended softmax"),
+    (_NO_EFFORT, "reasoning reasoning_effort think thinking"),
+    ((False,), "echo return_weight_versions temperature_last"),
+    ((-1,), "n_predict num_predict top_n_sigma"),
+    (("none", "auto"), "function_call tool_choice"),
+    (("medium",), "text.verbosity verbosity"),
+    (("float32",), "embed_dtype"),
+    (("little", "native"), "endianness"),
+    ((["text"],), "modalities"),
+    (("high",), "output_config.effort"),
+    (("tokens",), "output_mode"),
+    (("do_not_pad",), "padding"),
+    (("auto", "deepseek"), "reasoning_format"),
+    (({"type": "text"},), "response_format"),
+    (("embed", "encode"), "task"),
+    (({"format": {"type": "text"}},), "text"),
+    (("left", "right"), "truncation_side"),
+]
+HARMLESS = {name: values for values, names in _HARMLESS for name in names.split()}
 
 _PLACE = re.compile(r"(?:^|(?<=\.))\d+\.")  # in a list
 

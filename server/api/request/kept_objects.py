@@ -1,4 +1,4 @@
-"""Fields that requests about responses, files and batches share: metadata, and the pages of lists."""
+"""Fields that requests about responses, files and batches share: the pages of lists."""
 
 from __future__ import annotations
 
@@ -8,20 +8,7 @@ from typing import Any
 from server.http.encoding import NestedList
 from server.http.request_error import invalid
 
-MAX_METADATA = 16
-MAX_METADATA_CHARS = (64, 512)  # of a key, of a value
 ORDERS = ("asc", "desc")
-
-
-def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """Raises RequestError 400 if there are too many entries, or one is too long."""
-    if metadata is None:
-        return
-    key_chars, value_chars = MAX_METADATA_CHARS
-    if len(metadata) > MAX_METADATA:
-        raise invalid("metadata", f"at most {MAX_METADATA} pairs are kept, got {len(metadata)}")
-    if any(len(key) > key_chars or len(value) > value_chars for key, value in metadata.items()):
-        raise invalid("metadata", f"keys have at most {key_chars} characters, values at most {value_chars}")
 
 
 def page_size(query: Mapping[str, str], *, most: int, default: int) -> int:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, cast
+from typing import Self, cast
 
+from server.api.request.schemas import Side
 from server.http.request_error import RequestError, given, invalid, too_long
 from server.text.tokenizer import ByteLevelTokenizer
 
-Side = Literal["left", "right"]
 Given = str | Sequence[str | int | list[int]] | None
 
 
@@ -74,17 +74,15 @@ class Truncation:
     max_model_len: int
 
     @classmethod
-    def of(cls, wanted: int | None, side: str | None, max_model_len: int, *, default: Side = "left") -> Self:
+    def of(cls, wanted: int | None, side: Side | None, max_model_len: int, *, default: Side = "left") -> Self:
         """The truncation that the fields of a request ask for. Raises RequestError 400."""
-        if side not in (None, "left", "right"):
-            raise invalid("truncation_side", f"must be left or right, got {side[:40]!r}")
         if wanted is not None and (wanted < -1 or wanted == 0):
             raise invalid("truncate_prompt_tokens", f"must be at least 1, or -1 for as many as fit, got {wanted}")
         if wanted is not None and wanted > max_model_len:
             raise invalid(
                 "truncate_prompt_tokens", f"must not be above the context of {max_model_len} tokens, got {wanted}"
             )
-        return cls(wanted, default if side is None else cast("Side", side), max_model_len)
+        return cls(wanted, side or default, max_model_len)
 
     def kept(self, *, least_output: int) -> slice:
         """The slice of the prompt. With -1, `least_output` tokens of output fit after it."""

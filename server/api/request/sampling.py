@@ -53,11 +53,8 @@ def checked_sampling(body: SamplingFields, defaults: GenerationDefaults, *, voca
         value = getattr(defaults, name, None) if given is None else given
         if value is not None:
             values[name] = value
-    if body.n is not None and body.n < 1:
-        raise invalid("n", f"must be at least 1, got {body.n}")
     if body.best_of and body.best_of != (body.n or 1):
         raise RequestError(400, f"best_of: {NO_BEST_OF}.", param="best_of", code="unsupported_parameter")
-    check_priority(body.priority)
     _check_seed(body.seed)
     check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size)
     values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)
@@ -93,12 +90,6 @@ def _allowed_ids(ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] 
         raise invalid("allowed_token_ids", f"at most {vocab_size} are allowed, the size of the vocabulary")
     check_ids("allowed_token_ids", ids, vocab_size)
     return tuple(dict.fromkeys(ids))
-
-
-def check_priority(priority: int | None) -> None:
-    """Raises RequestError 400 if the priority is out of range."""
-    if priority is not None and abs(priority) > 2**31:
-        raise invalid("priority", f"must fit in 32 bits, got {priority}")
 
 
 def check_top_logprobs(param: str, value: int) -> None:

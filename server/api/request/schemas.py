@@ -7,7 +7,7 @@ types of fields that are kept as they came, or declared as any value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -19,6 +19,14 @@ TOKENS = msgspec.Meta(max_length=MAX_TOKEN_IDS)
 ITEMS = msgspec.Meta(max_length=MAX_ITEMS)
 WORDS = msgspec.Meta(max_length=256)  # words or token ids to look for in the output
 STOPS = msgspec.Meta(max_length=32)
+
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)]
+Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]  # of tokens; -1: none, as in vLLM
+Side = Literal["left", "right"]
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
+]
 
 
 # a text, token ids, or a list of either
@@ -112,10 +120,10 @@ class CommonFields(SamplingParameters, kw_only=True):
     # beyond OpenAI's
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     timeout_s: float | None = None
     cache_salt: str | None = None
-    truncation_side: str | None = None
+    truncation_side: Side | None = None
 
 
 class SamplingFields(CommonFields, kw_only=True):
@@ -124,7 +132,7 @@ class SamplingFields(CommonFields, kw_only=True):
     raw_types: ClassVar[RawTypes] = {"response_format": ResponseFormat}  # the types of Raw fields
 
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
-    n: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     best_of: int | None = None
     max_tokens: int | None = None
     # beyond OpenAI's
@@ -199,7 +207,7 @@ class ChatFields(SamplingFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Budget | None = None
 
 
 class ChatRequest(ChatFields, kw_only=True):
@@ -233,8 +241,8 @@ class EmbedFields(Declared, kw_only=True):
     model: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    priority: int | None = None
+    truncation_side: Side | None = None
+    priority: Priority | None = None
     timeout_s: float | None = None
     cache_salt: str | None = None
     normalize: bool | None = None
@@ -246,7 +254,7 @@ class EmbeddingRequest(EmbedFields, kw_only=True):
     """The body of a request for embeddings, and of one to `/pooling`."""
 
     input: Prompts | None = None
-    encoding_format: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
 
@@ -270,7 +278,7 @@ class RerankRequest(EmbedFields, kw_only=True):
 
     query: str
     documents: Annotated[list[str | Document], ITEMS]
-    top_n: int | None = None  # None or 0: all
+    top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None  # None or 0: all
     return_documents: bool | None = None  # None: true
 
 

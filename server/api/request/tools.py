@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -77,20 +77,11 @@ class Tools:
 _decoder = msgspec.json.Decoder(list[ToolSpec] | None)
 
 
-class OtherTool(Protocol):
-    """A tool in the form of another API."""
-
-    @property
-    def name(self) -> str | None: ...
-
-    @property
-    def type(self) -> str | None: ...
-
-
-def served_tools[T: OtherTool](
-    where: str, tools: Sequence[T], kinds: Collection[str | None], left_out: set[str], *, strict: bool
-) -> list[T]:
-    """The tools of the types `kinds`. Other types are added to `left_out`; a `strict` server refuses them.
+def served_tools(
+    where: str, tools: Sequence[Any], kinds: Collection[str | None], left_out: set[str], *, strict: bool
+) -> list[Any]:
+    """The tools of the types `kinds`, in another API's form. Other types are added to `left_out`; a `strict` server
+    refuses them.
 
     Raises RequestError 400 for a refused type and for a tool without a name.
     """

@@ -14,8 +14,7 @@ from server.api.answers.answer import JsonAnswer
 from server.api.peers import AbortRequests, SetLogLevel
 from server.api.request.schemas import ITEMS
 from server.api.route import Access
-from server.api.routes.endpoints import route
-from server.api.state import ServerState
+from server.api.routes.endpoints import Routes, route
 from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter
 from server.http.request_error import NOT_FOUND, RequestError, invalid, truth, unavailable
 
@@ -54,13 +53,10 @@ def aborted_by_administrator() -> RequestError:
     return unavailable("The request was aborted by the server's administrator.")
 
 
-class Admin:
+class Admin(Routes):
     """Answers the admin routes."""
 
     route_options: ClassVar = {"access": Access.ADMIN}
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     @route("POST /v1/load_lora_adapter", LoadAdapterRequest, media_types=("text/plain",))
     async def load_adapter(self, request: Request, body: LoadAdapterRequest) -> Response:

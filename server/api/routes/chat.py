@@ -12,16 +12,12 @@ from server.api.request.chat import start_chat, start_chats
 from server.api.request.sampling import check_num_choices
 from server.api.request.schemas import BatchChatRequest, ChatRequest
 from server.api.route import EVENTS, JSON
-from server.api.routes.endpoints import route
-from server.api.state import ServerState
+from server.api.routes.endpoints import Routes, route
 from server.http.request_error import invalid, unsupported
 
 
-class Chat:
+class Chat(Routes):
     """Answers the routes of chat completions."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     @route("POST /v1/chat/completions", ChatRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: ChatRequest) -> Response:

@@ -31,18 +31,14 @@ from server.api.request.prompts import read_prompts
 from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
 from server.api.request.schemas import CompletionRequest
 from server.api.route import EVENTS, JSON
-from server.api.routes.endpoints import route
-from server.api.state import ServerState
+from server.api.routes.endpoints import Routes, route
 from server.engine.generation import Generation
 
 DEFAULT_MAX_TOKENS = 16
 
 
-class Completions:
+class Completions(Routes):
     """Answers `/v1/completions`."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     @route("POST /v1/completions", CompletionRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: CompletionRequest) -> Response:

@@ -25,10 +25,8 @@ from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
 from server.api.request.generation_plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
 from server.api.request.prompts import read_prompts
-from server.api.request.sampling import check_priority
 from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
-from server.api.routes.endpoints import route
-from server.api.state import ServerState
+from server.api.routes.endpoints import Routes, route
 from server.api.worker_threads import in_thread
 from server.engine import wire
 from server.engine.embedding import Embeddings
@@ -36,7 +34,6 @@ from server.http.auth import current_client
 from server.http.encoding import NestedList, list_of
 from server.http.request_error import NOT_FOUND, RequestError, invalid, too_long
 
-FORMATS = ("float", "base64")
 _NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
 Fields = dict[str, Any]
@@ -51,11 +48,8 @@ class Started(NamedTuple):
     num_tokens: int
 
 
-class EmbeddingRoutes:
+class EmbeddingRoutes(Routes):
     """Answers the routes of embeddings. Without --enable-embeddings they answer 404, with the reason."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     @route("POST /v1/embeddings", EmbeddingRequest, generates=True)
     async def embeddings(self, request: Request, body: EmbeddingRequest) -> Response:
@@ -68,7 +62,7 @@ class EmbeddingRoutes:
         return await self._vectors(request, body, kind="pooling", field="data")
 
     async def _vectors(self, request: Request, body: EmbeddingRequest, *, kind: str, field: str) -> Response:
-        _check_format(body, self._state.client.info.embedding_size)
+        _check_size(body, self._state.client.info.embedding_size)
         started = await self._start(request, body, {"input": body.input})
         as_base64 = body.encoding_format == "base64"
 
@@ -107,8 +101,6 @@ class EmbeddingRoutes:
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Ranks documents by a query (--enable-embeddings)."""
         texts = [document.text if isinstance(document, Document) else document for document in body.documents]
-        if body.top_n is not None and body.top_n < 0:
-            raise invalid("top_n", f"must be at least 0, got {body.top_n}")
         started = await self._start(request, body, {"query": body.query, "documents": texts})
 
         def results(vectors: Sequence[bytes]) -> Fields:
@@ -152,7 +144,6 @@ class EmbeddingRoutes:
         for param, value in (("normalize", body.normalize), ("use_activation", body.use_activation)):
             if value is False:
                 raise invalid(param, "vectors always have the length 1")
-        check_priority(body.priority)
         prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
         num_tokens = sum(map(len, prompts))
         packed = wire.packed_prompts(prompts)
@@ -223,10 +214,8 @@ def _encoded(vector: bytes, *, as_base64: bool) -> Any:
     return list_of(numbers, len(numbers))
 
 
-def _check_format(body: EmbeddingRequest, size: int | None) -> None:
-    """Raises RequestError 400 for a format or a size of vectors that is not supported."""
-    if body.encoding_format not in (None, *FORMATS):
-        raise invalid("encoding_format", f"must be one of {', '.join(FORMATS)}, got {body.encoding_format[:40]!r}")
+def _check_size(body: EmbeddingRequest, size: int | None) -> None:
+    """Raises RequestError 400 for a size of vectors that is not supported."""
     if body.dimensions not in (None, size):
         message = f"this model's vectors have {size} numbers, and it was not trained for fewer"
         raise invalid("dimensions", message)

@@ -1,6 +1,6 @@
 """Routes as methods: `@route` before a method declares its route, and `routes_of` makes the routes of an object.
 
-    class Admin:
+    class Admin(Routes):
         @route("POST /log_level", LogLevelRequest, access=Access.ADMIN)
         async def set_log_level(self, request: Request, body: LogLevelRequest) -> Response:
             '''Sets the level of the log.'''
@@ -22,6 +22,13 @@ from starlette.responses import Response
 from server.api.request.body import BodyReader
 from server.api.route import ApiRoute, Endpoint
 from server.api.state import ServerState
+
+
+class Routes:
+    """An object whose methods are endpoints."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
 
 def route[F: Callable[..., Any]](

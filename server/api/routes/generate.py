@@ -19,7 +19,7 @@ from server.api.answers.choices_writer import ChoicesWriter, Fields
 from server.api.answers.logprobs import finite, prompt_logprobs
 from server.api.answers.writer import AnswerHead
 from server.api.request.sampling import check_ids
-from server.api.request.schemas import TOKENS, CompletionRequest, Generates, SamplingParameters, StreamOptions
+from server.api.request.schemas import TOKENS, CompletionRequest, Generates, Priority, SamplingParameters, StreamOptions
 from server.api.route import EVENTS, JSON
 from server.api.routes.completions import Completions
 from server.api.routes.endpoints import route
@@ -36,7 +36,7 @@ _DEFAULTS = GenerationDefaults()
 class GenerateParams(SamplingParameters, kw_only=True):
     """vLLM's sampling parameters. The defaults are vLLM's (`GenerationDefaults`), not the model's."""
 
-    n: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -53,7 +53,7 @@ class GenerateRequest(Generates, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | msgspec.UnsetType | None = msgspec.UNSET
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     timeout_s: float | None = None
     return_token_ids: bool | None = None  # those of the prompt
     return_weight_versions: bool | None = None  # without effect: each choice has them

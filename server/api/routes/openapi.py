@@ -53,7 +53,8 @@ def docs_routes(routes: Sequence[ApiRoute], settings: Settings) -> list[ApiRoute
 
 def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
     """An OpenAPI 3.1 document of this server's routes. They need a key only if the server has keys."""
-    bodies = sorted({route.body for route in routes if route.body is not None}, key=lambda body: body.__name__)
+    types = {route.body for route in routes if route.body is not None} | {_errors(route).type for route in routes}
+    bodies = sorted(types, key=lambda body: body.__name__)
     references, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     for schema in components.values():
         schema.pop("additionalProperties", None)  # `server.api.request.fields` decides about further fields
@@ -70,14 +71,13 @@ def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
             ]
         paths.setdefault(path, {})[route.method.lower()] = operation
-    errors = {form.name: form.schema for form in map(_errors, routes)}
     keys = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "pallas-serve", "version": settings.version},
         **({"servers": [{"url": settings.root_path}]} if settings.root_path else {}),
         "paths": paths,
-        "components": {"schemas": components | errors, "securitySchemes": {"key": keys}},
+        "components": {"schemas": components, "securitySchemes": {"key": keys}},
     }
 
 
@@ -89,7 +89,7 @@ def _operation(
     route: ApiRoute, schemas: dict[type[msgspec.Struct], dict[str, Any]], *, needs_key: bool
 ) -> dict[str, Any]:
     answer = {kind: {"schema": {"type": "object"}} if kind == JSON else {} for kind in route.media_types}
-    error = {JSON: {"schema": {"$ref": _REF.format(name=_errors(route).name)}}}
+    error = {JSON: {"schema": schemas[_errors(route).type]}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "responses": {

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 from batcher.request import FinishReason, SamplingParams
 from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
 from server.api.prefills import PATH, Prefilled, PrefillRequest, differing
-from server.api.request.sampling import check_ids, check_priority
+from server.api.request.sampling import check_ids
 from server.api.route import ApiRoute
-from server.api.routes.endpoints import route, routes_of
+from server.api.routes.endpoints import Routes, route, routes_of
 from server.api.state import ServerState
 from server.engine import wire
 from server.engine.embedding import Embeddings
@@ -33,11 +33,8 @@ def prefill_routes(state: ServerState) -> list[ApiRoute]:
     return routes_of(PrefillRoute(state), state) if state.settings.computes_for_others else []
 
 
-class PrefillRoute:
+class PrefillRoute(Routes):
     """Answers `/kv/prefill`."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     @route(f"POST {PATH}", PrefillRequest, generates=True)
     async def create(self, request: Request, asked: PrefillRequest) -> Response:
@@ -47,7 +44,6 @@ class PrefillRoute:
         if asked.identity != info.page_identity:
             names = differing(asked.identity, info.page_identity)
             raise RequestError(409, f"The pages of the two servers have not the same form or content: {names} differ.")
-        check_priority(asked.priority)
         if not asked.tokens or len(asked.tokens) % 4:
             raise invalid("tokens", f"must be 32-bit numbers, at least one, not {len(asked.tokens)} bytes")
         ids = array("i", asked.tokens)

@@ -17,6 +17,7 @@ from batcher.stats import Histogram
 from batcher.step_log import StepRecord
 from server.api.answers.answer import JsonAnswer
 from server.api.route import Access, ApiRoute
+from server.api.routes.endpoints import Routes
 from server.api.routes.planner import plan_routes
 from server.api.state import ServerState
 from server.api.stats_history import figures_of
@@ -61,11 +62,8 @@ def _file_route(path: Path) -> ApiRoute:
     return ApiRoute(path="/" if path.name == "index.html" else f"/ui/{path.name}", endpoint=serve, access=Access.OPEN)
 
 
-class Dashboard:
+class Dashboard(Routes):
     """Answers `/ui/state`."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     async def state(self, request: Request) -> Response:
         """The engines' statistics, those of the last `?history=SECONDS`, and the sampled steps of `?engine=NUMBER`

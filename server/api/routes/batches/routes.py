@@ -15,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from server.api.answers.answer import JsonAnswer
-from server.api.request.kept_objects import check_metadata, is_ascending, list_object, page_size
-from server.api.request.schemas import Declared
+from server.api.request.kept_objects import is_ascending, list_object, page_size
+from server.api.request.schemas import Declared, Metadata
 from server.api.route import FORM
 from server.api.routes.batches.work import new_batch
-from server.api.routes.endpoints import route
-from server.api.state import ServerState
+from server.api.routes.endpoints import Routes, route
 from server.batches.batch_file import EMBEDDINGS, URLS
 from server.batches.store import (
     BATCH,
@@ -61,14 +60,11 @@ class BatchRequest(Declared, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
-class Batches:
+class Batches(Routes):
     """Answers the routes of files and batches. Without --batch-folder they answer 404, with the reason."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     @route(f"POST {FILES}", body=FileUpload, body_type=FORM)
     async def upload(self, request: Request) -> Response:
@@ -129,7 +125,6 @@ class Batches:
             raise invalid("endpoint", "this server makes no embeddings: start it with --enable-embeddings")
         if body.completion_window not in WINDOWS:
             raise invalid("completion_window", f"must be {', '.join(WINDOWS)}, got {body.completion_window[:40]!r}")
-        check_metadata(body.metadata)
         file = await asyncio.to_thread(store.find, owner, FILE, body.input_file_id)
         if file is None or file["purpose"] != INPUT:
             raise invalid("input_file_id", f"there is no file of purpose {INPUT!r} with this id")

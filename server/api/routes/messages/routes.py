@@ -11,22 +11,18 @@ from server.api.answers.answer import GenerationAnswer, JsonAnswer
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.schemas import ChatRequest
 from server.api.route import EVENTS, JSON
-from server.api.routes.endpoints import route
+from server.api.routes.endpoints import Routes, route
 from server.api.routes.messages.schemas import CountRequest, MessagesRequest
 from server.api.routes.messages.translation import chat_request
 from server.api.routes.messages.writer import ANTHROPIC_ERRORS, MessagesWriter
-from server.api.state import ServerState
 
 PATH = "/v1/messages"
 
 
-class Messages:
+class Messages(Routes):
     """Answers the routes of Anthropic's API."""
 
     route_options: ClassVar = {"errors": ANTHROPIC_ERRORS}
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     @route(f"POST {PATH}", MessagesRequest, translate=chat_request, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, chat: ChatRequest) -> Response:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from server.api.request.schemas import ITEMS, STOPS, Declared, Generates, RawTypes
+from server.api.request.schemas import ITEMS, STOPS, Budget, Declared, Generates, Priority, RawTypes
 
 
 class Source(Declared):
@@ -76,7 +76,7 @@ class Thinking(Declared):
     """Whether the answer shows the model's reasoning, and how many tokens that may have."""
 
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Budget | None = None
 
 
 class CountRequest(Declared, kw_only=True):
@@ -107,5 +107,5 @@ class MessagesRequest(CountRequest, Generates, kw_only=True):
     seed: int | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     timeout_s: float | None = None

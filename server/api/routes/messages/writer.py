@@ -8,12 +8,11 @@ from itertools import chain
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
 from server.api.answers.writer import AnswerHead
 from server.api.route import ErrorForm
 from server.engine.generation import CUT, Choice, ChoiceDelta, Generation
-from server.http.encoding import NestedList, encode_json, event_pieces
+from server.http.encoding import NestedList, event_pieces
 from server.http.request_error import RequestError
 from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
@@ -27,30 +26,26 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
-    """The body of an error in Anthropic's form."""
-    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
+class AnthropicErrorObject(msgspec.Struct):
+    """The error object of Anthropic's API."""
+
+    type: str
+    message: str
 
 
-def _response(error: RequestError) -> Response:
-    return Response(encode_json(error_body(error)), error.status, error.headers(), "application/json")
+class AnthropicError(msgspec.Struct, tag="error"):
+    """The body of an answer to a refused request, in Anthropic's form."""
+
+    error: AnthropicErrorObject
 
 
-ANTHROPIC_ERRORS = ErrorForm(name="AnthropicError", schema=_ERROR_SCHEMA, response=_response)
+def _error(error: RequestError) -> AnthropicError:
+    return AnthropicError(AnthropicErrorObject(ERROR_TYPES.get(error.status, "api_error"), error.message))
+
+
+ANTHROPIC_ERRORS = ErrorForm(type=AnthropicError, body=_error)
 
 
 class MessagesWriter:
@@ -84,7 +79,7 @@ class MessagesWriter:
         return b""
 
     def failed(self, error: RequestError) -> bytes:
-        return b"".join(_event("error", error=error_body(error)["error"]))
+        return b"".join(_event("error", error=_error(error).error))
 
     def _piece_events(self, piece: Piece) -> Iterable[bytes]:
         begins = type(piece) is not self._kind or (isinstance(piece, CallDelta) and piece.name)

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import JsonAnswer
-from server.api.request.kept_objects import check_metadata
 from server.api.routes.endpoints import route
 from server.api.routes.responses.items import Item, items_list, items_page, new_items
 from server.api.routes.responses.schemas import (
@@ -45,7 +44,6 @@ class Conversations:
     @route(f"POST {CONVERSATIONS_PATH}", NewConversation)
     async def create(self, request: Request, body: NewConversation) -> Response:
         """Begins a conversation."""
-        check_metadata(body.metadata)
         items = await self._translated(body.items or [], 0)
         id = f"{PREFIX}{uuid.uuid4().hex}"
         fields = {
@@ -65,7 +63,6 @@ class Conversations:
     @route(f"POST {ONE}", ConversationChange)
     async def update(self, request: Request, body: ConversationChange) -> Response:
         """Changes the metadata of a conversation."""
-        check_metadata(body.metadata)
         conversation = await self._find(request)
         fields: dict[str, Any] = msgspec.json.decode(conversation.fields)
         fields["metadata"] = body.metadata or {}

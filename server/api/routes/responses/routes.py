@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.answers.answer import AsgiResponse, GenerationAnswer, JsonAnswer, unenforced_header
 from server.api.request.chat import count_tokens, start_chat
-from server.api.request.kept_objects import check_metadata
 from server.api.request.schemas import Message
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.endpoints import route, routes_of
@@ -108,7 +107,6 @@ class Responses:
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         """Answers an input, and keeps the answer."""
         state = self._state
-        check_metadata(body.metadata)
         stores, in_background = body.store is not False, bool(body.background)
         if in_background and not stores:
             raise invalid("store", "must be true when `background` is true")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from server.api.request.schemas import ITEMS, STOPS, CommonFields, Declared, RawTypes
+from server.api.request.schemas import ITEMS, STOPS, Budget, CommonFields, Declared, Metadata, RawTypes
 
 
 class InputPart(Declared):
@@ -89,7 +89,7 @@ class ResponsesRequest(CommonFields, kw_only=True):
     conversation: str | ConversationName | None = None
     store: bool | None = None  # None: true
     background: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     max_output_tokens: int | None = None
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tool_choice: str | dict[str, Any] | None = None
@@ -97,10 +97,10 @@ class ResponsesRequest(CommonFields, kw_only=True):
     include: Annotated[list[str], STOPS] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     # beyond OpenAI's
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Budget | None = None
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
@@ -109,13 +109,13 @@ class NewConversation(Declared):
     """The body of a request for a conversation."""
 
     items: Annotated[list[InputItem], ITEMS] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class ConversationChange(Declared):
     """The body that changes a conversation."""
 
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 class NewItems(Declared):
