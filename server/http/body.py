@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -107,8 +107,17 @@ def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, 
     Raises RequestError 400 with the dotted path of the first wrong field. Raises UnknownFieldError if the type forbids
     unknown fields and the JSON has one.
     """
+    return _worded(lambda: decoder.decode(body), field)
+
+
+def read_query[T](query: Mapping[str, str], kind: type[T]) -> T:
+    """The parameters of a query as the struct `kind`. Raises RequestError 400 with the name of the first wrong one."""
+    return _worded(lambda: msgspec.convert(dict(query), kind, strict=False))
+
+
+def _worded[T](decode: Callable[[], T], field: str = "") -> T:
     try:
-        return decoder.decode(body)
+        return decode()
     except msgspec.ValidationError as error:
         message = str(error)
         where = _AT.search(message)

@@ -71,13 +71,6 @@ def invalid(param: str, message: str) -> RequestError:
     return RequestError(400, f"{param}: {message}", param=param)
 
 
-def truth(param: str, value: str) -> bool:
-    """The value of a query parameter that is true or false. Raises RequestError 400 for other values."""
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise invalid(param, f"it must be true or false, not {value[:20]!r}")
-    return value.lower() in ("true", "1")
-
-
 def given[T](param: str, value: T | None) -> T:
     """The value of a required field. Raises RequestError 400 if it is None."""
     if value is None:

@@ -16,7 +16,8 @@ from server.api.request.schemas import ITEMS
 from server.api.route import Access
 from server.api.routes.endpoints import Routes, route
 from server.engine.wire import IfLoaded, LoadAdapter, UnloadAdapter
-from server.http.request_error import NOT_FOUND, RequestError, invalid, truth, unavailable
+from server.http.body import read_query
+from server.http.request_error import NOT_FOUND, RequestError, invalid, unavailable
 
 logger = logging.getLogger("pallas_serve")
 
@@ -46,6 +47,11 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
     lora_name: str
     lora_int_id: int | None = None  # vLLM's; names are enough here
+
+
+class _ResetQuery(msgspec.Struct):
+    reset_running_requests: bool = False
+    reset_external: bool = False
 
 
 def aborted_by_administrator() -> RequestError:
@@ -86,11 +92,10 @@ class Admin(Routes):
     @route("POST /reset_prefix_cache")
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forgets the K/V of earlier prompts; with reset_external=true also what the host's memory and files have."""
-        query = request.query_params
-        if truth("reset_running_requests", query.get("reset_running_requests", "false")):
+        query = read_query(request.query_params, _ResetQuery)
+        if query.reset_running_requests:
             raise invalid("reset_running_requests", "running requests keep their K/V: /abort_requests ends them")
-        reset_external = truth("reset_external", query.get("reset_external", "false"))
-        self._state.client.reset_prefix_cache(reset_external=reset_external)
+        self._state.client.reset_prefix_cache(reset_external=query.reset_external)
         if self._state.prefills is not None:
             self._state.prefills.forget()
         return JsonAnswer({"status": "ok"})

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +22,7 @@ from server.api.routes.endpoints import Routes
 from server.api.routes.planner import plan_routes
 from server.api.state import ServerState
 from server.api.stats_history import figures_of
+from server.http.body import read_query
 from server.http.request_error import invalid
 
 FOLDER = Path(__file__).parents[2] / "ui"
@@ -62,19 +64,22 @@ def _file_route(path: Path) -> ApiRoute:
     return ApiRoute(path="/" if path.name == "index.html" else f"/ui/{path.name}", endpoint=serve, access=Access.OPEN)
 
 
+class _StateQuery(msgspec.Struct):
+    history: int = 0  # seconds
+    after: int = -1  # the number of a step
+    engine: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
 class Dashboard(Routes):
     """Answers `/ui/state`."""
 
     async def state(self, request: Request) -> Response:
         """The engines' statistics, those of the last `?history=SECONDS`, and the sampled steps of `?engine=NUMBER`
         after `?after=NUMBER`. Raises RequestError 400."""
-        seconds = _number(request, "history", "0", "a number of seconds")
-        last = _number(request, "after", "-1", "the number of a step")
-        num_engines = len(self._state.engines)
-        engine = _number(request, "engine", "0", "the number of an engine")
-        if not 0 <= engine < num_engines:
-            raise invalid("engine", f"the number of an engine, 0 to {num_engines - 1}, got {engine}")
-        return JsonAnswer(self._snapshot(engine, last, seconds))
+        query, num_engines = read_query(request.query_params, _StateQuery), len(self._state.engines)
+        if query.engine >= num_engines:
+            raise invalid("engine", f"the number of an engine, 0 to {num_engines - 1}, got {query.engine}")
+        return JsonAnswer(self._snapshot(query.engine, query.after, query.history))
 
     def _snapshot(self, engine: int, last: int, seconds: int) -> dict[str, Any]:
         state, stats = self._state, self._state.client.stats
@@ -106,14 +111,6 @@ class Dashboard(Routes):
             "history": state.history.last(seconds),
             "steps": [_step(record) for record in steps if record.number > last],
         }
-
-
-def _number(request: Request, name: str, default: str, meaning: str) -> int:
-    text = request.query_params.get(name, default)
-    try:
-        return int(text)
-    except ValueError:
-        raise invalid(name, f"{meaning}, got {text[:50]!r}") from None
 
 
 def _histogram(histogram: Histogram) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from server.engine.wire import (
     WeightsChange,
     WeightsSource,
 )
-from server.http.request_error import RequestError, invalid, truth
+from server.http.body import read_query
+from server.http.request_error import RequestError, invalid
 
 logger = logging.getLogger("pallas_serve")
 
@@ -84,6 +85,13 @@ class FinishRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to serve the weights that have come."""
 
     weight_version: str | None = None  # their name; None: the number of updates since the start
+
+
+class _Flags(msgspec.Struct):
+    """The parameters of queries that are true or false."""
+
+    clear_cache: bool = True
+    include_dp: bool = True
 
 
 class Weights:
@@ -140,7 +148,7 @@ class Weights:
         mode, modes = query.get("mode", PauseMode.ABORT.value), [mode.value for mode in PauseMode]
         if mode not in modes:
             raise invalid("mode", f"it must be one of {', '.join(modes)}, not {mode[:20]!r}")
-        clears_cache = truth("clear_cache", query.get("clear_cache", "true"))
+        clears_cache = read_query(query, _Flags).clear_cache
         await self._state.change(Pause(PauseMode(mode), clears_cache), "The engine was not paused: ")
         logger.info("the engine is paused (mode %s)", mode)
         return JsonAnswer({"status": "paused"})
@@ -223,7 +231,7 @@ class Weights:
         With `include_dp=false` those of one engine.
         """
         state = self._state
-        includes_all = truth("include_dp", request.query_params.get("include_dp", "true"))
+        includes_all = read_query(request.query_params, _Flags).include_dp
         chips = int(state.client.info.cache_config.get("tensor_parallel_size", "1"))
         return JsonAnswer({"world_size": chips * len(state.engines) if includes_all else chips})
 

@@ -64,7 +64,7 @@ def test_all_that_is_wrong_is_said_at_once():
     ("path", "body", "param", "words"),
     [
         ("/pause?mode=later", None, "mode", "abort, wait, keep"),
-        ("/pause?clear_cache=perhaps", None, "clear_cache", "true or false"),
+        ("/pause?clear_cache=perhaps", None, "clear_cache", "Expected `bool`"),
         ("/pause?wait_for_inflight_requests=true", None, "wait_for_inflight_requests", "mode=wait"),
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "a"}}, "init_info.master_address", "NCCL"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, "init_info.backend", "nccl"),

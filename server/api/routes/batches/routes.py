@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from starlette.datastructures import FormData, UploadFile
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from server.api.answers.answer import JsonAnswer
-from server.api.request.kept_objects import is_ascending, list_object, page_size
+from server.api.request.kept_objects import ListQuery, list_object
 from server.api.request.schemas import Declared, Metadata
 from server.api.route import FORM
 from server.api.routes.batches.work import new_batch
@@ -27,14 +27,13 @@ from server.batches.store import (
     INPUT,
     MAX_FILE_BYTES,
     MAX_FILES,
-    OUTPUT,
     OVER,
     BatchStore,
     Fields,
     new_id,
 )
 from server.http.auth import current_key
-from server.http.body import read_form
+from server.http.body import read_form, read_query
 from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -43,8 +42,6 @@ MAX_FORM_BYTES = MAX_FILE_BYTES + 2**20
 MAX_FIELDS = 3  # purpose, and two of expires_after, which is refused by name
 MAX_FIELD_BYTES = 1024
 MAX_NAME_CHARS = 200
-MAX_BATCHES_OF_A_PAGE = 100
-DEFAULT_BATCHES_OF_A_PAGE = 20
 
 
 class FileUpload(Declared, kw_only=True):
@@ -61,6 +58,13 @@ class BatchRequest(Declared, kw_only=True):
     endpoint: str
     completion_window: str
     metadata: Metadata | None = None
+
+
+class FileQuery(ListQuery, kw_only=True):
+    """The query of the list of files."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_FILES)] = MAX_FILES
+    purpose: Literal["batch", "batch_output"] | None = None
 
 
 class Batches(Routes):
@@ -87,11 +91,8 @@ class Batches(Routes):
     @route(f"GET {FILES}")
     async def files(self, request: Request) -> Response:
         """The files, in pages (--batch-folder)."""
-        purpose = request.query_params.get("purpose")
-        if purpose not in (None, INPUT, OUTPUT):
-            raise invalid("purpose", f"must be {INPUT!r} or {OUTPUT!r}, got {purpose[:40]!r}")
-        limit = page_size(request.query_params, most=MAX_FILES, default=MAX_FILES)
-        return await self._page(request, FILE, limit, purpose)
+        query = read_query(request.query_params, FileQuery)
+        return await self._page(FILE, query, query.purpose)
 
     @route(f"GET {FILES}/{{id}}")
     async def file(self, request: Request) -> Response:
@@ -136,8 +137,7 @@ class Batches(Routes):
     @route(f"GET {BATCHES}")
     async def batches(self, request: Request) -> Response:
         """The batches, in pages (--batch-folder)."""
-        limit = page_size(request.query_params, most=MAX_BATCHES_OF_A_PAGE, default=DEFAULT_BATCHES_OF_A_PAGE)
-        return await self._page(request, BATCH, limit)
+        return await self._page(BATCH, read_query(request.query_params, ListQuery))
 
     @route(f"GET {BATCHES}/{{id}}")
     async def batch(self, request: Request) -> Response:
@@ -171,14 +171,11 @@ class Batches(Routes):
             raise RequestError(404, f"There is no {kind} with the id {id[:100]!r}.", type=NOT_FOUND, param=f"{kind}_id")
         return found
 
-    async def _page(self, request: Request, kind: str, limit: int, purpose: str | None = None) -> Response:
-        query = request.query_params
-        ascending, after = is_ascending(query), query.get("after")
-        read = partial(self._store().page, current_key.get(), kind, ascending=ascending, after=after, purpose=purpose)
-        entries = await asyncio.to_thread(read, limit + 1)
-        shown = entries[:limit]
-        page = list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > limit)
-        return JsonAnswer(page)
+    async def _page(self, kind: str, query: ListQuery, purpose: str | None = None) -> Response:
+        read = partial(self._store().page, current_key.get(), kind, after=query.after, purpose=purpose)
+        entries = await asyncio.to_thread(read, query.limit + 1, ascending=query.order == "asc")
+        shown = entries[: query.limit]
+        return JsonAnswer(list_object([entry["id"] for entry in shown], shown, has_more=len(entries) > query.limit))
 
 
 def _file_of(form: FormData) -> UploadFile:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import JsonAnswer
+from server.api.request.kept_objects import ListQuery
 from server.api.routes.endpoints import route
 from server.api.routes.responses.items import Item, items_list, items_page, new_items
 from server.api.routes.responses.schemas import (
@@ -24,6 +25,7 @@ from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import check_included, item_messages
 from server.api.state import ServerState
 from server.http.auth import current_key
+from server.http.body import read_query
 from server.http.encoding import encode_json
 from server.http.request_error import NOT_FOUND, RequestError, invalid
 
@@ -84,7 +86,7 @@ class Conversations:
         """The items of a conversation."""
         check_included(request.query_params)
         items = await self._run(self._store.items, (await self._find(request)).id)
-        return JsonAnswer(items_page(items, request.query_params))
+        return JsonAnswer(items_page(items, read_query(request.query_params, ListQuery)))
 
     @route(f"POST {ONE}/items", NewItems)
     async def create_items(self, request: Request, body: NewItems) -> Response:

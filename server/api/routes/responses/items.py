@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
 
-from server.api.request.kept_objects import is_ascending, list_object, page_size
+from server.api.request.kept_objects import ListQuery, list_object
 from server.api.request.schemas import ContentPart, FunctionCall, Message, ToolCall
 from server.http.encoding import json_pieces
 from server.http.request_error import invalid
 
-MAX_SHOWN = 100  # items on a page
-DEFAULT_SHOWN = 20
 RESPONSE_PREFIX = "resp-"  # of a response's id
 INCOMPLETE = "incomplete"  # the status of an item that was cut
 CALLS = ("function_call", "custom_tool_call")
@@ -132,20 +130,19 @@ def joined(messages: Iterable[Message]) -> list[Message]:
     return found
 
 
-def items_page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
+def items_page(items: Sequence[Item], query: ListQuery) -> dict[str, Any]:
     """The list object of one page, for `json_pieces`.
 
     Args:
         items: all items, the oldest first.
-        query: `limit`, `order` (`desc`: newest first, the default) and `after`, the id of an item.
 
     Raises:
-        RequestError: 400 for a parameter with an invalid value.
+        RequestError: 400 if there is no item with the id `after`.
     """
-    rest = iter(items if is_ascending(query) else reversed(items))
-    if "after" in query and not any(item.id == query["after"] for item in rest):
-        raise invalid("after", f"there is no item with the id {query['after'][:100]!r}")
-    shown = list(islice(rest, page_size(query, most=MAX_SHOWN, default=DEFAULT_SHOWN)))
+    rest = iter(items if query.order == "asc" else reversed(items))
+    if query.after is not None and not any(item.id == query.after for item in rest):
+        raise invalid("after", f"there is no item with the id {query.after[:100]!r}")
+    shown = list(islice(rest, query.limit))
     return items_list(shown, has_more=next(rest, None) is not None)
 
 

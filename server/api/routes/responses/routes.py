@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.answers.answer import AsgiResponse, GenerationAnswer, JsonAnswer, unenforced_header
 from server.api.request.chat import count_tokens, start_chat
+from server.api.request.kept_objects import ListQuery
 from server.api.request.schemas import Message
 from server.api.route import EVENTS, JSON, ApiRoute
 from server.api.routes.endpoints import route, routes_of
@@ -56,6 +57,7 @@ from server.api.routes.responses.writer import ResponsesWriter
 from server.api.state import OpenRequest, ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
+from server.http.body import read_query
 from server.http.request_error import NOT_FOUND, RequestError, internal, invalid
 from server.logs import ThrottledLog
 
@@ -263,8 +265,7 @@ class Responses:
         """The input of a response."""
         kept = await self._find(request)
         items = await self._run(items_of, kept.input)
-        page = items_page(items, request.query_params)
-        return JsonAnswer(page)
+        return JsonAnswer(items_page(items, read_query(request.query_params, ListQuery)))
 
     @route(f"POST {PATH}/{{id}}/cancel")
     async def cancel(self, request: Request) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from server.api.routes.responses.schemas import (
     ResponsesRequest,
     TextFormat,
 )
+from server.http.body import read_query
 from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
 
 # chat's names -> the names of this route
@@ -39,7 +40,6 @@ LEFT_OUT = frozenset(
     "tool_search_output".split()
 )
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool
-MAX_DIGITS = 10  # of a number in a query
 UNFINISHED = ("in_progress", "incomplete")
 LOGPROBS = "message.output_text.logprobs"
 HARMLESS_PARTS = ("reasoning.encrypted_content",)  # there is no reasoning
@@ -136,20 +136,21 @@ def check_included(query: QueryParams) -> None:
     _included([*query.getlist("include"), *query.getlist("include[]")])
 
 
+class _EventsQuery(msgspec.Struct):
+    stream: bool = False
+    starting_after: Annotated[int, msgspec.Meta(ge=0, lt=10**10)] | None = None
+
+
 def first_event(query: QueryParams) -> int | None:
     """The number of the first event to send of a stored response; None: the response itself is requested. Raises
     RequestError 400."""
     check_included(query)
-    stream, after = query.get("stream", "false").lower(), query.get("starting_after")
-    if stream not in ("true", "false"):
-        raise invalid("stream", f"must be true or false, got {stream[:40]!r}")
-    if after is None:
-        return 0 if stream == "true" else None
-    if stream == "false":
+    asked = read_query(query, _EventsQuery)
+    if asked.starting_after is None:
+        return 0 if asked.stream else None
+    if not asked.stream:
         raise invalid("starting_after", "is only allowed when `stream` is true")
-    if not (after.isascii() and after.isdigit() and len(after) < MAX_DIGITS):
-        raise invalid("starting_after", f"must be the sequence number of an event, got {after[:40]!r}")
-    return int(after) + 1
+    return asked.starting_after + 1
 
 
 def chat_request(body: ResponsesRequest, tools: Sequence[SeenTool], messages: Sequence[Message]) -> ChatRequest:
