@@ -34,7 +34,7 @@ from server.text.tool_calls.parser import CallParser
 if TYPE_CHECKING:  # few servers need it, and it imports an HTTP client, which takes long
     from server.api.prefills import RemotePrefills
 
-MIN_MARKS = 2**16  # brackets, colons and commas that a body may have even if the context is short
+MIN_MARKS = 2**16  # brackets and colons that a body may have even if the context is short
 
 
 @dataclass(kw_only=True, slots=True)

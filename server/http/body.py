@@ -28,7 +28,7 @@ class BodyLimits:
     long per megabyte of small entries. So `server.api.request.body` first counts the marks of a long body."""
 
     max_bytes: int
-    max_marks: int  # brackets, colons and commas outside strings
+    max_marks: int  # brackets and colons outside strings
 
 
 class UnknownFieldError(RequestError):

@@ -127,7 +127,7 @@ def test_refused_requests_are_in_the_error_file(client):
         (json.dumps({"custom_id": "x", "method": "POST", "url": "/v1/models", "body": {}}), "url must be"),
         (line("first"), "is taken by a line before"),
         (line("x", stream=True), "stream"),
-        (line("x", prompt=[[1]] * 70_000), "brackets, colons and commas"),
+        (line("x", prompt=[[1]] * 70_000), "brackets and colons"),
     ],
 )
 def test_a_bad_line_fails_the_batch_before_any_is_asked(client, text, said):

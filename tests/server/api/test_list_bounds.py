@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.api.request import body as long_body
-from server.api.request.body import LONG_BODY, EntryCounter, count_marks
+from server.api.request.body import LONG_BODY, count_marks
 from server.api.request.schemas import MAX_TOKEN_IDS
 from server.api.state import ServerState
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, post_all, state_of
@@ -118,7 +118,7 @@ def test_a_list_with_one_entry_too_many_is_refused_by_name(route, path, schema, 
     assert schema["maxItems"] <= MAX_TOKEN_IDS
     message = refused(route, body)
     assert message.startswith((f"{path[0]}:", f"{path[0]}.")), message
-    assert f"at most {schema['maxItems']} entries" in message or "brackets, colons and commas" in message
+    assert f"at most {schema['maxItems']} entries" in message
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -169,7 +169,7 @@ def marks(value: Any) -> int:
     if inner is None:
         return 0
     colons = len(inner) if isinstance(value, dict) else 0
-    return 1 + colons + max(0, len(inner) - 1) + sum(map(marks, inner))
+    return 1 + colons + sum(map(marks, inner))
 
 
 @given(values, st.booleans(), st.sampled_from([None, 1]), st.integers(1, 9))
@@ -191,8 +191,3 @@ def test_marks_are_counted_outside_of_texts_wherever_pieces_are_cut(value, ascii
 )
 def test_wrong_entries_of_long_lists_are_told(prompt, message):
     assert refused(COMPLETIONS, {"prompt": prompt}) == message
-
-
-def test_a_list_of_numbers_without_a_bound_is_a_fault_of_the_type():
-    with pytest.raises(ValueError, match="needs a bound"):
-        EntryCounter(msgspec.defstruct("Forgotten", [("ids", list[int])]))

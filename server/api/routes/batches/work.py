@@ -158,7 +158,7 @@ class BatchWork:
         if len(raw) > limits.max_bytes:
             return Line(custom_id=None, problem=f"line {number} has more than {limits.max_bytes} bytes")
         if count_marks(raw, limits.max_marks) > limits.max_marks:
-            problem = f"line {number} has more than {limits.max_marks} brackets, colons and commas outside of texts"
+            problem = f"line {number} has more than {limits.max_marks} brackets and colons outside of texts"
             return Line(custom_id=None, problem=problem)
         return parse_line(text, number, {})
 
