@@ -1,8 +1,8 @@
 """Threads for long work on clients' input and answers, which would block the event loop.
 
-All threads of this kind are used here and by three others: a body's decoding (`request.body`), its prompts
-(`request.prompts`, `request.generation_plan`) and the sums of an answer (`routes.embeddings`). Chat templates have
-threads of their own (`server.text.template_runner`), and so has the database.
+Three others use them: the decoding of a body (`request.body`), the encoding of its prompts (`request.prompts`) and the
+scores of an answer (`routes.embeddings`). Chat templates have threads of their own (`server.text.template_runner`), and
+so has the database.
 """
 
 from __future__ import annotations

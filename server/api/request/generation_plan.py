@@ -16,7 +16,6 @@ from server.api.request.sampling import Sampling, checked_sampling
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
 from server.api.tracing import current_trace
-from server.api.worker_threads import in_thread
 from server.engine import wire
 from server.engine.generation import Choice, Generation
 from server.flag import MOST_SECONDS
@@ -119,8 +118,8 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
         grammar_field=None if plan.grammar is None else plan.grammar_field,
         unenforced=unenforced,
     )
-    texts, ids = sampling.stops, [prompt for _, prompt, _ in prompts]
-    stops, packed = await in_thread(sum(map(len, (*texts, *ids))), _stops_and_packed, texts, ids)
+    stops = StopStrings(sampling.stops) if sampling.stops else None
+    packed = wire.packed_prompts([prompt for _, prompt, _ in prompts])
     sources = await _sources(state, plan, packed)
     left_s, queue_s = times_left(state, head.deadline)
     requests: list[wire.WireRequest] = []
@@ -171,10 +170,6 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation
     return generation
-
-
-def _stops_and_packed(stops: Sequence[str], prompts: Sequence[list[int]]) -> tuple[StopStrings | None, list[bytes]]:
-    return StopStrings(stops) if stops else None, wire.packed_prompts(prompts)
 
 
 async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[bytes]) -> Sequence[PageSource | None]:
