@@ -19,7 +19,7 @@ from server.http.request_error import RequestError
 FORM = b"multipart/form-data"
 
 _LENGTH = re.compile(r"^Expected `(?:array|object)` of length <= (\d+)$")
-_AT = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$", re.DOTALL)
+_AT = re.compile(r" - at (?:`key` in )?`(?:key in )?\$(?P<path>.*)`$", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
