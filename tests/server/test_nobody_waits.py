@@ -115,7 +115,7 @@ def test_texts_of_many_tokens_and_back(roomy):
         ("prompt", '""'),
         ("prompt", "[]"),
         ("logit_bias", '""'),
-        ("user", "1"),
+        ("user", "{}"),
         ("guided_json", "1"),
     ],
 )
