@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from server.http.encoding import encode_json
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The run that a journal belongs to."""
 
     input: str  # a digest of the lines
@@ -119,7 +118,7 @@ class Journal:
         first = b""
         if self._is_new:
             self._file.truncate(0)
-            first = _json_line(asdict(self.header))
+            first = encode_json(self.header) + b"\n"
             self._end, self._is_new = len(first), False
         raw = _entry(number, record)
         self._file.write(first + raw)
@@ -132,25 +131,11 @@ class Journal:
         num_errors = 0
         with path.open("wb") as file:
             for number in numbers:
-                num_errors += self.is_error(number)
+                num_errors += number in self._errors
                 file.write(self._record(number) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         return num_errors
-
-    def is_error(self, number: int) -> bool:
-        """Whether the record of this line is an error: it has no answer, or an error as its answer."""
-        return number in self._errors
-
-    @property
-    def numbers(self) -> Collection[int]:
-        """The numbers of the finished lines."""
-        return self._places.keys()
-
-    @property
-    def num_errors(self) -> int:
-        """The number of finished lines whose records are errors."""
-        return len(self._errors)
 
     def finish(self) -> None:
         """Removes the journal, whose records are now in the output."""
@@ -190,23 +175,17 @@ class Journal:
                 if self._header is None and not raw.startswith(_START[: len(raw)]):
                     raise self._is_something_else()
                 break
-            if self._header is None:
-                self._header = self._header_of(raw)
-            else:
-                try:
+            try:
+                if self._header is None:
+                    self._header = _decode_header(raw)
+                else:
                     entry = _decode_entry(raw)
-                except (ValueError, RecursionError) as error:
-                    raise self._is_something_else() from error
-                self._note(entry.line, entry.record, end, raw)
+                    self._note(entry.line, entry.record, end, raw)
+            except (ValueError, RecursionError) as error:
+                raise self._is_something_else() from error
             end += len(raw)
         self._end, self._is_new = (end, False) if self._places else (0, True)
         self._file.truncate(self._end)
-
-    def _header_of(self, raw: bytes) -> Header:
-        match _parsed(raw):
-            case {"input": str(lines), "settings": dict(settings), "replaces": str() | None as replaces}:
-                return Header(input=lines, settings=settings, replaces=replaces)
-        raise self._is_something_else()
 
     def _is_something_else(self) -> ValueError:
         return ValueError(f"{self._name} is in the way: it holds something else than the records of an interrupted run")
@@ -222,7 +201,7 @@ def ordered_path(output: Path) -> Path:
     return Path(f"{output}.ordered")
 
 
-_START = b'{"input": "'  # of a header
+_START = b'{"input":"'  # of a header
 _TAIL = b"}\n"  # of an entry
 
 
@@ -241,23 +220,11 @@ class _Entry(msgspec.Struct):
     record: _Record
 
 
-_decode_entry = msgspec.json.Decoder(_Entry).decode
+_decode_header, _decode_entry = msgspec.json.Decoder(Header).decode, msgspec.json.Decoder(_Entry).decode
 
 
 def _entry(number: int, record: bytes) -> bytes:
     return b'{"line": %d, "record": %b%b' % (number, record, _TAIL)
-
-
-def _json_line(item: Any) -> bytes:
-    return json.dumps(item, ensure_ascii=False).encode() + b"\n"
-
-
-def _parsed(raw: bytes) -> Any:
-    """The decoded JSON of a line; None: it is not JSON."""
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _open_locked(path: Path) -> BinaryIO:

@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from scripts.offline import journal as journal_module
 from scripts.offline.journal import Header, Journal
