@@ -8,10 +8,10 @@ for; Google Cloud Storage needs gcsfs.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from pathlib import Path
 
+from model.inputs.private_folders import writing_whole
 from model.inputs.remote import GCS, RemotePath, filesystem
 
 type Place = Path | RemotePath
@@ -94,15 +94,8 @@ def write_whole(path: Place, content: bytes, mode: int = 0o666) -> None:
     if isinstance(path, RemotePath):
         path.write_bytes(content)  # an object is there once its upload is complete
         return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may write the same
-    try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing_whole(path, mode) as file:
+        file.write(content)
 
 
 def _refusal(path: str | Path) -> str:

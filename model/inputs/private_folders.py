@@ -1,4 +1,5 @@
-"""Folders of this machine that belong to this user. Other users may not write to them, or may not even enter them."""
+"""Folders of this machine that belong to this user, and their files. Other users may not write to these folders, or may
+not even enter them."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import math
 import os
 import stat
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 PRIVATE = 0o700  # of a folder
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -43,6 +45,21 @@ def check_private(path: Path, flag: str) -> None:
             f"{flag}: other users may write to {path}, and could run code here through it: `chmod 700` it if you trust "
             "what it holds, or name another folder"
         )
+
+
+@contextmanager
+def writing_whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file that gets its name when the context ends, and not at all after an error: a reader sees the old content or
+    the new one. `mode` is that of `os.open`."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may write the same
+    try:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def delete_unused(files: Iterable[Path], *, max_bytes: float = math.inf, max_files: float = math.inf) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from model.inputs.private_folders import writing_whole
 
 GCS = "gs"
 PIECE_BYTES = 16 << 20  # bytes of one request; a longer range is read in several at a time
@@ -123,37 +125,27 @@ class RemotePath:
 
     def read_range(self, start: int, end: int) -> bytearray:
         """The bytes from `start` to `end`. Several requests at a time read pieces of them."""
-        pieces = [(first, min(first + PIECE_BYTES, end)) for first in range(start, end, PIECE_BYTES)]
-        return bytearray().join(self.read_ranges(pieces))
-
-    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each range (start, end). All ranges are requested at once."""
-        wanted = [(start, end) for start, end in ranges if end > start]
+        starts = range(start, end, PIECE_BYTES)
+        ends = [min(first + PIECE_BYTES, end) for first in starts]
         with _in_words(self):
-            paths, starts, ends = [self.path] * len(wanted), [s for s, _ in wanted], [e for _, e in wanted]
-            found = self._files().cat_ranges(paths, starts, ends, on_error="raise") if wanted else []
-        for (start, end), content in zip(wanted, found, strict=True):
-            if len(content) != end - start:
-                raise ValueError(
-                    f"{self}: {len(content)} bytes came of the {end - start} from {start} on: the file has become "
-                    "shorter, or the connection ended"
-                )
-        filled = iter(found)
-        return [bytes(next(filled)) if end > start else b"" for start, end in ranges]
+            options = {"on_error": "raise"}
+            pieces = self._files().cat_ranges([self.path] * len(ends), [*starts], ends, **options) if ends else []
+        content = bytearray().join(pieces)
+        if len(content) != max(0, end - start):
+            raise ValueError(
+                f"{self}: {len(content)} bytes came of the {end - start} from {start} on: the file has become shorter, "
+                "or the connection ended"
+            )
+        return content
 
     def copy_to(self, local: Path) -> None:
         """Copies the file to this machine, several pieces at a time. An incomplete copy is deleted."""
         size, version = self.stat().st_size, self.version()
-        part = local.with_name(f"{local.name}.{os.getpid()}")
-        try:
-            with part.open("wb") as file:
-                for start in range(0, size, _PIECES_AT_ONCE * PIECE_BYTES):
-                    file.write(self.read_range(start, min(start + _PIECES_AT_ONCE * PIECE_BYTES, size)))
+        with writing_whole(local) as file:
+            for start in range(0, size, _PIECES_AT_ONCE * PIECE_BYTES):
+                file.write(self.read_range(start, min(start + _PIECES_AT_ONCE * PIECE_BYTES, size)))
             if self.version() != version:
                 raise ValueError(f"{self} changed while it was copied: try again")
-            part.replace(local)
-        finally:
-            part.unlink(missing_ok=True)
 
     def write_bytes(self, content: bytes) -> None:
         """Writes the file whole or not at all."""

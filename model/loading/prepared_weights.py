@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from model.inputs.private_folders import delete_unused, make_folder
+from model.inputs.private_folders import delete_unused, make_folder, writing_whole
+from model.loading.received_arrays import places_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,32 +74,16 @@ def keep(model: nnx.Module, file: Path) -> bool:
         delete_unused(file.parent.glob(f"*{SUFFIX}*"), max_files=_KEPT_FILES - 1)  # and room for this one
         if shutil.disk_usage(file.parent).free < _FREE_SHARE * size:
             return False
-        _write(file, arrays, places, size)
+        with writing_whole(file) as opened:
+            for place, array in zip(places, arrays, strict=True):
+                opened.seek(place)
+                opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     except OSError as error:
         logger.warning("prepared weights cannot be kept: %s", error)
         return False
     return True
 
 
-def _write(file: Path, arrays: Sequence[Any], places: Sequence[int], size: int) -> None:
-    part = file.with_name(f"{file.name}.{os.getpid()}")  # several servers may start at once
-    try:
-        with part.open("wb") as opened:
-            for place, array in zip(places, arrays, strict=True):
-                opened.seek(place)
-                opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            opened.truncate(size)
-            opened.flush()
-            os.fsync(opened.fileno())
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def _places(arrays: Sequence[Any]) -> tuple[list[int], int]:
     """Where each array begins, and the size of the file, in bytes."""
-    places, end = [], 0
-    for array in arrays:
-        places.append(end)
-        end += -(-array.size * array.dtype.itemsize // _ALIGNED) * _ALIGNED
-    return places, end
+    return places_of((array.size * array.dtype.itemsize for array in arrays), _ALIGNED)

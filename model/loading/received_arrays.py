@@ -7,7 +7,7 @@ by layer. The giving side is `scripts.weight_sender`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,9 +66,13 @@ def received(source: Any) -> dict[str, np.ndarray]:
 
 def places(arrays: Sequence[Named]) -> tuple[list[int], int]:
     """Where each array begins in a block, and the bytes of the block."""
+    return places_of((math.prod(array.shape) * DTYPES[array.dtype].itemsize for array in arrays), ALIGNMENT)
+
+
+def places_of(sizes: Iterable[int], alignment: int) -> tuple[list[int], int]:
+    """Where each of several parts begins, at a multiple of `alignment`, and the end of the last one, in bytes."""
     starts, end = [], 0
-    for array in arrays:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        starts.append(start)
-        end = start + math.prod(array.shape) * DTYPES[array.dtype].itemsize
+    for size in sizes:
+        starts.append(-(-end // alignment) * alignment)
+        end = starts[-1] + size
     return starts, end

@@ -116,7 +116,6 @@ def test_ranges_are_the_bytes_asked_for(content, piece, ends):
     file = RemotePath("memory", "bucket/ranges")
     file.write_bytes(content)
     ranges = [(min(pair) % (len(content) + 1), min(max(pair), len(content))) for pair in ends]
-    assert file.read_ranges(ranges) == [content[start:end] for start, end in ranges]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "PIECE_BYTES", piece)
         for start, end in ranges:
