@@ -17,10 +17,11 @@ import msgspec
 from model.families import FAMILIES, LLAMA, Family
 from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
-from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number
+from model.inputs.schema import TEXT, TRUTH, check, described_as, integer, number, unsupported
 from model.inputs.words import shown
-from model.quantization.checkpoint_form import Stored, kv_scale_type, read_form
+from model.quantization.checkpoint_form import kv_scale_type, read_form
 from model.quantization.forms import EightBit
+from model.quantization.stored_form import StoredForm
 
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_THETA = 10_000.0  # the base in `transformers` if a config gives none
@@ -85,7 +86,7 @@ class LlamaConfig:
     checkpoint_dtype: str | None  # dtype of the saved weights; None if the file does not give it
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # the ids in generation_config.json take precedence
-    quantized: Stored | None = None  # the form of the checkpoint's projections if they are quantised
+    quantized: StoredForm | None = None  # the form of the checkpoint's projections if they are quantised
     kv_scale_type: EightBit = EightBit.FP8  # the type of 8-bit K/V for which the checkpoint's K/V scales are
     model_type: str = LLAMA.model_type  # the name of the family in `FAMILIES`
 
@@ -284,15 +285,11 @@ def _family(raw: Mapping[str, Any]) -> tuple[Family, list[str]]:
         "dtype": CHECKPOINT_DTYPES,
         "torch_dtype": CHECKPOINT_DTYPES,
     }
-    for key, values in expected.items():
-        value = raw.get(key)
-        if value is not None and value not in values:
-            only = f" (only {' or '.join(map(repr, values))})" if values else ""
-            problems.append(f"{key}={shown(value)} is not supported{only}")
+    problems += unsupported(raw, {key: (None, *values) for key, values in expected.items()})
     return family, problems
 
 
-def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None, family: Family) -> tuple[Stored | None, list[str]]:
+def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None, family: Family) -> tuple[StoredForm | None, list[str]]:
     if raw.get("quantization_config") is None:
         return None, []
     return read_form(raw["quantization_config"], family.projections(file.num_hidden_layers if file else 1))

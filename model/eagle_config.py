@@ -18,7 +18,7 @@ from model.config import LlamaConfig
 from model.families import LLAMA
 from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_VOCAB_SIZE
-from model.inputs.schema import TRUTH, check, described_as, integer
+from model.inputs.schema import TRUTH, check, described_as, integer, unsupported
 from model.inputs.words import shown
 
 NUM_TAPS = 3  # hidden states of the model that an EAGLE-3 head reads
@@ -127,11 +127,8 @@ def _unsupported(raw: Mapping[str, Any], nested: Mapping[str, Any], form: EagleF
     names = _ARCHITECTURES[form]
     if len(architectures) != 1 or architectures[0] not in names:
         problems.append(f"architectures={shown(architectures)} is not supported (only {' or '.join(names)})")
-    for key, value in _EXPECTED.items():
-        for place, given in ((key, raw.get(key)), (f"eagle_config.{key}", nested.get(key))):
-            if given is not None and given != value:
-                problems.append(f"{place}={shown(given)} is not supported (only {value!r})")
-    return problems
+    expected = {key: (None, value) for key, value in _EXPECTED.items()}
+    return problems + unsupported(raw, expected) + unsupported(nested, expected, "eagle_config.")
 
 
 def _misfits(

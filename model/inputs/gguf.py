@@ -82,12 +82,11 @@ class GgufFile:
         if tensor.type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_ENTRIES:
             raise ValueError(f"{self.path}: {name} is not a short list of float32 values")
         layout = struct.Struct(f"<{tensor.shape[0]}f")
+        if tensor.offset + layout.size > self.path.stat().st_size:
+            raise ValueError(f"{self.path} is cut off before the end of {name}")
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
-            content = file.read(layout.size)
-        if len(content) < layout.size:
-            raise ValueError(f"{self.path} is cut off before the end of {name}")
-        return layout.unpack(content)
+            return layout.unpack(file.read(layout.size))
 
 
 def is_gguf(path: Place) -> bool:

@@ -6,7 +6,7 @@ Fields of the object that the schema does not have are ignored. null is the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 import msgspec
@@ -64,6 +64,19 @@ def check[S: msgspec.Struct](raw: Mapping[str, Any], schema: type[S]) -> tuple[S
         except UnicodeEncodeError:
             problems.append(f"{name}={shown(value)} holds half of a surrogate pair, which is no text")
     return (None if problems else schema(**values)), problems
+
+
+def unsupported(raw: Mapping[str, Any], read: Mapping[str, Sequence[Any]], prefix: str = "") -> list[str]:
+    """The settings of `raw` that have other values than those that are read, in words. null is the same as absent, and
+    is allowed if None is among the values."""
+    problems = []
+    for name, values in read.items():
+        found = raw.get(name)
+        if not any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in values):
+            named = " or ".join(repr(value) for value in values if value is not None)
+            only = f" (only {named})" if named else ""
+            problems.append(f"{prefix}{name}={shown(found)} is not supported{only}")
+    return problems
 
 
 def _words(kind: Any) -> str:

@@ -191,7 +191,7 @@ def _by_name(slices: Mapping[str, Any], config: LlamaConfig) -> tuple[dict[str, 
         match = _KEY.fullmatch(stored)
         name = match[1] if match else stored.removeprefix(_PREFIX)
         if not match or name.rpartition(".")[0] not in known:
-            found.append((_what_else(name, config), name if re.fullmatch(r"[\w.]{1,200}", name) else shown(name)))
+            found.append((_what_else(name, config), name))
             continue
         if name in tensors:
             found.append(("occurs twice", name))

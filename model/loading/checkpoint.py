@@ -1,4 +1,4 @@
-"""Opens the weights of a checkpoint that is not converted: a folder of safetensors files, or a GGUF file."""
+"""Opens the weights of a checkpoint: a folder of safetensors files or of converted weights, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from model.loading.tensor_files import TensorFiles
 from model.loading.tensors import Checkpoint
 
 
-def open_checkpoint(path: Place, config: LlamaConfig) -> Checkpoint:
+def open_checkpoint(path: Place, config: LlamaConfig, *, is_converted: bool = False) -> Checkpoint:
     """The weights at `path`. ValueError, on entering, if they are not those of `config`."""
+    if is_converted:
+        from model.loading.orbax_format import OrbaxFiles  # it imports Orbax
+
+        return OrbaxFiles(path, config)
     if isinstance(path, RemotePath) or not is_gguf(path):
         return TensorFiles(path, config)
     from model.loading.gguf_tensors import GgufTensors

@@ -20,15 +20,15 @@ from jax.sharding import Mesh
 
 from model.eagle_config import NUM_TAPS, EagleConfig, EagleForm
 from model.families import LLAMA
-from model.inputs.words import shown
 from model.loading.hf_format import INDEX_FILE, SINGLE_FILE, Source, layer_shapes
 from model.loading.remote_tensors import File, RemoteSlice, RemoteTensors, check_unchanged, readable
-from model.loading.tensor_files import DTYPES, files_in
+from model.loading.tensor_files import DTYPES, faults_of, files_in
 from model.loading.tensors import Reader, Tensors
 from model.loading.torch_file import read_torch_file
 from model.loading.weights import fill_each, join, random_values, read_source, seeds_of
 from model.network.eagle import EagleHead
 from model.network.sharding import abstract_head, num_shards_of
+from model.quantization.stored_form import Part
 
 TORCH_FILE = "pytorch_model.bin"
 EMBEDDING = "embed_tokens.weight"
@@ -92,8 +92,7 @@ class HeadFiles:
         return tuple(self._slices[key].get_shape())
 
     def reader(self, key: str, rows: slice) -> Reader:
-        start, stop, _ = rows.indices(self.shape(key)[0])
-        return self._slices[key].rows(start, stop).__getitem__
+        return self._slices[key].reader(rows)
 
     def tokens(self) -> np.ndarray:
         """The model's token of each draft token, i32[draft_vocab_size]. ValueError if the tables are inconsistent."""
@@ -143,21 +142,15 @@ class HeadFiles:
         return repeated
 
     def _check(self, problems: list[str]) -> None:
-        expected = expected_shapes(self._config)
-        optional = {EMBEDDING, _TO_DRAFT}
+        optional, tables = {EMBEDDING, _TO_DRAFT}, (_TO_MODEL, _TO_DRAFT)
         if self._config.draft_vocab_size == self._config.layer.vocab_size:
             optional.add(_TO_MODEL)
-        missing = sorted(expected.keys() - optional - self._slices.keys())
-        extra = sorted(self._names[name] for name in self._slices.keys() - expected.keys())
-        problems += [f"missing: {', '.join(missing)}"] if missing else []
-        problems += [f"unexpected: {', '.join(map(shown, extra))}"] if extra else []
-        for name in sorted(expected.keys() & self._slices.keys()):
-            types = ("I64", "I32", "BOOL", "U8") if name in (_TO_MODEL, _TO_DRAFT) else tuple(DTYPES)
-            if self.shape(name) != expected[name]:
-                problems.append(f"{self._names[name]} has shape {self.shape(name)}, not {expected[name]}")
-            if self._slices[name].get_dtype() not in types:
-                has = self._slices[name].get_dtype()
-                problems.append(f"{self._names[name]} has type {has}, not one of {', '.join(types)}")
+        expected = {}
+        for name, shape in expected_shapes(self._config).items():
+            types = ("I64", "I32", "BOOL", "U8") if name in tables else tuple(DTYPES)
+            expected[self._names.get(name, name)] = Part((shape,), types, is_required=name not in optional)
+        missing, others = faults_of({self._names[name]: value for name, value in self._slices.items()}, expected)
+        problems += missing + others
         if problems:
             raise ValueError(f"{self._folder} does not hold this {self._config.form} head: " + "; ".join(problems))
 

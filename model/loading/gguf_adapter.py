@@ -23,7 +23,7 @@ class _Slice:
 
     file: LocalFile
     tensor: GgufTensor
-    key: str  # of the kernel whose outputs are its rows
+    key: str  # of the kernel whose outputs are its rows; "": they are ranks
     config: LlamaConfig
 
     def get_shape(self) -> list[int]:
@@ -63,6 +63,6 @@ def open_gguf_adapter(path: Path, config: LlamaConfig) -> tuple[dict[str, Any], 
             problems.append(f"{shown(name)} is not an adapter of one of the model's projections")
             continue
         # The rows of A are ranks, which are in order.
-        key = f"{modules[base]}.weight" if part == "b" else f"{modules[base]}.lora_A.weight"
+        key = f"{modules[base]}.weight" if part == "b" else ""
         tensors[f"{modules[base]}.lora_{part.upper()}"] = _Slice(LocalFile(path), tensor, key, config)
     return tensors, float(alpha), problems

@@ -11,6 +11,7 @@ from typing import Any
 from model.config import LlamaConfig
 from model.families import FAMILIES
 from model.inputs.gguf import GgufFile
+from model.inputs.schema import unsupported
 from model.inputs.words import shown
 from model.loading.hf_format import adapter_refusal
 
@@ -59,11 +60,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     def key(pattern: str) -> str:
         return pattern.format(family.gguf)
 
-    problems = [
-        f"{name}={shown(metadata[name])} is not supported (only {value})"
-        for name, value in zip(map(key, _NEUTRAL), _NEUTRAL.values(), strict=True)
-        if metadata.get(name, value) != value
-    ]
+    problems = unsupported(metadata, {key(name): (None, value) for name, value in _NEUTRAL.items()})
     absent = [name for name in map(key, _REQUIRED.values()) if name not in metadata]
     absent += [] if EMBEDDING in file.tensors else [EMBEDDING]
     problems += [f"it lacks {', '.join(absent)}"] if absent else []

@@ -7,46 +7,41 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import ml_dtypes
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from model.config import LlamaConfig
 from model.families import Family
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.loading import gguf_config
-from model.loading.gguf_four_bit import EXACT_FOUR_BIT, FOUR_BIT, exact_part, four_bit_part
-from model.loading.gguf_six_bit import six_bit_part
-from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, sources
+from model.loading.gguf_groups import EXACT, FOUR_BIT, Type, kept_part
+from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, in_layer, parameter_of, sources
 from model.loading.remote_tensors import LocalFile, check_unchanged
-from model.loading.tensors import Checkpoint, Reader
+from model.loading.tensors import Checkpoint, Contents, Reader
 from model.quantization.forms import (
     HEAD_PATH,
     Activations,
     EightBit,
     FourBit,
     MixedForms,
-    OneForm,
-    ScaleFormat,
-    SixBit,
+    WeightForm,
     largest_group,
 )
 from pallas_kernels.cpu.products import PANEL
 
-Type = GGMLQuantizationType
 FLOATS: Mapping[Type, np.dtype] = {
     Type.F32: np.dtype("<f4"),
     Type.F16: np.dtype("<f2"),
     Type.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-EXACT: Mapping[Type, FourBit | SixBit] = {**EXACT_FOUR_BIT, Type.Q6_K: SixBit()}
-_OF_FOUR_BITS = {*EXACT_FOUR_BIT, Type.IQ4_NL, Type.IQ4_XS}
+_OF_FOUR_BITS = {Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.IQ4_NL, Type.IQ4_XS}
 BLOCKS = (
     Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL,
     Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS,
@@ -81,33 +76,45 @@ class GgufTensors(Checkpoint):
         check_places(file, self._file.stat().st_size)
         return self
 
-    def with_own_head(self) -> LlamaConfig:
-        """The config: the file's metadata and tensors have already decided whether the head is tied."""
-        return self._config
+    def contents(self) -> Contents:
+        """The file's metadata and tensors have already decided whether the head is tied. If projections are quantised,
+        `dtypes` has neither their types nor the head's."""
+        kernels = expected_kernels(self._config).keys()
+        types = {self._type(key) for key in kernels - {HEAD.key}}
+        blocks = sorted(type.name for type in types if type in BLOCKS)
+        used = {self._type(key) for key in expected_shapes(self._config).keys() - (kernels if blocks else set())}
+        dtypes = sorted(FLOATS[type].name if type in FLOATS else type.name for type in used)
+        if not blocks:
+            return Contents(config=self._config, dtypes=tuple(dtypes))
+        four_bit, fault = self._in_four_bits(types)
+        return Contents(
+            config=self._config,
+            dtypes=tuple(dtypes),
+            quantization=EightBit.INT8,
+            activations=Activations.BLOCKS,  # as llama.cpp rounds inputs
+            packing=f"GGUF {' and '.join(blocks)}",
+            four_bit=four_bit,
+            exact_form=self._in_exact_form(),
+            four_bit_fault=fault,
+        )
 
-    @property
-    def form(self) -> EightBit | None:
-        """The form to which quantised projections are requantised; None if all have a float type."""
-        return EightBit.INT8 if self._block_types() else None
-
-    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """The form by which chips hold the projections without requantising them, or the reason why there is none. Both
-        are None if no projection has 4 bits."""
-        kernels = expected_kernels(self._config).keys() - {HEAD.key}
-        types = {self._type(key) for key in kernels}
+    def _in_four_bits(self, types: Set[Type]) -> tuple[FourBit | None, str | None]:
+        """The form by which chips hold projections of these types without requantising them, or the reason why there is
+        none. Both are None if no projection has 4 bits."""
         if not types & _OF_FOUR_BITS:
             return None, None
         if len(types) > 1 or not types <= FOUR_BIT.keys():
             return None, f"its projections are not all {' or all '.join(type.name for type in FOUR_BIT)}"
-        form = FOUR_BIT[types.pop()]
+        (type,) = types
+        form = FOUR_BIT[type]
         is_whole = largest_group((form.group, *self._config.projection_inputs)) == form.group
         return (form, None) if is_whole else (None, f"groups of {form.group} do not divide the numbers of inputs")
 
-    def in_exact_form(self) -> FourBit | SixBit | MixedForms | None:
+    def _in_exact_form(self) -> WeightForm | None:
         """The form of 4 and 6 bits that keeps all stored numbers; None if no projection has one. Tensors of other types
         become int8."""
         forms = dict(self._exact_forms())
-        counts = Counter(form for form in forms.values() if isinstance(form, FourBit | SixBit))
+        counts = Counter(form for form in forms.values() if form.is_grouped)
         if not counts:
             return None
         (most, _), *_ = counts.most_common(1)
@@ -116,7 +123,7 @@ class GgufTensors(Checkpoint):
         others |= {HEAD_PATH: head} if head != most.in_head else {}
         return MixedForms(most=most, others=tuple(sorted(others.items()))) if others else most
 
-    def _exact_forms(self) -> Iterator[tuple[str, OneForm]]:
+    def _exact_forms(self) -> Iterator[tuple[str, WeightForm]]:
         """Each projection's path, as in `MixedForms`, and its form."""
         family = self._config.family
         for module in (f"layers.{layer}.{name}" for layer in range(self._config.num_layers) for name in family.linears):
@@ -124,34 +131,15 @@ class GgufTensors(Checkpoint):
             if len(set(forms.values())) == 1:
                 yield module, next(iter(forms.values()))
                 continue
-            yield from ((f"{module}.{key.split('.')[-2]}", form) for key, form in forms.items())
+            yield from ((parameter_of(key, family).removesuffix(".kernel"), form) for key, form in forms.items())
 
-    def _exact_form_of(self, key: str, *, panels_only: bool = False) -> OneForm:
+    def _exact_form_of(self, key: str, *, panels_only: bool = False) -> WeightForm:
         """The form that keeps a tensor's numbers, or int8. With `panels_only`, a tensor whose outputs are no whole
         panels of the C code is in int8, which XLA multiplies faster."""
         form = EXACT.get(self._type(key), EightBit.INT8)
         is_cut = any(width % form.whole for width in self._config.projection_inputs) and key != HEAD.key
         is_slow = panels_only and self.shape(key)[0] % PANEL != 0
         return EightBit.INT8 if is_cut or is_slow else form
-
-    @property
-    def activations(self) -> Activations | None:
-        """`BLOCKS` if projections are quantised: llama.cpp rounds blocks of their inputs. None if they are not."""
-        return Activations.BLOCKS if self._block_types() else None
-
-    @property
-    def packing(self) -> str | None:
-        """The stored types of quantised projections, such as "GGUF Q4_K and Q6_K"; None if none are quantised."""
-        types = self._block_types()
-        return f"GGUF {' and '.join(types)}" if types else None
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The stored types, each once, such as ("Q6_K", "float32"). If projections are quantised, the types of the
-        projections and the head are left out."""
-        kernels = expected_kernels(self._config).keys() if self._block_types() else set()
-        used = {self._type(key) for key in expected_shapes(self._config).keys() - kernels}
-        return tuple(sorted(FLOATS[type].name if type in FLOATS else type.name for type in used))
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor. Its values are not read."""
@@ -172,30 +160,22 @@ class GgufTensors(Checkpoint):
         values = values_of(self._file, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
-    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: WeightForm) -> Reader:
         """A function that reads the part at an index of the parameter `name` of a kernel in `form`."""
         return partial(self._read_kept, name, key, form)
 
-    def _read_kept(self, name: str, key: str, form: FourBit | SixBit, index: tuple[slice, ...]) -> np.ndarray:
+    def _read_kept(self, name: str, key: str, form: WeightForm, index: tuple[slice, ...]) -> np.ndarray:
         tensor = self._tensor(key)
         num_out, num_in = tensor.shape
         # Inputs that share a number. Whole groups are read: a shard of a kernel has them (`sharding.check_groups`).
-        size = {"kernel": 1, "kernel_upper": 4}.get(name, form.whole if name.endswith("_unit") else form.group)
+        size = form.inputs_of(name)
         rows = stored_rows(key, self._config, np.arange(num_out)[index[0]])
         columns = np.arange(num_in // size)[index[1]] * size
         first, end = int(columns[0]), int(columns[-1]) + size
-        if isinstance(form, SixBit):
-            part = six_bit_part
-        else:
-            part = four_bit_part if form.numbers is ScaleFormat.CHIP else exact_part
+        part = partial(kept_part, form, name, Type(tensor.type))
         with np.errstate(invalid="ignore", over="ignore"):  # as in `values_of`
             blocks = _blocks(self._file, tensor, rows)
-            return np.concatenate([part(name, Type(tensor.type), some, first, end) for some in blocks])
-
-    def _block_types(self) -> list[str]:
-        """The quantised types of the projections, by name. The head may be of another type than the projections."""
-        kernels = expected_kernels(self._config).keys() - {HEAD.key}
-        return sorted({type.name for key in kernels if (type := self._type(key)) in BLOCKS})
+            return np.concatenate([part(some, first, end) for some in blocks])
 
     def _type(self, key: str) -> Type:
         return Type(self._tensor(key).type)
@@ -220,9 +200,7 @@ class GgufTensors(Checkpoint):
 def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
     """The indices at which these rows of the tensor `key` are stored. The rows of a Llama's q and k differ: the pairs
     that are rotated are neighbours in llama.cpp, and in Hugging Face's form they are in the two halves of a head."""
-    module = key.removesuffix(".weight")
-    tensor = next((tensor for tensor in config.family.tensors if module.endswith(f".{tensor.name}")), None)
-    if tensor is None or not tensor.has_pairs:
+    if not key.startswith("model.layers.") or not (tensor := in_layer(key, config.family)[1]).has_pairs:
         return rows
     stored = np.arange(config.sizes[tensor.shape[0]]).reshape(-1, config.head_dim // 2, 2)
     return stored.swapaxes(1, 2).reshape(-1)[rows]
@@ -268,8 +246,7 @@ def name_of(key: str, family: Family) -> str:
     """The name in GGUF of a tensor with this name in Hugging Face's form."""
     if key in _TOP:
         return _TOP[key]
-    _, _, layer, module = key.removesuffix(".weight").split(".", 3)
-    tensor = next(tensor for tensor in family.tensors if tensor.name == module)
+    layer, tensor = in_layer(key, family)
     return f"blk.{layer}.{tensor.gguf}.weight"
 
 

@@ -6,12 +6,10 @@ import re
 from dataclasses import dataclass
 
 from model.config import LlamaConfig
-from model.families import Family
+from model.families import Family, LayerTensor
 from model.inputs.json_file import read_object
 from model.inputs.paths import Place
 from model.inputs.words import shown
-from model.quantization.checkpoint_form import CheckpointForm
-from model.quantization.packed_form import PackedForm, Part
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -91,6 +89,30 @@ def sources(path: str, family: Family) -> tuple[Source, ...]:
     return tuple(Source(f"model.layers.{layer}.{tensor.name}.weight", tensor.is_kv) for tensor in tensors)
 
 
+def parameter_of(key: str, family: Family) -> str:
+    """The path of the parameter that a tensor fills: the inverse of `sources`. Each tensor of a fused projection has a
+    path of its own."""
+    for path, (source,) in _TOP.items():
+        if source.key == key:
+            return path
+    layer, tensor = in_layer(key, family)
+    module, _, kind = tensor.parameter.rpartition(".")
+    is_fused = len(family.parameters[tensor.parameter]) > 1
+    return f"layers.{layer}.{module}.{f'{tensor.short_name}.' if is_fused else ''}{kind}"
+
+
+def module_of(key: str, family: Family) -> str:
+    """The path of the module of a layer that a tensor fills, alone or with others."""
+    layer, tensor = in_layer(key, family)
+    return f"layers.{layer}.{tensor.parameter.rpartition('.')[0]}"
+
+
+def in_layer(key: str, family: Family) -> tuple[str, LayerTensor]:
+    """The number of the layer that has a tensor, and the tensor's description."""
+    _, _, layer, name = key.removesuffix(".weight").split(".", 3)
+    return layer, next(tensor for tensor in family.tensors if tensor.name == name)
+
+
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The name and the shape of every tensor that a checkpoint of this config must hold."""
     embed, vocab = config.hidden_size, config.vocab_size
@@ -113,19 +135,3 @@ def expected_kernels(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors that a quantised checkpoint may quantise: the projections and the head."""
     kernels = {f"{module}.weight" for module in config.projections} | {HEAD.key}
     return {key: shape for key, shape in expected_shapes(config).items() if key in kernels}
-
-
-def scale_key(key: str, form: CheckpointForm) -> str:
-    """The name of the tensor with the scales of the kernel `key`."""
-    return key.removesuffix("weight") + form.scale
-
-
-def input_scale_key(key: str) -> str:
-    """The name of the tensor with the scale of the inputs of the kernel `key`."""
-    return key.removesuffix("weight") + "input_scale"
-
-
-def part_keys(key: str, form: PackedForm, shape: tuple[int, ...]) -> dict[str, Part]:
-    """The tensors that hold the packed kernel `key` of this shape (out, in), by name."""
-    rows, columns = shape
-    return {key.removesuffix("weight") + name: part for name, part in form.parts(rows, columns).items()}

@@ -6,11 +6,13 @@ type than the checkpoint says. If a checkpoint has no K/V scales, `model.executi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from model.config import LlamaConfig
-from model.loading.tensor_files import TensorFiles
 
+Find = Callable[[str], np.ndarray | None]  # the values of a tensor in float32, flat; None: there is none of this name
 # In a layer's attention, the first one that is there: compressed-tensors' and AutoFP8's, ModelOpt's, older
 # compressed-tensors', and AutoFP8's older scale of both.
 _NAMES = (
@@ -19,14 +21,14 @@ _NAMES = (
 )
 
 
-def read_kv_ranges(files: TensorFiles, config: LlamaConfig) -> np.ndarray | None:
+def read_kv_ranges(find: Find, config: LlamaConfig) -> np.ndarray | None:
     """f32[L, 2, K] for the checkpoint's own KV heads. None if it has no K/V scales, or if all of them are 1, which
     writers store when they have not measured anything.
 
     Raises:
         ValueError: only some layers have K/V scales, or a scale is not one positive number or one for each KV head.
     """
-    scales = [[_read(files, layer, names, config) for names in _NAMES] for layer in range(config.num_layers)]
+    scales = [[_read(find, layer, names, config) for names in _NAMES] for layer in range(config.num_layers)]
     found = [scale for layer in scales for scale in layer if scale is not None]
     if not found:
         return None
@@ -38,13 +40,14 @@ def read_kv_ranges(files: TensorFiles, config: LlamaConfig) -> np.ndarray | None
     return whole * np.float32(config.kv_scale_type.largest)
 
 
-def _read(files: TensorFiles, layer: int, names: tuple[str, ...], config: LlamaConfig) -> np.ndarray | None:
+def _read(find: Find, layer: int, names: tuple[str, ...], config: LlamaConfig) -> np.ndarray | None:
     """f32[K]"""
-    keys = [f"model.layers.{layer}.self_attn.{name}" for name in names]
-    key = next((key for key in keys if key in files), None)
-    if key is None:
-        return None
-    values = files.values(key)
-    if values.size not in (1, config.num_kv_heads) or not (np.isfinite(values) & (values > 0)).all():
-        raise ValueError(f"{key} must be one positive number, or one for each of the {config.num_kv_heads} KV heads")
-    return np.broadcast_to(values, config.num_kv_heads)
+    for key in (f"model.layers.{layer}.self_attn.{name}" for name in names):
+        if (scales := find(key)) is None:
+            continue
+        if scales.size not in (1, config.num_kv_heads) or not (np.isfinite(scales) & (scales > 0)).all():
+            raise ValueError(
+                f"{key} must be one positive number, or one for each of the {config.num_kv_heads} KV heads"
+            )
+        return np.broadcast_to(scales, config.num_kv_heads)
+    return None

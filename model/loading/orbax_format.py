@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import Any, Literal, Self
 
 import jax
@@ -22,18 +24,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from model.config import LlamaConfig
 from model.inputs.json_file import check_is_file, read_object
 from model.inputs.paths import Place, place, write_whole
 from model.inputs.remote import GCS, RemotePath
-from model.loading.hf_format import Source, expected_shapes, sources
+from model.loading.hf_format import Source, expected_shapes, module_of, parameter_of, sources
 from model.loading.source import CONVERSION_FILE
-from model.loading.weights import copies_of, fill_each, join_as
+from model.loading.tensors import Checkpoint, Contents, Reader
 from model.network.llama import Llama
-from model.network.sharding import TENSOR_AXIS, abstract_model, make_mesh, num_shards_of, partition
-from model.quantization.forms import Activations, Rounding, WeightForm, form_named
+from model.network.sharding import TENSOR_AXIS, make_mesh, partition
+from model.quantization.forms import Activations, WeightForm, form_named
 
 FORMAT = 8
 _ARRAYS = "arrays"
@@ -135,31 +137,88 @@ def save_orbax(
     description.write(folder)  # last: a folder without it is unfinished
 
 
-def load_orbax(
-    folder: Place | str,
-    config: LlamaConfig,
-    *,
-    dtype: Any,
-    mesh: Mesh | None = None,
-    rounding: Rounding | None = None,
-) -> Llama:
-    """The model that `save_orbax` wrote. A host reads only what its chips hold, and holds at most a few parameters.
-
-    Parameters that are not quantised are cast to `dtype`; quantised weights stay as they were stored.
+class OrbaxFiles(Checkpoint):
+    """The arrays that `save_orbax` wrote, under the names of a checkpoint's tensors. An array is read in parts, so a
+    host reads only what its chips hold.
 
     Raises:
-        ValueError: the folder is unfinished or damaged, or holds another model or another format; or the model, or
-            its groups of 4-bit weights, do not divide over the chips. A changed weight is not found.
+        ValueError: on entering, if the folder is unfinished or damaged, or holds another model or another format; by a
+            reader, if an array is damaged. A changed weight is not found.
     """
-    folder = _absolute(folder)
-    if not isinstance(folder, RemotePath):
-        for path in (folder / _ARRAYS).rglob("*"):
-            if not path.is_dir():
-                check_is_file(path)  # TensorStore would wait for the end of a pipe
-    form = Description.read(folder, config).form(config)
-    model = abstract_model(config, dtype=dtype, mesh=mesh, quantization=form, rounding=rounding)
-    context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
-    return fill_each(model, partial(_restored, folder, config, num_shards_of(mesh), context))
+
+    def __init__(self, folder: Place | str, config: LlamaConfig) -> None:
+        self._folder = _absolute(folder)
+        self._config = config
+        self._shapes = expected_shapes(replace(config, tie_word_embeddings=False))
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_CACHE_BYTES}})
+
+    def __enter__(self) -> Self:
+        if not isinstance(self._folder, RemotePath):
+            for path in (self._folder / _ARRAYS).rglob("*"):
+                if not path.is_dir():
+                    check_is_file(path)  # TensorStore would wait for the end of a pipe
+        self._description = Description.read(self._folder, self._config)
+        self._form = self._description.form(self._config)
+        return self
+
+    def contents(self) -> Contents:
+        described, config = self._description, self._config
+        return Contents(
+            config=replace(config, checkpoint_dtype=described.dtype),
+            dtypes=(described.dtype,),
+            quantization=self._form,
+            activations=described.activations,
+            exact_form=self._form,
+        )
+
+    def kv_ranges(self) -> np.ndarray | None:
+        return self._description.ranges(self._config)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._shapes[key]
+
+    def reader(self, key: str, rows: slice) -> Reader:
+        return self._reader(parameter_of(key, self._config.family), self.shape(key))
+
+    def kept_reader(self, name: str, key: str, form: WeightForm) -> Reader:
+        return self._reader(_array(key, self._config, name), self.shape(key)[: 2 if name == "kernel" else 1])
+
+    def scales(self, key: str) -> tuple[np.ndarray, int | None] | None:
+        path = _array(key, self._config, "").removesuffix(".")
+        if self._form is None or (form := self._form.at(path)).is_grouped:
+            return None
+        return self.kept_reader("scale", key, form)((slice(None),))[:, None], None
+
+    def input_scale(self, key: str) -> np.float32:
+        return np.float32(self._reader(f"{module_of(key, self._config.family)}.input_scale", ())(()).item())
+
+    def _reader(self, name: str, begins: tuple[int, ...]) -> Reader:
+        """A function that reads parts of a stored array, whose shape begins with `begins`. Chips that share a part get
+        one copy of it."""
+
+        @contextmanager
+        def in_words() -> Iterator[None]:
+            try:
+                yield
+            except MemoryError:
+                raise
+            except Exception as error:  # TensorStore raises different Python types for its status codes
+                raise ValueError(f"{self._folder}: {name} cannot be read: {_remedy(error)}") from error
+
+        with in_words():
+            kvstore = {"driver": "ocdbt", "base": _store(self._folder / _ARRAYS), "path": f"{name}/"}
+            spec = {"driver": "zarr", "kvstore": kvstore}
+            stored = ts.open(spec, context=self._context, read=True, open=True).result()
+            if stored.shape[: len(begins)] != begins:
+                raise ValueError(f"its shape is {[*stored.shape]} and should be {[*begins]}")
+
+        @cache
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            with in_words():
+                part: np.ndarray = stored[index].read().result()
+            return part.astype(np.int8) if part.dtype == "int4" else part
+
+        return read
 
 
 def check_place(folder: Place) -> None:
@@ -191,9 +250,12 @@ def _parts(name: str, config: LlamaConfig) -> dict[str, Source | None]:
     if kind == "input_scale" or ".".join(module.split(".")[2:4]) not in fused:
         return {name: None}
     parts = sources(f"{module}.kernel", config.family)
-    if len(parts) == 1:
-        return {name: parts[0]}
-    return {f"{module}.{part.key.split('.')[-2]}.{kind}": part for part in parts}
+    return {_array(part.key, config, kind): part for part in parts}
+
+
+def _array(key: str, config: LlamaConfig, kind: str) -> str:
+    """The name of the stored array with this parameter of the kernel `key`, such as its scales."""
+    return parameter_of(key, config.family).removesuffix("kernel") + kind
 
 
 def _in_chunks(
@@ -212,56 +274,6 @@ def _in_chunks(
     devices = next((number for number in range(2, jax.device_count() + 1) if count % number == 0), 1)
     array = jax.device_put(tensor, NamedSharding(make_mesh(devices), spec))
     return array, ocp.SaveArgs(chunk_byte_size=tensor.nbytes // count if devices > 1 else None)
-
-
-def _restored(
-    folder: Place, config: LlamaConfig, num_shards: int, context: ts.Context, name: str, like: jax.ShapeDtypeStruct
-) -> jax.Array:
-    """Reads the value of a parameter onto its chips."""
-    parts, shapes, raw = _parts(name, config), expected_shapes(config), []
-    dtype = np.dtype(np.int8) if like.dtype == "int4" and len(parts) > 1 else like.dtype  # until they are joined
-    for stored, part in parts.items():
-        copies = 1 if part is None else copies_of(part, config, num_shards)
-        shape = like.shape if part is None else (shapes[part.key][0], *like.shape[1:])
-        sharding = _without_copies(like.sharding, copies)
-        array = _read(folder, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), context)
-        raw.append(_with_copies(array, like.sharding, copies))
-    # Waiting here limits the parameters in flight to the few that `fill` works on.
-    return jax.block_until_ready(join_as(like, raw, num_shards) if len(raw) > 1 else raw[0])
-
-
-def _read(folder: Place, name: str, like: jax.ShapeDtypeStruct, context: ts.Context) -> jax.Array:
-    """Reads one stored array. ValueError if it cannot be read or has another shape."""
-    kvstore = {"driver": "ocdbt", "base": _store(folder / _ARRAYS), "path": f"{name}/"}
-
-    def chunks(index: tuple[slice, ...]) -> np.ndarray:
-        return stored[index].read().result().astype(like.dtype, copy=False)
-
-    try:
-        stored = ts.open({"driver": "zarr", "kvstore": kvstore}, context=context, read=True, open=True).result()
-        if stored.shape != like.shape:
-            raise ValueError(f"its shape is {[*stored.shape]} and should be {[*like.shape]}")
-        return jax.make_array_from_callback(like.shape, like.sharding, chunks)  # type: ignore[arg-type]  # jax never passes None
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise
-    except Exception as error:  # TensorStore raises different Python types for its status codes
-        raise ValueError(f"{folder}: {name} cannot be read: {_remedy(error)}") from error
-
-
-def _without_copies(sharding: Sharding, copies: int) -> Sharding:
-    """The sharding of the stored heads, if `copies` neighbouring chips share each of them."""
-    if copies == 1:
-        return sharding
-    assert isinstance(sharding, NamedSharding)
-    return NamedSharding(Mesh(sharding.mesh.devices.reshape(-1, copies), (TENSOR_AXIS, "copies")), sharding.spec)
-
-
-def _with_copies(array: jax.Array, sharding: Sharding, copies: int) -> jax.Array:
-    """The array with repeated heads. No data is moved, because each chip already has its head."""
-    if copies == 1:
-        return array
-    shape = (array.shape[0] * copies, *array.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, [s.data for s in array.addressable_shards])
 
 
 def _remedy(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,11 @@ class RemoteTensors:
         if is_readable and self._data > len(start):
             start += bytes(file.read_range(len(start), self._data))
         try:
-            self._entries = _checked(start[_LENGTH.size : self._data] if is_readable else b"", size - self._data)
+            self._entries, end = _checked(start[_LENGTH.size : self._data] if is_readable else b"")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} {_fault(size, start, error)}") from error
+        if (described := self._data + end) != size:
+            raise ValueError(f"{file} has {size} bytes, and its header describes {described}: download it again")
 
     def slices(self) -> dict[str, RemoteSlice]:
         return {
@@ -141,12 +143,18 @@ class RemoteSlice:
         if index is Ellipsis or not self.shape:
             return self._rows(0, self.shape[0] if self.shape else 1)
         index = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = index[0].indices(self.shape[0])
-        return self.rows(start, stop)[index]
+        return self.reader(index[0])(index)
 
-    def rows(self, start: int, stop: int) -> Rows:
-        """These rows, read now."""
-        return Rows(self._rows(start, stop), start, self.shape[0])
+    def reader(self, rows: slice) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        """Reads these rows now. Returns a function that gives the part of the tensor at an index within them."""
+        first, stop, _ = rows.indices(self.shape[0])
+        values = self._rows(first, stop)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, end, _ = index[0].indices(self.shape[0])
+            return values[(slice(start - first, end - first), *index[1:])]
+
+        return part
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         dtype = np.dtype(DTYPES[self.dtype])
@@ -157,22 +165,8 @@ class RemoteSlice:
         return np.frombuffer(content, dtype).reshape(shape)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a tensor that are in memory, at their places in the whole tensor."""
-
-    values: np.ndarray
-    first: int
-    num_rows: int  # rows of the whole tensor
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        rows, *others = index
-        start, stop, _ = rows.indices(self.num_rows)
-        return self.values[(slice(start - self.first, stop - self.first), *others)]
-
-
-def _checked(content: bytes, data_bytes: int) -> dict[str, dict[str, Any]]:
-    """The entries of the tensors in a header. ValueError if they do not fill the data without gaps."""
+def _checked(content: bytes) -> tuple[dict[str, dict[str, Any]], int]:
+    """The entries of the tensors in a header, and the bytes of their data. ValueError if there are gaps in the data."""
     try:
         header = json.loads(content)
     except ValueError as error:
@@ -185,9 +179,7 @@ def _checked(content: bytes, data_bytes: int) -> dict[str, dict[str, Any]]:
         if start != end or stop - start != num_bytes:
             raise ValueError("the places of its tensors overlap, leave gaps, or do not have the size of their shapes")
         end = stop
-    if end != data_bytes:
-        raise ValueError(f"its tensors have {end} bytes, and the file has {data_bytes} for them")
-    return entries
+    return entries, end
 
 
 def _extents(entries: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
@@ -219,17 +211,4 @@ def _fault(size: int, start: bytes, refusal: Exception) -> str:
         return f"is not a safetensors file: it begins with {start[:16]!r}"
     if _LENGTH.size + header_size > size:
         return f"has {size} bytes, and its header alone takes {_LENGTH.size + header_size}: download it again"
-    described = _described_size(start[_LENGTH.size : _LENGTH.size + header_size])
-    if described is not None and described != size:
-        return f"has {size} bytes, and its header describes {described}: download it again"
     return f"is not a safetensors file: {refusal}"
-
-
-def _described_size(header: bytes) -> int | None:
-    """Bytes of the whole file according to the offsets in its header; None if the header is malformed."""
-    try:
-        entries = json.loads(header)
-        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-        return _LENGTH.size + len(header) + max(ends, default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return None

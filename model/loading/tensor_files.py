@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import PurePath
 from typing import Self
 
@@ -15,6 +16,7 @@ import numpy as np
 from model.config import LlamaConfig
 from model.inputs.json_file import read_object
 from model.inputs.paths import Place
+from model.inputs.words import shown
 from model.loading.hf_format import (
     EMBEDDING,
     HEAD,
@@ -24,22 +26,20 @@ from model.loading.hf_format import (
     adapter_fault,
     expected_kernels,
     expected_shapes,
-    input_scale_key,
     is_adapter,
-    part_keys,
-    scale_key,
 )
-from model.loading.packed_kernel import PackedKernel
+from model.loading.kv_ranges import read_kv_ranges
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
-from model.loading.tensors import Checkpoint, Reader
+from model.loading.tensors import Checkpoint, Contents, Reader
 from model.quantization.checkpoint_form import CheckpointForm
-from model.quantization.forms import Activations, EightBit, FourBit, SixBit
-from model.quantization.packed_form import NAMES, PackedForm, Part
+from model.quantization.forms import Activations, WeightForm
+from model.quantization.packed_form import PackedKernel
+from model.quantization.stored_form import Part
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # those that can be read
+_PLAIN = re.compile(r"[\w.-]{1,200}")  # the names of tensors that errors repeat as they are
 _ROWS_COMPARED = 4096  # of the head and the embedding at once; bounds the host's memory
 _FILES_AT_ONCE = 16  # whose heads are read
-_FLOAT8 = "F8_E4M3"
 
 
 class TensorFiles(Checkpoint):
@@ -57,11 +57,9 @@ class TensorFiles(Checkpoint):
         self._folder = folder
         self._files: list[RemoteTensors] = []
         self._config = config
-        form = config.quantized
-        self._form = form if isinstance(form, CheckpointForm) else None
-        self._packed_form = form if isinstance(form, PackedForm) else None
+        self._form = config.quantized
         self._slices: dict[str, RemoteSlice] = {}
-        self._kernels: dict[str, PackedKernel] = {}
+        self._kernels: dict[str, PackedKernel] = {}  # those that are unpacked when they are read
         self._lacking: dict[str, set[str]] = {}  # file name -> tensors that the index lists in it and that it lacks
         self._repeated: set[str] = set()
 
@@ -76,45 +74,52 @@ class TensorFiles(Checkpoint):
             self._repeated |= self._slices.keys() & slices.keys()
             self._slices |= slices
         self._check()
-        self._kernels = dict(self._packed_kernels())
+        for key, shape in self._quantized().items():
+            module = key.removesuffix("weight")
+            named = ((name, self._slices.get(module + name)) for name in self._form_parts(shape))
+            parts = {name: found for name, found in named if found is not None}
+            if self._form is not None and (kernel := self._form.kernel(module.removesuffix("."), parts, shape)):
+                self._kernels[key] = kernel
         return self
 
     def check_unchanged(self) -> None:
         for file in self._files:
             file.check_unchanged()
 
-    @property
-    def form(self) -> EightBit | None:
-        return None if self._config.quantized is None else self._config.quantized.form
+    def contents(self) -> Contents:
+        """As in the reference implementation, a head that differs from the embedding is used, although the config ties
+        both."""
+        config, form, plain = self._config, self._form, self._plain()
+        dtypes = {DTYPES[self._slices[key].get_dtype()] for key in plain.keys() & self._slices.keys()}
+        has_both = config.tie_word_embeddings and self._slices.keys() >= {HEAD.key, EMBEDDING.key}
+        if has_both and not self._are_equal(HEAD.key, EMBEDDING.key):
+            config = replace(config, tie_word_embeddings=False)
+        found = Contents(config=config, dtypes=tuple(sorted(dtypes)))
+        if form is None:
+            return found
+        modules = [key.removesuffix("weight") for key in self._quantized() if key != HEAD.key]
+        types: dict[str, set[str]] = defaultdict(set)
+        for module, part in product(modules, self._form_parts((1, 1))):
+            if module + part in self._slices:
+                types[part].add(self._slices[module + part].get_dtype())
+        has_scales = all(f"{module}input_scale" in self._slices for module in modules)
+        # Without stored scales of the inputs, each token has a scale of its own.
+        is_static = form.activations is Activations.STATIC and not has_scales
+        four_bit, fault = form.in_four_bits(config.projection_inputs)
+        return replace(
+            found,
+            quantization=form.form,
+            activations=Activations.DYNAMIC if is_static else form.activations,
+            packing=form.name,
+            four_bit=four_bit,
+            exact_form=form.in_exact_form(config.projection_inputs, types),
+            four_bit_fault=fault,
+        )
 
-    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        form = self._packed_form
-        return (None, None) if form is None else form.in_four_bits(self._config.projection_inputs)
+    def kv_ranges(self) -> np.ndarray | None:
+        return read_kv_ranges(lambda key: self._values(key) if key in self._slices else None, self._config)
 
-    def in_exact_form(self) -> FourBit | None:
-        if (form := self._packed_form) is None:
-            return None
-        modules = [key.removesuffix("weight") for key in expected_kernels(self._config) if key != HEAD.key]
-        scales = {self._slices[module + NAMES[form.layout].scales].get_dtype() for module in modules}
-        return form.in_exact_four_bits(self._config.projection_inputs, scales)
-
-    @property
-    def activations(self) -> Activations | None:
-        """What the config says of the inputs of the projections; None: nothing is quantised. Without stored scales of
-        the inputs, each token has a scale of its own."""
-        stated = None if self._config.quantized is None else self._config.quantized.activations
-        kernels = expected_kernels(self._config).keys() - {HEAD.key}
-        has_scales = all(input_scale_key(key) in self._slices for key in kernels)
-        return Activations.DYNAMIC if stated is Activations.STATIC and not has_scales else stated
-
-    @property
-    def packing(self) -> str | None:
-        return None if self._packed_form is None else self._packed_form.name
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._slices
-
-    def values(self, key: str) -> np.ndarray:
+    def _values(self, key: str) -> np.ndarray:
         """The whole tensor, in float32 and flat."""
         return self._slices[key][...].astype(np.float32).reshape(-1)
 
@@ -126,12 +131,10 @@ class TensorFiles(Checkpoint):
         stored = self._slice(key)
         if isinstance(stored, PackedKernel):
             return stored.read_once().__getitem__
-        start, stop, _ = rows.indices(self.shape(key)[0])
-        return stored.rows(start, stop).__getitem__
+        return stored.reader(rows)
 
-    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
+    def kept_reader(self, name: str, key: str, form: WeightForm) -> Reader:
         kernel = self._kernels[key].read_once()
-        assert isinstance(form, FourBit), "only a GGUF file has kernels in 6 bits"
         return lambda index: kernel.part(name, index, form)
 
     def _slice(self, key: str) -> RemoteSlice | PackedKernel:
@@ -141,130 +144,59 @@ class TensorFiles(Checkpoint):
         other = {EMBEDDING.key: HEAD.key, HEAD.key: EMBEDDING.key}
         return self._slices[key if key in self._slices else other[key]]
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        used = self._expected().keys() & self._slices.keys()
-        kernels = {key for key in used if self.has_scale(key)}
-        return tuple(sorted({DTYPES[self._slices[key].get_dtype()] for key in used - kernels}))
-
-    def has_scale(self, key: str) -> bool:
-        return self._form is not None and scale_key(key, self._form) in self._slices
-
-    @property
-    def columns_of_a_scale(self) -> int | None:
-        return None if self._form is None or self._form.block is None else self._form.block[1]
-
-    def row_scales(self, key: str) -> np.ndarray:
-        assert self._form is not None
-        values = self._slices[scale_key(key, self._form)][...].astype(np.float32)
-        num_rows = self.shape(key)[0]
-        if self._form.block is None:
-            return np.broadcast_to(values.reshape(-1, 1), (num_rows, 1))
-        return values[np.arange(num_rows) // self._form.block[0]]
+    def scales(self, key: str) -> tuple[np.ndarray, int | None] | None:
+        form = self._form
+        if (
+            not isinstance(form, CheckpointForm)
+            or (name := key.removesuffix("weight") + form.scale) not in self._slices
+        ):
+            return None
+        scales = form.row_scales(self._slices[name][...], self.shape(key)[0])
+        return scales, None if form.block is None else form.block[1]
 
     def input_scale(self, key: str) -> np.float32:
-        scale = self.values(input_scale_key(key)).max()
+        name = key.removesuffix("weight") + "input_scale"
+        scale = self._values(name).max()
         if not 0 < scale < np.inf:
-            raise ValueError(f"{input_scale_key(key)} must be a positive number: {scale}")
+            raise ValueError(f"{name} must be a positive number: {scale}")
         return np.float32(scale)
 
     def _check(self) -> None:
-        expected, parts, scales = self._expected(), self._parts(), self._scale_shapes()
-        known = expected.keys() | parts.keys() | scales.keys()
-        required = expected.keys() | scales.keys() | {key for key, part in parts.items() if part.is_required}
-        missing = required - self._slices.keys() - set().union(*self._lacking.values())
-        extra = {key for key in self._slices.keys() - known if not IGNORED.fullmatch(key)}
+        tensors = {key: Part((shape,), tuple(DTYPES)) for key, shape in self._plain().items()}
+        for key, shape in self._quantized().items():
+            module = key.removesuffix("weight")
+            tensors |= {module + name: part for name, part in self._form_parts(shape).items()}
         problems = [
             f"{name} lacks tensors that the index promises: {grouped(keys)}" for name, keys in self._lacking.items()
         ]
-        problems += [f"missing: {grouped(missing)}"] if missing else []
+        absent = set().union(*self._lacking.values())
+        missing, others = faults_of(self._slices, tensors, absent=absent)
+        problems += missing
         problems += [f"in more than one file: {grouped(self._repeated)}"] if self._repeated else []
-        problems += [f"unexpected: {grouped(extra)}"] if extra else []
-        tensors = {key: Part(shape, self._types_of(key)) for key, shape in expected.items()} | parts
-        present = {key: tensors[key] for key in tensors.keys() & self._slices.keys()}
-        problems += by_message(
-            (f"has shape {self.shape(key)}, not {part.shape}", key)
-            for key, part in present.items()
-            if self.shape(key) != part.shape
-        )
-        problems += by_message(
-            (f"has type {self._slices[key].get_dtype()}, not one of {', '.join(part.types)}", key)
-            for key, part in present.items()
-            if self._slices[key].get_dtype() not in part.types
-        )
-        problems += by_message(
-            (f"has shape {self.shape(key)}, not one of {', '.join(map(str, allowed))}", key)
-            for key, allowed in scales.items()
-            if key in self._slices and self.shape(key) not in allowed
-        )
+        problems += others
         if problems:
             raise ValueError(f"{self._folder} does not hold this model's weights: " + "; ".join(problems))
 
-    def _expected(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that must be there, packed kernels excluded. If the config ties the head to the
-        embedding, the files may hold either of them or both (`with_own_head` compares them), as in the reference
-        implementation."""
-        expected = expected_shapes(self._config)
+    def _plain(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors that must be there, quantised kernels excluded. If the config ties the head to the
+        embedding, the files may hold either of them or both, as in the reference implementation."""
+        expected, quantized = expected_shapes(self._config), self._quantized()
         if HEAD.key in self._slices:
             expected[HEAD.key] = expected[EMBEDDING.key]
             if self._config.tie_word_embeddings and EMBEDDING.key not in self._slices:
                 del expected[EMBEDDING.key]
-        packed = self._packed()
-        return {key: shape for key, shape in expected.items() if key not in packed}
+        return {key: shape for key, shape in expected.items() if key not in quantized}
 
-    def _packed(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the packed kernels: all projections, and the head if it is packed."""
-        if self._packed_form is None:
+    def _quantized(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the quantised kernels: all projections, and the head if it is quantised."""
+        if self._form is None:
             return {}
-        values = HEAD.key.removesuffix("weight") + NAMES[self._packed_form.layout].values
-        kernels = expected_kernels(self._config)
-        return {key: shape for key, shape in kernels.items() if key != HEAD.key or values in self._slices}
+        mark, kernels = HEAD.key.removesuffix("weight") + self._form.mark, expected_kernels(self._config)
+        return {key: shape for key, shape in kernels.items() if key != HEAD.key or mark in self._slices}
 
-    def _parts(self) -> dict[str, Part]:
-        """The tensors that hold the packed kernels."""
-        if (form := self._packed_form) is None:
-            return {}
-        by_kernel = [part_keys(key, form, shape) for key, shape in self._packed().items()]
-        return {name: part for parts in by_kernel for name, part in parts.items()}
-
-    def _packed_kernels(self) -> Iterator[tuple[str, PackedKernel]]:
-        if (form := self._packed_form) is None:
-            return
-        for key, shape in self._packed().items():
-            module = key.removesuffix("weight")
-            present = [name for name in part_keys(key, form, shape) if name in self._slices]
-            parts = {name.removeprefix(module): self._slices[name] for name in present}
-            yield key, PackedKernel(module.removesuffix("."), form, parts, shape)
-
-    def _scale_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The allowed shapes of each scale; the head's scale only if it is stored. Empty without 8-bit kernels."""
-        if (form := self._form) is None:
-            return {}
-        shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
-        for key, (rows, columns) in expected_kernels(self._config).items():
-            name = scale_key(key, form)
-            if key == HEAD.key and name not in self._slices:
-                continue
-            if form.block is not None:
-                shapes[name] = ((-(-rows // form.block[0]), -(-columns // form.block[1])),)
-            else:
-                shapes[name] = ((), (1,), (rows,), (rows, 1))
-        return shapes
-
-    def _types_of(self, key: str) -> tuple[str, ...]:
-        if self._form is None or not self.has_scale(key):
-            return tuple(DTYPES)
-        return ("I8",) if self._form.form is EightBit.INT8 else (_FLOAT8,)
-
-    def with_own_head(self) -> LlamaConfig:
-        """The config, but untied if it ties the head to the embedding and the files hold a head with other values.
-
-        The reference implementation does the same.
-        """
-        config = self._config
-        if not config.tie_word_embeddings or not self._slices.keys() >= {HEAD.key, EMBEDDING.key}:
-            return config
-        return config if self._are_equal(HEAD.key, EMBEDDING.key) else replace(config, tie_word_embeddings=False)
+    def _form_parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        rows, columns = shape
+        return {} if self._form is None else self._form.parts(rows, columns)
 
     def _are_equal(self, first: str, second: str) -> bool:
         """Whether two tensors of one shape hold the same values. Their dtypes may differ."""
@@ -275,6 +207,32 @@ class TensorFiles(Checkpoint):
             if not np.array_equal(one.astype(np.float32), other.astype(np.float32)):
                 return False
         return True
+
+
+def faults_of(
+    found: Mapping[str, RemoteSlice], expected: Mapping[str, Part], *, absent: Set[str] = frozenset()
+) -> tuple[list[str], list[str]]:
+    """What is missing among the tensors, and what else is wrong with them. `absent` are not named again."""
+    required = {key for key, part in expected.items() if part.is_required}
+    missing = required - found.keys() - absent
+    extra = {key for key in found.keys() - expected.keys() if not IGNORED.fullmatch(key)}
+    present = {key: (found[key], part) for key, part in expected.items() if key in found}
+    problems = [f"unexpected: {grouped(extra)}"] if extra else []
+    problems += by_message(
+        (f"has shape {tuple(one.get_shape())}, not {_one_of(part.shapes)}", key)
+        for key, (one, part) in present.items()
+        if tuple(one.get_shape()) not in part.shapes
+    )
+    problems += by_message(
+        (f"has type {one.get_dtype()}, not one of {', '.join(part.types)}", key)
+        for key, (one, part) in present.items()
+        if one.get_dtype() not in part.types
+    )
+    return [f"missing: {grouped(missing)}"] if missing else [], problems
+
+
+def _one_of(shapes: Sequence[tuple[int, ...]]) -> str:
+    return str(shapes[0]) if len(shapes) == 1 else f"one of {', '.join(map(str, shapes))}"
 
 
 def files_in(folder: Place) -> dict[str, list[str] | None]:
@@ -325,6 +283,7 @@ def grouped(keys: Iterable[str]) -> str:
     """Names all keys; layers that lack the same tensor share one name: model.layers.{0,1,2}.mlp.up_proj.weight."""
     layers: dict[tuple[str, str], list[int]] = defaultdict(list)  # (name, what is before the layer's number)
     for key in keys:
+        key = key if _PLAIN.fullmatch(key) else shown(key)
         match = re.fullmatch(r"((?:.+\.)?layers[._])(\d+)\.(.+)", key)
         if match:
             layers[match[3], match[1]].append(int(match[2]))

@@ -1,14 +1,15 @@
-"""What checkpoints that are not converted have in common: folders of safetensors, GGUF files, arrays of a trainer."""
+"""What checkpoints have in common: folders of safetensors, GGUF files, converted weights, arrays of a trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
 
 from model.config import LlamaConfig
-from model.quantization.forms import Activations, EightBit, FourBit, MixedForms, SixBit
+from model.quantization.forms import Activations, WeightForm
 
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
 
@@ -23,6 +24,20 @@ class Tensors(Protocol):
         """Reads the parts of a tensor at the indices that it is called with. They are within `rows`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint holds. The defaults are those of one that is not quantised."""
+
+    config: LlamaConfig  # matches the weights: not tied if they have their own head
+    dtypes: tuple[str, ...]  # the stored types, each once; those of quantised kernels are left out
+    quantization: WeightForm | None = None  # the form of the projections; if converted, also that of the head
+    activations: Activations | None = None  # how a quantised checkpoint wants inputs to be rounded
+    packing: str | None = None  # the stored form, such as "GPTQ int4", if loading requantises it to `quantization`
+    four_bit: WeightForm | None = None  # the form by which chips hold packed projections without requantising them
+    exact_form: WeightForm | None = None  # the form of groups with all numbers as they are stored
+    four_bit_fault: str | None = None  # why `four_bit` is None for packed projections
+
+
 class Checkpoint(Tensors):
     """Tensors under their Hugging Face names. On entering, all of them have been checked against the config.
 
@@ -34,59 +49,26 @@ class Checkpoint(Tensors):
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def with_own_head(self) -> LlamaConfig:
-        """The config, but untied if the head differs from the embedding."""
+    def contents(self) -> Contents:
+        """What the checkpoint holds. It may read the head, to compare it with the embedding."""
         raise NotImplementedError
 
     def check_unchanged(self) -> None:
         """Raises ValueError if another checkpoint has taken this one's place since it was opened."""
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The stored types of the tensors, quantised kernels excluded, each type once."""
-        raise NotImplementedError
-
-    @property
-    def form(self) -> EightBit | None:
-        """The form in which the projections are kept unless another one is asked for; None: not quantised."""
+    def scales(self, key: str) -> tuple[np.ndarray, int | None] | None:
+        """The scales f32[out, n] of an 8-bit kernel, one for each of n parts of a row, and the weights of a part. The
+        last part may be shorter; None: it is the whole row. Without a result the tensor has no scales of its own."""
         return None
-
-    def in_four_bits(self) -> tuple[FourBit | None, str | None]:
-        """The 4-bit form of chips that holds the projections without quantising them again, and why packed projections
-        have none, in words. Both are None if the projections are not packed."""
-        return None, None
-
-    def in_exact_form(self) -> FourBit | SixBit | MixedForms | None:
-        """The form that holds all numbers of projections in 4 and 6 bits as they are stored; None: there is none."""
-        return None
-
-    @property
-    def activations(self) -> Activations | None:
-        """What the checkpoint says of the inputs of its projections; None: it is not quantised."""
-        return None
-
-    @property
-    def packing(self) -> str | None:
-        """The stored form of projections that are requantised, in words."""
-        return None
-
-    @property
-    def columns_of_a_scale(self) -> int | None:
-        """How many neighbouring weights of a row share a scale; None: the whole row does."""
-        return None
-
-    def has_scale(self, key: str) -> bool:
-        """Whether the tensor is an 8-bit kernel with scales of its own."""
-        return False
-
-    def row_scales(self, key: str) -> np.ndarray:
-        """f32[out, n]: the scales of the kernel at `key`, one for each of n parts of a row. The last may be shorter."""
-        raise NotImplementedError
 
     def input_scale(self, key: str) -> np.float32:
         """The stored scale of the inputs of the kernel at `key`. ValueError if it is not positive."""
         raise NotImplementedError
 
-    def kept_reader(self, name: str, key: str, form: FourBit | SixBit) -> Reader:
-        """Reads as `PackedKernel.part`, for one of the forms above."""
+    def kv_ranges(self) -> np.ndarray | None:
+        """The ranges of keys and values, f32[L, 2, K]; None: they are not known."""
+        return None
+
+    def kept_reader(self, name: str, key: str, form: WeightForm) -> Reader:
+        """Reads as `PackedKernel.part`, for a kernel of one of the forms of `contents`."""
         raise NotImplementedError

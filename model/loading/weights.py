@@ -28,7 +28,7 @@ from model.network.linear import INIT_STDDEV, methods_of
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.llama import Llama
 from model.network.sharding import abstract_model, num_shards_of
-from model.quantization.forms import EightBit, FourBit, SixBit
+from model.quantization.forms import EightBit, WeightForm
 
 MAX_PARAMETERS_IN_FLIGHT = 4  # parameters that are read and joined at the same time; bounds the host's memory
 
@@ -46,11 +46,18 @@ def load_hf(path: Place | str, config: LlamaConfig, *, mesh: Mesh | None = None,
             cast. One message lists all such tensors.
     """
     with open_checkpoint(place(path, "model"), config) as files:
-        config = files.with_own_head()
-        model = abstract_model(config, mesh=mesh, **form)
-        filled = fill(model, module_reader(model, files, config, mesh, partial(read_source, files)))
-        files.check_unchanged()
-        return filled
+        return load(files, mesh=mesh, **form)
+
+
+def load(files: Checkpoint, *, mesh: Mesh | None = None, **form: Any) -> Llama:
+    """Loads an open checkpoint onto `mesh`. `form`: as in `load_hf`. Raises ValueError if the files are damaged."""
+    found = files.contents()
+    model = abstract_model(found.config, mesh=mesh, **form)
+    is_kept = model.quantization in (found.four_bit, found.exact_form)
+    read = partial(read_source, files)
+    filled = fill(model, module_reader(model, files, found.config, mesh, read, is_kept=is_kept))
+    files.check_unchanged()
+    return filled
 
 
 def random_weights(config: LlamaConfig, *, seed: int = 0, **form: Any) -> Llama:
@@ -125,15 +132,21 @@ def fill_each[M: nnx.Module](
 
 
 def module_reader(
-    model: Llama, files: Checkpoint, config: LlamaConfig, mesh: Mesh | None, read: ReadSource
+    model: Llama,
+    files: Checkpoint,
+    config: LlamaConfig,
+    mesh: Mesh | None,
+    read: ReadSource,
+    *,
+    is_kept: bool = False,
 ) -> MakeModule:
     """A function for `fill` that reads the parameters of a module from an open checkpoint.
 
     Args:
         config: the checkpoint's own config, without repeated KV heads.
         read: reads one tensor of `files`, as `read_source` does.
+        is_kept: kernels with scales of groups are read as they are stored.
     """
-    is_kept = model.quantization in (files.in_four_bits()[0], files.in_exact_form())
     methods = methods_of(model)
     return partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, is_kept=is_kept, read=read)
 
@@ -159,24 +172,24 @@ def _read_module(
 
     Args:
         methods: path of a `Linear` -> its method.
-        is_kept: kernels of 4 and 6 bits are read as they are stored.
+        is_kept: the argument of `module_reader`.
     """
     parts, likes = sources_of(module, likes, config), dict(likes)
     of_inputs = likes.pop("input_scale", None)
     name, like = next(iter(likes.items()))
     groups = num_shards_of(mesh) if len(parts) > 1 else 1
     method = methods.get(module, Unquantized())
-    if is_kept and isinstance(form := method.form, FourBit | SixBit):
+    if is_kept and (form := method.form) is not None and form.is_grouped:
         stored = {name: _read_kept(name, like, form, files, parts, config, mesh) for name, like in likes.items()}
         return jax.block_until_ready({name: join_as(likes[name], raw, groups) for name, raw in stored.items()})
     raw = [read(part, config, num_shards_of(mesh), like.sharding) for part in parts]
     if method.form is not None:
-        scales = [_read_scales(files, part, config, num_shards_of(mesh)) for part in parts if files.has_scale(part.key)]
+        found = [(part, of_part) for part in parts if (of_part := files.scales(part.key)) is not None]
         values = _join_quantized(
             raw,
-            scales,
+            [_with_copies(scales, part, config, num_shards_of(mesh)) for part, (scales, _) in found],
             groups=groups,
-            block=files.columns_of_a_scale,
+            block=found[0][1][1] if found else None,
             method=method,
             shardings=tuple((name, like.sharding) for name, like in likes.items()),
         )
@@ -199,7 +212,7 @@ def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards:
 def _read_kept(
     name: str,
     like: jax.ShapeDtypeStruct,
-    form: FourBit | SixBit,
+    form: WeightForm,
     files: Checkpoint,
     parts: Sequence[Source],
     config: LlamaConfig,
@@ -288,12 +301,10 @@ def copies_of(source: Source, config: LlamaConfig, num_shards: int) -> int:
     return max(1, num_shards // config.num_kv_heads) if source.is_kv else 1
 
 
-def _read_scales(files: Checkpoint, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
-    """The scales f32[out, n] of a quantised kernel. Rows of KV heads are repeated as the kernel's are."""
-    scales = files.row_scales(source.key)
-    copies = copies_of(source, config, num_shards)
+def _with_copies(scales: np.ndarray, source: Source, config: LlamaConfig, num_shards: int) -> np.ndarray:
+    """The scales [out, n] of a kernel. Rows of KV heads are repeated as the kernel's are."""
     heads = scales.reshape(-1, config.head_dim if source.is_kv else 1, scales.shape[1])
-    return np.repeat(heads, copies, axis=0).reshape(-1, scales.shape[1])
+    return np.repeat(heads, copies_of(source, config, num_shards), axis=0).reshape(-1, scales.shape[1])
 
 
 @partial(jax.jit, static_argnames=("groups", "dtype", "sharding"))

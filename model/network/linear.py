@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from model.network.eight_bit import EightBitMethod
 from model.network.four_bit import FourBitMethod
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.six_bit import SixBitMethod
-from model.quantization.forms import EightBit, OneForm, Rounding, SixBit
+from model.quantization.forms import EightBit, FourBit, Rounding, SixBit, WeightForm
 from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
@@ -28,15 +28,16 @@ def normal_param(
     return nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
 
 
-def linear_method(form: OneForm | None, rounding: Rounding | None = None) -> LinearMethod:
+_METHODS: dict[type[WeightForm], Callable[..., LinearMethod]] = {
+    EightBit: EightBitMethod,
+    FourBit: FourBitMethod,
+    SixBit: SixBitMethod,
+}
+
+
+def linear_method(form: WeightForm | None, rounding: Rounding | None = None) -> LinearMethod:
     """The method for one kernel of this form. `None` is a kernel that is not quantised."""
-    if form is None:
-        return Unquantized()
-    if isinstance(form, EightBit):
-        return EightBitMethod(form, rounding)
-    if isinstance(form, SixBit):
-        return SixBitMethod(form, rounding)
-    return FourBitMethod(form, rounding=rounding)
+    return Unquantized() if form is None else _METHODS[type(form)](form, rounding=rounding)
 
 
 class Linear(nnx.Module):
@@ -60,7 +61,7 @@ class Linear(nnx.Module):
         *,
         dtype: Any,
         rngs: nnx.Rngs | None,
-        quantization: OneForm | None = None,
+        quantization: WeightForm | None = None,
         rounding: Rounding | None = None,
     ):
         self.method = linear_method(quantization, rounding)

@@ -22,7 +22,7 @@ from model.network.linear_method import LinearMethod, Unquantized
 from model.network.lora import StepAdapters
 from model.network.rope import inverse_frequencies, rotation
 from model.network.row_ops import BY_XLA, RowOps
-from model.quantization.forms import MixedForms, Rounding, WeightForm
+from model.quantization.forms import Rounding, WeightForm
 
 
 class Llama(nnx.Module):
@@ -68,7 +68,7 @@ class Llama(nnx.Module):
 
         def projection(layer: int, name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear | SplitLinear:
             path = f"layers.{layer}.{name}"
-            if not isinstance(quantization, MixedForms) or not quantization.is_split(path):
+            if quantization is None or not quantization.is_split(path):
                 form = None if quantization is None else quantization.at(path)
                 return linear(shape, axes, quantization=form, rounding=rounding)
             parts = {}

@@ -14,18 +14,23 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
+from model.inputs.schema import unsupported
 from model.inputs.words import shown
 from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
+from model.quantization.stored_form import SCALES, Part, StoredForm
 
 MAX_BLOCK = 1 << 16
 # Values of `actorder`: either the inputs were quantised in another order but not moved, or a tensor gives their groups.
 _IN_PLACE = (None, False, "weight", "static")
 _BY_GROUP = ("group", "dynamic")
+_TRUTHS = (None, True, False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointForm:
+class CheckpointForm(StoredForm):
     """How a checkpoint stores the weights of its projections, if each weight is one byte."""
 
     form: EightBit
@@ -33,11 +38,26 @@ class CheckpointForm:
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one scale per row or tensor
     activations: Activations = Activations.DYNAMIC
 
+    @property
+    def mark(self) -> str:
+        return self.scale
 
-Stored = CheckpointForm | PackedForm
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        shapes: tuple[tuple[int, ...], ...] = ((), (1,), (rows,), (rows, 1))
+        if self.block is not None:
+            shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
+        types = ("I8",) if self.form is EightBit.INT8 else ("F8_E4M3",)
+        return {"weight": Part(((rows, columns),), types), self.scale: Part(shapes, SCALES)}
+
+    def row_scales(self, stored: np.ndarray, num_rows: int) -> np.ndarray:
+        """f32[out, n]: the scales of n parts of each row, from the tensor `scale`. The last may be shorter."""
+        values = stored.astype(np.float32)
+        if self.block is None:
+            return np.broadcast_to(values.reshape(-1, 1), (num_rows, 1))
+        return values[np.arange(num_rows) // self.block[0]]
 
 
-def read_form(raw: Any, modules: Sequence[str]) -> tuple[Stored | None, list[str]]:
+def read_form(raw: Any, modules: Sequence[str]) -> tuple[StoredForm | None, list[str]]:
     """The form of the weights that `quantization_config` describes, or every reason why it cannot be read. None without
     a reason means that the weights are not quantised: only K/V have scales.
 
@@ -77,7 +97,7 @@ def kv_scale_type(raw: Any) -> EightBit:
     return EightBit.INT8 if is_int else EightBit.FP8
 
 
-def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[Stored | None, list[str]]:
+def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[StoredForm | None, list[str]]:
     """Reads the format of https://github.com/neuralmagic/compressed-tensors: FP8 and INT8 with scales of tensors, rows
     or blocks, and integers packed into words with scales of rows or groups."""
     groups = raw.get("config_groups")
@@ -110,100 +130,76 @@ def _activations(group: Mapping[str, Any]) -> Activations:
 def _in_bytes(
     weights: Mapping[str, Any], packing: Any, activations: Activations
 ) -> tuple[CheckpointForm | None, list[str]]:
-    problems = []
-    form = {"float": EightBit.FP8, "int": EightBit.INT8}.get(str(weights.get("type")))
-    if packing not in ("float-quantized", "naive-quantized", "int-quantized"):
-        problems.append(
-            f"format={shown(packing)} is not supported (only float-quantized, int-quantized and pack-quantized)"
-        )
-    if form is None or weights.get("num_bits") != 8:
-        problems.append("weights must be of 8 bits, type float or int")
+    formats = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
+    problems = unsupported({"format": packing}, {"format": formats})
+    read = {
+        "type": ("float", "int"),
+        "num_bits": (8,),
+        "actorder": _IN_PLACE,
+        "strategy": ("tensor", "channel", "block"),
+    }
+    problems += unsupported(weights, read, "weights.")
     if weights.get("symmetric", True) is not True:
         problems.append("weights with zero points (symmetric: false) are not supported")
-    if weights.get("actorder") not in _IN_PLACE:
-        problems.append(f"weights.actorder={shown(weights['actorder'])} is not supported (only weight and static)")
-    strategy, block = weights.get("strategy"), None
-    if strategy == "block":
+    block = None
+    if weights.get("strategy") == "block":
         block, problem = _block(weights.get("block_structure"), "weights.block_structure")
         problems += problem
-    elif strategy not in ("tensor", "channel"):
-        problems.append(f"weights.strategy={shown(strategy)} is not supported (only tensor, channel and block)")
-    return None if form is None else CheckpointForm(form=form, block=block, activations=activations), problems
+    form = EightBit.FP8 if weights.get("type") == "float" else EightBit.INT8
+    return CheckpointForm(form=form, block=block, activations=activations), problems
 
 
 def _packed_rows(weights: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
-    problems = _bits(weights.get("num_bits"), "weights.num_bits")
-    if weights.get("type") != "int":
-        problems.append(f"weights.type={shown(weights.get('type'))} is not supported (only int)")
-    symmetric, order, strategy = (weights.get(name) for name in ("symmetric", "actorder", "strategy"))
-    if symmetric not in (None, True, False):
-        problems.append(f"weights.symmetric={shown(symmetric)} is neither true nor false")
-    if order not in (*_IN_PLACE, *_BY_GROUP):
-        problems.append(f"weights.actorder={shown(order)} is not supported (only group and weight)")
+    read = {
+        "num_bits": (4, 8),
+        "type": ("int",),
+        "symmetric": _TRUTHS,
+        "actorder": (*_IN_PLACE, *_BY_GROUP),
+        "strategy": ("group", "channel"),
+    }
+    problems = unsupported(weights, read, "weights.")
     group = None
-    if strategy == "group":
+    if weights.get("strategy") == "group":
         group, problem = _group(weights.get("group_size"), "weights.group_size")
         problems += problem
-    elif strategy != "channel":
-        problems.append(f"weights.strategy={shown(strategy)} is not supported (only group and channel)")
     if problems:
         return None, problems
-    return PackedForm(
-        layout=Layout.ROWS,
-        bits=weights["num_bits"],
-        group=group,
-        zeros=Zeros.STORED if symmetric is False else Zeros.MIDDLE,
-        is_ordered=order in _BY_GROUP,
-    ), []
+    zeros = Zeros.STORED if weights.get("symmetric") is False else Zeros.MIDDLE
+    is_ordered = weights.get("actorder") in _BY_GROUP
+    return PackedForm(layout=Layout.ROWS, bits=weights["num_bits"], group=group, zeros=zeros, is_ordered=is_ordered), []
 
 
 def _gptq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
     """Reads the format of AutoGPTQ and GPTQModel: https://github.com/ModelCloud/GPTQModel."""
-    problems = _bits(raw.get("bits"), "bits")
-    group, problem = _group(raw.get("group_size"), "group_size")
-    problems += problem
-    version = raw.get("checkpoint_format") or "gptq"
-    if version not in ("gptq", "gptq_v2"):
-        problems.append(f"checkpoint_format={shown(version)} is not supported (only gptq and gptq_v2)")
-    symmetric, ordered = raw.get("sym", True), raw.get("desc_act", False)
-    problems += [
-        f"{name}={shown(value)} is neither true nor false"
-        for name, value in (("sym", symmetric), ("desc_act", ordered))
-        if not isinstance(value, bool)
-    ]
+    group, problems = _group(raw.get("group_size"), "group_size")
+    versions, types = (None, "gptq", "gptq_v2"), (None, "int32")
+    read = {"bits": (4, 8), "checkpoint_format": versions, "sym": _TRUTHS, "desc_act": _TRUTHS, "pack_dtype": types}
+    problems += unsupported(raw, read)
     if raw.get("dynamic"):
         problems.append("dynamic: projections of different forms are not supported")
     if raw.get("is_marlin_format"):
         problems.append("is_marlin_format: weights in the order of one GPU's kernel are not supported")
-    if raw.get("pack_dtype", "int32") != "int32":
-        problems.append(f"pack_dtype={shown(raw['pack_dtype'])} is not supported (only int32)")
     if problems:
         return None, problems
-    stored = Zeros.LESS_ONE if version == "gptq" else Zeros.STORED
-    zeros = Zeros.MIDDLE if symmetric else stored
-    return PackedForm(layout=Layout.GPTQ, bits=raw["bits"], group=group, zeros=zeros, is_ordered=ordered), []
+    stored = Zeros.STORED if raw.get("checkpoint_format") == "gptq_v2" else Zeros.LESS_ONE
+    zeros = stored if raw.get("sym") is False else Zeros.MIDDLE
+    is_ordered = raw.get("desc_act") is True
+    return PackedForm(layout=Layout.GPTQ, bits=raw["bits"], group=group, zeros=zeros, is_ordered=is_ordered), []
 
 
 def _awq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
     """Reads the "gemm" version of AutoAWQ's format: https://github.com/casper-hansen/AutoAWQ."""
-    problems = [] if raw.get("bits") == 4 else [f"bits={shown(raw.get('bits'))} is not supported (only 4)"]
-    group, problem = _group(raw.get("group_size"), "group_size")
-    problems += problem
-    if str(raw.get("version", "gemm")).lower() != "gemm":
-        problems.append(f"version={shown(raw['version'])} is not supported (only gemm)")
-    if raw.get("zero_point", True) is not True:
-        problems.append(f"zero_point={shown(raw['zero_point'])} is not supported (only true)")
-    if raw.get("backend") not in (None, "autoawq"):
-        problems.append(f"backend={shown(raw['backend'])} is not supported (only autoawq)")
+    group, problems = _group(raw.get("group_size"), "group_size")
+    versions = (None, "gemm", "GEMM")
+    read = {"bits": (4,), "version": versions, "zero_point": (None, True), "backend": (None, "autoawq")}
+    problems += unsupported(raw, read)
     return None if problems else PackedForm(layout=Layout.AWQ, bits=4, group=group, zeros=Zeros.STORED), problems
 
 
 def _fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
     """Reads AutoFP8's format with one scale per tensor, or the format with a `weight_scale_inv` for each block. Despite
     its name, a weight is multiplied by `weight_scale_inv`."""
-    problems = []
-    if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        problems.append(f"fmt={shown(raw['fmt'])} is not supported (only e4m3)")
+    problems = unsupported(raw, {"fmt": (None, "e4m3", "float8_e4m3fn")})
     if raw.get("weight_block_size") is None:
         activations = Activations.STATIC if raw.get("activation_scheme") == "static" else Activations.DYNAMIC
         return CheckpointForm(form=EightBit.FP8, activations=activations), problems
@@ -216,13 +212,11 @@ def _fbgemm_fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str
 
 
 def _modelopt(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
-    algorithm = raw.get("quant_algo")
-    if algorithm != "FP8":
-        return None, [f"quant_algo={shown(algorithm)} is not supported (only FP8)"]
-    return CheckpointForm(form=EightBit.FP8, activations=Activations.STATIC), []
+    problems = unsupported(raw, {"quant_algo": ("FP8",)})
+    return CheckpointForm(form=EightBit.FP8, activations=Activations.STATIC), problems
 
 
-_METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Stored | None, list[str]]]] = {
+_METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[StoredForm | None, list[str]]]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
@@ -237,10 +231,6 @@ def _block(raw: Any, name: str) -> tuple[tuple[int, int] | None, list[str]]:
         case [int(rows), int(columns)] if 0 < rows <= MAX_BLOCK and 0 < columns <= MAX_BLOCK:
             return (rows, columns), []
     return None, [f"{name}={shown(raw)} is not two integers from 1 to {MAX_BLOCK}"]
-
-
-def _bits(raw: Any, name: str) -> list[str]:
-    return [] if raw in (4, 8) and isinstance(raw, int) else [f"{name}={shown(raw)} is not supported (only 4 and 8)"]
 
 
 def _group(raw: Any, name: str) -> tuple[int | None, list[str]]:

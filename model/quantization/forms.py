@@ -11,16 +11,29 @@ from functools import cached_property
 from typing import ClassVar
 
 
-class EightBit(StrEnum):
-    """The type of an 8-bit kernel."""
+class WeightForm:
+    """How the weights of a kernel, or of all kernels of a model, are stored. `str` gives the name of a form.
 
-    INT8 = "int8"
-    FP8 = "fp8"  # e4m3, finite values only
+    The defaults are those of a form with 8 bits that all kernels and the head have.
 
-    @property
-    def kind(self) -> str:
-        """The name of the form in `--quantization`."""
-        return str(self)
+    Attributes:
+        kind: the name of the form in `--quantization`.
+        bits: bits of one weight, without scales.
+        is_grouped: groups of inputs have scales. A checkpoint's own groups can be kept, and inputs are rounded in
+            blocks.
+        whole: a kernel that is split by inputs over chips has a multiple of this many inputs on each chip.
+    """
+
+    kind: str
+    bits = 8
+    is_grouped = False
+    whole = 1
+
+    @classmethod
+    def named(cls, name: str, widths: tuple[int, ...]) -> WeightForm | None:
+        """The form of this class with this name, for kernels with these numbers of inputs. None: the name is another
+        class's, or no such kernels can have the form."""
+        raise NotImplementedError
 
     @property
     def product(self) -> str:
@@ -28,27 +41,44 @@ class EightBit(StrEnum):
         return self.kind
 
     @property
-    def bits(self) -> int:
-        """Bits of one weight, without scales."""
-        return 8
-
-    @property
-    def whole(self) -> int:
-        """A kernel that is split by inputs over chips has a multiple of this many inputs on each chip."""
-        return 1
-
-    @property
-    def in_head(self) -> EightBit:
+    def in_head(self) -> WeightForm:
         """The form of the head if the projections have this one."""
         return self
 
-    def at(self, path: str) -> EightBit:
-        """The form of the projection at `path`, such as "layers.3.mlp.down". All projections have the same."""
-        return self
+    def at(self, path: str) -> WeightForm:
+        """The form of the projection at `path`, such as "layers.3.mlp.down", or of the head at `HEAD_PATH`. One tensor
+        of a fused projection has a path, too: "layers.3.attention.qkv.v_proj"."""
+        return self.in_head if path == HEAD_PATH else self
+
+    def is_split(self, path: str) -> bool:
+        """Whether the tensors of the fused projection at `path` have several forms."""
+        return False
+
+    def inputs_of(self, parameter: str) -> int:
+        """The neighbouring inputs that share a number of this parameter of a kernel, such as of its scales."""
+        raise NotImplementedError
 
     def in_words(self) -> str:
-        """The description of the form in messages."""
+        """The description of the form in messages. A head of another form is left out."""
         return str(self)
+
+
+HEAD_PATH = "head"
+
+
+class EightBit(WeightForm, StrEnum):
+    """The type of an 8-bit kernel."""
+
+    INT8 = "int8"
+    FP8 = "fp8"  # e4m3, finite values only
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]  # each member has its own
+        return self.value
+
+    @classmethod
+    def named(cls, name: str, widths: tuple[int, ...]) -> EightBit | None:
+        return cls(name) if name in tuple(cls) else None
 
     @classmethod
     def of(cls, dtype: object) -> EightBit:
@@ -96,8 +126,18 @@ class ScaleFormat(StrEnum):
 GROUPS_OF_A_UNIT = 8  # groups that share one float16 unit in `Numbers.Q4_K`
 
 
+# Inputs of a group. Larger groups save hardly any bytes: a scale has 16 bits, and 128 weights have 512.
+MAX_GROUP, MIN_GROUP = 128, 16
+
+
+def largest_group(widths: Iterable[int], limit: int = MAX_GROUP) -> int | None:
+    """The largest divisor of `limit` and of all numbers of inputs; None if it is below `MIN_GROUP`."""
+    group = math.gcd(limit, *widths)
+    return group if group >= MIN_GROUP else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class FourBit:
+class FourBit(WeightForm):
     """Projections in int4, with a scale for each output and each group of neighbouring inputs. The head is in int8: in
     int4 it would lose more accuracy than all projections of a layer.
 
@@ -108,16 +148,26 @@ class FourBit:
     group: int  # inputs that share a scale
     has_zeros: bool = False  # each group also has a zero, which is subtracted from the kernel's values
     numbers: ScaleFormat = ScaleFormat.CHIP
-    # The properties that `EightBit` describes.
-    kind: ClassVar[str] = "int4"
-    bits: ClassVar[int] = 4
-    in_head: ClassVar[EightBit] = EightBit.INT8
+    kind = "int4"
+    bits = 4
+    is_grouped = True
+    in_head = EightBit.INT8
 
     def __post_init__(self) -> None:
         if self.group < MIN_GROUP:
             raise ValueError(f"int4 needs groups of {MIN_GROUP} inputs or more: {self.group=}")
         if self.has_zeros and self.numbers.has_offsets:
             raise ValueError(f"int4 has zeros or offsets, not both: {self.numbers=}")
+
+    @classmethod
+    def named(cls, name: str, widths: tuple[int, ...]) -> FourBit | None:
+        """The form with this name. "int4" alone takes the largest group that divides all widths."""
+        match = _FOUR_BIT_NAME.fullmatch(name)
+        group = (int(match[1]) if match[1] else largest_group(widths)) if match else None
+        if match is None or group is None:
+            return None
+        form = cls(group=group, numbers=ScaleFormat(match[2] or ScaleFormat.CHIP), has_zeros=match[3] is not None)
+        return None if any(width % form.whole for width in widths) else form
 
     def __str__(self) -> str:
         numbers = "" if self.numbers is ScaleFormat.CHIP else f"-{self.numbers}"
@@ -130,16 +180,14 @@ class FourBit:
         return f"{self.kind}{small}" + ("" if self.numbers is ScaleFormat.CHIP else "-exact")
 
     @property
-    def whole(self) -> int:
+    def whole(self) -> int:  # type: ignore[override]
         """A chip's part of a kernel has whole groups, and whole units of groups in `Q4_K`."""
         return self.group * (GROUPS_OF_A_UNIT if self.numbers is ScaleFormat.Q4_K else 1)
 
-    def at(self, path: str) -> FourBit:
-        """The form of the projection at `path`, which is the same for all."""
-        return self
+    def inputs_of(self, parameter: str) -> int:
+        return 1 if parameter == "kernel" else self.whole if parameter.endswith("_unit") else self.group
 
     def in_words(self) -> str:
-        """The description of the form in messages."""
         groups = f"{self.kind}, groups of {self.group}"
         if self.numbers.has_offsets:
             return f"{groups} as in {self.numbers.name}"
@@ -148,56 +196,56 @@ class FourBit:
         return groups + (f" with {' and '.join(with_them)}" if with_them else "")
 
 
+_FOUR_BIT_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(?:-(bf16|f16|f32|q4_1|q4_k))?(-zeros)?)?")
+
+
 @dataclass(frozen=True)
-class SixBit:
+class SixBit(WeightForm):
     """Projections and a head as in GGUF's `Q6_K`: int6, with a scale of 8 bits for each output and group of 16
     neighbouring inputs. 16 scales share a float16 unit. Only CPUs read this form."""
 
-    # The properties that `EightBit` describes.
-    kind: ClassVar[str] = "int6"
-    product: ClassVar[str] = "int6"
-    bits: ClassVar[int] = 6
+    kind = "int6"
+    bits = 6
+    is_grouped = True
     group: ClassVar[int] = 16
-    whole: ClassVar[int] = 256  # inputs of a unit
+    whole = 256  # inputs of a unit
+
+    @classmethod
+    def named(cls, name: str, widths: tuple[int, ...]) -> SixBit | None:
+        return None if name != str(cls()) or any(width % cls.whole for width in widths) else cls()
 
     def __str__(self) -> str:
         return f"{self.kind}-g{self.group}-q6_k"
 
-    @property
-    def in_head(self) -> SixBit:
-        """The form of the head, which is the same as that of the projections."""
-        return self
-
-    def at(self, path: str) -> SixBit:
-        """The form of the projection at `path`, which is the same for all."""
-        return self
+    def inputs_of(self, parameter: str) -> int:
+        return {"kernel": 1, "kernel_upper": 4, "scale": self.group, "scale_unit": self.whole}[parameter]
 
     def in_words(self) -> str:
-        """The description of the form in messages."""
         return f"{self.kind}, groups of {self.group} as in Q6_K"
 
 
-OneForm = EightBit | FourBit | SixBit  # the form of one kernel
-HEAD_PATH = "head"
+FORMS: tuple[type[WeightForm], ...] = (EightBit, FourBit, SixBit)  # of one kernel
+FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # the values of `--quantization`
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedForms:
+class MixedForms(WeightForm):
     """Projections of several forms, as in many GGUF files, and a head that may have another form than `most.in_head`.
 
     A path names a projection ("layers.3.mlp.down"). If the tensors of a fused projection have several forms, a path
     names one of these tensors ("layers.3.attention.qkv.v_proj").
     """
 
-    most: FourBit | SixBit  # the form of the projections that are not in `others`
+    most: WeightForm  # the form of the projections that are not in `others`
     # (path of a projection or of the head, its form), sorted by path
-    others: tuple[tuple[str, OneForm], ...]
+    others: tuple[tuple[str, WeightForm], ...]
+    is_grouped = True
 
     def __str__(self) -> str:
         return "+".join([str(self.most), *(f"{form}:{','.join(paths)}" for form, paths in self._paths.items())])
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> str:  # type: ignore[override]
         """The `kind` of the form that most projections have."""
         return self.most.kind
 
@@ -207,59 +255,43 @@ class MixedForms:
         return self.most.product
 
     @property
-    def bits(self) -> int:
+    def bits(self) -> int:  # type: ignore[override]
         """Bits of one weight in most projections, without scales."""
         return self.most.bits
 
     @property
-    def whole(self) -> int:
+    def whole(self) -> int:  # type: ignore[override]
         """The largest `whole` of all projections. The head does not count: it is never split by inputs."""
         return max([self.most.whole, *(form.whole for path, form in self.others if path != HEAD_PATH)])
 
     @property
-    def in_head(self) -> OneForm:
-        """The form of the head."""
+    def in_head(self) -> WeightForm:
         return self.at(HEAD_PATH)
 
-    def at(self, path: str) -> OneForm:
-        """The form of the projection at `path`, or of the head at `HEAD_PATH`."""
-        return self._forms.get(path, self.most.in_head if path == HEAD_PATH else self.most)
+    def at(self, path: str) -> WeightForm:
+        fused, _, _ = path.rpartition(".")
+        return self._forms.get(path) or self._forms.get(fused) or self.most.at(path)
 
     def is_split(self, path: str) -> bool:
-        """Whether the tensors of the fused projection at `path` have several forms."""
         return any(other.startswith(f"{path}.") for other, _ in self.others)
 
     def in_words(self) -> str:
-        """The description of the projections' forms in messages. The head is left out."""
         counts = {form: len(set(paths) - {HEAD_PATH}) for form, paths in self._paths.items()}
         others = [f"{count} in {form.in_words()}" for form, count in counts.items() if count]
         return self.most.in_words() + (f" ({'; '.join(others)})" if others else "")
 
     @cached_property
-    def _forms(self) -> Mapping[str, OneForm]:
+    def _forms(self) -> Mapping[str, WeightForm]:
         return dict(self.others)
 
     @cached_property
-    def _paths(self) -> Mapping[OneForm, list[str]]:
-        paths: dict[OneForm, list[str]] = {}
+    def _paths(self) -> Mapping[WeightForm, list[str]]:
+        paths: dict[WeightForm, list[str]] = {}
         for path, form in self.others:
             paths.setdefault(form, []).append(path)
         return paths
 
 
-WeightForm = OneForm | MixedForms
-FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # the values of `--quantization`
-# Inputs of a group. Larger groups save hardly any bytes: a scale has 16 bits, and 128 weights have 512.
-MAX_GROUP, MIN_GROUP = 128, 16
-
-
-def largest_group(widths: Iterable[int], limit: int = MAX_GROUP) -> int | None:
-    """The largest divisor of `limit` and of all numbers of inputs; None if it is below `MIN_GROUP`."""
-    group = math.gcd(limit, *widths)
-    return group if group >= MIN_GROUP else None
-
-
-_FORM_NAME = re.compile(FourBit.kind + r"(?:-g(\d{1,5})(?:-(bf16|f16|f32|q4_1|q4_k))?(-zeros)?)?")
 _PATHS = re.compile(r"[\w.]+(?:,[\w.]+)*")
 
 
@@ -267,8 +299,7 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     """The form with this name.
 
     Args:
-        name: "int8", "fp8", "int4", or what `str` gives for a `FourBit`, a `SixBit` or a `MixedForms`. "int4" takes the
-            largest group that divides all `widths`.
+        name: a value of `--quantization`, or what `str` gives for a form.
         widths: the numbers of inputs of the model's kernels.
 
     Raises:
@@ -279,9 +310,9 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     form = _one_named(most, widths)
     if not others:
         return form
-    if not isinstance(form, FourBit | SixBit):
+    if not form.is_grouped:
         raise ValueError(f"{most}: only projections in int4 or int6 have others next to them")
-    forms: dict[str, OneForm] = {}
+    forms: dict[str, WeightForm] = {}
     for other in others:
         one, _, paths = other.partition(":")
         if not _PATHS.fullmatch(paths):
@@ -290,22 +321,14 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     return MixedForms(most=form, others=tuple(sorted(forms.items(), key=lambda item: item[0])))
 
 
-def _one_named(name: str, widths: tuple[int, ...]) -> OneForm:
-    if name in tuple(EightBit):
-        return EightBit(name)
-    if name == str(SixBit()):
-        if any(width % SixBit.whole for width in widths):
-            raise ValueError(f"{name}: the numbers of inputs {widths} are no multiples of {SixBit.whole}")
-        return SixBit()
-    match = _FORM_NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name!r} is no form of weights; it is one of {', '.join(FORM_NAMES)}")
-    if (group := int(match[1]) if match[1] else largest_group(widths)) is not None:
-        numbers = ScaleFormat(match[2] or ScaleFormat.CHIP)
-        form = FourBit(group=group, numbers=numbers, has_zeros=match[3] is not None)
-        if not any(width % form.whole for width in widths):
-            return form
-    raise ValueError(f"{name}: the numbers of inputs {widths} have no common groups of {MIN_GROUP} or more")
+def _one_named(name: str, widths: tuple[int, ...]) -> WeightForm:
+    found = next(filter(None, (form.named(name, widths) for form in FORMS)), None)
+    if found is None:
+        raise ValueError(
+            f"{name!r} is no form of weights for kernels with {widths} inputs; it is one of {', '.join(FORM_NAMES)}, "
+            f"and int4 needs common groups of {MIN_GROUP} inputs or more"
+        )
+    return found
 
 
 def described(form: WeightForm) -> str:

@@ -1,4 +1,4 @@
-"""Kernels of 4 or 8 bits that are packed into 32-bit words: the tensors of a kernel and their layout.
+"""Kernels of 4 or 8 bits that are packed into 32-bit words: their tensors, their layouts, and how they are unpacked.
 
 A weight is `(value - zero) * scale`. Values, zeros and scales are separate tensors. Each scale and each zero belongs to
 one output and one group of inputs.
@@ -6,15 +6,22 @@ one output and one group of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
+from functools import cached_property
+from typing import Any
 
-from model.quantization.forms import Activations, EightBit, FourBit, ScaleFormat, largest_group
+import numpy as np
+
+from model.quantization.forms import Activations, EightBit, FourBit, ScaleFormat, WeightForm, largest_group
+from model.quantization.stored_form import SCALES, Part, StoredForm
 
 WORD_BITS = 32
 WORDS = ("I32",)
-SCALES = ("F16", "BF16", "F32")
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the n-th value of a word belongs to this one of eight neighbouring outputs
+_MIDDLE = np.int8(8)  # the middle of the stored range of 4 bits, which becomes 0
+_ROWS_AT_ONCE = 256  # rows that are dequantised together; bounds the temporary memory
 
 
 class Layout(StrEnum):
@@ -31,15 +38,6 @@ class Zeros(Enum):
     MIDDLE = "the middle of the range"  # symmetric quantisation
     STORED = "as stored"
     LESS_ONE = "one more than stored"  # the first version of GPTQ's format
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of the tensors of a kernel."""
-
-    shape: tuple[int, ...]
-    types: tuple[str, ...]
-    is_required: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedForm:
+class PackedForm(StoredForm):
     """The packed form of a checkpoint's projections."""
 
     layout: Layout
@@ -76,8 +74,12 @@ class PackedForm:
 
     @property
     def name(self) -> str:
-        """The name of the form in messages, such as "GPTQ int4"."""
+        """Such as "GPTQ int4"."""
         return f"{self.layout} int{self.bits}"
+
+    @property
+    def mark(self) -> str:
+        return NAMES[self.layout].values
 
     @property
     def per_word(self) -> int:
@@ -96,25 +98,21 @@ class PackedForm:
             return None, f"groups of {self.group} do not divide the numbers of inputs {tuple(widths)}"
         return FourBit(group=group, has_zeros=self.zeros is not Zeros.MIDDLE), None
 
-    def in_exact_four_bits(self, widths: Sequence[int], scales: Set[str]) -> FourBit | None:
-        """The 4-bit form of `in_four_bits` that keeps the scales as they are stored; None if there is none.
-
-        Args:
-            scales: the types of the stored scales, from `SCALES`.
-        """
+    def in_exact_form(self, widths: Sequence[int], types: Mapping[str, Set[str]]) -> FourBit | None:
+        """The 4-bit form of `in_four_bits` that keeps the scales as they are stored; None if there is none."""
+        scales = types[NAMES[self.layout].scales]
         form, _ = self.in_four_bits(widths)
         if form is None or (scales == {"BF16"} and not form.has_zeros):  # the form of chips is exact
             return form
         named = {"F16": ScaleFormat.FLOAT16, "BF16": ScaleFormat.BFLOAT16, "F32": ScaleFormat.FLOAT32}
-        types = {named[scale] for scale in scales}
-        return replace(form, numbers=types.pop() if len(types) == 1 else ScaleFormat.FLOAT32)
+        numbers = {named[scale] for scale in scales}
+        return replace(form, numbers=numbers.pop() if len(numbers) == 1 else ScaleFormat.FLOAT32)
 
     def num_groups(self, columns: int) -> int:
         """The number of groups in a row. The last may be shorter."""
         return 1 if self.group is None else -(-columns // self.group)
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """The tensors of a kernel [rows, columns], by name."""
         names, groups = NAMES[self.layout], self.num_groups(columns)
         row_words, column_words = -(-rows // self.per_word), -(-columns // self.per_word)
         values, zeros, scales = {
@@ -123,10 +121,183 @@ class PackedForm:
             Layout.ROWS: ((rows, column_words), (row_words, groups), (rows, groups)),
         }[self.layout]
         parts = {
-            names.values: Part(values, WORDS),
-            names.zeros: Part(zeros, WORDS, is_required=self.zeros is not Zeros.MIDDLE),
-            names.scales: Part(scales, SCALES),
+            names.values: Part((values,), WORDS),
+            names.zeros: Part((zeros,), WORDS, is_required=self.zeros is not Zeros.MIDDLE),
+            names.scales: Part((scales,), SCALES),
         }
         if names.groups is not None:
-            parts[names.groups] = Part((columns,), WORDS, is_required=self.is_ordered)
+            parts[names.groups] = Part(((columns,),), WORDS, is_required=self.is_ordered)
         return parts
+
+    def kernel(self, name: str, parts: Mapping[str, Any], shape: tuple[int, ...]) -> PackedKernel:
+        return PackedKernel(name, self, parts, shape)
+
+
+class PackedKernel:
+    """One kernel, with the interface of safetensors' slices.
+
+    Args:
+        name: of the module, for errors.
+        parts: its tensors by the names of `PackedForm.parts`. Optional ones may be absent.
+        shape: [out, in] of the weights.
+    """
+
+    def __init__(self, name: str, form: PackedForm, parts: Mapping[str, Any], shape: tuple[int, ...]):
+        self._name = name
+        self._form = form
+        self._parts = parts
+        self._shape = shape
+
+    def read_once(self) -> PackedKernel:
+        """The same kernel. Each of its tensors is read whole when it is first needed, and kept with the kernel."""
+        parts = {name: _ReadOnce(part) for name, part in self._parts.items()}
+        return PackedKernel(self._name, self._form, parts, self._shape)
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """f32 weights. ValueError if an input's group does not exist."""
+        (first_row, end_row, _), (first, end, _) = (
+            part.indices(size) for part, size in zip(index, self._shape, strict=True)
+        )
+        rows, columns = slice(first_row, end_row), slice(first, end)
+        return dequantize_groups(
+            self._form, self._values(rows, columns), self._zeros(rows), self._scales(rows), self._groups()[columns]
+        )
+
+    def part(self, name: str, index: tuple[slice, ...], form: WeightForm) -> np.ndarray:
+        """The part of a parameter of a 4-bit form (`four_bit`) at `index`, before it is rounded to that form's types.
+
+        Args:
+            name: "kernel" (-> i8[out, in]), or "scale" or "zero" (-> [out, in / group]).
+            form: the result of `PackedForm.in_four_bits` or of `in_exact_form`.
+
+        Raises:
+            ValueError: groups are not of neighbouring inputs, although the config says so.
+        """
+        num_out, num_in = self._shape
+        rows = slice(*index[0].indices(num_out)[:2])
+        if name == "kernel":
+            return self._values(rows, slice(*index[1].indices(num_in)[:2])).astype(np.int8) - _MIDDLE
+        assert isinstance(form, FourBit)
+        size = self._form.group or num_in
+        if not np.array_equal(self._groups(), np.arange(num_in) // size):
+            raise ValueError(
+                f"{self._name}: the groups are not of neighbouring inputs, although the config says so: load it with "
+                f"--quantization int8"
+            )
+        groups = np.arange(num_in // form.group)[index[1]] * form.group // size
+        if name == "scale":
+            return self._scales(rows)[:, groups]
+        zeros = self._zeros(rows)
+        assert zeros is not None
+        zeros = zeros[:, groups]
+        return zeros.astype(np.int8) - _MIDDLE if form.numbers is ScaleFormat.CHIP else zeros
+
+    def _scales(self, rows: slice) -> np.ndarray:
+        """[out, n]"""
+        scales = self._parts[NAMES[self._form.layout].scales][...]
+        return scales[rows] if self._form.layout is Layout.ROWS else scales.T[rows]
+
+    def _values(self, rows: slice, columns: slice) -> np.ndarray:
+        """u8[out, in]"""
+        words, bits = self._parts[NAMES[self._form.layout].values], self._form.bits
+        if self._form.layout is Layout.AWQ:
+            shared, within = self._words_of(rows)
+            return unpack_awq(words[columns, shared])[:, within].T
+        shared, within = self._words_of(columns)
+        packed = words[rows, shared] if self._form.layout is Layout.ROWS else words[shared, rows].T
+        return unpack(packed, bits)[:, within]
+
+    def _words_of(self, values: slice) -> tuple[slice, slice]:
+        """The words that hold these neighbouring values, and the values' place in the unpacked words."""
+        per_word = self._form.per_word
+        first = values.start // per_word
+        start = values.start - first * per_word
+        return slice(first, -(-values.stop // per_word)), slice(start, start + values.stop - values.start)
+
+    def _zeros(self, rows: slice) -> np.ndarray | None:
+        """u8[out, n]"""
+        form = self._form
+        if form.zeros is Zeros.MIDDLE:
+            return None
+        words = self._parts[NAMES[form.layout].zeros][...]
+        if form.layout is Layout.AWQ:
+            return unpack_awq(words).T[rows]
+        if form.layout is Layout.ROWS:
+            words = words.T  # rows share a word: [n, out / per_word], as GPTQ has it
+        if form.zeros is Zeros.LESS_ONE:
+            words = one_more(words, form.bits)
+        return unpack(words, form.bits).T[rows]
+
+    def _groups(self) -> np.ndarray:
+        """i32[in]"""
+        form, columns = self._form, self._shape[1]
+        stored = NAMES[form.layout].groups
+        # compressed-tensors may store groups that are not in use.
+        is_used = form.is_ordered or form.layout is not Layout.ROWS
+        if stored is None or stored not in self._parts or not is_used:
+            return np.arange(columns) // (form.group or columns)
+        groups = self._parts[stored][...]
+        if groups.min() < 0 or groups.max() >= form.num_groups(columns):
+            raise ValueError(f"{self._name}.{stored} names groups outside of 0 to {form.num_groups(columns) - 1}")
+        return groups
+
+
+class _ReadOnce:
+    """A tensor that is read whole when it is first needed."""
+
+    def __init__(self, part: Any):
+        self._part = part
+
+    @cached_property
+    def _values(self) -> np.ndarray:
+        return self._part[...]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._values[index]
+
+
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """i32[..., n] -> u8[..., n * 32 / bits], the lowest bits of each word first. `bits` is 4 or 8."""
+    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
+
+
+def unpack_awq(words: np.ndarray) -> np.ndarray:
+    """Unpacks AWQ's words of 4-bit values: i32[..., n] -> u8[..., n * 8], in the order of the outputs."""
+    values = unpack(words, 4).reshape(*words.shape, len(AWQ_ORDER))
+    return values[..., np.argsort(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
+
+
+def one_more(words: np.ndarray, bits: int) -> np.ndarray:
+    """The words with 1 added to each of their values.
+
+    GPTQ's writers subtract from whole words, so that a value of 0 borrows from the next one. This addition carries.
+    """
+    ones = np.uint32(0xFFFFFFFF // ((1 << bits) - 1))
+    return (np.ascontiguousarray(words).view(np.uint32) + ones).view(np.int32)
+
+
+def dequantize_groups(
+    form: PackedForm, values: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray, groups: np.ndarray
+) -> np.ndarray:
+    """The weights f32[out, in]. They are exact if `scales` are 16-bit floats.
+
+    Args:
+        values: the stored values, u8[out, in].
+        zeros: the zero of each group, u8[out, n]; None if they are the middle of the range.
+        scales: the scale of each group, [out, n].
+        groups: i32[in], the group of each input.
+    """
+    assert (zeros is None) == (form.zeros is Zeros.MIDDLE)
+    weights = np.empty(values.shape, np.float32)
+    for start in range(0, len(values), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        part = values[rows].astype(np.float32)
+        part -= 1 << (form.bits - 1) if zeros is None else zeros[rows].astype(np.float32)[:, groups]
+        np.multiply(part, scales[rows].astype(np.float32)[:, groups], out=weights[rows])
+    return weights

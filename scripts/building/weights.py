@@ -211,8 +211,8 @@ def choose_rounding(
 
     Inputs are not rounded if the chip has no product of the form with rounded inputs, or if the checkpoint's
     activations are exact. For a GGUF file they are rounded on CPUs, and so are the inputs of its head, as in llama.cpp:
-    in blocks with int4 and int6. For a checkpoint with quantised activations they are rounded with any number of rows.
-    For other checkpoints the chip's field `rounded_rows` has the least number of rows.
+    in blocks, if the form has groups. For a checkpoint with quantised activations they are rounded with any number of
+    rows. For other checkpoints the chip's field `rounded_rows` has the least number of rows.
 
     Args:
         reads: the chip's field of this name (`pallas_kernels.chips`). If the form is not in it, the head's inputs are
@@ -224,7 +224,7 @@ def choose_rounding(
         return None, None
     if stated is Activations.BLOCKS and FourBit.kind not in rounded_rows:
         return None, None
-    in_blocks = not isinstance(form, EightBit)
+    in_blocks = form.is_grouped
     is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
     rounding = Rounding(
         min_rows=rounded_rows[form.kind] if stated is None else 1,

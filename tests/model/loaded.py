@@ -10,6 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from model.config import LlamaConfig
+from model.inputs.paths import Place
+from model.loading import weights
+from model.loading.orbax_format import OrbaxFiles
 from model.loading.source import resolve
 from model.loading.weights import load_hf
 from model.network.llama import Llama
@@ -28,6 +32,12 @@ def load(path: Path, form: WeightForm | None = None, num_shards: int = 1, **opti
     """In float32, of a folder or a GGUF file."""
     source, mesh = resolve(str(path)), make_mesh(num_shards) if num_shards > 1 else None
     return flat(load_hf(source.path, source.config, dtype=jnp.float32, mesh=mesh, quantization=form, **options))
+
+
+def load_orbax(folder: Place | str, config: LlamaConfig, **options: Any) -> Llama:
+    """Of converted weights, in their form."""
+    with OrbaxFiles(folder, config) as files:
+        return weights.load(files, quantization=files.contents().quantization, **options)
 
 
 def load_wide(folder: Path, values: Mapping[str, np.ndarray], *options: Any) -> dict[str, np.ndarray]:

@@ -19,7 +19,6 @@ from model.inputs.remote import RemotePath
 from model.loading import source as sources
 from model.loading.adapter import read_adapter
 from model.loading.adapter_store import AdapterStore
-from model.loading.orbax_format import load_orbax
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.source import DEMO_FOLDER, Kind, adapter_place, resolve
 from model.loading.stored_weights import find_weights
@@ -28,7 +27,7 @@ from model.network.sharding import make_mesh
 from scripts.convert_checkpoint import convert
 from scripts.lab import plan
 from tests.model import adapters, checkpoints, gguf_files
-from tests.model.loaded import flat
+from tests.model.loaded import flat, load_orbax
 from tests.model.loading.test_convert import convert as convert_in_a_process
 from tests.model.loading.test_orbax_format import same
 from tests.model.loading.test_packed_checkpoints import FORMATS
@@ -118,9 +117,9 @@ def test_a_chips_rows_are_all_that_is_read_of_a_tensor(tmp_path, monkeypatch):
     read: list[int] = []
     whole = RemotePath.read_range
     monkeypatch.setattr(RemotePath, "read_range", lambda self, a, b: (read.append(b - a), whole(self, a, b))[1])
-    rows = slices["t"].rows(2, 4)
+    part = slices["t"].reader(slice(2, 4))
     assert read == [2 * 5 * 4]
-    np.testing.assert_array_equal(rows[slice(3, 4), slice(1, 3)], tensor[3:4, 1:3])
+    np.testing.assert_array_equal(part((slice(3, 4), slice(1, 3))), tensor[3:4, 1:3])
     np.testing.assert_array_equal(slices["t"][slice(1, 3), slice(None, None, 2)], tensor[1:3, ::2])
     np.testing.assert_array_equal(slices["t"][...], tensor)
     assert slices["scalar"][...] == 7

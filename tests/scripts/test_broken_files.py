@@ -26,7 +26,7 @@ from model.config import LlamaConfig
 from model.eagle_config import EagleConfig, EagleForm
 from model.inputs.words import one_line
 from model.loading.eagle_head import HeadFiles
-from model.loading.orbax_format import load_orbax, save_orbax
+from model.loading.orbax_format import save_orbax
 from model.loading.source import resolve
 from model.loading.stored_weights import find_weights
 from model.loading.torch_file import read_torch_file
@@ -39,6 +39,7 @@ from tests.examples import examples
 from tests.model import checkpoints, eagle_heads, gguf_files
 from tests.model.gguf_files import Type
 from tests.model.goldens import make_eagle
+from tests.model.loaded import load_orbax
 from tests.server.support.tokenizers import VOCAB_SIZE, write_folder
 
 WAIT_S = 60  # until a reader of a pipe counts as hanging

@@ -129,14 +129,32 @@ def test_a_name_that_leads_nowhere_is_found(text, names):
     assert [*missing(ROOT / "README.md", text)] == names
 
 
+def product_files(pattern: str) -> set[str]:
+    """The Python files of the product, without the laboratory, in which the pattern is."""
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in FILES if path.suffix == ".py"}
+    product = {path: text for path, text in sources.items() if not path.startswith(("tests/", "scripts/lab/"))}
+    return {path for path, text in product.items() if re.search(pattern, text)}
+
+
 @pytest.mark.parametrize(("name", "is_all"), [("presence_penalty", True), ("min_p", False)])
 def test_contributing_names_the_files_of_a_sampling_parameter(name, is_all):
     contributing = (ROOT / ".github/CONTRIBUTING.md").read_text()
     (rule,) = re.findall(r"(?s)- A new sampling parameter that.*?\n(?=- )", contributing)
     named = set(re.findall(r"`([\w/]+\.py)`", rule))
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in FILES if path.suffix == ".py"}
-    product = {path: text for path, text in sources.items() if not path.startswith(("tests/", "scripts/lab/"))}
-    found = {path for path, text in product.items() if re.search(rf"\b{name}\b", text)}
+    found = product_files(rf"\b{name}\b")
     assert found <= named
     first = set(re.findall(r"`([\w/]+\.py)`", rule.partition("where a stage")[0]))
     assert (found == first) is is_all
+
+
+@pytest.mark.parametrize(
+    ("form", "rule"),
+    [
+        (r"\b(SixBit|SixBitMethod|int6)\b", "form of weights has five places"),
+        (r"\bPackedForm\b", "layout of checkpoints whose weights have"),
+    ],
+)
+def test_contributing_names_the_files_of_a_form_of_weights(form, rule):
+    contributing = (ROOT / ".github/CONTRIBUTING.md").read_text()
+    (text,) = re.findall(rf"(?s)- A new {rule}.*?\n(?=- )", contributing)
+    assert product_files(form) == set(re.findall(r"`([\w/]+\.py)`", text))

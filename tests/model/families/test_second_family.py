@@ -13,7 +13,7 @@ from batcher.request import Request, SamplingParams
 from model.config import LlamaConfig
 from model.families import FAMILIES
 from model.loading.given_tensors import GivenWeights
-from model.loading.orbax_format import load_orbax, save_orbax
+from model.loading.orbax_format import save_orbax
 from model.loading.plain_copy import plain_copy
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
@@ -27,7 +27,7 @@ from tests.model.dense_attention import dense_logits
 from tests.model.families.make import FILE, RAW, tensors
 from tests.model.families.qwen3 import QWEN3
 from tests.model.goldens.make import PROMPT_LENGTH, prompt
-from tests.model.loaded import flat
+from tests.model.loaded import flat, load_orbax
 
 GOLDENS = dict(np.load(FILE))
 SEED = int(GOLDENS["seed"])

@@ -17,13 +17,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from model.config import LlamaConfig
-from model.loading.orbax_format import load_orbax
 from model.loading.source import resolve
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
 from scripts import convert_checkpoint
 from tests.model import checkpoints, gguf_files
 from tests.model.dense_attention import dense_logits
+from tests.model.loaded import load_orbax
 from tests.model.loading.test_orbax_format import same
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from etils import epath
 from flax import nnx
 
 from model.config import LlamaConfig
-from model.loading.orbax_format import load_orbax, save_orbax
+from model.loading.orbax_format import save_orbax
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.sharding import make_mesh
@@ -25,7 +25,7 @@ from model.quantization.forms import EightBit, FourBit, MixedForms
 from scripts import convert_checkpoint
 from tests.model import checkpoints
 from tests.model.goldens import make as make_goldens
-from tests.model.loaded import assert_equal, flat
+from tests.model.loaded import assert_equal, flat, load_orbax
 from tests.model.loading.test_packed_checkpoints import FORMATS
 from tests.model.loading.test_packed_checkpoints import write as write_packed
 

@@ -34,9 +34,11 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
 from flax import nnx
 from model.config import LlamaConfig
-from model.loading.orbax_format import load_orbax
+from model.loading.orbax_format import OrbaxFiles
+from model.loading.weights import load
 from model.network.sharding import make_mesh
-model = load_orbax(folder + "/orbax", LlamaConfig.from_file(folder), dtype="bfloat16", mesh=make_mesh(8))
+with OrbaxFiles(folder + "/orbax", LlamaConfig.from_file(folder)) as files:
+    model = load(files, dtype="bfloat16", mesh=make_mesh(8))
 (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
 held = {}
 for path, variable in nnx.to_flat_state(nnx.state(model)):

@@ -9,7 +9,7 @@ import pytest
 
 from model.config import LlamaConfig
 from model.execution.memory_plan import weights_bytes
-from model.loading.orbax_format import load_orbax, save_orbax
+from model.loading.orbax_format import save_orbax
 from model.loading.source import CONVERTED
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf, random_weights
@@ -20,7 +20,7 @@ from scripts.lab.demo.export import save_hf
 from tests.model import checkpoints
 from tests.model.dense_attention import dense_logits
 from tests.model.dequantized import dequantize
-from tests.model.loaded import flat
+from tests.model.loaded import flat, load_orbax
 from tests.model.network.test_llama import TINY
 
 

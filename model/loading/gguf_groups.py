@@ -1,8 +1,12 @@
-"""GGUF's 4-bit blocks in the parameters of the 4-bit forms (`model.network.four_bit`).
+"""GGUF's blocks of 4 and 6 bits in the parameters of the forms with scales of groups (`model.network.four_bit`,
+`model.network.six_bit`).
 
 In `Q4_0` and `Q4_1` a block is 32 neighbouring weights with a scale, in `Q4_1` also with a minimum that is added. In
-`Q4_K` it is eight groups of 32, each with a scale and a minimum that is subtracted: `scale * value - minimum`. Import
-this module only for a GGUF file, as `gguf_tensors`.
+`Q4_K` it is eight groups of 32, each with a scale and a minimum that is subtracted: `scale * value - minimum`.
+
+In `Q6_K` a block is sixteen groups of 16: 128 bytes of lower halves, 64 bytes of upper bits, a signed byte for each
+group's scale, and the float16 unit of the scales. Each half of the weights has one half of the first bytes and of the
+second. Import this module only for a GGUF file, as `gguf_tensors`.
 """
 
 from __future__ import annotations
@@ -14,31 +18,41 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K
 
-from model.quantization.forms import FourBit, ScaleFormat
+from model.quantization.forms import FourBit, ScaleFormat, SixBit, WeightForm
 
 Type = GGMLQuantizationType
 _GROUP, _MIDDLE = 32, 8
+_SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 FOUR_BIT: Mapping[Type, FourBit] = {
     Type.Q4_0: FourBit(group=_GROUP),
     Type.Q4_K: FourBit(group=_GROUP, has_zeros=True),
 }
-EXACT_FOUR_BIT: Mapping[Type, FourBit] = {
+EXACT: Mapping[Type, WeightForm] = {
     Type.Q4_0: FourBit(group=_GROUP, numbers=ScaleFormat.FLOAT16),
     Type.Q4_1: FourBit(group=_GROUP, numbers=ScaleFormat.Q4_1),
     Type.Q4_K: FourBit(group=_GROUP, numbers=ScaleFormat.Q4_K),
+    Type.Q6_K: SixBit(),
 }
 
 
-def four_bit_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
-    """The columns from `first` to `end` of a parameter of the form in `FOUR_BIT`: "kernel" -> i8[out, in]; "scale" or
-    "zero" -> f32[out, in / 32].
-
-    A zero is in units of the scale as the 4-bit form rounds it, so that the rounding of the scale does not move it.
+def kept_part(form: WeightForm, name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
+    """The columns from `first` to `end` of the parameter `name` of a kernel in `form`, which `FOUR_BIT` or `EXACT` has
+    for this type.
 
     Args:
-        stored: u8[out, blocks, bytes], whole rows. First and end are multiples of 32.
+        stored: u8[out, blocks, bytes], whole rows. First and end are multiples of the inputs of a number.
     """
-    blocks, within = blocks_of(type, stored, first, end)
+    if form == FOUR_BIT.get(type):
+        return _chip_part(name, type, stored, first, end)
+    return (_six_bit_part if type == Type.Q6_K else _exact_part)(name, type, stored, first, end)
+
+
+def _chip_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Of a form in `FOUR_BIT`: "kernel" -> i8[out, in]; "scale" or "zero" -> f32[out, in / 32].
+
+    A zero is in units of the scale as the 4-bit form rounds it, so that the rounding of the scale does not move it.
+    """
+    blocks, within = _blocks_of(type, stored, first, end)
     groups = slice(within.start // _GROUP, within.stop // _GROUP)
     values = _values(type, blocks)[:, within].reshape(len(blocks), -1, _GROUP)
     scale, minimum = (numbers[:, groups] for numbers in (_q4_0 if type == Type.Q4_0 else _q4_k)(blocks))
@@ -55,29 +69,44 @@ def four_bit_part(name: str, type: Type, stored: np.ndarray, first: int, end: in
     return kernel.reshape(len(kernel), -1)
 
 
-def exact_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
-    """The columns from `first` to `end` of a parameter of the form in `EXACT_FOUR_BIT`: "kernel" -> i8[out, in]; others
-    as they are stored, [out, in / 32] or, of units, [out, in / 256].
-
-    Args:
-        stored: u8[out, blocks, bytes], whole rows. First and end are multiples of the inputs of a number.
-    """
-    blocks, within = blocks_of(type, stored, first, end)
+def _exact_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Of a 4-bit form in `EXACT`: "kernel" -> i8[out, in]; others as they are stored, [out, in / 32] or, of units,
+    [out, in / 256]."""
+    blocks, within = _blocks_of(type, stored, first, end)
     if name == "kernel":
         return _values(type, blocks)[:, within].astype(np.int8) - np.int8(_MIDDLE)
     if type != Type.Q4_K:
         at = 0 if name == "scale" else 2
-        numbers = half_of(blocks[:, :, at : at + 2])
+        numbers = _half_of(blocks[:, :, at : at + 2])
         return numbers if name == "scale" else -numbers  # the format adds its minimum
     if name.endswith("_unit"):
         at = 0 if name == "scale_unit" else 2
-        return half_of(blocks[:, :, at : at + 2])
+        return _half_of(blocks[:, :, at : at + 2])
     both = Q4_K.get_scale_min(blocks[:, :, 4:16].reshape(-1, 12))
     groups = slice(within.start // _GROUP, within.stop // _GROUP)
     return both[name != "scale"].reshape(len(blocks), -1)[:, groups]
 
 
-def blocks_of(type: Type, stored: np.ndarray, first: int, end: int) -> tuple[np.ndarray, slice]:
+def _six_bit_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Of the 6-bit form: "kernel" -> i8[out, in], "kernel_upper" -> u8[out, in / 4], "scale" -> i8[out, in / 16],
+    "scale_unit" -> f16[out, in / 256]."""
+    blocks, within = _blocks_of(type, stored, first, end)
+    shape = *blocks.shape[:2], 2  # the halves of a block
+    if name == "kernel":
+        octets = blocks[:, :, :128].reshape(*shape, 1, 64)
+        lower = np.concatenate([octets & 15, octets >> 4], axis=3).reshape(len(blocks), -1)
+        return lower[:, within].astype(np.int8) - np.int8(_MIDDLE)
+    if name == "kernel_upper":  # the first bits of 32 bytes are those of 32 neighbours, and the next ones follow them
+        octets = blocks[:, :, 128:192].reshape(*shape, 1, 32)
+        upper = (octets >> _SHIFTS[:, None] & 3).reshape(len(blocks), -1)[:, within]
+        return np.bitwise_or.reduce(upper.reshape(len(blocks), -1, 4) << _SHIFTS, axis=2)
+    if name == "scale":
+        groups = slice(within.start // SixBit.group, within.stop // SixBit.group)
+        return blocks[:, :, 192:208].reshape(len(blocks), -1)[:, groups].view(np.int8)
+    return _half_of(blocks[:, :, 208:210])
+
+
+def _blocks_of(type: Type, stored: np.ndarray, first: int, end: int) -> tuple[np.ndarray, slice]:
     """The blocks of these columns, u8[out, blocks, bytes], and the columns' place in them."""
     per_block, _ = GGML_QUANT_SIZES[type]
     first_block, end_block = first // per_block, -(-end // per_block)
@@ -113,9 +142,9 @@ def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _float16(octets: np.ndarray) -> np.ndarray:
     """u8[.., 2] -> f32[..]"""
-    return half_of(octets).astype(np.float32)
+    return _half_of(octets).astype(np.float32)
 
 
-def half_of(octets: np.ndarray) -> np.ndarray:
+def _half_of(octets: np.ndarray) -> np.ndarray:
     """u8[.., 2] -> f16[..]"""
     return np.ascontiguousarray(octets).view("<f2")[..., 0]
