@@ -138,20 +138,17 @@ class TensorFiles(Checkpoint):
         return lambda index: kernel.part(name, index, form)
 
     def _slice(self, key: str) -> RemoteSlice | PackedKernel:
-        """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_expected`."""
+        """The stored tensor. If the head is tied to the embedding, either may be stored alone: see `_plain`."""
         if key in self._kernels:
             return self._kernels[key]
         other = {EMBEDDING.key: HEAD.key, HEAD.key: EMBEDDING.key}
         return self._slices[key if key in self._slices else other[key]]
 
     def scales(self, key: str) -> tuple[np.ndarray, int | None] | None:
-        form = self._form
-        if (
-            not isinstance(form, CheckpointForm)
-            or (name := key.removesuffix("weight") + form.scale) not in self._slices
-        ):
+        form, module = self._form, key.removesuffix("weight")
+        if not isinstance(form, CheckpointForm) or module + form.scale not in self._slices:
             return None
-        scales = form.row_scales(self._slices[name][...], self.shape(key)[0])
+        scales = form.row_scales(self._slices[module + form.scale][...], self.shape(key)[0])
         return scales, None if form.block is None else form.block[1]
 
     def input_scale(self, key: str) -> np.float32:
