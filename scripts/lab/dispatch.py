@@ -1,76 +1,67 @@
-"""Times the call of a program with as many arguments as a model's step has, on arrays of a few bytes.
+"""Counts what XLA sets anew in the CUDA graph of each step, and times the CPU of a dispatch, without a GPU.
 
-The call's cost is the host's work for every argument: it does not depend on the arrays' sizes.
+python -m scripts.lab dispatch
+python -m scripts.lab dispatch --model llama-3.2-1b
+
+XLA's GPU client runs on a CUDA driver that does nothing (`accounts/cuda_stand_in.py`), which is compiled here. It needs
+jax's CUDA plug-in (the extra `targets`) and a C compiler. The driver's own time, and that of kernels, is not seen.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import Any
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from scripts.flags.errors import FailedError, add_debug_flag, run_command
+from scripts.lab.accounts.cuda_stand_in import build
+from scripts.lab.chip.parts import DEFAULT_MODELS, ROOT, Options, Result
+from scripts.lab.tables import say_head
 
-from model.network.sharding import abstract_model, make_mesh
-from model.presets import preset
-
-REPEATS = 300
-NUM_PACKED = 1024  # i32, what the host sends
-NUM_OUTPUT = 64  # i32, what it reads
-SHAPE = (8, 8)  # of the arrays in place of weights and pages
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """One call; medians in microseconds."""
-
-    num_devices: int
-    num_layers: int
-    num_arguments: int
-    wall_us: float
-    cpu_us: float  # of the calling thread
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cuda",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # there is no cuDNN
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+}
+# The plug-in would load the real runtime, which asks the driver for more. And jax looks for a GPU's files in /dev.
+CODE = """
+import ctypes, sys
+ctypes.CDLL("libcudart.so.13")
+from jax._src import hardware_utils
+hardware_utils.has_visible_nvidia_gpu = lambda: True
+from scripts.lab.chip.__main__ import main
+main("dispatch", *sys.argv[1:])
+"""
 
 
-def time_dispatch(name: str, num_devices: int) -> Dispatch:
-    """Times calls of a program with the arguments of the preset's step, on the first devices. The program adds one to
-    its state, which is donated."""
-    config = preset(name)
-    mesh = make_mesh(num_devices)
-    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names[-1]))
-    num_weights = len(jax.tree.leaves(nnx.state(abstract_model(config, dtype=jnp.bfloat16))))
-    weights = [jnp.zeros(SHAPE, device=split) for _ in range(num_weights)]
-    state = {
-        "slots": jnp.zeros(SHAPE, jnp.int32, device=whole),
-        "history": jnp.zeros(SHAPE, jnp.int32, device=split),
-        "masks": jnp.zeros(SHAPE, jnp.int32, device=whole),
-        "kv": [jnp.zeros(SHAPE, device=split) for _ in range(config.num_layers)],
-    }
-    packed = np.zeros(NUM_PACKED, np.int32)
-
-    def step(weights: Any, state: Any, packed: jax.Array) -> tuple[Any, jax.Array]:
-        return jax.tree.map(lambda x: x + 1, state), packed[:NUM_OUTPUT]
-
-    kept = jax.tree.map(lambda x: x.sharding, state)
-    options: dict[str, Any] = {"donate_argnums": 1, "out_shardings": (kept, whole), "keep_unused": True}
-    sent = jax.ShapeDtypeStruct(packed.shape, packed.dtype, sharding=whole)
-    program = jax.jit(step, **options).lower(weights, state, sent).compile()
-    wall, cpu = [], []
-    for _ in range(REPEATS):
-        before, cpu_before = time.perf_counter(), time.thread_time()
-        state, output = program(weights, state, packed)
-        cpu.append(time.thread_time() - cpu_before)
-        wall.append(time.perf_counter() - before)
-        np.asarray(output)
-        jax.block_until_ready(state)
-    return Dispatch(
-        num_devices=num_devices,
-        num_layers=config.num_layers,
-        num_arguments=len(jax.tree.leaves((weights, state))) + 1,
-        wall_us=float(np.median(wall)) * 1e6,
-        cpu_us=float(np.median(cpu)) * 1e6,
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m scripts.lab dispatch", description=__doc__.splitlines()[0])
+    p.add_argument(
+        "--model", action="append", metavar="PRESET", help=f"may be given again (default: {', '.join(DEFAULT_MODELS)})"
     )
+    add_debug_flag(p)
+    return p
+
+
+def bench(models: tuple[str, ...]) -> int:
+    """Builds the driver, runs the steps in a process on it, and returns the exit code."""
+    options = Options.make(device="cuda", rehearse=False, models=models, seed=0, limit_s=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        driver, path = build(Path(folder)), Path(folder) / "dispatch.json"
+        say_head("a CUDA driver that does nothing, as an H100")
+        env = os.environ | ENVIRONMENT | {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
+        done = subprocess.run([sys.executable, "-c", CODE, options.to_json(), path], cwd=ROOT, env=env, check=False)
+        result = Result.read(path) if path.exists() else Result(status="failed")
+    if result.is_bad:
+        raise FailedError("; ".join(result.problems) or f"the process ended with exit code {done.returncode}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = parser().parse_args(argv)
+    return run_command("dispatch", lambda: bench(tuple(args.model or ())), debug=args.debug)

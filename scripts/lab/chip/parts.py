@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model.inputs.words import described
 from scripts.flags.settings import EngineSettings
 from scripts.lab.tables import Table
 
@@ -25,16 +27,20 @@ class Part(NamedTuple):
     runs: str  # module:function, called with the options and the result that it fills
 
 
-PARTS = {
-    "versions": Part("Versions, driver, memory, clocks", 60, "versions:run"),
+PARTS = {  # those first that tell most of what is not known yet
+    "versions": Part("Versions, driver, memory, clocks", 30, "versions:run"),
+    "dispatch": Part("Nodes of graphs that are set anew", 60, "dispatch:run"),
+    "sanitizer": Part("Kernels under compute-sanitizer", 90, "sanitizer:run"),
+    "steps": Part("Whole steps", 200, "steps:run"),
+    "load": Part("Throughput", 200, "load:run"),
+    "starts": Part("A cold and a warm start", 120, "starts:run"),
+    "peers": Part("PyTorch and transformers on this card", 120, "torch_peers:run"),
+    "elsewhere": Part("Programs made without the chip", 100, "made_elsewhere:run"),
     "kernels": Part("Kernels against float32", 200, "kernels:run"),
     "pool": Part("Kernels in a pool of serving size", 100, "kernels:run_in_a_large_pool"),
     "text": Part("Text of the served demo against a CPU's", 120, "text:run"),
     "engines": Part("Two engines from the compile cache", 120, "text:run_two_engines"),
-    "elsewhere": Part("Programs made without the chip", 180, "made_elsewhere:run"),
     "speed": Part("Kernels' speed", 150, "speed:run"),
-    "steps": Part("Whole steps", 200, "steps:run"),
-    "load": Part("Throughput", 240, "load:run"),
 }
 WORDS = {
     "right": "in order",
@@ -91,6 +97,7 @@ class Result:
     problems: list[str] = field(default_factory=list)  # in plain words
     lines: list[str] = field(default_factory=list)  # Markdown
     figures: dict[str, Any] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)  # measurements that were not made
     before: dict[str, Any] = field(default_factory=dict)  # figures of the run that this one goes on with
     kept_in: Path | None = None  # where it is stored while it is filled
 
@@ -112,6 +119,26 @@ class Result:
         self.status = "wrong"
         self.problems.append(problem)
 
+    def measure(self, works: Mapping[str, Callable[[], Any]], show: Callable[[str, Any], None]) -> None:
+        """Fills `figures`, measurement by measurement, and shows each. Those of the run that this one goes on with are
+        only shown. One that raises is a problem, stays unknown, and does not stop the next."""
+        self.unknown = [name for name in works if name not in self.before]
+        for name, work in works.items():
+            try:
+                found = self.before[name] if name in self.before else work()
+            except Exception as error:
+                traceback.print_exc()
+                self.status = "failed" if self.status == "right" else self.status
+                self.problems.append(f"{name}: {described(error)}")
+                continue
+            self.found(name, found)
+            show(name, found)
+
+    def found(self, name: str, figures: Any) -> None:
+        """Keeps the figures of a measurement."""
+        self.figures[name] = figures
+        self.unknown = [other for other in self.unknown if other != name]
+
     def table(self, columns: Mapping[str, str]) -> Table:
         """A table in the report, whose rows are stored one by one."""
         return Table(columns, self.say)
@@ -126,9 +153,12 @@ class Result:
     def write(self, path: Path) -> None:
         """Stores it as JSON; the file is whole or not there."""
         spare = path.with_suffix(".new")
-        content = {name: value for name, value in vars(self).items() if name not in ("before", "kept_in")}
-        spare.write_text(json.dumps(content, indent=1) + "\n")
+        spare.write_text(json.dumps(self.content(), indent=1) + "\n")
         spare.replace(path)
+
+    def content(self) -> dict[str, Any]:
+        """What is stored."""
+        return {name: value for name, value in vars(self).items() if name not in ("before", "kept_in")}
 
     @classmethod
     def read(cls, path: Path) -> Result:
