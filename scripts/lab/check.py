@@ -6,8 +6,8 @@
     scripts/check --rehearse               all parts to the end on a CPU: interpreted kernels, tiny shapes, no figures
     scripts/check --make-kit kit.tgz       packs the tree and the packages for a machine that has jax and flax only
 
-Each part runs in a process of its own with a time limit, so a crash or a hang of one is a line in the report. The end of
-the report names what is still unknown. The exit code is 1 if a number was wrong or a part did not finish.
+Each part runs in a process of its own with a time limit, so a crash or a hang of one is a line in the report. The
+report names what is still unknown. The exit code is 1 if a number was wrong or a part did not finish.
 """
 
 from __future__ import annotations

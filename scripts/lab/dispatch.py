@@ -53,7 +53,11 @@ def bench(models: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         driver, path = build(Path(folder)), Path(folder) / "dispatch.json"
         say_head("a CUDA driver that does nothing, as an H100")
-        env = os.environ | ENVIRONMENT | {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
+        env = (
+            os.environ
+            | ENVIRONMENT
+            | {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
+        )
         done = subprocess.run([sys.executable, "-c", CODE, options.to_json(), path], cwd=ROOT, env=env, check=False)
         result = Result.read(path) if path.exists() else Result(status="failed")
     if result.is_bad:

@@ -3,7 +3,6 @@
 python -m scripts.lab step --model FOLDER --load-format dummy --dtype float32 --rows 1,4,16,64 --context 256
 python -m scripts.lab step --model preset:llama-3.2-1b --load-format dummy --prefill 128,512 --variant sample
 python -m scripts.lab step --rows 1,4,16 --in-engine      # decodes alone, and the same in an engine with its threads
-python -m scripts.lab step --dispatch llama-3.1-8b,llama-3.1-70b   # what a call with so many arguments costs the host
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument("--top-k", type=int, default=0, help="with --variant sample")
     step.add_argument("--steps", type=int, default=20)
     step.add_argument("--in-engine", action="store_true", help="print decode steps as the engine sees them, too")
-    step.add_argument("--dispatch", type=_names, help="time only calls with the arguments of these presets' steps")
     step.add_argument("--json", type=local_path, help="write the figures here, too")
     add_debug_flag(p)
     return p
@@ -48,8 +46,6 @@ def parser() -> argparse.ArgumentParser:
 
 def bench(args: argparse.Namespace, argv: list[str]) -> int:
     """Times each step and its matrix products alone, prints them, and returns the exit code."""
-    if args.dispatch:
-        return bench_dispatch(args.dispatch)
     import jax
 
     from scripts.building.runner import build_runner
@@ -111,27 +107,6 @@ def in_engine(args: argparse.Namespace, runner: ModelRunner, alone: list[Timing]
         steps = timing.step_ms, e.step_ms, e.step_ms / timing.step_ms
         table.row(f"decode {e.num_rows}", *steps, e.dispatch_ms, e.device_ms, e.idle_ms, e.delivery_ms, e.next_ms)
     return found
-
-
-def bench_dispatch(presets: list[str]) -> int:
-    """Times a call with the arguments of each preset's step, on one device and on all of them."""
-    import jax
-
-    from scripts.lab.dispatch import time_dispatch
-
-    say_head(jax.devices()[0].device_kind)
-    table = Table(
-        {"": "<18", "devices": "7", "layers": "7", "arguments": "7", "wall us": "7.0f", "CPU us": "7.0f"}, say
-    )
-    for name in presets:
-        for num_devices in sorted({1, len(jax.devices())}):
-            call = time_dispatch(name, num_devices)
-            table.row(name, num_devices, call.num_layers, call.num_arguments, call.wall_us, call.cpu_us)
-    return 0
-
-
-def _names(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
 
 
 def _ints(text: str) -> list[int]:

@@ -290,17 +290,18 @@ int cuStreamAddCallback(void *stream, void (*function)(void *, int, void *), voi
 
 // ---- graphs ----
 
-static void *capturing; // the stream whose work is captured
+static void *capturing, *captured; // the stream whose work is captured, and the graph
 
-int cuStreamBeginCapture_v2(void *stream, int mode) {
+int cuStreamBeginCaptureToGraph(void *stream, void *graph) {
     capturing = stream;
+    captured = graph;
     return SUCCESS;
 }
 
-int cuStreamBeginCaptureToGraph(void *stream, void *graph) { return cuStreamBeginCapture_v2(stream, 0); }
+int cuStreamBeginCapture_v2(void *stream, int mode) { return cuStreamBeginCaptureToGraph(stream, new_handle()); }
 
 int cuStreamEndCapture(void *stream, void **graph) {
-    *graph = new_handle();
+    *graph = captured;
     capturing = NULL;
     return SUCCESS;
 }
@@ -316,7 +317,7 @@ int cuStreamGetCaptureInfo_v2(
     void *stream, int *is_capturing, uint64_t *id, void **graph, void **dependencies, size_t *count
 ) {
     if (id) *id = 1;
-    if (graph) *graph = new_handle();
+    if (graph) *graph = captured;
     if (dependencies) *dependencies = NULL;
     if (count) *count = 0;
     return cuStreamIsCapturing(stream, is_capturing);

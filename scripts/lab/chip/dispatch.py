@@ -1,4 +1,4 @@
-"""What XLA sets anew in the CUDA graphs of the product's steps, by XLA's own log, and the CPU time of their dispatch."""
+"""What XLA sets anew in the CUDA graphs of steps, by its own log, and the CPU time of a dispatch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ def measure(case: Case, options: Options, log: Path) -> dict[str, Any]:
     text = log.read_bytes()
     if options.device == "cuda" and _NODE.encode() not in text[begun:]:
         raise RuntimeError(f"XLA's log has no CUDA graph: see {log}")
-    steps = [read_log(text[a:b].decode(errors="replace")) for a, b in zip(ends, ends[1:], strict=False)][SETTLING - 1 :]
+    steps = [read_log(text[a:b].decode(errors="replace")) for a, b in pairwise(ends)][SETTLING - 1 :]
     return {
         "set": {kind: sum(found[kind] for found, _ in steps) / len(steps) for kind in UPDATES},
         "most": max(found.total() for found, _ in steps),

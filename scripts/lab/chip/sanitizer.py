@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread
 
 from pallas_kernels.spec import Backend
@@ -44,7 +43,9 @@ def run(options: Options, result: Result) -> None:
         return
     tools = ("no tool",) if options.rehearse else TOOLS
     wanted = {tool: {_name(tool, *form): form for form in _forms(options)} for tool in tools}
-    result.measure({name: dict for names in wanted.values() for name in names if name in result.before}, lambda *_: None)
+    result.measure(
+        {name: dict for names in wanted.values() for name in names if name in result.before}, lambda *_: None
+    )
     result.unknown = [name for names in wanted.values() for name in names if name not in result.figures]
     table = result.table({"form": "", "largest error of a row": ".2%", "findings": ""})
     for name, found in result.figures.items():

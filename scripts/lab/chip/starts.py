@@ -1,0 +1,32 @@
+"""A start of a server with an empty compile cache, and one with what the first has left there."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from scripts.lab.chip.load import serve_flags
+from scripts.lab.chip.parts import Options, Result
+from scripts.lab.startup import start
+
+COLD, WARM = "cold", "warm"
+
+
+def run(options: Options, result: Result) -> None:
+    """Fills the result."""
+
+    def show(name: str, found: dict[str, Any]) -> None:
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in found["phases"].items())
+        result.say(f"- {name}: ready after {found['ready']:.1f} s, {found['cpu']:.1f} CPU s ({phases})")
+
+    with tempfile.TemporaryDirectory() as cache:
+        flags = ["--compile-cache", cache, *serve_flags(options)]
+        if WARM not in result.before:  # it needs what a cold one leaves
+            result.before.pop(COLD, None)
+        result.measure({name: partial(_start, flags) for name in (COLD, WARM)}, show)
+
+
+def _start(flags: list[str]) -> dict[str, Any]:
+    return asdict(start(flags))
