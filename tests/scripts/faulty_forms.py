@@ -10,7 +10,7 @@ from pallas_kernels.api import PagedAttention
 from scripts.lab.chip import kernels
 
 
-def test_form(model: str, backend: Any, kv_dtype: str, options: Any) -> dict[str, Any]:
+def test_form(model: str, backend: Any, kv_dtype: str, options: Any, poisons: bool) -> dict[str, Any]:
     right = PagedAttention.__call__
 
     def wrong(self: PagedAttention, *arguments: Any, **options: Any) -> Any:
@@ -20,4 +20,4 @@ def test_form(model: str, backend: Any, kv_dtype: str, options: Any) -> dict[str
     PagedAttention.__call__ = wrong  # type: ignore[method-assign]
     if kv_dtype == "float16":
         os.kill(os.getpid(), signal.SIGSEGV)
-    return kernels.test_form(model, backend, kv_dtype, options)
+    return kernels.test_form(model, backend, kv_dtype, options, poisons)

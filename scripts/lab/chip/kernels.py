@@ -77,7 +77,7 @@ def run(options: Options, result: Result) -> None:
         found = before.get(form, {})
         if found and "problem" not in found:
             return found
-        return _in_child(test_form, *form, options, limit_s=FORM_LIMIT_S, numpy_threads=max(1, cores // workers))
+        return _in_child(test_form, *form, options, True, limit_s=FORM_LIMIT_S, numpy_threads=max(1, cores // workers))
 
     cores = os.cpu_count() or 1
     workers = max(1, min(AT_ONCE, cores // CORES_EACH)) if options.device == "cuda" else 1
@@ -157,7 +157,7 @@ def spec_of(model: str, backend: Backend, kv_dtype: str) -> AttentionSpec:
     return make_spec(heads, page_size, jnp.dtype("bfloat16"), kv_dtype)
 
 
-def test_form(model: str, backend: Backend, kv_dtype: str, options: Options) -> dict[str, Any]:
+def test_form(model: str, backend: Backend, kv_dtype: str, options: Options, poisons: bool) -> dict[str, Any]:
     """The test of one form, in this process: its figures, or a problem, or why it is not supported."""
     start_jax(EngineSettings(device=options.device))
     spec = spec_of(model, backend, kv_dtype)
@@ -165,7 +165,7 @@ def test_form(model: str, backend: Backend, kv_dtype: str, options: Options) -> 
         validate.spec(spec, backend)
     except ValueError as error:
         return {"not_supported": str(error)}
-    return self_test(PagedAttention(spec, backend), TINY if options.rehearse else FULL, options.seed)
+    return self_test(PagedAttention(spec, backend), TINY if options.rehearse else FULL, options.seed, poisons=poisons)
 
 
 def test_pool(model: str, backend: Backend, kv_dtype: str, options: Options) -> dict[str, Any]:
@@ -192,7 +192,9 @@ def first_page_of(elements: int) -> int:
     return FIRST_ELEMENT // elements + 1
 
 
-def self_test(attention: PagedAttention, sizes: Sizes, seed: int, *, first_page: int = 0) -> dict[str, Any]:
+def self_test(
+    attention: PagedAttention, sizes: Sizes, seed: int, *, first_page: int = 0, poisons: bool = True
+) -> dict[str, Any]:
     """The largest error and the number of steps, or the problem. In a pool of serving size (`first_page`), there is no
     room for poison and for second results."""
     try:
@@ -205,7 +207,7 @@ def self_test(attention: PagedAttention, sizes: Sizes, seed: int, *, first_page:
             # Half of the seconds of an interpreted program are the compiler's.
             compiler_options={"xla_backend_optimization_level": 0} if attention.backend.is_interpreted else None,
         )
-        before_step = (lambda: None) if first_page else (lambda: poison(jax.devices()[0]))
+        before_step = (lambda: None) if first_page or not poisons else (lambda: poison(jax.devices()[0]))
         passed = [
             test.run(sizes.programs, seed=seed + round_, before_step=before_step, repeat=not first_page)
             for round_ in range(sizes.rounds)

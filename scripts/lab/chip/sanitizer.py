@@ -1,7 +1,8 @@
 """The GPU kernels at small shapes under NVIDIA's compute-sanitizer: a process for each tool, all at once.
 
-Each process tests all forms, as `kernels` does. Every buffer has an allocation of its own: in a pool, an access behind
-the end of a buffer would be one to another. A rehearsal has no tools, and runs one process without.
+Each process tests all forms, as `kernels` does, but without poison: `initcheck` finds memory that nothing has written.
+Every buffer has an allocation of its own: in a pool, an access behind the end of a buffer would be one to another. A
+rehearsal has no tools, and runs one process without.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ from scripts.lab.chip.parts import ROOT, Options, Result
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/compute-sanitizer")
-ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # timing products would be the longest part
-}
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+FLAGS = "--xla_gpu_autotune_level=0"  # timing products would take longest
 MARK = "form: "  # begins a line about a form
 SAID = "========= "  # begins the tools' lines
 NO_FINDINGS = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "Target application")
@@ -93,7 +92,7 @@ def _forms(options: Options) -> list[tuple[str, Backend, str]]:
 
 def _run(tool: str, command: Sequence[str], said: queue.Queue[tuple[str, str | None]]) -> None:
     """Puts the lines of the process, and None at its end."""
-    env = os.environ | ENVIRONMENT
+    env = os.environ | ENVIRONMENT | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"}
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -107,7 +106,7 @@ def main(options: str, left: str) -> None:
     """Tests the forms in this process, a line for each."""
     small = replace(Options.from_json(options), rehearse=True)  # its shapes are those of a rehearsal
     for model, backend, kv_dtype in json.loads(left):
-        found = test_form(model, Backend(backend), kv_dtype, small)
+        found = test_form(model, Backend(backend), kv_dtype, small, False)
         print(MARK + json.dumps([[model, backend, kv_dtype], found]), flush=True)
 
 

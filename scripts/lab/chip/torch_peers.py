@@ -53,7 +53,8 @@ def run(options: Options, result: Result) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JAX_PLATFORMS")}
     there = subprocess.run([python, "-c", "import torch"], env=env, capture_output=True, text=True, check=False)
     if there.returncode:
-        result.say(f"Not measured: {python} has no PyTorch; PEER_PYTHON names another Python.")
+        reason = (there.stderr.strip().splitlines() or ["no reason given"])[-1]
+        result.say(f"Not measured: {python} cannot import PyTorch ({reason}); PEER_PYTHON names another Python.")
         return
     result.figures |= result.before
     asked = asked_for(options, result.figures)
