@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tarfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,12 @@ from pallas_kernels.spec import Backend
 from scripts.building.tpu_topology import name_of
 from scripts.flags.errors import FailedError
 from scripts.lab import check
-from scripts.lab.chip import kernels, made_elsewhere
+from scripts.lab import dispatch as lab_dispatch
+from scripts.lab.chip import dispatch, kernels, made_elsewhere, sanitizer, torch_peers
 from scripts.lab.chip.kit import make_kit
 from scripts.lab.chip.parts import PARTS, Options, Result
-from scripts.lab.chip.progress import Progress, write_report
-from scripts.lab.chip.steps import work_of_step
+from scripts.lab.chip.progress import Progress, unknown, write_report
+from scripts.lab.chip.steps import activity, work_of_step
 from scripts.lab.chip.text import compare
 from tests.scripts import faulty_forms
 
@@ -92,13 +95,121 @@ def test_a_part_that_fails_or_hangs_is_a_line_and_the_others_go_on(tmp_path):
     assert results["steps"].status == "failed"
     assert "unknown preset" in results["steps"].problems[0]
     assert any("no-such-model" in line for line in results["steps"].lines)  # the end of the log
-    again = Progress(tmp_path, replace(impossible, limit_s=0.2)).run(("versions", "steps"))
+    _, report = write_report(tmp_path, impossible, results)
+    again = Progress(tmp_path, replace(impossible, limit_s=0.2), report).run(("versions", "steps"))
     assert again["versions"] == results["versions"]  # it has a result
     assert again["steps"].status == "late"
     assert "it was stopped after 0 s" in again["steps"].problems[-1]
     late = Progress(tmp_path, replace(impossible, limit_s=0.0)).run(("steps",))["steps"]
-    assert (late.status, late.problems) == ("late", ["there was no time left for it; --resume runs it"])
-    assert Progress(tmp_path, OPTIONS).run(()) == {}  # of other models
+    assert (late.status, late.problems) == ("late", ["there was no time left for it"])
+    assert Progress(tmp_path, OPTIONS).run(()) == {}  # without a report, a check begins anew
+
+
+def test_a_resumed_part_measures_only_what_is_unknown(tmp_path):
+    works: list[str] = []
+
+    def work(name: str) -> int:
+        works.append(name)
+        if name == "b" and works.count("b") == 1:
+            raise RuntimeError("the chip was lost")
+        return len(works)
+
+    def part(result: Result) -> None:
+        result.measure({name: partial(work, name) for name in "abc"}, lambda name, found: result.say(f"{name} {found}"))
+
+    path = tmp_path / "part.json"
+    first = Result.begun(path)
+    part(first)
+    assert (first.status, first.unknown, first.problems) == ("failed", ["b"], ["b: the chip was lost"])
+    assert Result.read(path).figures == {"a": 1, "c": 3}  # stored before the part's end
+    first.write(path)
+    second = Result.begun(path)
+    part(second)
+    assert works == ["a", "b", "c", "b"]
+    assert (second.status, second.unknown, second.lines) == ("right", [], ["a 1", "b 4", "c 3"])
+
+
+def test_the_report_names_what_is_unknown():
+    half = Result(status="late", unknown=["8b, fp8, decode 512"])
+    lines = unknown({"steps": half, "load": Result(), "starts": Result(status="late"), "text": Result(status="wrong")})
+    assert "Whole steps (`steps`): 8b, fp8, decode 512" in lines
+    assert "A cold and a warm start (`starts`)" in lines
+    assert not [line for line in lines if "`load`" in line or "`text`" in line]
+    assert len(lines) == len(PARTS) - 2
+
+
+# Lines of XLA's log, of a step before graphs referred to buffers that stay.
+LOG = """
+I1128 207 cuda_command_buffer.cc:457] Add memcpy D2D node to a graph 0x55; size: 32
+I1128 210 cuda_command_buffer.cc:850] Set kernel node params 0x49; kernel: loop_pad_fusion; gdx: 1
+I1128 210 cuda_command_buffer.cc:850] Set kernel node params 0x4a; kernel: loop_pad_fusion; gdx: 1
+I1128 211 cuda_command_buffer.cc:700] Set child node params 0x4b to params contained in 0x33
+I1128 212 cuda_command_buffer.cc:500] Set memcpy D2D node params 0x4c; size: 4
+"""
+
+
+def test_the_nodes_that_xla_sets_are_read_from_its_log():
+    kinds, names = dispatch.read_log(LOG)
+    assert kinds == {"kernels": 2, "child graphs": 1, "copies": 1}
+    assert names == {"loop_pad_fusion": 2}
+
+
+def test_the_kernels_of_a_profile_are_summed_per_step():
+    found = activity([(0.0, 5e3, "gemm"), (4e3, 6e3, "append"), (8e3, 13e3, "gemm")])
+    assert found.busy_s == pytest.approx(11e-6)
+    assert found.span_s == pytest.approx(13e-6)
+    assert list(found.kernels.items()) == [("gemm", (2.0, 0.4)), ("append", (0.4, 0.2))]
+
+
+SANITIZER = """#!/bin/sh
+tool=$2; shift 2
+echo "========= COMPUTE-SANITIZER"
+[ $tool = racecheck ] && echo "========= Error: Race reported between Write access and Read access"
+"$@"
+echo "========= ERROR SUMMARY: 0 errors"
+"""
+
+
+def test_a_finding_of_a_tool_is_of_the_form_that_it_tested(tmp_path, monkeypatch):
+    """With a program in place of NVIDIA's, which runs the real test."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sanitizer, "TOOLS", ("memcheck", "racecheck"))
+    monkeypatch.setattr(sanitizer, "_forms", lambda _: [("demo", Backend.REFERENCE, "int8")])
+    result = Result.begun(tmp_path / "sanitizer.json")
+    sanitizer.run(replace(OPTIONS, rehearse=False), result)
+    bad = "racecheck: demo, reference, K/V in int8"
+    assert result.problems == [f"{bad}: Error: Race reported between Write access and Read access"]
+    assert 0 < result.figures["memcheck: demo, reference, K/V in int8"]["largest_error"] < 0.05
+    assert list(result.figures[bad]) == ["findings"]
+    assert (result.status, result.unknown) == ("wrong", [])
+
+
+PEER = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+echo '["PyTorch, decode 1", {"step_ms": 4.5}]'
+exit 1
+"""
+
+
+def test_a_peer_that_dies_keeps_its_figures(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(PEER)
+    python.chmod(0o755)
+    monkeypatch.setenv("PEER_PYTHON", str(python))
+    result = Result.begun(tmp_path / "peers.json")
+    torch_peers.run(OPTIONS, result)
+    assert result.figures == {"PyTorch, decode 1": {"step_ms": 4.5}}
+    assert (result.status, result.unknown) == ("failed", ["PyTorch, decode 2"])
+    assert "| PyTorch, decode 1 | step_ms 4.50 |" in result.lines
+    result.write(tmp_path / "peers.json")
+    resumed = Result.begun(tmp_path / "peers.json")
+    assert torch_peers.asked_for(OPTIONS, resumed.before)["rows"] == [2]
+    python.write_text("#!/bin/sh\necho 'No module named torch' >&2; exit 1\n")
+    torch_peers.run(OPTIONS, resumed)
+    assert "cannot import PyTorch (No module named torch)" in resumed.lines[0]
 
 
 def test_a_form_that_is_wrong_or_dies_is_named_and_the_next_is_tested(tmp_path, monkeypatch):
@@ -145,12 +256,20 @@ def test_the_command_checks_the_asked_parts_and_resumes(tmp_path, capsys):
     (report,) = tmp_path.glob("check-rehearsal-*.md")
     assert "no figure here is a chip's" in report.read_text()
     assert "packages: jax 0." in report.read_text()
-    first = (tmp_path / "check-state/versions.json").read_text()
-    assert check.main([*flags, "--resume"]) == 0
-    assert (tmp_path / "check-state/versions.json").read_text() == first
-    Result(status="wrong").write(tmp_path / "check-state/text.json")
-    assert check.main([*flags, "--resume"]) == 1
+    assert "  Throughput (`load`)" in capsys.readouterr().out
+    figures = report.with_suffix(".json")
+    first = json.loads(figures.read_text())
+    first["parts"]["text"] = Result(status="wrong").content()
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(first))
+    assert check.main([*flags, "--resume", str(earlier)]) == 1
     assert "not in order: text" in capsys.readouterr().err
+    assert json.loads(figures.read_text())["parts"]["versions"] == first["parts"]["versions"]
+    assert check.main([*flags, "--model", "llama-3.2-1b", "--resume", str(earlier)]) == 2
+    assert "['llama-3.2-1b']" in capsys.readouterr().err
+    earlier.write_text("[1]")
+    assert check.main([*flags, "--resume", str(earlier)]) == 2
+    assert f"--resume {earlier}: no report of scripts/check" in capsys.readouterr().err
 
 
 def test_without_a_chip_it_says_what_to_do(monkeypatch, capsys):
@@ -187,10 +306,30 @@ def test_an_unpacked_kit_runs(tmp_path):
 @pytest.mark.kernels
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_part_to_its_end(tmp_path):
-    command = [sys.executable, "-m", "scripts.lab", "check", "--rehearse", "--output", tmp_path]
+    command = [sys.executable, "-m", "scripts.lab", "check", "--rehearse", "--minutes", "60", "--output", tmp_path]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     (report,) = tmp_path.glob("check-rehearsal-*.md")
     assert done.returncode == 0, done.stdout + done.stderr + report.read_text()
     parts = json.loads(report.with_suffix(".json").read_text())["parts"]
     assert list(parts) == list(PARTS)
     assert all(part["status"] == "right" and part["lines"] for part in parts.values())
+    left = report.read_text()
+    assert "Still unknown" not in left
+
+
+@pytest.mark.targets
+@pytest.mark.slow
+def test_a_step_sets_two_kernels_anew_and_no_child_graph(capfd):
+    """XLA's real GPU client on a driver that does nothing. The two read the host's buffer and write the output."""
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip("needs jax's CUDA plug-in")
+    assert lab_dispatch.main(["--model", "demo"]) == 0
+    rows = [line.strip("| ").split(" | ") for line in capfd.readouterr().out.splitlines() if line.startswith("| demo,")]
+    assert [row[0] for row in rows] == ["demo, 8 rows, greedy", "demo, 8 rows, sample", "demo, 64 rows, greedy"]
+    assert [row[1:5] for row in rows] == 3 * [["2", "0", "0", "2"]]
+
+
+def test_without_the_plug_in_the_bench_of_dispatches_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert lab_dispatch.main([]) == 1
+    assert "jax's CUDA plug-in is not installed here" in capsys.readouterr().err
