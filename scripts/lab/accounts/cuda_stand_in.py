@@ -69,7 +69,7 @@ def build(folder: Path) -> Path:
     names = {name.decode() for name in _NAME.findall(plugin.read_bytes())}
     source, library = folder / "driver.c", folder / LIBRARIES[0]
     source.write_text(source_of(names))
-    command = [compiler, "-w", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"]
+    command = [compiler, "-w", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise FailedError(f"the stand-in driver cannot be compiled: {done.stderr.strip()}")

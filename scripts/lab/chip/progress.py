@@ -52,7 +52,7 @@ class Progress:
                 results[part].write(self._path(part))
 
     def run(
-        self, parts: Iterable[str], report: Callable[[dict[str, Result]], None] = lambda results: None
+        self, parts: Iterable[str], report: Callable[[dict[str, Result]], object] = lambda results: None
     ) -> dict[str, Result]:
         """Runs those of `parts` that have no result, and returns the results of all parts that have one. `report` gets
         them after each part."""

@@ -26,7 +26,7 @@ BATCHING = "transformers, continuous batching"
 
 def own_python() -> str:
     """This machine's Python, outside of the virtual environment that this one may be of."""
-    return os.environ.get("PEER_PYTHON") or getattr(sys, "_base_executable", sys.executable)
+    return os.environ.get("PEER_PYTHON") or str(getattr(sys, "_base_executable", sys.executable))
 
 
 def asked_for(options: Options, known: dict[str, Any]) -> dict[str, Any]:
