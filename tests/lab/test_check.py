@@ -111,7 +111,7 @@ def test_a_resumed_part_measures_only_what_is_unknown(tmp_path):
     def work(name: str) -> int:
         works.append(name)
         if name == "b" and works.count("b") == 1:
-            raise RuntimeError("the chip was lost")
+            raise ValueError("the chip was lost")
         return len(works)
 
     def part(result: Result) -> None:
@@ -176,7 +176,7 @@ def test_a_finding_of_a_tool_is_of_the_form_that_it_tested(tmp_path, monkeypatch
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sanitizer, "TOOLS", ("memcheck", "racecheck"))
+    monkeypatch.setattr(sanitizer, "TOOLS", {"memcheck": (), "racecheck": ()})
     monkeypatch.setattr(sanitizer, "_forms", lambda _: [("demo", Backend.REFERENCE, "int8")])
     result = Result.begun(tmp_path / "sanitizer.json")
     sanitizer.run(replace(OPTIONS, rehearse=False), result)

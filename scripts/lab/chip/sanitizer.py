@@ -21,7 +21,8 @@ from pallas_kernels.spec import Backend
 from scripts.lab.chip.kernels import forms, test_form
 from scripts.lab.chip.parts import ROOT, Options, Result
 
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+# With their options: jax asks the driver for what may be missing, and memcheck would call the answers errors.
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "synccheck": (), "initcheck": ()}
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/compute-sanitizer")
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 FLAGS = "--xla_gpu_autotune_level=0"  # timing products would take longest
@@ -40,7 +41,7 @@ def run(options: Options, result: Result) -> None:
     if path is None and not options.rehearse:
         result.say("Not checked: compute-sanitizer is not on the PATH; it is part of NVIDIA's CUDA toolkit.")
         return
-    tools = ("no tool",) if options.rehearse else TOOLS
+    tools = {"no tool": ()} if options.rehearse else TOOLS
     wanted = {tool: {_name(tool, *form): form for form in _forms(options)} for tool in tools}
     result.measure(
         {name: dict for names in wanted.values() for name in names if name in result.before}, lambda *_: None
@@ -52,7 +53,7 @@ def run(options: Options, result: Result) -> None:
     said: queue.Queue[tuple[str, str | None]] = queue.Queue()
     for tool, names in wanted.items():
         left = [form for name, form in names.items() if name in result.unknown]
-        prefix = [] if options.rehearse else [str(path), "--tool", tool]
+        prefix = [] if options.rehearse else [str(path), "--tool", tool, *tools[tool]]
         command = [*prefix, sys.executable, "-m", __name__, options.to_json(), json.dumps(left)]
         Thread(target=_run, args=(tool, command, said), daemon=True).start()
     running, findings = set(tools), {tool: list[str]() for tool in tools}

@@ -3,7 +3,7 @@ a machine's own Python that has these. `torch_peers` runs it, and this module im
 
     python scripts/lab/chip/torch_decode.py JSON
 
-A line of JSON for each measurement. The compiled decode is one CUDA graph over a static cache.
+A line of JSON for each measurement. A decode is one CUDA graph of compiled layers over a static cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def emit(name: str, **figures: Any) -> None:
     print(json.dumps([name, figures]), flush=True)
 
 
-def decoder(torch: Any, shape: dict[str, int], rows: int, length: int, device: str) -> Callable[[Any, Any], Any]:
+def decoder(
+    torch: Any, shape: dict[str, int], rows: int, length: int, device: str, *, compiles: bool
+) -> Callable[[Any, Any], Any]:
     """A step: the next token of each row, from its last token and the position."""
     functional = torch.nn.functional
     width, dim = shape["hidden_size"], shape["head_dim"]
@@ -56,20 +58,26 @@ def decoder(torch: Any, shape: dict[str, int], rows: int, length: int, device: s
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
+    def block(x: Any, position: Any, mask: Any, layer: dict[str, Any]) -> Any:
+        parts = functional.linear(norm(x), layer["qkv"]).view(rows, -1, 1, dim)
+        q, k, v = parts.split([heads, kv_heads, kv_heads], 1)
+        layer["keys"].index_copy_(2, position, rotated(k, position))
+        layer["values"].index_copy_(2, position, v)
+        seen = functional.scaled_dot_product_attention(
+            rotated(q, position), layer["keys"], layer["values"], attn_mask=mask, enable_gqa=True
+        )
+        x = x + functional.linear(seen.reshape(rows, -1), layer["out"])
+        gate, up = functional.linear(norm(x), layer["gate_up"]).chunk(2, -1)
+        return x + functional.linear(functional.silu(gate) * up, layer["down"])
+
+    if compiles:  # once for all layers: a whole step takes the compiler a minute
+        block = torch.compile(block, fullgraph=True, dynamic=False)
+
     def step(tokens: Any, position: Any) -> Any:
         x = embedding[tokens]
         mask = (places <= position)[None, None, None]
         for layer in layers:
-            parts = functional.linear(norm(x), layer["qkv"]).view(rows, -1, 1, dim)
-            q, k, v = parts.split([heads, kv_heads, kv_heads], 1)
-            layer["keys"].index_copy_(2, position, rotated(k, position))
-            layer["values"].index_copy_(2, position, v)
-            seen = functional.scaled_dot_product_attention(
-                rotated(q, position), layer["keys"], layer["values"], attn_mask=mask, enable_gqa=True
-            )
-            x = x + functional.linear(seen.reshape(rows, -1), layer["out"])
-            gate, up = functional.linear(norm(x), layer["gate_up"]).chunk(2, -1)
-            x = x + functional.linear(functional.silu(gate) * up, layer["down"])
+            x = block(x, position, mask, layer)
         return functional.linear(norm(x), head).argmax(-1)
 
     return step
@@ -78,21 +86,34 @@ def decoder(torch: Any, shape: dict[str, int], rows: int, length: int, device: s
 def time_decodes(torch: Any, asked: dict[str, Any], rows: int) -> None:
     """Times steps one after the other; each has the tokens of the one before."""
     device, context, steps = asked["device"], asked["context"], asked["steps"]
-    step = decoder(torch, asked["shape"], rows, context + WARM_UPS + steps, device)
-    if device == "cuda":
-        step = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    on_gpu = device == "cuda"
+    step = decoder(torch, asked["shape"], rows, context + WARM_UPS + steps, device, compiles=on_gpu)
     tokens = torch.zeros(rows, dtype=torch.long, device=device)
+    position = torch.full((1,), context, dtype=torch.long, device=device)
+
+    def advance() -> None:
+        tokens.copy_(step(tokens, position))
+        position.add_(1)
+
     begun = time.perf_counter()
     with torch.no_grad():
-        for number in range(WARM_UPS + steps):
-            if number == WARM_UPS:
-                _wait(torch, device)
-                compiled, begun = time.perf_counter() - begun, time.perf_counter()
-            position = torch.full((1,), context + number, dtype=torch.long, device=device)
-            tokens = step(tokens, position).clone()
-        _wait(torch, device)
+        for _ in range(WARM_UPS):
+            advance()
+        run = advance
+        if on_gpu:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                advance()
+            run = graph.replay
+            torch.cuda.synchronize()
+        first_steps_s, begun = time.perf_counter() - begun, time.perf_counter()
+        for _ in range(steps):
+            run()
+        if on_gpu:
+            torch.cuda.synchronize()
     step_ms = (time.perf_counter() - begun) / steps * 1e3
-    emit(f"PyTorch, decode {rows}", step_ms=step_ms, tokens_per_s=rows / step_ms * 1e3, first_steps_s=compiled)
+    emit(f"PyTorch, decode {rows}", step_ms=step_ms, tokens_per_s=rows / step_ms * 1e3, first_steps_s=first_steps_s)
 
 
 def time_continuous_batching(torch: Any, asked: dict[str, Any]) -> None:
@@ -117,11 +138,6 @@ def time_continuous_batching(torch: Any, asked: dict[str, Any]) -> None:
     seconds = time.perf_counter() - begun
     count = sum(len(answer.generated_tokens) for answer in answers.values())
     emit("transformers, continuous batching", output_tokens_per_s=count / seconds, tokens=count, seconds=seconds)
-
-
-def _wait(torch: Any, device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def main(asked: dict[str, Any]) -> None:
