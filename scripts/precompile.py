@@ -1,4 +1,4 @@
-"""Compiles a server's programs for TPUs that are not here, so that its first start finds them:
+"""Makes a server's programs for chips that are not here, so that its first start finds them:
 
     python -m scripts.precompile --target v6e:1x1 --model MODEL --max-model-len 8192 --compile-cache FOLDER
     scripts/serve --model MODEL --max-model-len 8192 --compile-cache FOLDER
@@ -8,7 +8,8 @@ the programs. So do the versions of this program, of jax and of libtpu. A start 
 found, and what differs if it has found none. Weights are looked at, but not loaded: with `--load-format dummy`,
 `config.json` is enough for a model whose checkpoint is not quantised.
 
-For GPUs there is no such command: XLA chooses their kernels by timing them on the GPU.
+For GPUs (`--target h100`, `--target 8xh100`) the programs are traced, kernels included, and not compiled: XLA chooses
+a GPU's products by timing them there. This needs the CUDA plug-in of jax, and no driver.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from scripts.building.tpu_topology import TpuTopology, be_on, tpu_topology
+from scripts.building.described_chips import be_on, topology_named
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
     from scripts.building.device import Report
+    from scripts.building.gpu_topology import GpuTopology
     from scripts.building.runner import Built
+    from scripts.building.tpu_topology import TpuTopology
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,15 +36,15 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m scripts.precompile", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     p.add_argument(
-        "--target", required=True, metavar="CHIPS", help="all chips of the host: v6e:1x1, v6e:2x4, v5p:2x2x1"
+        "--target", required=True, metavar="CHIPS", help="all chips of the host: v6e:1x1, v5p:2x2x1, h100, 8xh100"
     )
     add_engine_flags(p)
     add_debug_flag(p)
     return p
 
 
-def precompile(settings: EngineSettings, topology: TpuTopology, report: Report) -> None:
-    """Compiles the programs that are not in the cache yet. It must be called before jax is imported.
+def precompile(settings: EngineSettings, topology: TpuTopology | GpuTopology, report: Report) -> None:
+    """Makes the programs that are not in the cache yet. It must be called before jax is imported.
 
     Raises:
         ValueError: the settings cannot be used, or the compiler for the target is missing.
@@ -59,19 +62,27 @@ def precompile(settings: EngineSettings, topology: TpuTopology, report: Report) 
 
 
 def fill(built: Built, target: str, report: Report) -> None:
-    """Compiles the programs of a runner, unless they are in the cache. Raises OSError if one cannot be stored there."""
+    """Makes the programs of a runner, unless they are in the cache. Raises OSError if one cannot be stored there."""
     from model.compiling.compile_cache import filling
     from scripts.building.attention_backend import compile_self_test
-    from scripts.building.precompiled import Made, is_made, program_facts
+    from scripts.building.precompiled import Made, is_made, only_traced, program_facts
 
     started, folder = time.perf_counter(), built.plan.device.folders.programs
     if folder is None:
         raise ValueError("--compile-cache: there is no folder in which programs can be kept; name one of your own")
     plan, attention = built.plan, built.loader.attention
     facts, buckets = program_facts(built.runner, plan.facts(attention)), plan.ladder.buckets()
-    count = len(buckets) + len(built.runner.described.updates())
+    count = len(buckets) if only_traced(plan.device.platform) else len(buckets) + len(built.runner.described.updates())
     if is_made(folder, facts):
         report(f"{folder} has these {count} programs for {target} already")
+        return
+    if only_traced(plan.device.platform):
+        programs = built.runner.programs
+        programs.trace(buckets)
+        if programs.untraced(buckets):
+            raise OSError(f"--compile-cache: {folder} cannot be written to")
+        Made(target=target, facts=facts, programs=count).write(folder)
+        report(f"{folder} has {count} traced programs for {target}, made in {time.perf_counter() - started:.1f} s")
         return
     with filling():
         built.runner.compile(buckets, lambda line: report(f"  {line}"))
@@ -95,17 +106,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _precompile(args: argparse.Namespace) -> int:
     """Runs the command. Errors are raised."""
-    if ":" not in args.target:
-        raise ValueError(
-            f"--target {args.target}: only TPUs are compiled for elsewhere, such as v6e:1x1. On a GPU, XLA chooses "
-            "kernels by timing them: start the server there once, and keep its --compile-cache"
-        )
-    if args.device not in ("auto", "tpu"):
+    topology = topology_named(args.target)
+    if args.device not in ("auto", topology.backend):
         raise ValueError(f"--device {args.device}: --target names the device")
     if args.compile_cache == "none":
         raise ValueError("--compile-cache none: it names the folder that is filled")
-    args.device = "tpu"
-    precompile(EngineSettings.from_namespace(args), tpu_topology(args.target), print)
+    args.device = topology.backend
+    precompile(EngineSettings.from_namespace(args), topology, print)
     return 0
 
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pallas_kernels.cpu import library
 # Custom calls of our kernels on GPUs and CPUs. `jax.export` does not promise that a later JAX runs them; the key holds
 # the version of JAX.
 _KERNEL_CALLS = ("mosaic_gpu_v2", "mosaic_gpu", *library.NAMES)
+CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _NOT_OF_THE_TRACE = ("cache", "dump", "export", "logging", "traceback")  # parts of the names of JAX's options
 
 
@@ -43,6 +45,12 @@ class Program:
     def shapes(self) -> tuple[Any, ...]:
         """The shapes, types and shardings that identify the program among those with the same name."""
         return self.arguments, self.donated, self.out_shardings
+
+    @property
+    def traced_shapes(self) -> tuple[Any, ...]:
+        """What identifies the trace. It is the same for attached devices and for descriptions of them."""
+        arguments = jax.tree.map(lambda x: (x.shape, x.dtype, _divided(x.sharding)), self.arguments)
+        return arguments, self.donated, jax.tree.map(_divided, self.out_shardings)
 
     def devices(self) -> tuple[jax.Device, ...]:
         """The devices on which the program runs, in the order of its mesh."""
@@ -97,6 +105,19 @@ class Program:
         return self.calling(export.deserialize(bytearray(self.traced().serialize())))
 
 
+def _divided(sharding: jax.sharding.Sharding) -> str:
+    """How an array is divided, without the devices. The `repr` of a mesh shows its axes."""
+    return repr((sharding.mesh, sharding.spec)) if isinstance(sharding, jax.sharding.NamedSharding) else "whole"
+
+
+def compiler_of(device: jax.Device) -> str:
+    """The version of what traces and compiles for the device. Descriptions of a GPU have no runtime that would say
+    it, so it is that of jax's plug-in."""
+    if device.platform == "gpu":
+        return ", ".join(f"{name} {found.version}" for name in CUDA_PLUGINS for found in distributions(name=name))
+    return " ".join(device.client.platform_version.split())
+
+
 def fingerprint(packages: Iterable[Path], facts: Iterable[object], device: jax.Device) -> str:
     """A digest of all that decides how a program is traced.
 
@@ -116,7 +137,7 @@ def fingerprint(packages: Iterable[Path], facts: Iterable[object], device: jax.D
         name: value for name, value in jax.config.values.items() if not any(part in name for part in _NOT_OF_THE_TRACE)
     }
     versions = (jax.__version__, jaxlib.__version__, flax.__version__)
-    machine = (device.platform, device.device_kind, device.client.platform_version)
+    machine = (device.platform, device.device_kind, compiler_of(device))
     for fact in (versions, machine, sorted(options.items()), *facts):
         digest.update(f"{fact!r}\n".encode())
     return digest.hexdigest()[:32]

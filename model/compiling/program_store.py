@@ -105,7 +105,7 @@ class ProgramStore:
             self._files.delete(file)
 
     def _trace(self, name: str, program: Program) -> str:
-        return f"traced/{self._traced_from}/{_digest(name, *program.shapes)}.stablehlo"
+        return f"traced/{self._traced_from}/{_digest(name, *program.traced_shapes)}.stablehlo"
 
     def _executable(self, name: str, program: Program) -> str | None:
         if self._compiled_from is None:

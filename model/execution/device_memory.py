@@ -12,6 +12,7 @@ from pallas_kernels import chips
 
 # For a described chip: the part of a program's memory that the runtime and the loaded programs may take.
 CHIP_RESERVE = chips.GIB // 4
+GPU_RESERVE = chips.GIB  # and CUDA's context, and what the driver has less than the table says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,10 @@ def device_memory(device: jax.Device) -> DeviceMemory:
     if device.platform == "cpu":
         return host_memory()
     if device.client.runtime_type == "compile_only_runtime":
+        if device.platform == "gpu":
+            (memory,) = (chip.memory_bytes for chip in chips.GPUS.values() if chip.device_kind == device.device_kind)
+            total = int(memory * chips.GPU_POOL_SHARE)
+            return DeviceMemory(total=total, free=total - GPU_RESERVE, is_host=False)
         from pallas_kernels.tpu.blocks import this_chip
 
         total = int(chips.TPUS[this_chip()].memory_gib * chips.GIB)

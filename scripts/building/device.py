@@ -14,6 +14,7 @@ from pathlib import Path
 
 from model.compiling.compiler_options import ALLOCATOR_VARIABLE, GPU_ALLOCATOR
 from pallas_kernels.chips import GPU_POOL_SHARE
+from scripts.building.described_chips import is_described
 from scripts.building.kept_folders import KeptFolders, kept_folders
 from scripts.flags.settings import EngineSettings
 
@@ -71,7 +72,7 @@ def start_jax(
     if device == "cpu" and settings.tensor_parallel_size is not None and settings.tensor_parallel_size > num_hosts:
         jax.config.update("jax_num_cpu_devices", settings.tensor_parallel_size // num_hosts)
     if device == "cuda":
-        allocator = GPU_ALLOCATOR if check_cuda() else "default"
+        allocator = GPU_ALLOCATOR if is_described(device) or check_cuda() else "default"
         os.environ.setdefault(ALLOCATOR_VARIABLE, allocator)
     if join is not None:
         join()

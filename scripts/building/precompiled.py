@@ -67,6 +67,12 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
         return different
 
 
+def only_traced(platform: str) -> bool:
+    """Whether programs that are made elsewhere are traced, but not compiled: XLA chooses a GPU's kernels by timing them
+    there."""
+    return platform == "gpu"
+
+
 def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, str]:
     """All facts that decide the programs of a start, by their names in messages.
 
@@ -77,20 +83,26 @@ def program_facts(runner: ModelRunner, shapes: Mapping[str, str]) -> dict[str, s
     import jax
     import jaxlib
 
+    from model.compiling.program import compiler_of
     from model.compiling.program_store import topology
 
     device, limits = runner.described.device, runner.described.config
     compresses = importlib.util.find_spec("zstandard") is not None  # JAX then compresses programs
+    of_compiled = {
+        "the package zstandard": "there" if compresses else "missing",
+        "the chips' topology": topology(),
+        **{name: " ".join(sorted(os.environ.get(name, "").split())) for name in FLAGS},
+    }
+    if only_traced(device.platform):
+        of_compiled = {"the chips": str(len(jax.devices()))}
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        "the package zstandard": "there" if compresses else "missing",
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "flax": flax.__version__,
-        "the compiler": " ".join(device.client.platform_version.split()),
+        "the compiler": compiler_of(device),
         "the chip": device.device_kind,
-        "the chips' topology": topology(),
-        **{name: " ".join(sorted(os.environ.get(name, "").split())) for name in FLAGS},
+        **of_compiled,
         **shapes,
         "the limits": str(replace(limits, num_pages=None, memory_utilization=1.0)),
         PAGES: str(runner.capacity().num_pages),

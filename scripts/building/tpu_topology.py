@@ -1,13 +1,12 @@
-"""Descriptions of TPUs that are not attached: their names, and their use as the devices of a process that compiles."""
+"""Descriptions of TPUs that are not attached, by their names."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from pallas_kernels.chips import TPUS, TpuChip
 
@@ -22,7 +21,6 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_FORCE_TPU_INIT": "1",
 }
-_MORE_THAN_OURS = 1000  # the priority of a backend; that of an attached TPU is 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,17 @@ class TpuTopology:
     name: str  # the topology's name in libtpu
     chip: TpuChip
     bounds: tuple[int, ...]
+
+    backend: ClassVar = "tpu"
+    environment: ClassVar = ENVIRONMENT
+
+    def check(self) -> None:
+        """Raises ValueError if the chips are on several hosts."""
+        if (most := self.chip.max_host_chips) < math.prod(self.bounds):
+            raise ValueError(
+                f"--target {self.name}: a host has at most {most} of these chips, and programs of several hosts are "
+                "made by their own start"
+            )
 
     def devices(self) -> list[jax.Device]:
         """Descriptions of the chips. jax raises RuntimeError if libtpu is missing or does not know the topology."""
@@ -68,31 +77,3 @@ def name_of(chip: str, coords: Iterable[tuple[int, int, int]]) -> str:
     """The name of all chips at these coordinates. Generations with links in three dimensions have three numbers."""
     x, y, z = (1 + max(places) - min(places) for places in zip(*coords, strict=True))
     return f"{chip}:{x}x{y}x{z}" if chip in ("v5p", "tpu7x") else f"{chip}:{x}x{y}"
-
-
-def be_on(topology: TpuTopology) -> None:
-    """Makes described chips the TPUs of this process, so `jax.devices()` are descriptions. Programs can be compiled for
-    them, but nothing can be run or allocated. Call it before jax is imported.
-
-    Raises:
-        ValueError: the chips are on several hosts, or libtpu is missing or does not know them.
-    """
-    if (most := topology.chip.max_host_chips) < math.prod(topology.bounds):
-        raise ValueError(
-            f"--target {topology.name}: a host has at most {most} of these chips, and programs of several hosts are "
-            "made by their own start"
-        )
-    os.environ |= ENVIRONMENT
-    from jax._src import xla_bridge  # private: JAX has no public API for devices that are only described
-
-    def client() -> Any:
-        described: Any = topology.devices()[0].client
-        # `jax.export` asks the client, and those of attached devices say so.
-        type(described).serialize_with_sdy = True
-        return described
-
-    try:
-        client()
-    except RuntimeError as error:
-        raise ValueError(f"--target {topology.name}: libtpu cannot compile for it here: {error}") from error
-    xla_bridge.register_backend_factory("tpu", client, priority=_MORE_THAN_OURS)

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from batcher.step import Bucket, longest_first
 from model.inputs.words import described
 from pallas_kernels.chips import GPU_POOL_SHARE
-from scripts.building.tpu_topology import attached_topology, be_on, tpu_topology
+from scripts.building.described_chips import be_on, topology_named
+from scripts.building.tpu_topology import attached_topology
 from scripts.flags.settings import EngineSettings
 from server.engine.child_process import end_with_parent, start_without_main
 
@@ -123,7 +124,7 @@ def _trace(settings: EngineSettings, buckets: Sequence[Bucket], build: bytes, ta
     os.environ |= QUIET
     try:
         if target is not None:
-            be_on(tpu_topology(target))
+            be_on(topology_named(target))
         pickle.loads(build)(settings).runner.programs.trace(buckets)
     except Exception as error:
         logger.warning("a process that traces programs has ended, and the engine traces them: %s", described(error))

@@ -29,6 +29,9 @@ from tests.model import checkpoints
 from tests.scripts.precompile_one import OneStep, built, described, shapes
 
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
+needs_cuda_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the CUDA plug-in is not installed"
+)
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
@@ -157,7 +160,8 @@ def test_a_broken_list_is_a_warning(settings, caplog):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--target h100", "--target h100: only TPUs are compiled for elsewhere"),
+        ("--target h101", "not a GPU target: name='h101'; it is one of ['a100', 'b200', "),
+        ("--target h100 --device tpu", "--device tpu: --target names the device"),
         ("--target v9:1x1", "not a TPU target: name='v9:1x1'; it is one of ['tpu7x', 'v5e', 'v5p', 'v6e']"),
         ("--target v6e:0x1", "not a TPU topology"),
         ("--target v6e:4x4", "--target v6e:4x4: a host has at most 8 of these chips"),
@@ -195,9 +199,14 @@ def names(cache: Path) -> tuple[set[str], set[str]]:
     )
 
 
+def folders(cache: Path) -> set[str]:
+    """Digests of all that decides the traces, besides names and shapes."""
+    return {path.name for path in (cache / "traced").iterdir()}
+
+
 @pytest.fixture(scope="module")
-def for_tpus(tmp_path_factory) -> Path:
-    """A configuration without weights, of heads that a TPU's kernels take."""
+def for_chips(tmp_path_factory) -> Path:
+    """A configuration without weights, of heads that the chips' kernels take."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 1, "num_heads": 8, "num_kv_heads": 8}
     config = replace(preset("llama-3.2-1b"), **sizes, vocab_size=512, bos_token_id=1, eos_token_ids=(2,))
@@ -208,19 +217,19 @@ def for_tpus(tmp_path_factory) -> Path:
 @needs_libtpu
 @pytest.mark.targets
 @pytest.mark.slow
-def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_tpus, tmp_path):
-    said = precompiled(for_tpus, tmp_path / "first")
+def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_chips, tmp_path):
+    said = precompiled(for_chips, tmp_path / "first")
     assert (
         "jax on 1 x TPU v6 lite" in said
         and f"{tmp_path / 'first'} has 4 programs and 2 of the self-test for v6e:1x1" in said
     )
-    precompiled(for_tpus, tmp_path / "again")
+    precompiled(for_chips, tmp_path / "again")
     assert names(tmp_path / "first") == names(tmp_path / "again")
     assert list(map(len, names(tmp_path / "first"))) == [4, 6]
-    assert precompiled(for_tpus, tmp_path / "first").endswith("has these 4 programs for v6e:1x1 already\n")
+    assert precompiled(for_chips, tmp_path / "first").endswith("has these 4 programs for v6e:1x1 already\n")
 
     # XLA's options decide what is compiled, but not what is traced.
-    precompiled(for_tpus, tmp_path / "other", LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=32768")
+    precompiled(for_chips, tmp_path / "other", LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=32768")
     first, other = names(tmp_path / "first"), names(tmp_path / "other")
     assert first[0] == other[0] and not first[1] & other[1]
 
@@ -228,10 +237,10 @@ def test_programs_for_a_tpu_have_the_same_names_in_every_process(for_tpus, tmp_p
 @needs_libtpu
 @pytest.mark.targets
 @pytest.mark.slow
-def test_what_processes_trace_next_to_a_tpus_engine_is_found(for_tpus, tmp_path):
+def test_what_processes_trace_next_to_a_tpus_engine_is_found(for_chips, tmp_path):
     """They have its description only, and the engine is another process."""
     settings = EngineSettings(
-        model=str(for_tpus), load_format="dummy", device="tpu", max_num_seqs=8, max_num_batched_tokens=64,
+        model=str(for_chips), load_format="dummy", device="tpu", max_num_seqs=8, max_num_batched_tokens=64,
         max_model_len=256, num_pages=8, tensor_parallel_size=1, attention_backend="tpu", compile_cache=str(tmp_path),
     )  # fmt: skip
     buckets = OneStep(bucket_config(settings, "tpu", 1)).buckets()
@@ -239,7 +248,7 @@ def test_what_processes_trace_next_to_a_tpus_engine_is_found(for_tpus, tmp_path)
     process.join(120)
     assert process.exitcode == 0
     (traced,) = names(tmp_path)[0]
-    said = precompiled(for_tpus, tmp_path, "--num-pages", "8")
+    said = precompiled(for_chips, tmp_path, "--num-pages", "8")
     assert ", 1 were traced before" in said
     assert traced in names(tmp_path)[0]
 
@@ -247,13 +256,60 @@ def test_what_processes_trace_next_to_a_tpus_engine_is_found(for_tpus, tmp_path)
 @needs_libtpu
 @pytest.mark.targets
 @pytest.mark.slow
-def test_programs_for_several_tpus(for_tpus, tmp_path):
-    said = precompiled(for_tpus, tmp_path, "--tensor-parallel-size", "4", target="v6e:2x2")
+def test_programs_for_several_tpus(for_chips, tmp_path):
+    said = precompiled(for_chips, tmp_path, "--tensor-parallel-size", "4", target="v6e:2x2")
     assert (
         "jax on 4 x TPU v6 lite" in said
         and "4 of 4 chips" in said
         and "has 4 programs and 2 of the self-test for v6e:2x2" in said
     )
+
+
+@needs_cuda_plugin
+@pytest.mark.targets
+@pytest.mark.slow
+def test_programs_for_a_gpu_are_traced_and_have_the_same_names_in_every_process(for_chips, tmp_path):
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    said = precompiled(for_chips, first, target="h100")
+    assert "jax on 1 x NVIDIA H100 80GB HBM3" in said
+    assert "attention backend gpu, without a test" in said
+    assert f"{first} has 1 traced programs for h100" in said
+    # A GPU compiles them itself, so XLA's options and the folder's other content do not matter.
+    precompiled(for_chips, again, target="h100", XLA_FLAGS="--xla_gpu_autotune_level=0")
+    assert names(first) == names(again)
+    assert list(map(len, names(first))) == [1, 0]
+    (program,) = (first / "traced").rglob("*.stablehlo")
+    assert program.read_bytes() == next((again / "traced").rglob("*.stablehlo")).read_bytes()
+    assert b"mosaic_gpu" in program.read_bytes()
+    assert precompiled(for_chips, first, target="h100").endswith("has these 1 programs for h100 already\n")
+    precompiled(for_chips, other, target="h200")
+    assert not folders(other) & folders(first)
+
+
+SAVED = """
+import sys
+from pathlib import Path
+from scripts.building import gpu_topology
+from scripts.building.described_chips import be_on, topology_named
+be_on(topology_named("h100"))
+import jax
+from jaxlib import xla_client
+jax.config.update("jax_platforms", "cuda,cpu")
+gpu_topology.FOLDER = Path(sys.argv[1])
+path = gpu_topology.save_topology(gpu_topology.FOLDER)
+(device,) = gpu_topology.gpu_topology("h100").devices()
+identities = {xla_client.get_topology_for_devices([d]).fingerprint() for d in (device, jax.devices()[0])}
+print(path.name, device.device_kind, device.core_count, device.compute_capability, len(identities))
+"""
+
+
+@needs_cuda_plugin
+@pytest.mark.targets
+def test_a_saved_topology_describes_the_same_chip(tmp_path):
+    command = [sys.executable, "-c", SAVED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "h100.bin NVIDIA H100 80GB HBM3 132 9.0 1\n"
 
 
 @needs_libtpu
@@ -265,13 +321,13 @@ def test_programs_for_several_tpus(for_tpus, tmp_path):
         (("--load-format", "auto"), "no safetensors files in"),
     ],
 )
-def test_a_model_that_cannot_be_read_is_refused(for_tpus, tmp_path, flags, message):
-    *_, line = precompiled(for_tpus, tmp_path, *flags).splitlines()
+def test_a_model_that_cannot_be_read_is_refused(for_chips, tmp_path, flags, message):
+    *_, line = precompiled(for_chips, tmp_path, *flags).splitlines()
     assert line.startswith("precompile: ") and message in line
 
 
 @needs_libtpu
 @pytest.mark.targets
-def test_a_folder_that_others_can_write_to_is_refused(for_tpus, tmp_path):
+def test_a_folder_that_others_can_write_to_is_refused(for_chips, tmp_path):
     tmp_path.chmod(0o777)
-    assert "--compile-cache: other users may write to" in precompiled(for_tpus, tmp_path)
+    assert "--compile-cache: other users may write to" in precompiled(for_chips, tmp_path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from batcher.step import Bucket, Variant
+from model.compiling import program as program_module
 from model.compiling.program import Program, fingerprint
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
@@ -46,6 +49,37 @@ def test_the_fingerprint_is_of_code_facts_and_options(tmp_path):
     (code / "__pycache__/a.pyc").write_bytes(b"compiled")
     seen.add(now("fact", 1))
     assert len(seen) == 6
+
+
+def test_the_device_itself_does_not_identify_a_trace():
+    """Attached devices and their descriptions have other names, and a description of a GPU has no runtime."""
+
+    def program(sharding: jax.sharding.Sharding) -> Program:
+        x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)
+        return Program(lambda x: 2 * x, (x,), donated=(), out_shardings=sharding)
+
+    def over(device: int, *axes: str) -> jax.sharding.Sharding:
+        mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[device : device + 2]), ("tensor",))
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+    alone = [program(jax.sharding.SingleDeviceSharding(device)) for device in jax.devices("cpu")[:2]]
+    assert repr(alone[0].traced_shapes) == repr(alone[1].traced_shapes)
+    assert repr(alone[0].shapes) != repr(alone[1].shapes)
+    divided = [repr(program(over(0, *axes)).traced_shapes) for axes in ((), ("tensor",))]
+    assert len({*divided, repr(alone[0].traced_shapes)}) == 3
+    assert repr(program(over(2, "tensor")).traced_shapes) == divided[1]
+
+
+def test_the_versions_of_the_plug_in_are_in_a_gpus_fingerprint(tmp_path, monkeypatch):
+    def seen(runtime: str) -> str:
+        client = SimpleNamespace(platform_version=runtime)
+        gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", client=client)
+        return fingerprint([tmp_path], (), gpu)
+
+    before = seen("PJRT C API\ncuda 13000")
+    assert seen("PJRT C API\nNVIDIA H100 80GB HBM3") == before  # as described
+    monkeypatch.setattr(program_module, "CUDA_PLUGINS", ("numpy",))
+    assert seen("PJRT C API\ncuda 13000") != before
 
 
 def test_a_traced_program_leaves_the_fingerprint_as_it_is(tmp_path):
