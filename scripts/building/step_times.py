@@ -70,8 +70,8 @@ class Products:
         """The seconds of a step of padded sizes."""
         last = num_rows * self.last_flops / self._speed(num_rows)
         return (
-            self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens) + last)
-            + self._part(self.head_bytes, num_rows * self.head_flops / self._speed(num_rows, is_head=True))
+            self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens) + last, num_rows)
+            + self._part(self.head_bytes, num_rows * self.head_flops / self._speed(num_rows, is_head=True), num_rows)
             + self.num_reduces * self._reduce(num_tokens * self.hidden_bytes)
         )
 
@@ -79,8 +79,12 @@ class Products:
         """The speed of a product with so many rows, as a multiple of bfloat16's."""
         return 1.0
 
-    def _part(self, num_bytes: float, flops: float) -> float:
-        return max(num_bytes / self.memory_bytes_per_s, flops / self.flops_per_s)
+    def _read_bytes_per_s(self, num_rows: int) -> float:
+        """The bandwidth that a step with so many rows reaches."""
+        return self.memory_bytes_per_s
+
+    def _part(self, num_bytes: float, flops: float, num_rows: int) -> float:
+        return max(num_bytes / self._read_bytes_per_s(num_rows), flops / self.flops_per_s)
 
     def _reduce(self, num_bytes: float) -> float:
         sent = 2 * (self.num_devices - 1) / self.num_devices * num_bytes

@@ -40,6 +40,27 @@ def test_a_decode_of_one_row_reads_the_weights_once():
     assert seconds == pytest.approx(num_bytes / (1638e9 * MEMORY_EFFICIENCY), rel=1e-6)
 
 
+@pytest.mark.parametrize(("rows", "ms"), [(1, 6.14), (16, 6.99), (64, 10.05), (256, 24.17)])
+def test_an_h100_takes_the_measured_time_of_a_step(rows, ms):
+    """Those of scripts/lab/results/2026-11-26-h100.md."""
+    sizes = {"weights_read": 15_009_857_536, "weight_itemsize": 2, "kv_token_bytes": 131072, "chips": 1}
+    h100, h200 = (roofline(preset("llama-3.1-8b"), parse_target(name), **sizes) for name in ("h100", "h200"))
+    assert h100.decode_seconds(rows, 1024) * 1e3 == pytest.approx(ms, rel=0.01)
+    assert h100.share_of_bandwidth(160) == pytest.approx((0.701 + 0.610) / 2)
+    assert h200.share_of_bandwidth(rows) is None
+
+
+def test_a_plan_says_which_rows_were_measured(capsys):
+    flags = "--model preset:llama-3.1-8b --no-simulate --no-compile --max-num-seqs 128 --workload chat --target".split()
+    assert plan.main([*flags, "h100"]) == 0
+    said = capsys.readouterr().out
+    assert "a step's time: measured shares of the memory's bandwidth" in said
+    assert ", 70% of the bandwidth, as measured (8B, bfloat16)" in said
+    assert ", 67% of the bandwidth; measured were 1, 16, 64, 256 rows (8B, bfloat16)" in said
+    assert plan.main([*flags, "h200"]) == 0
+    assert "80%, which nobody has measured, of the memory's bandwidth" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("target", "quantization", "rounding"),
     [

@@ -12,6 +12,7 @@ from scripts.building.step_times import FLOPS_EFFICIENCY, LINK_EFFICIENCY, MEMOR
 from scripts.lab.planning.apart import Apart
 from scripts.lab.planning.cost import Cost
 from scripts.lab.planning.memory import GIB, Account, MemoryPlan, Sizes
+from scripts.lab.planning.roofline import Roofline
 from scripts.lab.planning.sweep import Candidate, Outcome
 from scripts.lab.planning.workload import METRICS
 
@@ -86,20 +87,32 @@ def chips_lines(candidate: Candidate) -> Iterator[str]:
 def step_lines(candidate: Candidate, context: int) -> Iterator[str]:
     """How long typical steps take."""
     line, buckets = candidate.sizes.roofline, candidate.memory.buckets
+    read = "measured shares" if line.measured else f"{MEMORY_EFFICIENCY:.0%}, which nobody has measured,"
     yield marked(
         ESTIMATED,
-        f"a step's time: {MEMORY_EFFICIENCY:.0%} of the memory's bandwidth, {FLOPS_EFFICIENCY:.0%} of the bfloat16 "
-        f"peak, {LINK_EFFICIENCY:.0%} of the links'",
+        f"a step's time: {read} of the memory's bandwidth, {FLOPS_EFFICIENCY:.0%} of the bfloat16 peak, "
+        f"{LINK_EFFICIENCY:.0%} of the links'",
     )
     for rows in sorted({1, min(64, buckets.max_num_seqs), buckets.max_num_seqs}):
         seconds = line.decode_seconds(rows, context)
         yield marked(
             ESTIMATED,
-            f"{seconds * 1e3:8.2f} ms  a decode of {rows} rows of {context} tokens: {rows / seconds:.0f} tokens/s",
+            f"{seconds * 1e3:8.2f} ms  a decode of {rows} rows of {context} tokens: {rows / seconds:.0f} tokens/s"
+            f"{_read_share(line, rows)}",
         )
     budget = buckets.max_num_batched_tokens
     seconds = line.seconds(budget, 1, kv_tokens=budget, pairs=budget * (budget + 1) / 2)
     yield marked(ESTIMATED, f"{seconds * 1e3:8.2f} ms  a prompt of {budget} tokens: {budget / seconds:.0f} tokens/s")
+
+
+def _read_share(line: Roofline, rows: int) -> str:
+    """The share of the bandwidth, and whether it was measured with so many rows."""
+    share = line.share_of_bandwidth(rows)
+    if share is None:
+        return ""
+    if rows in line.measured:
+        return f", {share:.0%} of the bandwidth, as measured (8B, bfloat16)"
+    return f", {share:.0%} of the bandwidth; measured were {', '.join(map(str, line.measured))} rows (8B, bfloat16)"
 
 
 def outcome_line(outcome: Outcome) -> str:

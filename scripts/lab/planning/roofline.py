@@ -7,7 +7,10 @@ of every row; the head multiplies the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from batcher.scheduling.step_plan import StepPlan
 from model.config import LlamaConfig
@@ -20,6 +23,9 @@ from scripts.lab.planning.target import Target
 # dispatch of a program). They delay a step only if they take longer than the step before it.
 HOST_STEP_S = 0.0005
 HOST_ROW_S = 2e-6
+# Rows -> the share of the data sheet's bandwidth that whole decode steps have reached on the chip: an 8B in bfloat16
+# with 1,024 tokens a row (scripts/lab/results/2026-11-26-h100.md). Other chips are taken to reach `MEMORY_EFFICIENCY`.
+MEASURED_SHARES: Mapping[str, Mapping[int, float]] = {"h100": {1: 0.736, 16: 0.733, 64: 0.701, 256: 0.610}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,8 @@ class Roofline(Products):
     kv_token_bytes: float  # of all layers
     pair_flops: float  # of attention, per query and computed token
     rounding: Rounding | None = None  # of the inputs of projections
+    data_sheet_bytes_per_s: float = 0.0
+    measured: Mapping[int, float] = field(default_factory=dict, hash=False)  # of `MEASURED_SHARES`; empty: none
 
     def __call__(self, plan: StepPlan) -> float:
         pairs, tokens = 0.0, 0
@@ -45,13 +53,23 @@ class Roofline(Products):
             kv_tokens: tokens whose K/V are read, of all rows.
             pairs: of a query and a token that it attends to.
         """
-        attention = self._part(kv_tokens * self.kv_token_bytes, pairs * self.pair_flops)
+        attention = self._part(kv_tokens * self.kv_token_bytes, pairs * self.pair_flops, num_rows)
         return self.products_seconds(num_tokens, num_rows) + attention
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
         """Of a decode of rows of one length."""
         tokens = num_rows * context
         return self.seconds(num_rows, num_rows, kv_tokens=tokens, pairs=tokens)
+
+    def share_of_bandwidth(self, num_rows: int) -> float | None:
+        """The measured share of the data sheet's bandwidth, or one between measured ones; None: none was measured."""
+        if not self.measured:
+            return None
+        return float(np.interp(num_rows, list(self.measured), list(self.measured.values())))
+
+    def _read_bytes_per_s(self, num_rows: int) -> float:
+        share = self.share_of_bandwidth(num_rows)
+        return self.memory_bytes_per_s if share is None else share * self.data_sheet_bytes_per_s
 
     def _speed(self, num_rows: int, *, is_head: bool = False) -> float:
         """Of a product with so many rows, as a multiple of bfloat16's."""
@@ -85,4 +103,6 @@ def roofline(
         kv_token_bytes=kv_token_bytes,
         pair_flops=4 * config.num_layers * config.num_heads * config.head_dim / chips,
         rounding=rounding,
+        data_sheet_bytes_per_s=target.chip.memory_bytes_per_s,
+        measured=MEASURED_SHARES.get(target.chip.name, {}),
     )
