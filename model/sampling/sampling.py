@@ -177,10 +177,16 @@ def adjust(
     biased = asking & (rows.num_bias > 0)
     penalised = asking & rows.has_penalty
     banned = asking & (positions < rows.min_kv_len) & (rows.num_stop_ids > 0)
-    logits = _where_asked(biased, lambda x: _add_bias(shard, x, rows), logits)
-    logits = _where_asked(penalised, lambda x: _penalise(x, rows, history()), logits)
-    logits = _where_asked(banned, lambda x: _ban_stop_ids(shard, x, rows), logits)
-    return _where_asked(asking & rows.has_mask, lambda x: jnp.where(allowed(shard, masks()), x, -jnp.inf), logits)
+    masked = asking & rows.has_mask
+
+    def adjusted(x: jax.Array) -> jax.Array:
+        x = _where_asked(biased, lambda x: _add_bias(shard, x, rows), x)
+        x = _where_asked(penalised, lambda x: _penalise(x, rows, history()), x)
+        x = _where_asked(banned, lambda x: _ban_stop_ids(shard, x, rows), x)
+        return _where_asked(masked, lambda x: jnp.where(allowed(shard, masks()), x, -jnp.inf), x)
+
+    # XLA copies the logits in a branch that does not change them. Where no row asks for anything, it is this one alone.
+    return lax.cond((biased | penalised | banned | masked).any(), adjusted, lambda x: x, logits)
 
 
 def _where_asked(asked: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
