@@ -83,16 +83,6 @@ make_venv() {
     fi
 }
 
-# A client that tests use, and that needs older packages than the other clients: these are in a folder of their own.
-install_instructor() {
-    rm -rf .venv/instructor
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --target .venv/instructor --no-deps \
-        instructor==1.17.0 jiter==0.14.0 openai==3.3.0 rich==14.3.3 || {
-        say "set-up: pip could not install instructor (see above)"
-        return 1
-    }
-}
-
 # pip compiles one module after the other; here all cores do. Nothing imports the models of transformers, a third of the
 # work. A module that does not compile is one that nothing imports; pip passes over such modules, too.
 compile_modules() {
@@ -131,7 +121,6 @@ setup() {
         say "set-up: pip could not install the packages (see above)"
         return 1
     }
-    case " $* " in *" clients "*) install_instructor || return 1 ;; esac
     compile_modules
     printf '%s\ncore %s\n' "$wanted" "$*" >"$STAMP"
     say "set-up: done in $((SECONDS - started)) s"

@@ -52,7 +52,7 @@ LAB = Path(__file__).parent / "lab"
 OF_ONE_MARK = {
     "kernels": [KERNELS],
     "lab": [LAB],
-    "clients": [E2E / f"test_{name}.py" for name in ("langchain", "litellm", "page", "pydantic_ai")],
+    "clients": [E2E / f"test_{name}.py" for name in ("langchain", "litellm", "page")],
 }
 MAX_PROCESSES = 4  # each imports JAX and holds programs: up to two gigabytes
 

@@ -24,17 +24,14 @@ from tests.e2e.kv_crowd import (
     BODIES,
     BROKEN,
     FROM_FILES,
-    GIB,
     IN_FILES,
     NUM_PAGES,
     POOL,
     crowd,
-    files_of,
     filled,
     flags_of,
     healthy,
     in_files,
-    pages_gib,
     text_alone,
     text_of,
     texts,
@@ -118,57 +115,6 @@ def test_no_text_is_wrong_whatever_becomes_of_servers_and_files(flags, told, fol
     assert run.counts[FROM_FILES] > 0 < run.counts[BROKEN]
 
 
-def test_a_folder_that_vanishes_is_missed_by_no_request(flags, told, folder):
-    with serve_exported(*flags, *in_files(folder)) as server:
-        assert crowd(server) == told
-        wait_for(server, lambda counts: counts[IN_FILES] > NUM_PAGES)
-        shutil.rmtree(folder)
-        assert crowd(server) == told
-        folder.write_text("not a folder")
-        assert crowd(server) == told
-        healthy(server)
-    assert server.process.returncode == 0
-
-
-def test_a_disk_that_takes_no_more_is_missed_by_no_request(flags, told, folder):
-    """No file may be longer than a few kilobytes from then on."""
-    with serve_exported(*flags, *in_files(folder)) as server:
-        server.engine_process().rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
-        assert crowd(server) == told
-        assert crowd(server) == told
-        assert healthy(server)[IN_FILES] == 0
-        assert not [file for file in files_of(folder) if file.suffix == ".page"]
-    assert server.process.returncode == 0
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any folder")
-def test_a_folder_that_cannot_be_written_to_is_read(flags, told, folder):
-    files = filled(folder, flags)
-    inner = {file.parent for file in files}
-    for path in inner:
-        path.chmod(0o500)
-    try:
-        with serve_exported(*flags, *in_files(folder)) as server:
-            assert crowd(server) == told
-            assert crowd(server) == told
-            assert healthy(server)[FROM_FILES] > 0
-    finally:
-        for path in inner:
-            path.chmod(0o700)
-
-
-def test_files_stay_within_their_bound(flags, told, folder):
-    bound = 30
-    with serve_exported(*flags, *in_files(folder, host_pages=10, file_pages=bound)) as server:
-        for _ in range(2):
-            assert crowd(server) == told
-            most = float(pages_gib(bound)) * GIB
-            wait_for(server, lambda counts: counts[IN_FILES] > 0)
-            assert 0 < sum(file.stat().st_size for file in files_of(folder)) <= most
-        healthy(server)
-    assert sum(file.stat().st_size for file in files_of(folder)) <= most
-
-
 def start_error(*flags: str) -> str:
     """The line that a server says which does not start."""
     command = [sys.executable, "-m", "scripts.launch", "--device", "cpu", "--port", "0", *flags]
@@ -194,11 +140,3 @@ def test_flags_that_cannot_be_satisfied_are_refused_in_a_line(engine_flags, fold
     (folder / "file").write_text("x")
     error = start_error(*engine_flags, *POOL, *(flag.format(folder=folder) for flag in own))
     assert all(word in error for word in words), error
-
-
-def test_a_folder_that_others_may_enter_is_refused_in_words(engine_flags, folder):
-    folder.chmod(0o755)
-    error = start_error(*engine_flags, *POOL, *in_files(folder))
-    assert str(folder) in error
-    assert "--kv-offloading-path" in error
-    assert "chmod" in error

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +18,6 @@ from tests.e2e.kv_crowd import (
     BODIES,
     COMPLETIONS,
     GREEDY,
-    NGRAM,
     NUM_PAGES,
     PAGE_SIZE,
     STORIES,
@@ -31,7 +29,6 @@ from tests.e2e.kv_crowd import (
     wait_for,
 )
 from tests.server.support.sse_events import stream_events
-from tests.server.support.zmtp import MOST_FLOODED, flood
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -121,20 +118,6 @@ def test_a_crowd_gets_the_texts_of_one_server(prefill, decode, forgotten, told) 
     healthy(prefill)
 
 
-@pytest.mark.hosts
-def test_engines_that_draft_behind_several_processes_share_a_prefill_server(flags, told) -> None:
-    own = [*flags, NGRAM]
-    with (
-        prefilling(own) as prefill,
-        decoding(own, prefill.url, "--data-parallel-size=2", "--api-server-count=2") as decode,
-    ):
-        assert texts_of(decode) == told
-        assert outcomes(decode)["done"] > 10
-        found = wait_for(decode, lambda found: found["num_requests_running"] == 0)
-        assert found[LOST] == 0
-        healthy(prefill)
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seeded"])
 def test_a_long_prompt_is_fetched_but_for_its_last_page(prefill, decode, forgotten, sampling) -> None:
     """Two samples, streamed. The prefill server answers the same request by itself."""
@@ -172,37 +155,6 @@ def test_the_route_needs_the_key(prefill) -> None:
     assert "weights" in answer.json()["error"]["message"]
 
 
-def test_strangers_at_the_page_port_take_neither_its_descriptors_nor_its_memory(flags, told) -> None:
-    with prefilling(flags, descriptors=256) as prefill, contextlib.ExitStack() as stack:
-        port, engine = page_port(prefill), prefill.engine_process()
-        before, num_open = engine.memory_info().rss, engine.num_fds()
-        for _ in range(300):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
-        assert flood(port, b"DEALER") < MOST_FLOODED
-        assert engine.memory_info().rss < before + 2**28
-        assert engine.num_fds() < num_open + 64
-        with prefill.http(headers=KEY) as http:
-            for number, body in enumerate(BODIES[:6]):  # adapters are loaded, too
-                assert text_of(http, body) == told[number]
-        with decoding(flags, prefill.url) as decode:
-            assert texts_of(decode) == told
-            assert outcomes(decode)["done"] > 10
-            assert healthy(decode)[FETCHED] > NUM_PAGES
-    assert prefill.process.returncode == 0
-
-
-def test_pages_of_another_form_are_refused_in_words(flags, prefill, told, capfd) -> None:
-    """Each text is as before: pages of 8 tokens change no number."""
-    changed = [flag if not flag.startswith("--page-size") else "--page-size=8" for flag in flags]
-    changed = [flag if not flag.startswith("--num-pages") else f"--num-pages={2 * NUM_PAGES}" for flag in changed]
-    with decoding(changed, prefill.url) as decode:
-        with decode.http(headers=KEY) as http:
-            assert text_of(http, BODIES[0]) == told[0]
-        assert outcomes(decode) == {"done": 0, "failed": 1}
-        assert healthy(decode)[FETCHED] == 0
-    assert "page_size differ" in capfd.readouterr().err
-
-
 def test_a_prefill_server_that_stands_still_is_not_waited_for(flags, prefill, told) -> None:
     with decoding(flags, prefill.url, "--kv-transfer-timeout=1") as decode:
         prefill.process.send_signal(signal.SIGSTOP)
@@ -238,16 +190,6 @@ def test_a_decode_server_that_is_killed_leaves_nothing_behind(flags) -> None:
         with prefill.http(headers=KEY) as http:
             assert text_of(http, BODIES[0])
     assert prefill.process.returncode == 0
-
-
-def page_port(server: DemoServer) -> int:
-    """The one at which its engine listens besides no other."""
-    (connection,) = {
-        connection.laddr.port
-        for connection in server.engine_process().net_connections("tcp")
-        if connection.status == "LISTEN"
-    }
-    return connection
 
 
 def kill(server: DemoServer) -> None:

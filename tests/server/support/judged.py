@@ -1,7 +1,7 @@
 """Judges every answer that a test's clients read by OpenAI's published schemas, or by the types of its client.
 
 The transports of `httpx` and `httpx2` are wrapped. Plain clients, the official one and those that are built on it
-(LangChain, pydantic-ai, LiteLLM) read through them.
+(LangChain, LiteLLM) read through them.
 """
 
 from __future__ import annotations
