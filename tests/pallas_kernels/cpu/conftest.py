@@ -32,17 +32,11 @@ CALLS = {
 }
 
 
-@pytest.fixture(scope="package")
-def folder(tmp_path_factory):
-    """Of the libraries for other CPUs."""
-    return tmp_path_factory.mktemp("native")
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in TARGETS],
 )
-def target(request, folder) -> Iterator[str]:
+def target(request) -> Iterator[str]:
     """The operations run on each kind of vectors."""
     compiler()
     library.load(NATIVE)
@@ -53,7 +47,9 @@ def target(request, folder) -> Iterator[str]:
         pytest.skip(f"{request.param} is for x86")
     if "v4" in request.param and "avx512vl" not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"{request.param}: this CPU has no AVX-512")
-    path = folder / f"{request.param}.so"
+    # Each takes a core a quarter of a minute: all files, processes and runs share them.
+    path = NATIVE / "other_cpus" / f"{library._digest(compiler())}.{request.param}.so"
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         library.compile_library(compiler(), path, *TARGETS[request.param])
     functions = ctypes.CDLL(str(path))

@@ -43,7 +43,7 @@ def script(path: Path, text: str) -> str:
 def test_a_library_is_made_once(tmp_path):
     """Two processes that start at once, and a third one, whose compiler would fail."""
     folder, own = tmp_path / "native", tmp_path / "cc"
-    script(own, f'exec {CC} "$@"')
+    script(own, f'exec {CC} "$@" -O0')
     command = [sys.executable, "-c", LOAD, str(folder)]
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"CC": str(own)})
@@ -58,8 +58,10 @@ def test_a_library_is_made_once(tmp_path):
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path):
-    assert load(TMPDIR=str(tmp_path)) == "loaded"
-    assert list(tmp_path.iterdir()) == []
+    quickly = script(tmp_path / "cc", f'exec {CC} "$@" -O0')
+    (tmp_path / "empty").mkdir()
+    assert load(CC=quickly, TMPDIR=str(tmp_path / "empty")) == "loaded"
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ def test_nothing_is_read_or_written_outside_of_the_buffers(tmp_path):
         "LD_PRELOAD": " ".join(found.values()),
         "ASAN_OPTIONS": "detect_leaks=0:exitcode=99",
         "UBSAN_OPTIONS": "halt_on_error=1:exitcode=99",
-        "XLA_FLAGS": "",
     }
     command = [sys.executable, str(script), str(tmp_path / "library.so")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
