@@ -1,7 +1,6 @@
 """The whole product on the demo checkpoint: one server in processes of its own, and one runner in this process.
 
-All compile quickly (tests/conftest.py) and share a folder of programs. With `--all`,
-`test_cold_start` also compiles as servers do for users.
+All compile quickly (tests/conftest.py) and share a folder of programs. `test_company` compiles as servers do for users.
 """
 
 from __future__ import annotations

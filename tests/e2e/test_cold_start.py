@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from tests.conftest import AS_FOR_USERS
 from tests.demo.one_layer import one_layer
 from tests.e2e.conftest import DemoServer, serve
 
@@ -26,13 +25,10 @@ def answers(server: DemoServer) -> list[str]:
     return [text["choices"][0]["text"] for text in texts]
 
 
-@pytest.mark.parametrize(
-    "compiled", [{}, pytest.param(AS_FOR_USERS, marks=pytest.mark.optimised)], ids=["quickly", "as for users"]
-)
-def test_it_serves_while_programs_are_compiled(tmp_path, compiled) -> None:
+def test_it_serves_while_programs_are_compiled(tmp_path) -> None:
     flags = [*LIMITS, "--model", str(one_layer(tmp_path / "model")), "--served-model-name", "demo"]
     flags += [*KERNELS, "--compile-cache", str(tmp_path / "programs")]
-    with serve(*flags, env=os.environ | compiled) as server:
+    with serve(*flags) as server:
         assert any(LEFT.match(line) for line in server.lines), server.lines
         first = answers(server)
         metrics = server.wait_for_metrics(lambda m: m["num_programs_to_come"] == 0 < m["num_steps_total"], 120)
@@ -41,7 +37,7 @@ def test_it_serves_while_programs_are_compiled(tmp_path, compiled) -> None:
         with server.http() as http:
             assert http.get("/health?verbose").json()["programs_to_come"] == 0
     assert server.process.returncode == 0
-    with serve(*flags, env=os.environ | compiled) as warm:
+    with serve(*flags) as warm:
         loaded = re.compile(r"compiled 0 programs in .*, 6 more were exported before\); 1 more come while serving")
         assert any(loaded.match(line) for line in warm.lines), warm.lines
         assert answers(warm) == first

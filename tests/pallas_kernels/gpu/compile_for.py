@@ -49,7 +49,6 @@ OF_OTHERS = ("llama-3.1-8b, fp8",)  # Hopper has fp8 in larger pages and groups
 # What is compiled: ((query heads, KV heads, head dim) of one chip, page size, dtype), step.
 # Pages of "fp8" are of int8 on a chip that does not convert fp8.
 CASES = {
-    "llama-3.1-8b, decode": (MODELS["8b"], 64, "bfloat16", DECODE),
     "llama-3.1-8b": (MODELS["8b"], 64, "bfloat16", USUAL),
     "llama-3.1-8b, drafts": (MODELS["8b"], 64, "bfloat16", DRAFTS),
     "llama-3.2-1b, decode": (MODELS["1b"], 64, "bfloat16", DECODE),
