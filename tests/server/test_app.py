@@ -15,7 +15,6 @@ from server.app import create_app
 from server.engine import wire
 from server.settings import Settings
 from server.text.tool_calls.formats import FORMATS
-from tests.server.support.openai_schemas import validate
 from tests.server.support.stub_app import COMPLETIONS, DONE, StubClient, call, state_of
 
 
@@ -53,7 +52,6 @@ def test_a_refusal_of_the_engine_has_its_own_status(stream, status, kind):
     response = call(state_of(client), "POST", COMPLETIONS, json={"prompt": "a", "stream": stream, "n": 2})
     assert response.status_code == status
     error = response.json()["error"]
-    validate("ErrorResponse", response.json())
     assert error["message"] == "no room"
     assert error["type"] == (kind or "InternalServerError")
     assert len(set(client.aborted)) == 2
@@ -84,7 +82,6 @@ def test_an_unexpected_exception_is_an_error_object(monkeypatch, error, status):
     response = call(state_of(client), "POST", COMPLETIONS, json={"prompt": "a"}, headers={"x-request-id": "mine"})
     assert response.status_code == status
     assert response.headers["x-request-id"] == "mine"
-    validate("ErrorResponse", response.json())
     assert "boom" not in response.text  # what went wrong inside is not the client's to read
 
 

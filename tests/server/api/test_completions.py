@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.server.conftest import REPLY
-from tests.server.support.openai_schemas import validate
 from tests.server.support.tokenizers import SPECIAL_TOKENS, VOCAB_SIZE
 
 PATH = "/v1/completions"
@@ -45,17 +44,12 @@ def test_the_official_client_gets_a_stream(scripted):
     assert "".join(chunk.choices[0].text for chunk in stream) == REPLY
 
 
-def test_an_answer_is_of_the_published_schema(scripted):
-    validate("CreateCompletionResponse", post(scripted, n=2, logprobs=3).json())
-
-
 def test_a_streams_chunks_are_objects_of_the_same_shape(scripted):
     chunks = events(scripted, max_tokens=100)
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert ends == [None] * (len(ends) - 1) + ["stop"]
-    validate("CreateCompletionResponse", chunks[-1])
 
 
 def test_sixteen_tokens_unless_told_otherwise(scripted):

@@ -13,7 +13,7 @@ from tests.server.support.requests import load, wait_until
 from tests.server.support.running import server_of
 from tests.server.support.sse_events import parse_named_events
 from tests.server.support.stub_app import DONE, StubClient, post_all, state_of
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import TOOL_TEMPLATE
 
 PATH = "/v1/conversations"
 RESPONSES = "/v1/responses"

@@ -27,7 +27,6 @@ def refusal(server, path=CHAT, *, status=400, **fields):
         response = http.post(path, json=base | fields)
         assert response.status_code == status, response.text
         assert http.post(path, json=base | {"max_tokens": 1}).status_code == 200
-    validate("ErrorResponse", response.json())
     return response.json()["error"]
 
 
@@ -241,7 +240,6 @@ def test_bodies_that_are_no_requests(echo, path, body):
     with echo.http() as http:
         response = http.post(path, content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400
-        validate("ErrorResponse", response.json())
         assert http.get("/health").status_code == 200
 
 
@@ -277,7 +275,6 @@ def test_routes_that_are_not(echo, method, path, status):
     with echo.http() as http:
         response = http.request(method, path)
         assert response.status_code == status
-        validate("ErrorResponse", response.json())
 
 
 @pytest.mark.parametrize(

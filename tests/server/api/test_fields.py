@@ -20,7 +20,6 @@ from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.stub_app import DONE, StubClient, call, post_all, state_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TEXT_PART = {"type": "text", "text": "a"}
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 BASE = {

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.openai_schemas import validate
 from tests.server.support.running import ECHO, RunningServer, running_server, server_of
 from tests.server.support.sse_events import stream_events
 from tests.server.support.tokenizers import BOS, EOT
@@ -44,12 +43,10 @@ def get(server, path, **headers):
 
 def test_models(echo):
     models = get(echo, "/v1/models").json()
-    validate("ListModelsResponse", models)
     first = models["data"][0]
     assert [model["id"] for model in models["data"]] == ["test-model", "alias"]
     assert (first["object"], first["max_model_len"], first["parent"]) == ("model", 4096, None)
     assert first["permission"][0]["object"] == "model_permission"
-    validate("Model", get(echo, "/v1/models/alias").json())
     own = {"anthropic-version": "2023-06-01"}
     with echo.http() as http:
         listed, one = (http.get(path, headers=own).json() for path in ("/v1/models", "/v1/models/alias"))

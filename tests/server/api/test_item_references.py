@@ -7,7 +7,7 @@ import pytest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import server_of
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import TOOL_TEMPLATE
 
 PATH = "/v1/responses"
 CONVERSATIONS = "/v1/conversations"

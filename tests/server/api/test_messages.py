@@ -9,7 +9,7 @@ import pytest
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.sse_events import parse_named_events
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import TOOL_TEMPLATE
 
 PATH = "/v1/messages"
 ARGUMENTS = '{"city": "Århus"}'

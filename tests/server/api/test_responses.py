@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 
 import openai
-import pydantic
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response
 
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.sse_events import parse_named_events
-from tests.server.support.tokenizers import byte_tokenizer
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import TOOL_TEMPLATE, byte_tokenizer
 
 PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -35,7 +33,6 @@ WEATHER = {
     "description": "The weather.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 TEXT_EVENTS = ["output_item.added", "content_part.added", "output_text.delta"]
 TEXT_EVENTS += ["output_text.done", "content_part.done", "output_item.done"]
 CALL_EVENTS = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
@@ -58,13 +55,11 @@ def created(server, script: str = "plain", **fields):
 
 
 def events(server, script: str = "plain", **fields):
-    """The events of a stream, checked for their form and numbers."""
+    """The events of a stream, checked for their numbers."""
     response = post(server, script, stream=True, **fields)
     assert response.status_code == 200, response.text
     found = parse_named_events(response.text)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    for event in found:
-        EVENT.validate_python(event)
     return found
 
 

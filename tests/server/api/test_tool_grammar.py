@@ -24,7 +24,6 @@ from tests.server.grammar.test_matcher import walk
 from tests.server.support.schemas import schemas
 
 BYTES = Vocabulary.of_bytes()
-JSON_FORMS = [JsonCallParser, HermesCallParser, XlamCallParser]
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}},

@@ -11,12 +11,10 @@ import pytest
 
 from server.text.tool_calls.json_calls import CALL_TAG
 from tests.server.support.echo_engine import EchoConfig
-from tests.server.support.openai_schemas import validate
 from tests.server.support.requests import CHAT
 from tests.server.support.running import ECHO, running_server, server_of
 from tests.server.support.sse_events import stream_events
-from tests.server.support.tokenizers import PYTHON_TAG
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import PYTHON_TAG, TOOL_TEMPLATE
 
 ARGUMENTS = '{"city": "Århus 🙂", "days": 2}'
 CALL = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
@@ -112,7 +110,6 @@ def post(server, fields):
 def choice(server, fields):
     response = post(server, fields)
     assert response.status_code == 200, response.text
-    validate("CreateChatCompletionResponse", response.json())
     return response.json()["choices"][0]
 
 
@@ -121,7 +118,6 @@ def streamed(server, fields, index: int = 0):
     chunks = server.events(CHAT, fields)
     content, calls, finish = "", [], None
     for chunk in chunks:
-        validate("CreateChatCompletionStreamResponse", chunk)
         for part in chunk["choices"]:
             if part["index"] != index:
                 continue
@@ -399,7 +395,6 @@ def test_what_cannot_be_meant_is_refused_by_name(server, fields, param):
     response = post(server, body("plain", **fields))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
-    validate("ErrorResponse", response.json())
 
 
 def test_a_server_without_auto_choice_says_so(without_auto):

@@ -39,7 +39,6 @@ TARGET = "tests.server.support.real_engine:build"
 BEGIN, RECEIVE, ABANDON = UpdateStep
 PREPARE, COMMIT, _ = Phase
 PROMPT = (10, 11, 12)
-SAMPLING = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True, seed=0)
 
 
 class Listener:

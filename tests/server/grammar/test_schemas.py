@@ -23,7 +23,6 @@ from tests.server.grammar.test_schema_collection import keywords
 
 BYTES = Vocabulary.of_bytes()
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-COLOURS = {"$defs": {"Colour": {"enum": ["red", "green"], "type": "string"}}}
 
 
 @cache
