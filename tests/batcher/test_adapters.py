@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from batcher.config import EngineConfig, Scheduling
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import ErrorCode, FinishReason, Pooling, Request
-from batcher.scheduling.digests import next_digest
 from tests.batcher.fake_runner import FakeRunner, expected_tokens
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_engine_threads import PATIENCE_S, Gate, Listener
@@ -155,15 +153,6 @@ def test_prefixes_are_found_by_requests_of_their_own_adapter_only() -> None:
         finish(drive)
         cached.append(heard.last.num_cached_tokens)
     assert cached == [0, 0, 0, 8, 8, 8]
-
-
-def test_digests_of_base_requests_are_what_they_were() -> None:
-    first = blake2b((7).to_bytes(16, "little", signed=True) + b"page", digest_size=16).digest()
-    base = request("a", 0, cache_salt=7)
-    assert next_digest(base, [], b"page") == first
-    assert next_digest(base, [first], b"page") == blake2b(first + b"page", digest_size=16).digest()
-    own = [next_digest(request("a", adapter, cache_salt=7), [], b"page") for adapter in (1, 2)]
-    assert len({first, *own}) == 3
 
 
 # --- staging ---

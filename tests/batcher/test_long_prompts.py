@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batcher.config import EngineConfig
 from batcher.long_prompts import LongPrompts
 from scripts.lab.simulation.machine import Machine, SimulatedRequest, simulate
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
-from tests.batcher.test_properties import Scenario, play, quick, scenarios
-from tests.examples import examples
 
 CAPACITY = make_capacity(num_slots=8, num_pages=128, page_size=4, max_model_len=256, max_num_batched_tokens=32)
 FOUR = LongPrompts(threshold=4)
@@ -98,20 +94,6 @@ def test_long_prompts_take_turns_in_the_order_of_the_queue_while_short_ones_keep
         assert ended[f"long {number}"] <= due + 1
     drive.finish()
     drive.check_outputs()
-
-
-@settings(quick, max_examples=examples(50))
-@given(scenarios(), st.integers(1, 12), st.sampled_from([1, 2, None]))
-def test_every_request_gets_its_own_text_and_nobody_starves(
-    scenario: Scenario, threshold: int, most: int | None
-) -> None:
-    drive = Drive(
-        scenario.capacity,
-        prefix_caching=scenario.prefix_caching,
-        pipeline_depth=scenario.pipeline_depth,
-        long_prompts=LongPrompts(threshold=threshold, most=most),
-    )
-    play(scenario, drive).check_outputs()
 
 
 @pytest.mark.parametrize("long_prompts", [LongPrompts(threshold=-1), LongPrompts(most=0)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.config import Scheduling
+from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_events import PageEventSink
 from batcher.request import FinishReason, Request, SamplingParams
 from batcher.step import Capacity
@@ -33,6 +35,9 @@ class Scenario:
     scheduling: Scheduling
     pipeline_depth: int
     arrivals: tuple[Arrival, ...]
+    num_steps: int = 1  # of a program
+    long_prompts: LongPrompts = ANY_LENGTH
+    even_context: float = math.inf
     num_drafts: int = 0
     max_draft_rows: int = 0
     propose: Proposal | None = None
@@ -45,11 +50,16 @@ class Scenario:
 
     def drive(self, page_events: PageEventSink | None = None) -> Drive:
         capacity = replace(self.capacity, keeps_text=self.num_drafts > 0)
+        buckets = {"num_drafts": self.num_drafts, "max_draft_rows": self.max_draft_rows}
+        if self.num_steps > 1 and not self.num_drafts:
+            buckets |= {"num_steps": self.num_steps, "max_multi_step_rows": capacity.num_slots}
         return Drive(
             self.capacity,
             runner=FakeRunner(capacity, propose=self.propose, tells_would_accept=self.draft_cost == 0),
             draft_cost=self.draft_cost,
-            buckets={"num_drafts": self.num_drafts, "max_draft_rows": self.max_draft_rows},
+            buckets=buckets,
+            long_prompts=self.long_prompts,
+            even_context=self.even_context,
             prefix_caching=self.prefix_caching,
             scheduling=self.scheduling,
             pipeline_depth=self.pipeline_depth,
@@ -76,6 +86,11 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         prompt_logprobs=draw(st.sampled_from([None, None, None, 2])),
         grammar=draw(st.sampled_from([None, None, "1 0 5", "3 2 6", "2 50 50"])),
     )
+
+
+LONG_PROMPTS = st.just(ANY_LENGTH) | st.builds(
+    LongPrompts, threshold=st.integers(1, 12), most=st.sampled_from([1, 2, None])
+)
 
 
 @st.composite
@@ -109,10 +124,15 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         )
         aborted_after = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
         arrivals.append(Arrival(request, draw(st.integers(0, 12)), aborted_after))
+    scheduling = draw(st.sampled_from([Scheduling.CONTINUOUS] * 3 + [Scheduling.STATIC]))
+    is_plain = scheduling is Scheduling.STATIC
     return Scenario(
         capacity,
         prefix_caching=draw(st.booleans()),
-        scheduling=draw(st.sampled_from([Scheduling.CONTINUOUS] * 3 + [Scheduling.STATIC])),
+        scheduling=scheduling,
+        num_steps=1 if is_plain else draw(st.sampled_from([1, 1, 2, 4, 7])),
+        long_prompts=ANY_LENGTH if is_plain else draw(LONG_PROMPTS),
+        even_context=math.inf if is_plain else draw(st.sampled_from([math.inf, math.inf, 0.5, 4.0, 50.0])),
         pipeline_depth=draw(st.integers(1, 3)),
         arrivals=tuple(arrivals),
     )
@@ -138,7 +158,7 @@ def play(scenario: Scenario, drive: Drive | None = None) -> Drive:
     return drive
 
 
-quick = settings(max_examples=examples(150))
+quick = settings(max_examples=examples(250))
 
 
 @quick

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
@@ -83,17 +82,3 @@ def test_what_needs_more_than_the_greedy_program(changes: dict[str, object], ask
         name for name, entry in PARAMETERS.items() if entry.variant is Variant.SAMPLE and is_asked(sampling, name)
     }
     assert needing == asked
-
-
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-def test_a_parameter_is_written_in_four_files(name: str) -> None:
-    """These two are numbers like any new one would be, without a default of the checkpoint's.
-
-    `responses` is an API of its own, whose requests name what they may ask for once more.
-    """
-    rooms = [path for room in ("batcher", "server", "model", "pallas_kernels") for path in (ROOT / room).rglob("*.py")]
-    naming = {str(path.relative_to(ROOT)) for path in rooms if re.search(rf"\b{name}\b", path.read_text())}
-    at_home = {"batcher/request.py", "batcher/sampling_table.py", "server/api/request/schemas.py"}
-    assert at_home < naming
-    (on_the_device,) = (path for path in naming - at_home if not path.startswith("server/api/routes/responses/"))
-    assert on_the_device.startswith("model/")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher.config import EngineConfig
 from batcher.long_prompts import LongPrompts
 from batcher.step_budget import StepBudget
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
-from tests.batcher.test_long_prompts import quick
-from tests.batcher.test_properties import Scenario, play, scenarios
-from tests.examples import examples
 
 CAPACITY = make_capacity(max_model_len=256, num_pages=256)
 
@@ -85,19 +82,6 @@ def test_a_threshold_leaves_the_rest_of_the_time_to_others() -> None:
     steps = chunks_of(even_context=50.0, long_prompts=LongPrompts(threshold=16))
     late = [chunks for chunks in steps if 100 < chunks[0][0] < 180]
     assert late and sum(len(chunks) == 2 for chunks in late) > len(late) / 2
-
-
-@settings(quick, max_examples=examples(50))
-@given(scenarios(), st.floats(0.5, 100), st.integers(0, 12))
-def test_every_request_gets_its_own_text(scenario: Scenario, even_context: float, threshold: int) -> None:
-    drive = Drive(
-        scenario.capacity,
-        prefix_caching=scenario.prefix_caching,
-        pipeline_depth=scenario.pipeline_depth,
-        long_prompts=LongPrompts(threshold=threshold),
-        even_context=even_context,
-    )
-    play(scenario, drive).check_outputs()
 
 
 @pytest.mark.parametrize("even_context", [0.0, -1.0, math.nan])

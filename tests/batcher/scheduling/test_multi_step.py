@@ -5,47 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig
-from batcher.config import Scheduling
 from batcher.request import FinishReason
 from batcher.scheduling.multi_step import MOST_DELAY_S
 from batcher.step import Variant
 from tests.batcher.fake_runner import FakeRunner
 from tests.batcher.harness import CAPACITY, Drive, make_request
-from tests.batcher.test_properties import Scenario, play, scenarios
-from tests.examples import examples
 
 FOUR = {"num_steps": 4, "max_multi_step_rows": 4}
-
-
-def drive_of(scenario: Scenario, num_steps: int) -> Drive:
-    return Drive(
-        scenario.capacity,
-        buckets={"num_steps": num_steps, "max_multi_step_rows": scenario.capacity.num_slots},
-        prefix_caching=scenario.prefix_caching,
-        pipeline_depth=scenario.pipeline_depth,
-    )
-
-
-@given(scenarios(), st.integers(2, 7))
-def test_every_text_is_its_own_however_many_steps_a_program_has(scenario: Scenario, num_steps: int) -> None:
-    drive = play(replace(scenario, scheduling=Scheduling.CONTINUOUS), drive_of(scenario, num_steps))
-    drive.check_outputs()
-    aborted = {a.request.request_id for a in scenario.arrivals if a.aborted_after is not None}
-    for request_id, heard in drive.heard.items():
-        assert request_id in aborted or heard.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-
-
-@settings(max_examples=examples(25))
-@given(scenarios(), st.integers(2, 7))
-def test_with_room_for_all_requests_none_is_preempted(scenario: Scenario, num_steps: int) -> None:
-    c = scenario.capacity
-    roomy = replace(scenario.of_equals(), capacity=replace(c, num_pages=c.num_slots * c.pages_per_seq))
-    drive = play(replace(roomy, scheduling=Scheduling.CONTINUOUS), drive_of(roomy, num_steps))
-    assert drive.engine.stats().num_preemptions == 0
 
 
 def steps_of(drive: Drive) -> list[int]:

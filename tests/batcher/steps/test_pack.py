@@ -9,7 +9,7 @@ from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import Chunk, StepPlan
 from batcher.slots import SlotLayout
 from batcher.step import MASK_BLOCK, PATCH_BLOCK, Bucket, PackedLayout, StepInput, Variant
-from batcher.steps.pack import Packer, slot_state
+from batcher.steps.pack import Packer
 from tests.batcher.harness import make_capacity, make_request
 
 CAPACITY = make_capacity(num_slots=4, page_size=4, max_model_len=64)
@@ -60,10 +60,6 @@ def patches(step: StepInput) -> dict[tuple[int, int], int]:
     return dict(kept)
 
 
-def bits(x: float) -> int:
-    return int(np.float32(x).view(np.int32))
-
-
 def test_a_mixed_step() -> None:
     decoding = make_request_state("a", [5, 6], slot=2, pages=[9])
     one = make_request_state("b", [30], slot=0, pages=[3])
@@ -89,70 +85,6 @@ def test_padding_rows_point_past_the_last_slot() -> None:
     assert part["q_lens"] == [1, 0, 0, 0]
     assert part["emits"] == [1, 0, 0, 0]
     assert part["tokens"] == [-1, 0, 0, 0]
-
-
-def test_an_admission_sends_the_whole_row_that_will_be_read() -> None:
-    seq = make_request_state(
-        "a",
-        [5, 6, 7, 8, 9],
-        slot=3,
-        pages=[12, 4],
-        temperature=0.5,
-        top_k=7,
-        top_p=0.9,
-        min_p=0.1,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
-        repetition_penalty=1.5,
-        logit_bias=((8, 2.0), (9, -1.0)),
-        min_tokens=3,
-        stop_token_ids=(17,),
-        logprobs=2,
-        sampled_logprobs=True,
-        seed=(7 << 32) + 0xFFFFFFFE,
-    )
-    seq.num_hit_pages, seq.adapter_slot = 1, 2
-    step = Packer(CAPACITY, 4).pack(make_plan([(seq, 1, 1)], Bucket(1, 1, Variant.SAMPLE), admitted=[seq]))
-    col = SlotLayout.at
-    assert patches(step) == {
-        (3, column): value
-        for column, value in {
-            SlotLayout.KV_LEN: 4,
-            SlotLayout.ADAPTER: 2,
-            col("temperature"): bits(0.5),
-            col("top_k"): 7,
-            col("top_p"): bits(0.9),
-            col("min_p"): bits(0.1),
-            col("presence_penalty"): bits(0.25),
-            col("frequency_penalty"): bits(-0.5),
-            col("repetition_penalty"): bits(1.5),
-            col("seed"): -2,
-            col("seed") + 1: 7,
-            col("min_kv_len"): 8,
-            col("num_stop_ids"): 3,
-            col("num_bias"): 2,
-            col("wants_logprobs"): 1,
-            col("wants_sampled_logprobs"): 1,
-            col("has_mask"): 0,
-            col("stop_ids"): 1,
-            col("stop_ids") + 1: 2,
-            col("stop_ids") + 2: 17,
-            col("bias_ids"): 8,
-            col("bias_ids") + 1: 9,
-            col("bias_values"): bits(2.0),
-            col("bias_values") + 1: bits(-1.0),
-            SlotLayout.PAGE_TABLE: 12,
-            SlotLayout.PAGE_TABLE + 1: 4,
-        }.items()
-    }
-    (reset,) = step.penalty_resets
-    assert (reset.slot, reset.prompt.tolist(), reset.output.tolist()) == (3, [5, 6, 7, 8, 9], [])
-
-
-def test_negative_seeds_travel_whole() -> None:
-    columns, values = slot_state(make_request_state("a", [5], 0, [1], seed=-1), 4)
-    state = dict(zip(columns.tolist(), values.tolist(), strict=True))
-    assert (state[SlotLayout.at("seed")], state[SlotLayout.at("seed") + 1]) == (-1, -1)
 
 
 def test_the_next_owner_of_a_slot_sends_only_what_differs() -> None:
