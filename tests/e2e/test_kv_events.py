@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from itertools import count, islice
+from itertools import count
 
 import pytest
 
@@ -117,26 +115,3 @@ def test_a_router_knows_what_the_engine_has(server, router):
     router.follow(lambda index: index.blocks["GPU"] == set(hashes(first)))
     metrics = server.wait_for_metrics(lambda metrics: metrics["kv_events_published_total"] > 0)
     assert metrics["kv_events_dropped_total"] == 0
-
-
-@pytest.mark.hosts
-def test_each_of_two_engines_has_a_port():
-    port = free_port()
-    with (
-        serve(*SMALL, *flags(port), "--data-parallel-size=2", env=os.environ | SEED) as pair,
-        closing(Reader(f"tcp://127.0.0.1:{port}")) as first,
-        closing(Reader(f"tcp://127.0.0.1:{port + 1}")) as second,
-        ThreadPoolExecutor(8) as threads,
-    ):
-        waiting, tokens = {0: first, 1: second}, iter(range(300, 1500))
-        while waiting:  # requests of one moment are shared by the engines
-            list(threads.map(lambda token: ask(pair, [token] * 50), islice(tokens, 8)))
-            for rank in [rank for rank, reader in waiting.items() if reader.socket.poll(20)]:
-                assert waiting.pop(rank).next().rank == rank
-    assert pair.process.returncode == 0
-
-
-def test_a_port_in_use_ends_the_start_in_words(server, ports, capfd):
-    with pytest.raises(RuntimeError, match="ended before it was ready"), serve(*SMALL, *flags(ports[0])):
-        pass
-    assert f"--kv-events-config: Address already in use (addr='tcp://*:{ports[0]}')" in capfd.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import openai
@@ -55,43 +54,3 @@ def test_responses_are_parsed_whole_and_streamed(server: RunningServer) -> None:
         with client.responses.stream(**tools) as stream:
             (call,) = stream.until_done().get_final_response().output
         assert call.parsed_arguments == CALLED
-
-
-@pytest.mark.parametrize("question", [PRODUCT[0]["content"], "What is the capital of Japan?"], ids=["call", "text"])
-def test_log_probabilities_next_to_tools(server: RunningServer, question: str) -> None:
-    """Those of a text are the chat's, streamed and whole. A call has none."""
-    options = {"model": "demo", "input": question, "tools": [FUNCTION], "include": LOGPROBS, "temperature": 0}
-    with server.client() as client:
-        whole = client.responses.create(**options, top_logprobs=2)
-        with client.responses.stream(**options, top_logprobs=2) as stream:
-            deltas = [event for event in stream if event.type == "response.output_text.delta"]
-            streamed = stream.get_final_response()
-        chat = client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": question}], tools=[CALCULATOR], temperature=0,
-            logprobs=True, top_logprobs=2,
-        )  # fmt: skip
-    (item,), (from_stream,) = whole.output, streamed.output
-    if item.type == "function_call":
-        assert not deltas
-        assert json.loads(item.arguments) == json.loads(from_stream.arguments) == {"expression": "347 * 21"}
-        return
-    (part,), (other,) = item.content, from_stream.content
-    expected = [(entry.token, entry.logprob) for entry in chat.choices[0].logprobs.content]
-    assert [(entry.token, entry.logprob) for entry in part.logprobs] == expected
-    assert [(entry.token, entry.logprob) for entry in other.logprobs] == expected
-    assert [(entry.token, entry.logprob) for event in deltas for entry in event.logprobs] == expected
-    assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
-
-
-def test_the_asynchronous_client_shares_steps(server: RunningServer) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-
-            async def answer(i: int) -> str:
-                question = [{"role": "user", "content": f"What is {i} + 35?"}]
-                async with client.chat.completions.stream(model="demo", messages=question, temperature=0) as stream:
-                    return (await stream.get_final_completion()).choices[0].message.content
-
-            return await asyncio.gather(*map(answer, (12, 21, 47, 50)))
-
-    assert asyncio.run(ask()) == [f"{i} + 35 = {i + 35}." for i in (12, 21, 47, 50)]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Literal
 
 import openai
 import pytest
 from jsonschema import validate
-from pydantic import BaseModel, Field
 
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 from tests.server.grammar.test_forms import HOSTILE
@@ -81,19 +79,6 @@ def test_the_schema_of_a_tool_is_a_hint_unless_it_is_strict(server, strict, choi
             assert "f: a grammar cannot hold the keyword uniqueItems" in answer.json()["error"]["message"]
 
 
-class Answer(BaseModel):
-    sum: Annotated[int, Field(ge=0, le=999)]
-    kind: Literal["even", "odd"]
-
-
-def test_the_official_client_parses_into_its_own_types(server):
-    with server.client() as client:
-        answer = client.chat.completions.parse(
-            model="demo", messages=QUESTION, response_format=Answer, max_tokens=400, temperature=1, seed=3
-        )
-    assert isinstance(answer.choices[0].message.parsed, Answer)
-
-
 def test_every_form_and_route(server):
     forms = [
         ({"guided_regex": r"[0-9]{3}-[a-f]{2}"}, r"[0-9]{3}-[a-f]{2}"),
@@ -112,19 +97,6 @@ def test_every_form_and_route(server):
             ).choices[0]
             assert re.fullmatch(pattern, answer.text) or answer.finish_reason == "length", extra
         assert isinstance(json.loads(text_of(ask(client, guided_json=SUM))), dict)
-
-
-def test_a_stream_adds_up_to_the_whole(server):
-    with server.client() as client:
-        whole = ask(client, response_format=as_schema(SUM), seed=5)
-        stream = client.chat.completions.create(
-            model="demo", messages=QUESTION, response_format=as_schema(SUM), seed=5, temperature=1, max_tokens=300,
-            stream=True,
-        )  # fmt: skip
-        chunks = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text_of(whole)
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
-    validate(json.loads(text_of(whole)), SUM)
 
 
 def test_together_with_everything_else(server):
@@ -147,15 +119,6 @@ def test_together_with_everything_else(server):
         assert all(-10_000 < entry.logprob <= 0 for entry in choice.logprobs.content)
 
 
-def test_a_stop_string_and_a_limit_end_it_before_the_grammar_does(server):
-    with server.client() as client:
-        stopped = ask(client, response_format=as_schema(SUM), stop=["sure"]).choices[0]
-        cut = ask(client, response_format=as_schema(SUM), max_tokens=2).choices[0]
-    assert stopped.finish_reason == "stop"
-    assert "sure" not in stopped.message.content
-    assert cut.finish_reason == "length"
-
-
 def test_hostile_grammars_cost_their_senders_only(server):
     ambiguous = 'start: e\ne: e e | "a" | "b" | e e e | ""'
     hostile = [{"guided_json": schema} for schema in HOSTILE.values()] + [{"guided_grammar": ambiguous}]
@@ -171,15 +134,6 @@ def test_hostile_grammars_cost_their_senders_only(server):
             ends = list(pool.map(attack, hostile))
         assert set(ends) <= {"stop", "length", "refused"}
         assert json.loads(text_of(ask(client, guided_json=SUM)))
-
-
-def test_a_costly_grammar_names_its_field(server):
-    schema = {"type": "object", "properties": {f"f{i}": {"type": "integer"} for i in range(1500)}}
-    with server.client() as client:
-        for field, value in {"response_format": as_schema(schema), "guided_json": schema}.items():
-            with pytest.raises(openai.BadRequestError, match=f"{field}: the grammar is too costly") as error:
-                ask(client, **{field: value})
-            assert error.value.param == field
 
 
 def test_offline_and_batch_files_take_the_same_fields(built, monkeypatch):

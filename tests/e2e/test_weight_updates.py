@@ -26,7 +26,6 @@ from scripts.offline.results import request_output
 from scripts.weight_sender import SendError, WeightSender
 from tests.e2e.conftest import ADMIN_KEY, ROOT, DemoServer, serve
 from tests.e2e.test_weights import copied, story
-from tests.server.support.sse_events import parse_events
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -195,29 +194,6 @@ def test_a_step_of_grpo_over_http(server, http, tmp_path):
             assert number == 0 or {output.weight_version for output in result.outputs} == {f"step-{number}"}
             save_hf(trainer.model, tmp_path / str(number), dtype=jnp.float32)
             weights.send(load_file(tmp_path / str(number) / "model.safetensors"), f"step-{number + 1}")
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_an_answer_tells_whose_tokens_it_has(server, http, tensors, mode):
-    before = version(http)
-    body = LONG | {"return_weight_versions": True, "return_token_ids": True}
-    with sender(server) as trainer, http.stream("POST", "/v1/completions", json=body) as answer:
-        pieces = answer.iter_text()
-        begun = next(pieces)
-        trainer.pause(mode)
-        assert http.get("/is_paused").json() == {"is_paused": True}
-        trainer.send(tensors, "next")
-        trainer.resume()
-        text = begun + "".join(pieces)
-    choices = [choice for event in parse_events(text) for choice in event["choices"]]
-    num_tokens = sum(len(choice["token_ids"]) for choice in choices)
-    *_, last = choices
-    spans = last["weight_versions"]
-    assert [span["version"] for span in spans] == ([before, "next"] if mode == "keep" else [before])
-    assert (spans[0]["start"], spans[-1]["end"]) == (0, num_tokens)
-    assert last["finish_reason"] == ("length" if mode == "keep" else "abort")
-    assert last["weight_version"] == spans[-1]["version"]
-    assert num_tokens == 480 if mode == "keep" else 0 < num_tokens < 480
 
 
 @pytest.mark.hosts

@@ -18,7 +18,6 @@ _SCHEMA = {
     "required": ["fox", "legs"],
     "additionalProperties": False,
 }
-_FORMAT = {"type": "json_schema", "json_schema": {"name": "fox", "schema": _SCHEMA}}
 ADD_TOOL = {
     "type": "function",
     "function": {
