@@ -11,8 +11,7 @@ from tests.server.support.canary import canary
 from tests.server.support.echo_engine import EchoConfig
 from tests.server.support.requests import wait_until
 from tests.server.support.running import ECHO, RunningServer, running_server
-from tests.server.support.tokenizers import LLAMA3_TEMPLATE
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import LLAMA3_TEMPLATE, TOOL_TEMPLATE
 
 pytestmark = pytest.mark.slow
 

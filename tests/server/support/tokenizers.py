@@ -28,6 +28,12 @@ LLAMA3_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 
+# Templates with tools.
+TOOL_TEMPLATE, HERMES_TEMPLATE = (
+    Path(__file__).with_name(name).read_text() for name in ("llama_tools.jinja", "hermes_tool_use.jinja")
+)
+HERMES_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
 
 def byte_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> Tokenizer:
     """Ids 0 to 255 are the bytes; one id for each merge follows; then the special tokens."""
