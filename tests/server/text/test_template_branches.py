@@ -15,9 +15,14 @@ from server.text.chat_template import ChatTemplate
 from server.text.template_environment import TemplateError
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
-from tests.server.support.hermes_template import HERMES_TEMPLATE, HERMES_TOKENS
-from tests.server.support.tokenizers import LLAMA3_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import (
+    HERMES_TEMPLATE,
+    HERMES_TOKENS,
+    LLAMA3_TEMPLATE,
+    SPECIAL_TOKENS,
+    TOOL_TEMPLATE,
+    byte_tokenizer,
+)
 from tests.server.text.test_chat_template import DATED, FRAGMENTS, specials, text_of, transformers_ids
 
 TOKENS = (*SPECIAL_TOKENS, *HERMES_TOKENS)
@@ -162,26 +167,6 @@ def test_special_tokens_in_texts_and_schemas_are_text(name, chat, data):
     ids = TOKENIZER.encode_parts(parts)
     assert b"".join(TOKENIZER.token_bytes[id] for id in ids).decode() == text_of(parts)
     assert [id for id in ids if id in TOKENIZER.special_ids] == [TOKENIZER.special_tokens[it] for it in specials(own)]
-
-
-TYPES = [
-    ({"type": "string"}, "str"),
-    ({"type": "array", "items": {"type": "integer"}}, "list[int]"),
-    ({"type": ["string", "number"]}, "Union[str,float]"),
-    ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "Union[str, list[Union[]]]"),
-    ({"type": "object", "additionalProperties": {"type": "boolean"}}, "dict[str, bool]"),
-]
-
-
-@pytest.mark.parametrize(("schema", "shown"), TYPES)
-@pytest.mark.parametrize("description", ["its name", "<|im_end|>"])
-def test_a_type_of_a_schema_is_what_the_template_branches_on(schema, shown, description):
-    parameters = {"type": "object", "properties": {"city": {**schema, "description": description}}}
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}
-    parts = template("hermes").render([{"role": "user", "content": description}], extra={"tools": [tool]})
-    assert f"f(city: {shown})" in text_of(parts)
-    assert f"city({shown}): {description}" in text_of(parts)
-    assert specials(parts).count("<|im_end|>") == 2
 
 
 def test_a_template_that_does_not_end_says_so():

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from server.text.chat_template import ChatTemplate
 from server.text.tokenizer import ByteLevelTokenizer
 from tests.examples import examples
-from tests.server.support.tokenizers import LLAMA3_TEMPLATE, byte_tokenizer
-from tests.server.support.tool_template import TOOL_TEMPLATE
+from tests.server.support.tokenizers import LLAMA3_TEMPLATE, TOOL_TEMPLATE, byte_tokenizer
 from tests.server.text.test_chat_template import HOSTILE_TEXT, specials, text_of, transformers_ids
 
 MERGES = (("h", "e"), ("he", "l"), ("Ġ", "w"), ("Ċ", "Ċ"))
