@@ -203,25 +203,6 @@ def test_all_problems_are_named_at_once(tmp_path):
         assert name in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("raw", "complaint"),
-    [
-        (b"{", r": Expecting"),
-        (b"[1]", " does not hold a JSON object"),
-        (b"[" * 100_000, " is nested too deeply"),
-        (b'{"vocab_size": ' + b"1" * 5000 + b"}", " holds an integer of thousands of digits"),
-        (b'{"model_type": "\xff"}', " is not UTF-8 text"),
-        (b" " * (16 << 20) + b"{}", " has 16777218 bytes; at most 16777216 are read"),
-        (b'{"rms_norm_eps": 1e400}', ": .*rms_norm_eps=inf is not a number"),
-    ],
-    ids=range(7),
-)
-def test_a_config_that_cannot_be_read_is_named(raw, complaint, tmp_path):
-    (tmp_path / "config.json").write_bytes(raw)
-    with pytest.raises(ValueError, match=rf"config\.json{complaint}"):
-        LlamaConfig.from_file(tmp_path)
-
-
 def test_keys_that_the_architecture_does_not_read_are_ignored():
     assert LlamaConfig.from_hf(LLAMA_3_2_1B | {"unsloth_fixed": True}) == LlamaConfig.from_hf(LLAMA_3_2_1B)
 

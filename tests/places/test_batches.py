@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +17,6 @@ from scripts.offline.journal import Header, Journal
 from scripts.offline.output import Output
 from server.http.encoding import encode_json
 
-ROOT = Path(__file__).parents[2]
 RECORD = {"response": {"status_code": 200}}
 NUMBERS = [1, 2]
 
@@ -236,39 +231,3 @@ def test_an_output_that_cannot_be_written_is_refused_first(url, tmp_path):
         Output(url.parent, tmp_path)
     with pytest.raises(ValueError, match="there is no bucket nowhere"):
         Output(RemotePath("memory", "nowhere/out.jsonl"), tmp_path)
-
-
-def test_processes_on_several_machines_lose_no_record_of_a_bucket(store, tmp_path):
-    """Each machine has a cache folder of its own."""
-    store.reset("results")
-    for name, prompts in (("a", "abcd" * 100), ("b", "xyz" * 100)):
-        lines = [{"prompt": prompt, "max_tokens": 2} for prompt in prompts]
-        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def told(machine: str, source: str, *flags: str, record: int = 0, name: str = "SIGINT") -> tuple[int, str]:
-        command = [sys.executable, "-m", "tests.scripts.generating", str(record), name, "--model", "demo"]
-        command += ["--input", str(tmp_path / source), *flags, "--output", "gs://results/out.jsonl"]
-        environment = os.environ | store.environment() | {"XDG_CACHE_HOME": str(tmp_path / machine)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        return done.returncode, done.stderr
-
-    def ids(name: str) -> list[str]:
-        lines = map(json.loads, store.buckets["results"][name].content.splitlines())
-        return [line.get("record", line)["id"] for line in lines if "input" not in line]
-
-    assert told("first", "a", record=3)[0] == 130
-    kept = ids("out.jsonl.partial")
-    assert 3 <= len(kept) < 400
-    code, errors = told("second", "b")
-    assert code == 2 and "over another input" in errors, errors
-    assert ids("out.jsonl.partial") == kept
-    assert told("third", "a", record=2, name="SIGKILL")[0] == -signal.SIGKILL
-    assert told("third", "a")[0] == 0
-    old = ids("out.jsonl")
-    assert len(old) == 400 and set(kept) < set(old)
-    assert told("second", "b", "--overwrite", record=1)[0] == 130
-    assert told("first", "a")[0] == 2
-    assert ids("out.jsonl") == old
-    assert told("second", "b")[0] == 0
-    assert len(ids("out.jsonl")) == 300
-    assert store.names("results") == ["out.jsonl"]

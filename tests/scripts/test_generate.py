@@ -175,21 +175,6 @@ def test_a_bad_line_becomes_an_error_record_and_no_more(run, capsys):
     assert "16 of the records are errors" in capsys.readouterr().err
 
 
-def test_an_interrupted_run_is_taken_up_without_redoing_a_line(run, capsys):
-    lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(20)]
-    assert run(lines, interrupt_after=7) == 130
-    assert not run.output.exists()
-    kept = read_records(run.partial)[1:]
-    assert len(kept) == 7
-    assert run(lines) == 0
-    assert run.asked == 13
-    records = read_records(run.output)
-    assert [record["custom_id"] for record in records] == [f"id-{i}" for i in range(20)]
-    ids = {record["id"] for record in records}
-    assert ids.issuperset(entry["record"]["id"] for entry in kept)
-    assert "goes on from" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("has_output", [False, True])
 def test_records_of_another_run_are_kept_and_that_run_is_named(has_output, run, capsys):
     """The other run has another input (changed, shorter or longer), or settings that change answers."""
@@ -217,19 +202,6 @@ def test_records_of_another_run_are_kept_and_that_run_is_named(has_output, run, 
     assert run(lines, "--max-num-seqs", "3") == 0  # changes no answer
     assert run.asked == 2
     assert len(read_records(run.output)) == 6
-
-
-def test_an_output_that_came_after_the_run_began_is_left_alone(run, capsys):
-    lines = [batch_line(f"id-{i}", prompt=f"prompt {i}") for i in range(6)]
-    assert run(lines, interrupt_after=4) == 130
-    run.output.write_text("another's\n")
-    assert run(lines) == 2
-    assert f"If {run.output} is there, move it away" in capsys.readouterr().err
-    assert run.asked == 0
-    assert run.output.read_text() == "another's\n"
-    run.output.unlink()
-    assert run(lines) == 0
-    assert run.asked == 2
 
 
 def test_what_lies_where_the_records_are_put_in_order_is_left_alone(run, capsys):

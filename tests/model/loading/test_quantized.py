@@ -98,21 +98,6 @@ def test_eight_bits_are_counted_as_one_byte():
     assert wide - narrow == sum(value.size - 4 * value.shape[0] for value in kernels)
 
 
-@pytest.mark.parametrize("form", EightBit)
-def test_a_conversion_holds_what_loading_makes(tmp_path, form):
-    folder, config = checkpoint(tmp_path)
-    model = load_hf(folder, config, dtype=jnp.bfloat16, quantization=form)
-    save_orbax(model, folder / CONVERTED, config)
-    stored = find_weights(folder, config)
-    assert stored.quantization is form
-    assert stored.dtypes == ("bfloat16",)
-    restored = stored.load(dtype=jnp.float32, quantization=form)
-    found = flat(restored)
-    for name, value in flat(model).items():
-        assert found[name].dtype == (form.dtype if name.endswith(".kernel") else np.float32)
-        np.testing.assert_array_equal(found[name].astype(np.float32), value.astype(np.float32))
-
-
 def test_a_conversion_of_another_form_is_refused(tmp_path):
     folder, config = checkpoint(tmp_path)
     save_orbax(load_hf(folder, config, dtype=jnp.float32), folder / CONVERTED, config)

@@ -62,21 +62,6 @@ def test_one_end_id_may_be_a_number(eos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("{", "Expecting"),
-        ('{"eos_token_id": "x"}', "eos_token_id='x'"),
-        ('{"eos_token_id": 10000000}', r"eos_token_id=\[10000000\] is not in the vocabulary"),
-    ],
-)
-def test_a_generation_config_that_cannot_be_read_is_named(text, complaint, tmp_path):
-    folder = checkpoints.write(tmp_path, "gqa2")
-    (folder / "generation_config.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"generation_config\.json.*{complaint}"):
-        resolve(str(folder))
-
-
-@pytest.mark.parametrize(
     ("name", "complaint"),
     [
         ("preset:llama-9", "unknown preset 'llama-9'; there are llama-3-8b"),
