@@ -30,13 +30,6 @@ def test_8b_on_one_v6e_by_hand(capsys):
     assert "room for 76800 tokens: 9 requests of 8192 at once" in report
 
 
-def test_chips_share_the_token_histories(capsys):
-    flags = ["--model", "preset:llama-3.1-70b", "--target", "h200", "--max-model-len", "8192", "--max-num-seqs", "1024"]
-    two, eight = (report_of(capsys, *flags, "--tensor-parallel-size", n) for n in ("2", "8"))
-    history = 1024 * 128256 * 4 / 2**30
-    assert gib(two, "state") - gib(eight, "state") == pytest.approx(history * (1 / 2 - 1 / 8), abs=0.011)
-
-
 def test_a_head_that_the_files_hold_counts_although_the_config_ties_it(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(planning_report, "GIB", 1)  # the report is in bytes then
     flags = ("--model", str(tmp_path), "--device-memory", "1e9")
@@ -55,15 +48,6 @@ def test_what_does_not_fit_is_said_in_gib_with_the_flags(capsys):
     assert "weights 131.4" in error
     assert "0.00 GiB are free besides the weights" in error
     assert "--tensor-parallel-size" in error
-
-
-def test_pages_of_int8_hold_twice_the_tokens(capsys):
-    flags = ["--model", "preset:llama-3.1-8b", "--target", "v6e", "--max-model-len", "8192", "--max-num-seqs", "256"]
-    wide, narrow = (report_of(capsys, *flags, *more) for more in ((), ("--kv-cache-dtype", "int8")))
-    assert gib(narrow, "K/V, int8") == pytest.approx(gib(wide, "K/V, bfloat16"), rel=0.01)  # rounded pages
-    wide_tokens, tokens = (int(re.search(r"room for (\d+) tokens", text)[1]) for text in (wide, narrow))
-    assert tokens == pytest.approx(2 * wide_tokens, rel=0.01)
-    assert report_of(capsys, *flags, "--kv-cache-dtype", "fp8") == narrow
 
 
 def test_a_small_budget_alone_does_not_fail_by_the_default_number_of_sequences(capsys):

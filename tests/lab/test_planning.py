@@ -111,25 +111,6 @@ def test_cost_by_hand():
     assert result.currency == "EUR"
 
 
-@pytest.mark.usefixtures("short_simulations")
-def test_the_break_even_does_not_depend_on_the_load(capsys):
-    """A light load costs more per token. What the deployment can serve stays the same."""
-    flags = ["--model", "1b", "--target", "v5e", "--workload", "200/20", "--price-per-hour", "1.2", "--json"]
-    flags += ["--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--no-compile", "--api-price", "0.05"]
-    planned = []
-    for load in ([], ["--request-rate", "1"], ["--max-concurrency", "4"]):
-        assert plan.main([*flags, *load]) == 0
-        planned.append(json.loads(capsys.readouterr().out))
-    busy, light, few = (one["cost"] for one in planned)
-    served = planned[0]["best"]["total_tokens_per_s"] * 3600 * 730 / 1e6
-    assert [one["capacity"] for one in (busy, light, few)] == pytest.approx([served] * 3)
-    apis = [one["apis"][0] for one in (busy, light, few)]
-    assert [api["break_even"] for api in apis] == pytest.approx([1.2 * 730 / 0.05] * 3)
-    assert [api["break_even_share"] for api in apis] == pytest.approx([1.2 * 730 / 0.05 / served] * 3)
-    assert light["per_million_total"] == pytest.approx(1.2 / (planned[1]["best"]["total_tokens_per_s"] * 3600 / 1e6))
-    assert light["per_million_total"] > few["per_million_total"] > busy["per_million_total"]
-
-
 SEARCH = (
     "--model", "1b", "--target", "v5e:1x2", "--workload", "uniform:100:300/uniform:5:30",
     "--slo", "ttft_ms=200,tpot_ms=10", "--max-num-seqs", "64", "--price-per-hour", "2.4", "--api-price", "0.1",

@@ -41,14 +41,6 @@ def test_short_limited_answers_do_not_hold_up_long_chats() -> None:
     assert row["forecast"].num_preemptions == 0
 
 
-def test_the_table_has_a_row_for_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--num-requests", "3", "--contexts", "8192", "--pools", "16384", "--limits", "none", "mixed"]
-    assert simulate.main(arguments) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 2 * 2 + 1 + 1
-    assert all(line.count("|") == 8 for line in lines)
-
-
 def cells(printed: str) -> list[list[str]]:
     """Of a table's rows."""
     _, _, *lines = [line for line in printed.splitlines() if line.startswith("|")]
