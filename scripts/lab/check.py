@@ -30,7 +30,11 @@ def parser() -> argparse.ArgumentParser:
         prog="scripts/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument(
-        "--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (default: all)"
+        "--parts",
+        type=_parts,
+        default=tuple(PARTS),
+        metavar="A,B",
+        help=f"of {', '.join(PARTS)} (default: all), and versions",
     )
     p.add_argument("--minutes", type=_minutes, default=10.0, metavar="N", help="for all parts (default: 10)")
     p.add_argument("--resume", type=local_path, metavar="FILE", help="the .json report of the run to go on with")
@@ -54,7 +58,7 @@ def _parts(text: str) -> tuple[str, ...]:
     unknown = sorted(set(asked) - set(PARTS))
     if unknown:
         raise argparse.ArgumentTypeError(f"there are {', '.join(PARTS)}, not {', '.join(unknown)}")
-    return tuple(part for part in PARTS if part in asked)
+    return tuple(part for part in PARTS if part in asked or part == "versions")  # a report says where it is from
 
 
 def _minutes(text: str) -> float:
