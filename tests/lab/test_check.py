@@ -77,6 +77,9 @@ def test_a_program_that_is_compiled_though_it_was_made_is_wrong(found, status):
     assert (result.status, result.figures) == (status, {"target": "v6e:1x1", "needed": 7, "found": found})
     assert result.lines[-1].startswith(f"{found} of 7 programs came from those that were made for v6e:1x1")
     assert "7 programs for 8 K/V pages were made elsewhere" in result.lines[0]
+    traced = Result()
+    made_elsewhere.read(START.format(found=0).splitlines(keepends=True), "h100", traced, only_traced=True)
+    assert (traced.status, traced.figures["found"]) == ("right", 7)  # on GPUs
     with pytest.raises(FailedError, match="ended before it was ready"):
         made_elsewhere.read(START.splitlines()[:2], "v6e:1x1", Result())
 
