@@ -60,6 +60,8 @@ class BodyReader[T: msgspec.Struct]:
         self, kind: type[T], *, strict: bool, translate: Callable[..., Any] = lambda read, *, strict: read
     ) -> None:
         self._decoder = msgspec.json.Decoder(kind, strict=False)
+        raw = [(name, RawField, msgspec.UNSET) for name in kind.__struct_fields__]
+        self._fields = msgspec.json.Decoder(msgspec.defstruct("Fields", raw, kw_only=True))
         self._kind = kind
         self._raw_types: Mapping[str, type[msgspec.Struct]] = getattr(kind, "raw_types", {})
         self._strict = strict
@@ -73,8 +75,8 @@ class BodyReader[T: msgspec.Struct]:
         return await in_thread(len(body) // BYTES_OF_WORK, self._read, body, limits.max_marks)
 
     def _read(self, body: bytes, max_marks: int) -> Any:
-        if len(body) >= LONG_BODY:
-            check_marks(body, max_marks)
+        if len(body) >= LONG_BODY and count_marks(body, max_marks) > max_marks:
+            raise self._too_many_marks(body, max_marks)
         try:
             read = decode_body(self._decoder, body)
         except UnknownFieldError:
@@ -82,6 +84,16 @@ class BodyReader[T: msgspec.Struct]:
         else:
             self._clean(read)
         return self._translate(read, strict=self._strict)
+
+    def _too_many_marks(self, body: bytes, most: int) -> RequestError:
+        """The error of a body with more than `most` marks. It names the field that has most of them."""
+        fields = msgspec.structs.asdict(decode_body(self._fields, body))
+        counts = {name: count_marks(bytes(raw), most) for name, raw in fields.items() if raw is not msgspec.UNSET}
+        largest = max(counts, key=counts.__getitem__, default="")
+        param = largest if 2 * counts.get(largest, 0) > most else None
+        where = "The body" if param is None else f"{param}: the body"
+        message = f"{where} has more than {most} brackets and colons outside of texts. Please send fewer."
+        return RequestError(400, message, param=param)
 
     def _clean(self, read: T) -> None:
         """Removes undeclared fields from the undecoded fields whose types are known."""
@@ -184,13 +196,6 @@ def _struct_in(type: inspect.Type) -> Any:
 
 def _list(items: Any) -> bytes:
     return b"[" + b",".join(items) + b"]"
-
-
-def check_marks(body: bytes, most: int) -> None:
-    """Raises RequestError 400 for more than `most` marks."""
-    if count_marks(body, most) > most:
-        message = f"The body has more than {most} brackets and colons outside of texts. Please send fewer."
-        raise RequestError(400, message)
 
 
 def count_marks(json: bytes, most: int) -> int:

@@ -58,16 +58,18 @@ def test_template_variables_are_an_object(value):
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("param", "body"),
     [
-        {"prompt": [[1]] * 70_000},
-        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}},
-        {"prompt": "a", "guided_json": [{}] * 70_000},
-        {"prompt": "a"} | {str(i): 1 for i in range(70_000)},
+        ("prompt", {"prompt": [[1]] * 70_000}),
+        ("logit_bias", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}}),
+        ("guided_json", {"prompt": "a", "guided_json": [{}] * 70_000}),
+        (None, {"prompt": "a"} | {str(i): 1 for i in range(70_000)}),
     ],
 )
-def test_a_body_of_very_many_entries_is_not_decoded(body):
-    assert "more than 65536 brackets and colons outside of texts" in refusal(COMPLETIONS, body)["message"]
+def test_a_body_of_very_many_entries_is_not_decoded(param, body):
+    error = refusal(COMPLETIONS, body)
+    assert error["param"] == param
+    assert "more than 65536 brackets and colons outside of texts" in error["message"]
 
 
 def test_brackets_of_a_text_are_no_matter():
