@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 CHOSEN = (
     "tests/pallas_kernels/test_self_test.py",
+    "tests/pallas_kernels/tpu/test_self_test.py::test_the_kernels_pass",
+    "tests/pallas_kernels/gpu/test_self_test.py::test_both_forms_pass",
     "tests/model/network/test_llama.py::test_bfloat16_stays_near_float32",
     "tests/model/network/test_packed.py::test_packed_weights_give_the_same_logits",
     "tests/model/execution/test_page_copies.py::test_pages_come_back_to_others_bit_for_bit",
