@@ -77,6 +77,23 @@ case "$provisioning" in
     queued) [ "$api" = tpu ] || refuse "--provisioning queued: only the Cloud TPU API has it; take flex-start" ;;
     *) refuse "--provisioning $provisioning: it can be on-demand, spot, flex-start or queued" ;;
 esac
+# seconds FLAG DURATION: 90m, 2h or 1d12h.
+seconds() {
+    local rest=$2 total=0 unit
+    while [[ "$rest" =~ ^([0-9]+)([smhd])(.*)$ ]]; do
+        case "${BASH_REMATCH[2]}" in s) unit=1 ;; m) unit=60 ;; h) unit=3600 ;; d) unit=86400 ;; esac
+        total=$((total + 10#${BASH_REMATCH[1]} * unit))
+        rest=${BASH_REMATCH[3]}
+    done
+    if [ -n "$rest" ] || [ "$total" = 0 ]; then refuse "$1 '$2': it looks like 90m, 2h or 1d12h"; fi
+    echo "$total"
+}
+
+wait_for_s=$(seconds --wait-for "$wait_for")
+seconds --run-for "$run_for" >/dev/null
+if [ "$api/$provisioning" = compute/flex-start ] && [ "$wait_for_s" -gt 7200 ]; then
+    refuse "--wait-for $wait_for: a flex-start request of Compute Engine waits for 2h at most; take --api tpu (v5p, v6e) or create it again"
+fi
 [ "$api" = compute ] || [ -z "$boot_disk_size" ] ||
     refuse "--boot-disk-size $boot_disk_size: the Cloud TPU API has no such setting; take --api compute (v5p, v6e), or weights from a bucket"
 
@@ -94,6 +111,29 @@ exec 4>&1 # for commands that a dry run prints where the output is read
 # Prints a command in a dry run, else runs it.
 run() {
     if [ -n "$dry_run" ]; then printf '%q ' "$@"; printf '\n'; else "$@"; fi
+}
+
+# As run, for gcloud: its known failures are also said in plain words.
+cloud() {
+    local errors status=0
+    if [ -n "$dry_run" ]; then run gcloud "$@"; return; fi
+    errors=$(mktemp)
+    { gcloud "$@" 2>&1 >&3 | tee "$errors" >&2; } 3>&1 || status=$?
+    if [ "$status" != 0 ]; then
+        if grep -qiE 'was not found|NOT_FOUND' "$errors"; then
+            say "there is no $name now: a flex-start slice is deleted --run-for after its start, a spot one when its chips are needed, and a request that had no chips within --wait-for is dropped; create it again"
+        elif grep -qi 'already exists' "$errors"; then
+            say "$name exists already: see it with status, remove it with delete, or take another --name"
+        elif grep -qiE 'quota' "$errors"; then
+            say "the project's quota for $chip in $zone is too small: ask for more (IAM & Admin, Quotas) or change --zone"
+        elif grep -qiE 'no more capacity|stockout|resource_pool_exhausted|insufficient capacity|does not have enough' "$errors"; then
+            say "$zone has no free $chip now: take --provisioning queued or flex-start, spot, or another --zone"
+        elif grep -qiE 'permission|forbidden|not been used in project|is disabled' "$errors"; then
+            say "the account may not do this, or the API is not enabled: gcloud services enable tpu.googleapis.com compute.googleapis.com"
+        fi
+    fi
+    rm -f "$errors"
+    return "$status"
 }
 
 # --- the slice ---
@@ -125,11 +165,11 @@ create_tpu() {
         on-demand | spot)
             local spot=()
             [ "$provisioning" = on-demand ] || spot=(--spot)
-            run gcloud compute tpus tpu-vm create "$name" "${place[@]}" --accelerator-type "$(accelerator_type)" \
+            cloud compute tpus tpu-vm create "$name" "${place[@]}" --accelerator-type "$(accelerator_type)" \
                 --version "$(runtime_version)" ${spot[@]+"${spot[@]}"} ;;
-        queued) run gcloud "${queue[@]}" --valid-until-duration "$wait_for" ;;
+        queued) cloud "${queue[@]}" --valid-until-duration "$wait_for" ;;
         flex-start)
-            run gcloud alpha "${queue[@]}" --provisioning-model=flex-start --max-run-duration "$run_for" \
+            cloud alpha "${queue[@]}" --provisioning-model=flex-start --max-run-duration "$run_for" \
                 --valid-until-duration "$wait_for" ;;
     esac
 }
@@ -153,14 +193,14 @@ create_compute() {
     [ -z "$project" ] || global=(--project "$project")
     while IFS= read -r flag; do flags+=("$flag"); done < <(machine)
     if [ "$num_hosts" = 1 ]; then
-        run gcloud compute instances create "$name" "${place[@]}" ${flags[@]+"${flags[@]}"}
+        cloud compute instances create "$name" "${place[@]}" ${flags[@]+"${flags[@]}"}
         return
     fi
     [ "$provisioning" != flex-start ] || bulk=(--target-size-policy-mode bulk) # all hosts at once, or none yet
-    run gcloud compute resource-policies create workload-policy "$name" --region "$region" ${global[@]+"${global[@]}"} \
+    cloud compute resource-policies create workload-policy "$name" --region "$region" ${global[@]+"${global[@]}"} \
         --type HIGH_THROUGHPUT --accelerator-topology "$topology"
-    run gcloud compute instance-templates create "$name" ${global[@]+"${global[@]}"} ${flags[@]+"${flags[@]}"}
-    run gcloud compute instance-groups managed create "$name" "${place[@]}" --size "$num_hosts" --template "$name" ${bulk[@]+"${bulk[@]}"} \
+    cloud compute instance-templates create "$name" ${global[@]+"${global[@]}"} ${flags[@]+"${flags[@]}"}
+    cloud compute instance-groups managed create "$name" "${place[@]}" --size "$num_hosts" --template "$name" ${bulk[@]+"${bulk[@]}"} \
         --workload-policy "projects/$(project_id)/regions/$region/resourcePolicies/$name"
 }
 
@@ -173,15 +213,15 @@ delete_slice() {
     [ -z "$project" ] || global=(--project "$project")
     if [ "$api" = tpu ]; then
         case "$provisioning" in
-            queued | flex-start) run gcloud compute tpus queued-resources delete "$name" "${place[@]}" --force --quiet ;;
-            *) run gcloud compute tpus tpu-vm delete "$name" "${place[@]}" --quiet ;;
+            queued | flex-start) cloud compute tpus queued-resources delete "$name" "${place[@]}" --force --quiet ;;
+            *) cloud compute tpus tpu-vm delete "$name" "${place[@]}" --quiet ;;
         esac
     elif [ "$num_hosts" = 1 ]; then
-        run gcloud compute instances delete "$name" "${place[@]}" --quiet
+        cloud compute instances delete "$name" "${place[@]}" --quiet
     else
-        run gcloud compute instance-groups managed delete "$name" "${place[@]}" --quiet
-        run gcloud compute instance-templates delete "$name" ${global[@]+"${global[@]}"} --quiet
-        run gcloud compute resource-policies delete "$name" --region "$region" ${global[@]+"${global[@]}"} --quiet
+        cloud compute instance-groups managed delete "$name" "${place[@]}" --quiet
+        cloud compute instance-templates delete "$name" ${global[@]+"${global[@]}"} --quiet
+        cloud compute resource-policies delete "$name" --region "$region" ${global[@]+"${global[@]}"} --quiet
     fi
 }
 
@@ -282,7 +322,7 @@ status() {
     elif [ "$num_hosts" -gt 1 ]; then
         describe=(compute instance-groups managed describe)
     fi
-    run gcloud "${describe[@]}" "$name" "${place[@]}"
+    cloud "${describe[@]}" "$name" "${place[@]}"
     on_hosts 'systemctl --no-pager --lines 3 status pallas-serve@0; curl --silent --show-error localhost:8000/health'
 }
 

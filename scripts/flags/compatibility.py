@@ -1,13 +1,13 @@
-"""Flags of vLLM's command line without a meaning here: they are accepted with a warning, or with some values only.
+"""Flags of vLLM's command line without a meaning here: they are accepted with a warning, or refused with a reason.
 
-vLLM's other flags are unknown, and argparse refuses them by name.
+vLLM's other flags are unknown, and refused by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batcher.request import MAX_LOGPROBS
@@ -57,36 +57,73 @@ _WITHOUT_EFFECT = {
     "metrics have their old names next to the new ones": "--show-hidden-metrics-for-version=",
     "--log-level is for all of the server": "--uvicorn-log-level=",
 }
-# The values with which a flag changes nothing, and why others are refused.
-ONLY_WITH: dict[str, tuple[tuple[str, ...], str]] = {
-    "--allowed-headers": (("*", '["*"]'), "all headers are allowed"),
-    "--allowed-methods": (("*", '["*"]'), "all methods are allowed"),
-    "--chat-template-content-format": (("auto", "string"), "templates get the content of a message as one text"),
-    "--cpu-offload-gb": (("0",), "weights are on the chips only: --tensor-parallel-size, --quantization"),
-    "--data-parallel-backend": (("mp",), "the engines of a host are processes of this server"),
-    "--default-chat-template-kwargs": (("{}",), "requests have their own: the field `chat_template_kwargs`"),
-    "--max-logprobs": (
-        (str(MAX_LOGPROBS),), f"a token has at most {MAX_LOGPROBS}; --max-request-logprobs is for all of a request",
+# why -> the flags that are refused
+_REFUSED = {
+    "no code of a checkpoint is ever run: only Llama 3's architecture is known": "--trust-remote-code",
+    "a model is shared by heads only: --tensor-parallel-size": "--pipeline-parallel-size= -pp=",
+    "input other than text is not supported yet": "--default-mm-loras= --limit-mm-per-prompt= --mm-processor-kwargs=",
+    "adapters for longer contexts are not supported yet": "--long-lora-scaling-factors=",
+    "weights are on the chips only: --tensor-parallel-size, --quantization": "--cpu-offload-gb=",
+    "the model has no experts": "--enable-expert-parallel --enable-dbo --enable-eplb",
+    "the checkpoint's config is served as it is": "--hf-overrides= --rope-scaling= --hf-config-path= --rope-theta=",
+    "K/V move between servers by --kv-role and --prefill-url": "--kv-transfer-config=",
+    "requests ask for it: the field `return_tokens_as_token_ids`": "--return-tokens-as-token-ids",
+    "only the newest revision is downloaded; --model takes a folder with another one": "--revision=",
+    "no code of a plug-in is ever run: --tool-call-parser": "--tool-parser-plugin=",
+    "all headers are allowed": "--allowed-headers=",
+    "all methods are allowed": "--allowed-methods=",
+    "templates get the content of a message as one text": "--chat-template-content-format=",
+    "no code of a checkpoint is ever run": "--code-revision=",
+    "the engines of a host are processes of this server": "--data-parallel-backend=",
+    "requests have their own: the field `chat_template_kwargs`": "--default-chat-template-kwargs=",
+    "/docs and /openapi.json show the types of requests only, and are always there": "--disable-fastapi-docs",
+    "HF_HOME says where downloads are kept": "--download-dir=",
+    "several hosts are served with --coordinator, --num-hosts and --host-id": (
+        "--headless --master-addr= --nnodes= --node-rank="
     ),
-    "--nnodes": (("1",), "several hosts are served with --coordinator, --num-hosts and --host-id"),
-    "--node-rank": (("0",), "several hosts are served with --coordinator, --num-hosts and --host-id"),
-    "--pipeline-parallel-size": (("1",), "a model is shared by heads only: --tensor-parallel-size"),
-    "-pp": (("1",), "a model is shared by heads only: --tensor-parallel-size"),
-    "--response-role": (("assistant",), "answers are the assistant's"),
-    "--stream-interval": (("1",), "every step's tokens are sent at once"),
-    "--tokenizer-mode": (
-        ("auto", "hf", "slow"), "the tokenizer is read from tokenizer.json, tokenizer.model or a GGUF file",
-    ),
-}  # fmt: skip
-WITHOUT_EFFECT = {flag.rstrip("="): reason for reason, flags in _WITHOUT_EFFECT.items() for flag in flags.split()}
-WITH_VALUE = {
-    flag[:-1] for flags in _WITHOUT_EFFECT.values() for flag in flags.split() if flag.endswith("=")
-} | ONLY_WITH.keys()
+    "everybody on the machine could read it: HF_TOKEN holds it": "--hf-token=",
+    "--memory-utilization says how much memory the pages get": "--kv-cache-memory-bytes=",
+    "the log goes to stderr: --log-level": "--log-config-file=",
+    "no code of a plug-in is ever run": "--logits-processors= --middleware=",
+    f"a token has at most {MAX_LOGPROBS}; --max-request-logprobs is for all of a request": "--max-logprobs=",
+    "long prompts have --max-num-partial-prefills and --long-prefill-token-threshold": "--max-long-partial-prefills=",
+    "answers are the assistant's": "--response-role=",
+    "texts need a tokenizer: --tokenizer": "--skip-tokenizer-init",
+    "every step's tokens are sent at once": "--stream-interval=",
+    "the tokenizer is read from tokenizer.json, tokenizer.model or a GGUF file": "--tokenizer-mode=",
+    "only the newest revision is downloaded; --tokenizer takes a folder with another one": "--tokenizer-revision=",
+}
+
+
+def _by_flag(table: Mapping[str, str]) -> dict[str, str]:
+    return {flag.rstrip("="): reason for reason, flags in table.items() for flag in flags.split()}
+
+
+WITHOUT_EFFECT, REFUSED = _by_flag(_WITHOUT_EFFECT), _by_flag(_REFUSED)
+_ALL = " ".join((*_WITHOUT_EFFECT.values(), *_REFUSED.values())).split()
+WITH_VALUE = {flag.rstrip("=") for flag in _ALL if flag.endswith("=")}
 # values, and whether they mean --enable-embeddings; text is generated with all of them
 EMBEDDING_FLAGS = {
     "--task": {"auto": False, "generate": False, "embed": True, "embedding": True},
     "--runner": {"auto": False, "generate": False, "pooling": True},
     "--convert": {"auto": False, "none": False, "embed": True},
+}
+# values of refused flags with which they change nothing
+HARMLESS = {
+    "--allowed-headers": ("*", '["*"]'),
+    "--allowed-methods": ("*", '["*"]'),
+    "--chat-template-content-format": ("auto", "string"),
+    "--cpu-offload-gb": ("0",),
+    "--data-parallel-backend": ("mp",),
+    "--default-chat-template-kwargs": ("{}",),
+    "--max-logprobs": (str(MAX_LOGPROBS),),
+    "--nnodes": ("1",),
+    "--node-rank": ("0",),
+    "--pipeline-parallel-size": ("1",),
+    "-pp": ("1",),
+    "--response-role": ("assistant",),
+    "--stream-interval": ("1",),
+    "--tokenizer-mode": ("auto", "hf", "slow"),
 }
 
 
@@ -104,9 +141,8 @@ def _warn(_parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag:
 
 
 def _refuse(parser: argparse.ArgumentParser, _namespace: argparse.Namespace, flag: str, value: Any) -> None:
-    values, reason = ONLY_WITH[flag]
-    if value not in values:
-        parser.error(f"{flag}: {reason}")
+    if value not in HARMLESS.get(flag, ()):
+        parser.error(f"{flag}: {REFUSED[flag]}")
 
 
 def _embed(_parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag: str, value: Any) -> None:
@@ -117,7 +153,7 @@ def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, hidden from the help. The namespace's `compatibility_warnings` has the warnings."""
     parser.set_defaults(compatibility_warnings=[])
     hidden: dict[str, Any] = {"action": _Do, "dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for flags, work in ((WITHOUT_EFFECT, _warn), (ONLY_WITH, _refuse)):
+    for flags, work in ((WITHOUT_EFFECT, _warn), (REFUSED, _refuse)):
         for flag in flags:
             parser.add_argument(flag, nargs=None if flag in WITH_VALUE else 0, const=work, **hidden)
     for flag, values in EMBEDDING_FLAGS.items():

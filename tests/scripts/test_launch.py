@@ -13,7 +13,7 @@ from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.limits import long_prompts
-from scripts.flags.compatibility import ONLY_WITH, WITH_VALUE, WITHOUT_EFFECT, log_warnings
+from scripts.flags.compatibility import HARMLESS, REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
 from scripts.flags.lora import LoraModule
 from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
@@ -405,8 +405,10 @@ def test_every_flag_without_a_meaning_is_taken_with_a_warning(flag):
 
 
 def test_values_that_change_nothing_are_taken():
-    flags = [word for flag, (values, _) in ONLY_WITH.items() for value in values for word in (flag, value)]
+    flags = [word for flag, values in HARMLESS.items() for value in values for word in (flag, value)]
     assert launch.parse(flags).compatibility_warnings == []
+    assert HARMLESS.keys() <= REFUSED.keys()
+    assert REFUSED.keys() | WITHOUT_EFFECT.keys() >= WITH_VALUE
 
 
 def test_short_names_of_vllm():
@@ -414,12 +416,12 @@ def test_short_names_of_vllm():
     assert (args.tensor_parallel_size, args.data_parallel_size, args.quantization) == (2, 3, "int8")
 
 
-@pytest.mark.parametrize("flag", ONLY_WITH)
+@pytest.mark.parametrize("flag", REFUSED)
 def test_flags_of_vllm_that_cannot_be_served_are_refused_in_words(flag, capsys):
     with pytest.raises(SystemExit) as refused:
-        launch.parse([flag, "value"])
+        launch.parse([flag, "value"] if flag in WITH_VALUE else [flag])
     assert refused.value.code == 2
-    assert f"{flag}: {ONLY_WITH[flag][1]}" in " ".join(capsys.readouterr().err.split())
+    assert f"{flag}: {REFUSED[flag]}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_configuration_file_comes_before_the_command_line(tmp_path):

@@ -24,8 +24,25 @@ QUICKLY = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "tar.tgz.command", "GIT_
 PLACE = ("--name", "slice", "--zone", "us-east5-b")
 FLEX = ("--provisioning", "flex-start", "--wait-for")
 
-
 # What gcloud says, and what the script adds.
+FAILURES = {
+    "ERROR: (gcloud.compute.tpus.tpu-vm.create) RESOURCE_EXHAUSTED: Quota limit 'TPUV6EPerProjectPerZoneForTPUAPI' "
+    "has been exceeded. Limit: 0 in zone us-east5-b.": "quota for v6e in us-east5-b is too small",
+    "ERROR: (gcloud.compute.instances.create) Could not fetch resource: Quota 'TPUS_PER_TPU_FAMILY' exceeded. "
+    "Limit: 0.0 in region us-east5.": "quota for v6e in us-east5-b is too small",
+    'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 8, "message": "There is no more capacity in the zone '
+    '\\"us-east5-b\\""}': "no free v6e now: take --provisioning queued or flex-start",
+    "ERROR: (gcloud.compute.instances.create) Could not fetch resource: - The zone 'projects/p/zones/us-east5-b' does "
+    "not have enough resources available to fulfill the request.": "no free v6e now",
+    "ERROR: (gcloud.compute.instances.create) Could not fetch resource: - The resource "
+    "'projects/p/zones/us-east5-b/instances/slice' already exists": "slice exists already",
+    "ERROR: (gcloud.compute.tpus.tpu-vm.create) PERMISSION_DENIED: Cloud TPU API has not been used in project 7 "
+    "before or it is disabled.": "the API is not enabled",
+    "ERROR: (gcloud.compute.instances.describe) Could not fetch resource: - The resource "
+    "'projects/p/zones/us-east5-b/instances/slice' was not found": "there is no slice now: a flex-start slice is",
+}
+
+
 @pytest.fixture
 def cloud(tmp_path):
     """A function that runs the script with a gcloud that records its calls and fails as it is told."""
@@ -166,6 +183,14 @@ def test_every_host_serves_and_knows_its_place(cloud):
     assert shlex.split(value(call, "--command")) == ["echo", "a b; rm"]
 
 
+@pytest.mark.parametrize("error", FAILURES)
+def test_known_failures_are_explained(cloud, error):
+    done, _ = cloud("create", "--target", "v6e:2x4", *PLACE, error=error)
+    assert done.returncode == 1
+    assert error in done.stderr  # gcloud's own words stay
+    assert FAILURES[error] in done.stderr
+
+
 def test_several_hosts_get_a_common_secret_and_one_host_none(cloud):
     secrets = []
     for target in ("v6e:4x4", "v6e:2x4"):
@@ -198,6 +223,11 @@ def test_nothing_is_made_after_a_failure(cloud):
         (("create", "--target", "tpu7x:2x2x1", *PLACE, "--provisioning", "queued"), "--provisioning queued"),
         (("create", "--target", "v6e:2x4", *PLACE, "--provisioning", "stolen"), "--provisioning stolen"),
         (("create", "--target", "v6e:2x4", *PLACE, "--zones", "x"), "--zones: an unknown option"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "2h1s"), "--wait-for 2h1s: a flex-start request of Compute"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "1d"), "waits for 2h at most; take --api tpu"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "soon"), "--wait-for 'soon': it looks like 90m"),
+        (("create", "--target", "v6e:2x4", *PLACE, *FLEX, "0h"), "--wait-for '0h'"),
+        (("create", "--target", "v6e:2x4", *PLACE, "--run-for", "1w"), "--run-for '1w'"),
         (
             ("create", "--target", "v5e:2x4", *PLACE, "--boot-disk-size", "400GB"),
             "--boot-disk-size 400GB: the Cloud TPU",
