@@ -122,12 +122,12 @@ def test_a_list_with_one_entry_too_many_is_refused_by_name(route, path, schema, 
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_a_field_of_many_numbers_is_refused_by_name(route):
+def test_a_field_of_many_lists_is_refused_by_name(route):
     """Fields of any JSON included, such as `tool_choice` and `documents`."""
     properties = resolved(BODIES[route])["properties"]
     long = {name for name, field in properties.items() if any(o.get("maxItems", 0) > MANY for o in options(field))}
     names = [name for name in properties if name not in long]  # the others are in LISTS
-    bodies = [least(BODIES[route]) | {name: [1] * MANY} for name in names]
+    bodies = [least(BODIES[route]) | {name: [[]] * MANY} for name in names]
     for name, response in zip(names, post_all(STATE, route, bodies, headers=HEADERS), strict=True):
         assert response.status_code == 400
         assert response.json()["error"]["message"].startswith(f"{name}: "), name

@@ -111,7 +111,7 @@ def test_the_loops_of_the_models_template_end_at_the_deadline(name):
         for one in stuck:
             with pytest.raises(TemplateLimitError, match=r"longer than 0\.5 s"):
                 one.result()
-        return await runner.render(template(), messages=HELLO)
+        return await runner.run(template().render, HELLO)
 
     assert asyncio.run(render()) == SHOWN
 
@@ -249,7 +249,7 @@ def test_waiting_requests_are_counted_and_slow_ones_delay_no_others():
         await at_work()
         with pytest.raises(TooManyTemplatesError):
             await own(SOURCE)
-        shown = await asyncio.gather(*(runner.render(template(), messages=HELLO) for _ in range(200)))
+        shown = await asyncio.gather(*(runner.run(template().render, HELLO) for _ in range(200)))
         assert shown == [SHOWN] * 200
         assert len(processes()) <= NUM_PROCESSES
         for one in waiting:
