@@ -47,7 +47,8 @@ class Leader(HostConnection):
                 raise HostsError(f"{hosts} did not come within {timeout_s:g} s (--hosts-timeout){self.hint}")
             self._admit(arrival.host_id, arrival.content.name, missing)
         report(f"  all {num_hosts} hosts are there: {', '.join(self._names.values())} and this one")
-        self.agree(0, settings)
+        self.agree(0, settings)  # both connections of each host are there then
+        self.sockets.accept_no_more()
 
     def agree(self, num_pages: int, facts: Mapping[str, str]) -> int:
         """Tells all hosts the number of pages to use, the smallest that any host has room for, and returns it.

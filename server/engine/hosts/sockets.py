@@ -6,7 +6,10 @@ naming the host. ZeroMQ reports a closed connection at once.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import socket as tcp
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +30,8 @@ LAST_MESSAGE_S = 0.1  # in which the last message of a follower that is lost arr
 LINGER_S = 2.0  # the time at the end for messages that are not sent yet
 MOST_REPORT_BYTES = 1 << 20  # the size limit of a follower's message
 MOST_COMMAND_BYTES = 1 << 30  # the size limit of the leader's message
+_SO_ATTACH_FILTER = 26  # Linux: a program of the kernel decides which packets a socket gets
+_NO_PACKET = struct.pack("HBBI", 0x06, 0, 0, 0)  # such a program: "return 0", so many bytes of each packet
 
 LOST = zmq.EVENT_DISCONNECTED  # also after a refusal
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -41,7 +46,8 @@ class HostSockets:
     which receives CONNECTED, LOST and REFUSED.
 
     The leader listens, and the followers connect in the background. All keys follow from the hosts' secret, so only a
-    host that has it knows the leader's public key, without which no handshake succeeds.
+    host that has it knows the leader's public key, without which no handshake succeeds. After `accept_no_more` an
+    unknown connection takes no resources, not even a descriptor.
 
     Raises HostsError if this is the leader and the coordinator's address is not this machine's, or is in use.
     """
@@ -51,6 +57,7 @@ class HostSockets:
         self.commands = make_socket(self._context, zmq.ROUTER if cluster.is_leader else zmq.DEALER)
         self.reports = make_socket(self._context, zmq.PULL if cluster.is_leader else zmq.PUSH)
         self.monitor: Socket = self.commands.get_monitor_socket(CONNECTED | LOST | REFUSED)
+        self._listeners: list[tcp.socket] = []
         keys = leader_keys(cluster.secret)
         sockets = ((self.commands, COMMANDS_OFFSET), (self.reports, REPORTS_OFFSET))
         if not cluster.is_leader:
@@ -67,22 +74,39 @@ class HostSockets:
                 limit(socket, MOST_REPORT_BYTES)
                 as_server(socket, keys)
                 where = cluster.own_endpoint(offset)
+                host, _, port = where.rpartition(":")
+                family = tcp.AF_INET6 if host.startswith("[") else tcp.AF_INET
+                listener = tcp.create_server((host.strip("[]"), int(port)), family=family)
+                self._listeners.append(listener.dup())
+                listener.setblocking(False)
+                socket.setsockopt(zmq.USE_FD, listener.detach())  # ZeroMQ closes it
                 socket.bind(f"tcp://{where}")
         except HostsError:
             self.close()
             raise
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             self.close()
             raise HostsError(
                 f"the leader cannot listen on {where}: {error.strerror}; --coordinator is an address of the host with "
                 "--host-id 0, and the two ports after its own must be free"
             ) from error
 
+    def accept_no_more(self) -> None:
+        """Leaves all further connections unanswered. Existing connections stay open."""
+        program = ctypes.create_string_buffer(_NO_PACKET, len(_NO_PACKET))
+        for listener in self._listeners:
+            try:
+                listener.setsockopt(tcp.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+            except OSError as error:  # such as in a sandbox
+                logger.warning("the hosts' ports still accept connections: %s", error)
+
     def close(self) -> None:
         """Closes the sockets. Waits at most LINGER_S until all messages have been sent."""
         self.commands.disable_monitor()
         for socket in (self.monitor, self.commands, self.reports):
             socket.close()
+        for listener in self._listeners:
+            listener.close()
         self._context.term()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from batcher.errors import StepTimeoutError
@@ -125,6 +127,17 @@ def test_a_host_with_another_secret_is_kept_out():
     assert "do all hosts have the same secret?" in str(errors[0])
     for close in hosts.open:
         close()
+
+
+def test_whoever_comes_later_takes_not_even_a_descriptor(hosts):
+    leader, follower = hosts.together()
+    before = psutil.Process().num_fds()
+    for offset in (1, 2):
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", hosts.cluster.port + offset), timeout=0.5)
+    assert psutil.Process().num_fds() == before
+    leader.send(commands.Recover())  # those that are there go on
+    assert isinstance(follower.next_command(), commands.Recover)
 
 
 def test_two_hosts_with_one_number_do_not_start(hosts):
