@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax
 from pallas_kernels.chips import GPUS
 from scripts.building.child import in_child
 from scripts.building.device import start_jax
+from scripts.building.gpu_topology import FOLDER, save_topology
 from scripts.building.tpu_topology import attached_topology
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import EngineSettings
@@ -31,6 +33,9 @@ def run(options: Options, result: Result) -> None:
         result.say("Not checked: programs are made elsewhere for chips only.")
         return
     target = in_child(attached_target, options.device, limit_s=LIMIT_S)
+    if (saved := FOLDER / f"{target}.bin").exists():
+        result.figures["topology"] = base64.b64encode(saved.read_bytes()).decode()
+        result.say(f"XLA's description of {target} is in {saved.relative_to(ROOT)}: the repository keeps it.")
     limits, _ = small_server(rehearse=True)
     with tempfile.TemporaryDirectory() as cache:
         flags = [*limits, "--tensor-parallel-size", "1", "--compile-cache", cache]
@@ -69,4 +74,5 @@ def attached_target(device: str) -> str:
     known = next((name for name, chip in GPUS.items() if chip.device_kind == kind), None)
     if known is None:
         raise FailedError(f"{kind} is not in the table of pallas_kernels/chips.py")
+    save_topology()
     return known
