@@ -26,7 +26,7 @@ class Worker:
         self.start = self._thread.start
 
     def work_here(self, most: int | None = None) -> int:
-        """Without the thread: does the calls, at most so many. Returns how many there were."""
+        """Does up to `most` calls in the caller's thread. Returns their number."""
         num_done = 0
         while num_done != most and not self._calls.empty() and (call := self._calls.get()) is not None:
             call()
@@ -34,7 +34,7 @@ class Worker:
         return num_done
 
     def close(self) -> None:
-        """The thread is to end after the call that it is at."""
+        """Ends the thread after the call that it is at."""
         self._is_closed = True
         self._calls.put(None)
 

@@ -48,7 +48,7 @@ def kept_part(form: WeightForm, name: str, type: Type, stored: np.ndarray, first
 
 
 def _chip_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Of a form in `FOUR_BIT`: "kernel" -> i8[out, in]; "scale" or "zero" -> f32[out, in / 32].
+    """A tensor of a form in `FOUR_BIT`: "kernel" -> i8[out, in]; "scale" or "zero" -> f32[out, in / 32].
 
     A zero is in units of the scale as the 4-bit form rounds it, so that the rounding of the scale does not move it.
     """
@@ -70,8 +70,8 @@ def _chip_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) 
 
 
 def _exact_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Of a 4-bit form in `EXACT`: "kernel" -> i8[out, in]; others as they are stored, [out, in / 32] or, of units,
-    [out, in / 256]."""
+    """A tensor of a 4-bit form in `EXACT`: "kernel" -> i8[out, in]; others as they are stored, [out, in / 32] or, of
+    units, [out, in / 256]."""
     blocks, within = _blocks_of(type, stored, first, end)
     if name == "kernel":
         return _values(type, blocks)[:, within].astype(np.int8) - np.int8(_MIDDLE)
@@ -88,8 +88,8 @@ def _exact_part(name: str, type: Type, stored: np.ndarray, first: int, end: int)
 
 
 def _six_bit_part(name: str, type: Type, stored: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Of the 6-bit form: "kernel" -> i8[out, in], "kernel_upper" -> u8[out, in / 4], "scale" -> i8[out, in / 16],
-    "scale_unit" -> f16[out, in / 256]."""
+    """A tensor of the 6-bit form: "kernel" -> i8[out, in], "kernel_upper" -> u8[out, in / 4], "scale" -> i8[out, in /
+    16], "scale_unit" -> f16[out, in / 256]."""
     blocks, within = _blocks_of(type, stored, first, end)
     shape = *blocks.shape[:2], 2  # the halves of a block
     if name == "kernel":

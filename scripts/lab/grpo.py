@@ -151,7 +151,7 @@ class Trainer:
         return float(kl), float(off)
 
     def _logprobs_of(self, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        """Of the drawn tokens; 0 elsewhere."""
+        """The log-probabilities of the drawn tokens; 0 elsewhere."""
         model = nnx.merge(self._graph, params)
         read = (batch[name] for name in ("tokens", "targets", "positions", "samples"))
         return jnp.where(batch["weights"] > 0, dense_logprobs(model, *read), 0.0)

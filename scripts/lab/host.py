@@ -182,7 +182,7 @@ class Bench:
         assert self._engine.stats().num_requests_waiting == bool(self._waiting) or self._arrivals
 
     def figures(self) -> dict[str, Figures]:
-        """Of each part of the steps, and of their sum (`parts`)."""
+        """The figures of each part of the steps, and of their sum (`parts`)."""
         micros = {part: np.array([step[part] for step in self.steps]) * 1e6 for part in PARTS}
         micros["parts"] = sum(micros.values(), np.zeros(len(self.steps)))
         return {
@@ -191,7 +191,7 @@ class Bench:
         }
 
     def counts(self) -> OffloadingCounts:
-        """Of the pages that have moved."""
+        """The counts of pages that have moved."""
         return self._engine.stats().offloading
 
     def close(self) -> None:

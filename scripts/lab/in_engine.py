@@ -40,7 +40,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InEngine:
-    """Of the steps with all rows; medians in milliseconds."""
+    """Figures of the steps with all rows; medians in milliseconds."""
 
     num_rows: int
     step_ms: float  # from result to result

@@ -198,7 +198,7 @@ def add(found: Rows, row: str, order: Sequence[tuple[Tier, Server]], load: Calla
 
 
 def _others(args: argparse.Namespace, random: np.random.Generator) -> list[BenchRequest]:
-    """Of the streams, which ask the same again and again: their own pages do not fill the pool."""
+    """The requests of the streams, which ask the same again and again: their own pages do not fill the pool."""
     lengths = np.full(args.streams, OTHERS_PROMPT)
     prompts = random_ids(lengths, vocab_size=VOCAB_SIZE, shared_prefix=0, random=random)
     return [BenchRequest(prompt, OTHERS_OUTPUT) for prompt in prompts] * MOST_OTHERS

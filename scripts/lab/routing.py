@@ -95,7 +95,7 @@ class Server:
     process: psutil.Process
 
     def empty_caches(self) -> None:
-        """Of all replicas."""
+        """Empties the prefix caches of all replicas."""
         request = urllib.request.Request(f"{self.target.base_url}/reset_prefix_cache", b"", _HEADERS)
         urllib.request.urlopen(request).close()
 

@@ -77,8 +77,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_with_drafts(args: argparse.Namespace) -> EngineSettings:
-    """Of the runner that drafts: drafts are looked up unless the flags say otherwise. All programs are compiled before
-    the first run: else a CPU would compile them, and take larger ones for them, while the runs are timed."""
+    """The settings of the runner that drafts: drafts are looked up unless the flags say otherwise. All programs are
+    compiled before the first run: else a CPU would compile them, and take larger ones for them, while the runs are
+    timed."""
     settings = replace(EngineSettings.from_namespace(args), compile_all_first=True)
     return settings if settings.speculation is not None else replace(settings, speculative_config=NGRAM)
 

@@ -36,7 +36,7 @@ def head(device: str = "cpu") -> str:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """The versions of the packages that are installed."""
     found = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -59,7 +59,7 @@ def measured(work: Callable[[], None]) -> tuple[float, float]:
 
 
 def _memory(field: str) -> int:
-    """Of this process, in bytes."""
+    """A field of this process's memory, in bytes."""
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 

@@ -22,7 +22,7 @@ class StopStrings:
 
 
 def _borders(stop: str) -> array[int]:
-    """For each beginning of the string, the length of the longest shorter one with which it ends."""
+    """The length, for each beginning of the string, of the longest shorter beginning with which it ends."""
     borders, length = array("I", [0]), 0
     for char in stop[1:]:
         length = _next_length(stop, borders, length, char)

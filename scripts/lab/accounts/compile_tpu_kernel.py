@@ -48,7 +48,7 @@ def projection(g: layout.Geometry, num_tokens: int) -> list[tuple]:
 
 
 def _scales(g: layout.Geometry) -> list[Any]:
-    """In place of the scales of K and V, where `projection` has none."""
+    """The values in place of the scales of K and V, where `projection` has none."""
     return [None] if g.kv_dtype == g.dtype else []
 
 

@@ -81,7 +81,7 @@ def compile_product(product: Product, target: TpuTarget, folder: Path) -> dict[s
 
 
 def count_bundles(loops: list[Loop], product: Product) -> int:
-    """Of all turns. A turn has no loops of its own."""
+    """The bundles of all turns. A turn has no loops of its own."""
     (turn,) = loops
     return turn.bundles * -(-product.num_out // product.blocks.out)
 

@@ -26,7 +26,8 @@ class LayerCycles:
 
 
 def layer_cycles(program: str) -> LayerCycles:
-    """Of a compiled program's text. Raises ValueError if it has fewer than two attention calls."""
+    """The cycles of a layer in a compiled program's text. Raises ValueError if it has fewer than two attention
+    calls."""
     computations: dict[str, list[str]] = {}
     entry = body = ""
     for line in program.splitlines():

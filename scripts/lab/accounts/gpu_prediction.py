@@ -49,7 +49,7 @@ SHAPES: dict[str, Rows] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one layer."""
+    """The prediction of one layer."""
 
     floor_s: float
     seconds: float
@@ -60,7 +60,7 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """Of the data sheet's bandwidth."""
+        """The share of the data sheet's bandwidth."""
         return self.floor_s / self.seconds
 
 
@@ -82,7 +82,7 @@ class Machine:
         return device.Gpu(arch=chip.arch, num_multiprocessors=chip.num_multiprocessors, mma_only=self.mma_only)
 
     def kv_bytes(self, keys: float) -> float:
-        """Of so many keys and values of one KV head."""
+        """The bytes of so many keys and values of one KV head."""
         return keys * self.spec.head_dim * 2 * jnp.dtype(self.spec.kv_dtype).itemsize
 
     def block_s(self, block_kv: int, rows: int, cycles: float, ctas: int, under_way: int = 1) -> float:

@@ -47,7 +47,7 @@ class JaxAttention(PagedAttention):
         return jax.ShapeDtypeStruct(shape, self.spec.kv_dtype, sharding=NamedSharding(self.mesh, self._kv_partition()))
 
     def page_bytes(self) -> int:
-        """Of one layer on one chip."""
+        """The bytes of a page of one layer on one chip."""
         one = self.kv_pages(1)
         return one.size * one.dtype.itemsize // self.num_shards
 

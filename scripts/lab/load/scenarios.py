@@ -79,7 +79,7 @@ def chats(size: Size, count: int, random: np.random.Generator) -> list[BenchRequ
 
 
 def closed_loop(size: Size, random: np.random.Generator) -> Part:
-    """As many chats at once as there are streams."""
+    """Each stream has one chat at a time."""
     return Part(name="chats", requests=chats(size, MOST_CHATS, random), concurrency=STREAMS)
 
 

@@ -14,7 +14,7 @@ HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True, kw_only=True)
 class ApiPrice:
-    """Of a hosted API, for a million tokens."""
+    """The price of a hosted API, for a million tokens."""
 
     name: str
     input: float
@@ -38,7 +38,7 @@ class ApiPrice:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiCost:
-    """Of the deployment's tokens at an API."""
+    """The cost of the deployment's tokens at an API."""
 
     price: ApiPrice
     per_million_total: float  # tokens of prompts and outputs together
@@ -50,7 +50,7 @@ class ApiCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of a deployment that runs all the time."""
+    """The cost of a deployment that runs all the time."""
 
     currency: str  # of all prices
     per_hour: float

@@ -35,7 +35,7 @@ class Mix:
 
     @classmethod
     def of(cls, workload: Workload, max_model_len: int, *, prefix_caching: bool) -> Mix:
-        """Of requests that are cut to the context."""
+        """The mix of a workload whose requests are cut to the context."""
         drawn = workload.draw(DRAWN, max_model_len)
         prompts, outputs, shared = (
             np.array([getattr(request, name) for request in drawn], float)
@@ -81,7 +81,7 @@ class Replica:
         self.most_rows = max(1, min(rows, int(mix.output / self._chunks(rows))))
 
     def _chunks(self, rows: int) -> float:
-        """Of a prompt."""
+        """The number of chunks of a prompt."""
         return max(self._mix.computed / max(self._budget - rows, 1), 1.0)
 
     def steady(self, rows: int) -> Steady:

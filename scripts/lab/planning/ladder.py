@@ -40,7 +40,7 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Of all three."""
+        """The sum of all three."""
         return self.python + self.compile
 
     def plus(self, other: Cost, times: float = 1.0) -> Cost:
@@ -108,8 +108,8 @@ def _at_depth(found: Sequence[Cost], depths: Sequence[int], depth: int) -> Cost:
 
 
 def entries(buckets: Sequence[Bucket], updates: Iterable[str], found: Mapping[str, Cost]) -> list[Entry]:
-    """Of all programs, in the order in which a start traces them. One that was not compiled takes the cost of the one
-    of its kind (variant, decode or not) with the nearest number of tokens, then of rows."""
+    """The entries of all programs, in the order in which a start traces them. One that was not compiled takes the cost
+    of the one of its kind (variant, decode or not) with the nearest number of tokens, then of rows."""
     compiled = [bucket for bucket in buckets if name_of(bucket) in found]
     whole = []
     for bucket in longest_first(buckets):

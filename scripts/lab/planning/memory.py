@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Of one chip, in bytes."""
+    """The parts of one chip's memory, in bytes."""
 
     needs: MemoryNeeds
     num_pages: int
@@ -36,23 +36,23 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all pages, with the null page."""
+        """The bytes of all pages, with the null page."""
         return (self.num_pages + 1) * self.needs.page
 
     @property
     def total(self) -> int:
-        """Of everything."""
+        """The bytes of all parts."""
         return self.needs.weights + self.kv_bytes + self.needs.temporaries + self.needs.state
 
     @property
     def pages_per_seq(self) -> int:
-        """Of a request of full length."""
+        """The pages of a request of full length."""
         return -(-self.max_model_len // self.page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Of the largest step on one chip, in bytes."""
+    """The memory of the largest step on one chip, in bytes."""
 
     num_layers: int
     num_pages: int  # of its arguments
@@ -83,7 +83,8 @@ class Sizes:
     pool_share: float  # of the device's memory that is JAX's
 
     def memory(self, settings: EngineSettings, account: Account | None = None) -> MemoryPlan:
-        """For the limits of `settings`. Raises ValueError, with the GiB of each part, if not even one request fits.
+        """The memory for the limits of `settings`. Raises ValueError, with the GiB of each part, if not even one
+        request fits.
 
         Args:
             account: the compiler's, of the largest step; None: the weights are counted from shapes, and of the

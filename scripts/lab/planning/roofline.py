@@ -46,7 +46,7 @@ class Roofline(Products):
         return self.seconds(plan.bucket.num_tokens, plan.bucket.num_rows, kv_tokens=tokens, pairs=pairs)
 
     def seconds(self, num_tokens: int, num_rows: int, *, kv_tokens: float, pairs: float) -> float:
-        """Of a step.
+        """The seconds of a step.
 
         Args:
             num_tokens: padded, as `num_rows`.
@@ -57,7 +57,7 @@ class Roofline(Products):
         return self.products_seconds(num_tokens, num_rows) + attention
 
     def decode_seconds(self, num_rows: int, context: int) -> float:
-        """Of a decode of rows of one length."""
+        """The seconds of a decode of rows of one length."""
         tokens = num_rows * context
         return self.seconds(num_rows, num_rows, kv_tokens=tokens, pairs=tokens)
 
@@ -72,7 +72,7 @@ class Roofline(Products):
         return self.memory_bytes_per_s if share is None else share * self.data_sheet_bytes_per_s
 
     def _speed(self, num_rows: int, *, is_head: bool = False) -> float:
-        """Of a product with so many rows, as a multiple of bfloat16's."""
+        """The speed of a product with so many rows, as a multiple of bfloat16's."""
         rounding = self.rounding
         if rounding is None or num_rows < rounding.min_rows or (is_head and not rounding.with_head):
             return 1.0
@@ -89,7 +89,7 @@ def roofline(
     chips: int,
     rounding: Rounding | None = None,
 ) -> Roofline:
-    """Of a model in its stored form over `chips` devices.
+    """The roofline of a model in its stored form over `chips` devices.
 
     Args:
         weights_read: bytes of one device that a step reads (`step_bytes`).

@@ -69,7 +69,7 @@ class Candidate:
 
     @property
     def num_requests(self) -> int:
-        """Of a simulation that is long against one request."""
+        """The requests of a simulation that is long against one request."""
         return max(MIN_REQUESTS, TURNOVERS * self.memory.buckets.max_num_seqs)
 
 

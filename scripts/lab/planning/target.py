@@ -32,7 +32,7 @@ class Target:
 
     @property
     def devices_per_host(self) -> int | None:
-        """Of the target; None: all, or not known."""
+        """The target's devices in one host; None: all, or not known."""
         if self.num_devices is None or not isinstance(self.chip, TpuChip):
             return None
         return self.chip.devices_per_host(self.num_devices)
@@ -43,7 +43,7 @@ class Target:
 
     @property
     def flops_per_s(self) -> float:
-        """Of one device, in bfloat16."""
+        """The floating-point operations per second of one device, in bfloat16."""
         return flops_per_s(self.chip)
 
 

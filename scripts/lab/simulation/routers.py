@@ -28,7 +28,7 @@ class LeastLoaded(RoundRobin):
     """The engine with the fewest open requests."""
 
     def choose(self, prompt: bytes, salt: int, loads: Mapping[int, Load]) -> Route:
-        """Of several with as few, the first."""
+        """Chooses the first of several engines with equally few requests."""
         return _unweighed(min(loads, key=lambda engine: loads[engine].num_open), prompt)
 
 

@@ -68,13 +68,13 @@ CASES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a router in a case, over all seeds."""
+    """The figures of a router in a case, over all seeds."""
 
     runs: list[Replicas]
 
     @property
     def hit_rate(self) -> float:
-        """Of the prompts' tokens."""
+        """The share of the prompts' tokens that the caches had."""
         return sum(run.cached_tokens for run in self.runs) / sum(run.prompt_tokens for run in self.runs)
 
     @property
@@ -83,7 +83,7 @@ class Figures:
         return np.concatenate([run.ttft for run in self.runs])
 
     def percentile(self, q: float) -> float:
-        """Of the times to the first token."""
+        """A percentile of the times to the first token, in seconds."""
         return float(np.percentile(self.ttft, q))
 
 
