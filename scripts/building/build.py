@@ -44,7 +44,7 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
                 say("for the programs of engine 0")
         engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, publisher=publisher)
     adapters = loaded_adapters(settings, built.adapter_store, engine, publisher)
-    weights = WeightChanges(engine, built.changeable_weights())
+    weights = WeightChanges(engine, built.runner_weights())
     info = give_pages(served, engine, built.info)
     return BuiltEngine(engine=engine, info=info, adapters=adapters, weights=weights)
 

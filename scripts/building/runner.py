@@ -21,12 +21,12 @@ from model.execution.runner import ModelRunner
 from pallas_kernels.api import PagedAttention
 from scripts.building.adapter_store import RunnersStore
 from scripts.building.attention_backend import BACKENDS, Backends, Chosen, choose_attention, is_tested_by_a_child
-from scripts.building.changeable import RunnerWeights
 from scripts.building.device import Report, phase, start_device
 from scripts.building.limits import EnginePlan, choose_limits, choose_step_timeout, even_context, long_prompts
 from scripts.building.load import Loader
 from scripts.building.offloading import GIB, Digests, identity_of_pages, make_offloading, start_digests
 from scripts.building.precompiled import made_for
+from scripts.building.runner_weights import RunnerWeights
 from scripts.building.step_times import choose_step_times
 from scripts.building.tracers import trace_ahead
 from scripts.building.weights import bits_of_a_weight
@@ -52,7 +52,7 @@ class Built:
     adapter_store: AdapterStore | None  # None: requests have no adapters
     digests: Digests | None  # of the weights, for the files of pages; None: there are no files
 
-    def changeable_weights(self) -> RunnerWeights:
+    def runner_weights(self) -> RunnerWeights:
         plan = self.plan
         return RunnerWeights(self.loader, plan.settings, plan.weights, plan.device.platform, plan.tokenizer)
 

@@ -49,7 +49,7 @@ def build_leader(served: ServedSettings, report: Reporter) -> BuiltEngine:
         engine=engine,
         info=built.info,
         adapters=adapters,
-        weights=WeightChanges(engine, AllWeights(built.changeable_weights(), leader)),
+        weights=WeightChanges(engine, AllWeights(built.runner_weights(), leader)),
         after_shutdown=partial(end_hosts, engine, leader, _leave),
     )
 
@@ -65,7 +65,7 @@ def build_follower(served: ServedSettings, report: Reporter) -> BuiltEngine:
         command = follower.expect(Compile)
         follower.answer(command, lambda: built.runner.compile(command.buckets, lambda line: report(f"  {line}")))
     most_in_flight = served.engine.pipeline_depth
-    weights = built.changeable_weights()
+    weights = built.runner_weights()
     engine = FollowingEngine(
         built.runner, follower, report, weights, built.adapter_store, most_in_flight=most_in_flight, leave=_leave
     )

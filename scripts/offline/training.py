@@ -42,7 +42,7 @@ class EngineForTraining:
         self.runner = built.runner
         self._built = built
         self._client = client
-        self._weights = built.changeable_weights()
+        self._weights = built.runner_weights()
         self._changing = threading.RLock()
         self._num_updates = 0
         self._version = client.weight_version
@@ -210,7 +210,7 @@ class EngineForTraining:
                 self.resume()
 
     def _change_weights(self, command: ChangeWeights) -> None:
-        from scripts.building.changeable import change
+        from scripts.building.runner_weights import change
 
         self._change(partial(change, self._weights, command))
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batcher.grammar import GrammarError
-from server.grammar.schemas import MAX_GRAMMAR_CHARS, held_schema
+from server.grammar.schemas import MAX_GRAMMAR_CHARS, enforceable_schema
 
 MAX_NESTING = 128  # brackets inside brackets, in a pattern or a grammar; JSON has the same limit
 # White space between JSON's marks is bounded, because a model might otherwise repeat it without end. `lenient` ignores
@@ -37,15 +37,15 @@ class Grammar(NamedTuple):
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
     """A grammar of JSON texts that match the part of `schema` that a grammar can enforce."""
-    return held_schema_grammar(schema).text
+    return schema_grammar(schema).text
 
 
-def held_schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
+def schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
     """A grammar of JSON texts that match the part of `schema` that a grammar can enforce, and the other keywords.
 
     Raises GrammarError if the schema is too large or wrong, or if `strict` and a keyword cannot be enforced.
     """
-    held = held_schema(schema, JSON_OPTIONS, strict=strict)
+    held = enforceable_schema(schema, JSON_OPTIONS, strict=strict)
     return Grammar(lark_grammar("\n".join([f"start: {held.expression}", *held.lines]), foreign=False), held.unenforced)
 
 
@@ -144,7 +144,7 @@ def _check_schemas(text: str) -> None:
             schema, _ = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"after `%json` there must be a JSON schema: {error}") from error
-        if held_schema(schema, JSON_OPTIONS, strict=True).lines:
+        if enforceable_schema(schema, JSON_OPTIONS, strict=True).lines:
             raise GrammarError("a schema after `%json` has a constant beyond 2**53; write it as a text of the grammar")
 
 

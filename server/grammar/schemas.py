@@ -1,6 +1,6 @@
 """Converts JSON schemas to expressions of a Lark grammar.
 
-    held = held_schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, JSON_OPTIONS)
+    held = enforceable_schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, JSON_OPTIONS)
     held.expression  # '%json {"type": "array", ...}'
     held.unenforced  # ("uniqueItems",)
 
@@ -57,7 +57,7 @@ _UNKNOWN_TO_ENGINE = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\(?:[1-9]|k<))"
 Schema = dict[str, Any]
 
 
-class HeldSchema(NamedTuple):
+class EnforceableSchema(NamedTuple):
     """The expression for a schema in a Lark grammar, the rules that it needs, and the keywords that it does not
     enforce."""
 
@@ -66,7 +66,9 @@ class HeldSchema(NamedTuple):
     unenforced: tuple[str, ...]
 
 
-def held_schema(schema: Any, options: Mapping[str, Any], *, prefix: str = "json", strict: bool = False) -> HeldSchema:
+def enforceable_schema(
+    schema: Any, options: Mapping[str, Any], *, prefix: str = "json", strict: bool = False
+) -> EnforceableSchema:
     """The part of `schema` that a grammar can enforce. It has been compiled.
 
     Args:
@@ -92,7 +94,7 @@ def held_schema(schema: Any, options: Mapping[str, Any], *, prefix: str = "json"
     return held
 
 
-def _held(schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> HeldSchema:
+def _held(schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) -> EnforceableSchema:
     try:
         size = len(json.dumps(schema, allow_nan=False))
     except ValueError as error:
@@ -112,7 +114,7 @@ def _held(schema: Mapping[str, Any], options: Mapping[str, Any], prefix: str) ->
             whole = _Reader(schema, keeps_long_constants=True)
             rules = LiteralRules(whole.read(schema), options, prefix)
             reader, expression, lines = whole, rules.expression, rules.lines
-    return HeldSchema(expression, tuple(lines), tuple(dict.fromkeys([*reader.left_out, *_keywords(warnings)])))
+    return EnforceableSchema(expression, tuple(lines), tuple(dict.fromkeys([*reader.left_out, *_keywords(warnings)])))
 
 
 def _compiled(schema: Schema) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batcher.grammar import GrammarError
-from server.grammar.forms import Grammar, held_schema_grammar, lark_grammar, parts_of, regex_grammar
+from server.grammar.forms import Grammar, lark_grammar, parts_of, regex_grammar, schema_grammar
 
 TEXT = "(.|\\n)*"
 Ends = tuple[str, ...] | None
@@ -112,7 +112,7 @@ class _Writer:
         """A format that ends by itself."""
         match kind:
             case "json_schema":
-                return self._part(held_schema_grammar(fields["json_schema"]), place)
+                return self._part(schema_grammar(fields["json_schema"]), place)
             case "regex":
                 return self._part(Grammar(regex_grammar(fields["pattern"])), place)
             case "grammar":

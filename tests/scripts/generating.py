@@ -51,7 +51,7 @@ def build_fake(
 
 def built_of(info: EngineInfo, runner: FakeRunner | None) -> SimpleNamespace:
     """What an LLM needs of `scripts.building.runner.Built`. All parts are on the device."""
-    return SimpleNamespace(info=info, runner=runner, changeable_weights=lambda: SimpleNamespace(missing=frozenset()))
+    return SimpleNamespace(info=info, runner=runner, runner_weights=lambda: SimpleNamespace(missing=frozenset()))
 
 
 def foretold(prompt: Sequence[int], pooling: Pooling) -> list[float]:

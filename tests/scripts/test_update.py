@@ -28,8 +28,8 @@ from model.loading.weights import load_hf
 from model.network.packed import pack_for_cpu
 from model.quantization.forms import MixedForms
 from scripts.building import device
-from scripts.building.changeable import RunnerWeights
 from scripts.building.runner import Built, build_runner
+from scripts.building.runner_weights import RunnerWeights
 from scripts.flags.settings import EngineSettings
 from server.engine.weight_changes import WeightChanges
 from server.engine.wire import (

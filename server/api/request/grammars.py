@@ -20,7 +20,7 @@ from server.api.request.tools import ToolChoice, Tools
 from server.api.state import ServerState
 from server.grammar import forms
 from server.grammar.forms import JSON_OPTIONS, Grammar, ThinkingBudget, lark_grammar, parts_of, reasoned_grammar
-from server.grammar.schemas import MAX_GRAMMAR_CHARS, HeldSchema, held_schema
+from server.grammar.schemas import MAX_GRAMMAR_CHARS, EnforceableSchema, enforceable_schema
 from server.grammar.structural_tags import structural_tag_grammar
 from server.http.request_error import RequestError, invalid, unsupported
 from server.text.reasoning import ReasoningFormat
@@ -175,7 +175,7 @@ def _made(param: str, form: str, content: Any, *, strict: bool = False) -> Made:
             return _json_object
         case "json", str() | dict() | bool():
             schema = _from_text(param, content)
-            return lambda: forms.held_schema_grammar(schema, strict=strict)
+            return lambda: forms.schema_grammar(schema, strict=strict)
         case "regex", str(pattern):
             return lambda: Grammar(forms.regex_grammar(pattern))
         case "grammar", str(text):
@@ -228,11 +228,11 @@ def tool_grammar(tools: Tools, answer: str | None = None, form: type[CallParser]
     return Grammar(json.dumps({"grammars": [either, {**start, "name": "answer"}, *others]}), unenforced)
 
 
-def _held(spec: FunctionSpec, options: Mapping[str, Any], prefix: str) -> HeldSchema:
+def _held(spec: FunctionSpec, options: Mapping[str, Any], prefix: str) -> EnforceableSchema:
     """The part of the arguments' schema that the grammar enforces. A tool without a schema takes no arguments."""
     schema = {"additionalProperties": False} if spec.parameters is None else spec.parameters
     try:
-        return held_schema({**schema, "type": "object"}, options, prefix=prefix, strict=bool(spec.strict))
+        return enforceable_schema({**schema, "type": "object"}, options, prefix=prefix, strict=bool(spec.strict))
     except GrammarError as error:
         raise GrammarError(f"{spec.name}: {error}") from error
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from server.grammar.checker import CACHE_SIZE, MAX_WAITING, GrammarChecker
-from server.grammar.forms import Grammar, held_schema_grammar, regex_grammar
+from server.grammar.forms import Grammar, regex_grammar, schema_grammar
 from server.http.request_error import RequestError
 
 
@@ -41,10 +41,10 @@ def test_the_part_with_the_fault_is_named() -> None:
 def test_a_form_that_cannot_be_made_is_a_400() -> None:
     async def make() -> None:
         checker = GrammarChecker()
-        made = await checker.make(lambda: held_schema_grammar({"type": "integer"}), param="response_format")
+        made = await checker.make(lambda: schema_grammar({"type": "integer"}), param="response_format")
         assert "integer" in made.text
         with pytest.raises(RequestError, match="response_format: nothing is valid"):
-            await checker.make(lambda: held_schema_grammar(False), param="response_format")
+            await checker.make(lambda: schema_grammar(False), param="response_format")
 
     asyncio.run(make())
 

@@ -11,11 +11,11 @@ from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import (
     choice_grammar,
-    held_schema_grammar,
     json_object_grammar,
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
+    schema_grammar,
 )
 from server.grammar.schemas import MAX_GRAMMAR_CHARS
 
@@ -62,7 +62,7 @@ def nested(levels: int) -> dict[str, object]:
             r"Invalid type: x \(at #/properties/a/items/properties/b~1c\)",
         ),
         (
-            lambda: held_schema_grammar({"anyOf": [{}, {"contains": {}}]}, strict=True).text,
+            lambda: schema_grammar({"anyOf": [{}, {"contains": {}}]}, strict=True).text,
             "cannot hold the keyword contains; leave it out",
         ),
         (lambda: json_schema_grammar({"$ref": "#/nowhere"}), "'/nowhere' does not exist"),

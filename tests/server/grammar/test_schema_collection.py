@@ -21,7 +21,7 @@ from jsonschema.validators import validator_for
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import Vocabulary, compile_grammar
-from server.grammar.forms import Grammar, held_schema_grammar
+from server.grammar.forms import Grammar, schema_grammar
 from tests.server.grammar.test_matcher import walk
 
 BYTES = Vocabulary.of_bytes()
@@ -31,7 +31,7 @@ MOST_TOKENS = 1500
 
 
 def served(schema: Any) -> Grammar:
-    made = held_schema_grammar(schema)
+    made = schema_grammar(schema)
     compile_grammar(made.text, BYTES)
     return made
 

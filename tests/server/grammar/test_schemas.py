@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from batcher.grammar import GrammarError
 from server.grammar.compiler import Vocabulary, compile_grammar
-from server.grammar.forms import held_schema_grammar, json_schema_grammar
+from server.grammar.forms import json_schema_grammar, schema_grammar
 from tests.examples import examples
 from tests.server.grammar.test_matcher import walk
 from tests.server.grammar.test_schema_collection import keywords
@@ -27,7 +27,7 @@ OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 
 @cache
 def start_of(schema: str, strict: bool) -> LLMatcher:
-    return compile_grammar(held_schema_grammar(json.loads(schema), strict=strict).text, BYTES)
+    return compile_grammar(schema_grammar(json.loads(schema), strict=strict).text, BYTES)
 
 
 def accepts_text(schema: Any, text: str, *, strict: bool = True) -> bool:
@@ -110,7 +110,7 @@ def in_order(value: Any, schema: Any) -> Any:
 @given(value=values)
 def test_what_is_held_lets_through_what_is_valid_and_nothing_else(name: str, value: Any) -> None:
     schema = HELD[name]
-    assert held_schema_grammar(schema, strict=True).unenforced == ()
+    assert schema_grammar(schema, strict=True).unenforced == ()
     assert accepts(schema, in_order(value, schema)) == Draft202012Validator(schema).is_valid(value)
 
 
@@ -119,7 +119,7 @@ def test_what_is_held_lets_through_what_is_valid_and_nothing_else(name: str, val
 @given(value=values)
 def test_what_is_left_out_is_named_and_keeps_out_nothing_that_is_valid(name: str, value: Any) -> None:
     schema, left_out = UNHELD[name]
-    assert held_schema_grammar(schema).unenforced == (left_out,)
+    assert schema_grammar(schema).unenforced == (left_out,)
     if Draft202012Validator(schema).is_valid(value):
         assert accepts(schema, in_order(value, schema))
 
@@ -128,7 +128,7 @@ def test_what_is_left_out_is_named_and_keeps_out_nothing_that_is_valid(name: str
 def test_strict_asks_for_the_whole_schema(name: str) -> None:
     schema, left_out = UNHELD[name]
     with pytest.raises(GrammarError, match="a grammar cannot hold the keyword") as caught:
-        held_schema_grammar(schema, strict=True)
+        schema_grammar(schema, strict=True)
     assert left_out in str(caught.value)
 
 
@@ -137,7 +137,7 @@ def test_strict_asks_for_the_whole_schema(name: str) -> None:
 )
 def test_an_unknown_format_is_an_annotation(name: str) -> None:
     schema = {"type": "string", "format": name, "maxLength": 3}
-    assert held_schema_grammar(schema, strict=True).unenforced == ()
+    assert schema_grammar(schema, strict=True).unenforced == ()
     assert accepts(schema, "abc")
     assert not accepts(schema, "abcd")
 
@@ -202,10 +202,10 @@ def test_a_constant_inside_a_constant_is_written_as_it_is(number: float) -> None
 
 def test_a_constant_that_cannot_be_written_as_it_is_is_left_out_and_named() -> None:
     schema = {"oneOf": [{"const": 2**53 + 1}, {"const": 5}]}
-    assert held_schema_grammar(schema).unenforced == ("const", "oneOf")
+    assert schema_grammar(schema).unenforced == ("const", "oneOf")
     assert accepts(schema, 2**53 + 1)
     with pytest.raises(GrammarError, match="cannot hold the keyword const"):
-        held_schema_grammar(schema, strict=True)
+        schema_grammar(schema, strict=True)
 
 
 numbers = st.one_of(
@@ -229,7 +229,7 @@ numeric = st.one_of(
 def test_whatever_numbers_a_schema_has_an_answer_breaks_named_keywords_only(inner, around, seed) -> None:
     schema = replaced(AROUND[around][0], inner)
     try:
-        made = held_schema_grammar(schema)
+        made = schema_grammar(schema)
     except GrammarError as error:
         assert "Unsatisfiable" in str(error)  # noqa: PT017 - a range may be empty
         return
@@ -241,7 +241,7 @@ def test_whatever_numbers_a_schema_has_an_answer_breaks_named_keywords_only(inne
 
 def test_multiples_whose_product_overflows_the_compilers_numbers_are_named() -> None:
     schema = {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]}
-    assert held_schema_grammar(schema).unenforced == ("multipleOf",)
+    assert schema_grammar(schema).unenforced == ("multipleOf",)
     assert accepts(schema, 65537 * 65539)
     schema = {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}
     assert accepts_text(schema, str(997 * 991))
@@ -268,11 +268,11 @@ def test_multiples_whose_product_overflows_the_compilers_numbers_are_named() -> 
 def test_a_bound_is_held_or_named(bound: dict[str, float], is_held: bool) -> None:
     ((name, value),) = bound.items()
     schema = {"type": "number", **bound}
-    assert held_schema_grammar(schema).unenforced == (() if is_held else (name,))
+    assert schema_grammar(schema).unenforced == (() if is_held else (name,))
     assert accepts(schema, int(value) if abs(value) > 1 else 7 if name == "exclusiveMinimum" else 0)
     if not is_held:
         with pytest.raises(GrammarError, match=f"cannot hold the keyword {name}"):
-            held_schema_grammar(schema, strict=True)
+            schema_grammar(schema, strict=True)
 
 
 junk = st.recursive(st.one_of(leaves, st.just({})), lambda inner: st.lists(inner, max_size=2), max_leaves=3)

@@ -9,7 +9,7 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.changeable import RunnerWeights, change
+from scripts.building.runner_weights import RunnerWeights, change
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine import wire

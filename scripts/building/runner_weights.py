@@ -1,5 +1,5 @@
-"""An engine that can pause, and whose weights can change while it serves: they move to the host and back, or are
-replaced by weights from a folder or a trainer."""
+"""The weights of a runner, which change while it serves: they move to the host and back, or are replaced by weights
+from a folder or a trainer."""
 
 from __future__ import annotations
 
