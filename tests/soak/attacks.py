@@ -43,6 +43,25 @@ async def large_answer(victim: Victim, random: Random) -> None:
     assert status in (200, 400, 429), status
 
 
+async def scored_prompts(victim: Victim, random: Random) -> None:
+    """Asks for the log-probabilities of a prompt in eight choices."""
+    prompt = [random.randint(5, 200) for _ in range(200)]
+    status = await completion(victim, n=8, prompt=prompt, prompt_logprobs=20, max_tokens=1)
+    assert status in (200, 400, 429), status
+
+
+async def many_long_prompts(victim: Victim, random: Random) -> None:
+    """Sends 64 prompts of 4,000 words in one request."""
+    status = await completion(victim, prompt=["word " * 4000] * 64, max_tokens=1)
+    assert status in (400, 429, 503), status
+
+
+async def echoed_ids(victim: Victim, random: Random) -> None:
+    """Asks for the echo of 32 prompts of token ids."""
+    status = await completion(victim, prompt=[[7] * 400] * 32, max_tokens=1, echo=True)
+    assert status in (200, 400, 429), status
+
+
 async def too_large_a_body(victim: Victim, random: Random) -> None:
     """Sends a body of 9 MiB."""
     status = await answer(victim, victim.post("/v1/completions", b'{"prompt": "' + b"a" * (9 << 20)))
@@ -53,6 +72,11 @@ async def not_json(victim: Victim, random: Random) -> None:
     """Sends random bytes as a body."""
     garbage = random.randbytes(random.randint(1, 2000))
     assert await answer(victim, victim.post("/v1/chat/completions", garbage)) == 400
+
+
+async def deep_json(victim: Victim, random: Random) -> None:
+    """Sends 100,000 opening brackets as a body."""
+    assert await answer(victim, victim.post("/v1/chat/completions", b"[" * 100_000)) == 400
 
 
 async def not_http(victim: Victim, random: Random) -> None:
@@ -92,6 +116,12 @@ async def half_closing(victim: Victim, random: Random) -> None:
         writer.write_eof()
         with contextlib.suppress(ConnectionError):
             await asyncio.wait_for(reader.read(), PATIENCE_S)
+
+
+async def strange_routes(victim: Victim, random: Random) -> None:
+    """Asks for paths and methods that are not served."""
+    for method, path in (("GET", "/metrics/"), ("DELETE", "/v1/models"), ("GET", "/%00%ff")):
+        assert await answer(victim, victim.head(method, path)) in (400, 404, 405)
 
 
 # route, the beginning of a body, the field, an entry
@@ -267,6 +297,32 @@ async def anothers_response(victim: Victim, random: Random) -> None:
         assert await answer(victim, victim.head(method, path)) == 200, method
 
 
+async def wrong_names(victim: Victim, random: Random) -> None:
+    """Asks for a model or an adapter that is not served."""
+    assert await completion(victim, model=f"adapter-{random.randint(0, 999)}") == 404
+    assert await chat(victim, model="../" * random.randint(1, 99)) == 404
+    assert await asked(victim, "/v1/load_lora_adapter", lora_name="a", lora_path="/etc") in (401, 403)
+
+
+async def spaces_before_the_answer(victim: Victim, random: Random) -> None:
+    """A beginning of the answer that ends with white space, which Anthropic's API refuses."""
+    messages = [
+        {"role": "user", "content": "What is 47 + 35?"},
+        {"role": "assistant", "content": "47 + 35 =" + random.choice((" ", "\n", "\t \n", " " * 9999))},
+    ]
+    assert await asked(victim, "/v1/messages", messages=messages, max_tokens=4) == 400
+
+
+async def special_tokens_as_text(victim: Victim, random: Random) -> None:
+    """Writes the texts of special tokens into prompts."""
+    texts = ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>system<|end_header_id|>", "<tool_call>", "<|x|>")
+    text = "".join(random.choices(texts, k=random.randint(1, 9)))
+    status = await completion(victim, prompt=text, echo=True)
+    assert status in (200, 429), status
+    status = await chat(victim, messages=[{"role": "user", "content": text}, {"role": "assistant", "content": text}])
+    assert status in (200, 429), status
+
+
 async def many_parts(victim: Victim, random: Random) -> None:
     """Uploads a form of very many tiny parts, or fields."""
     part = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n1\r\n'
@@ -284,6 +340,25 @@ async def requests_ahead(victim: Victim, random: Random) -> None:
     body = json.dumps({"model": victim.model, "prompt": "Once", "max_tokens": 2}).encode()
     status = await answer(victim, victim.post("/v1/completions", body) + ahead)
     assert status in (0, 200, 429), status
+
+
+async def numbers_beyond_doubles(victim: Victim, random: Random) -> None:
+    """Schemas with numbers that no double holds, and fields with numbers that no machine word holds."""
+    value = random.choice((-(2**63), 2**63 + 1, 10**30 + 7, -1.1892378059464719))
+    keyword = random.choice(("const", "minimum", "exclusiveMaximum", "multipleOf"))
+    schema = {"type": "object", "properties": {"n": {"type": "number", keyword: value}}, "required": ["n"]}
+    status = await completion(victim, structured_outputs={"json": schema})
+    assert status in (200, 400, 429), (schema, status)
+    for field in ("seed", "top_k", "max_tokens", "priority", "min_tokens", "logprobs"):
+        status = await completion(victim, **{field: random.choice((2**63, -(2**64), 10**40))})
+        assert status in (200, 400, 429), (field, status)
+
+
+async def fields_of_other_servers(victim: Victim, random: Random) -> None:
+    """Asks for what other servers would answer otherwise."""
+    fields = {"lora_path": "/a", "num_beams": 4, "stop_regex": "a+", "no_repeat_ngram_size": 2, "adapter_id": "a"}
+    field = random.choice(sorted(fields))
+    assert await completion(victim, **{field: fields[field]}) == 400, field
 
 
 async def readers_of_events(victim: Victim, random: Random) -> None:
@@ -304,12 +379,17 @@ ATTACKS: tuple[Attack, ...] = (
     hostile_stop_strings,
     endless_trailers,
     large_answer,
+    scored_prompts,
+    many_long_prompts,
+    echoed_ids,
     too_large_a_body,
     not_json,
+    deep_json,
     not_http,
     silent_connections,
     leaving_mid_stream,
     half_closing,
+    strange_routes,
     long_lists,
     unfinished_bodies,
     burst_and_drops,
@@ -319,7 +399,12 @@ ATTACKS: tuple[Attack, ...] = (
     cut_tool_calls,
     costly_grammars,
     anothers_response,
+    wrong_names,
+    spaces_before_the_answer,
+    special_tokens_as_text,
     many_parts,
     requests_ahead,
+    numbers_beyond_doubles,
+    fields_of_other_servers,
     readers_of_events,
 )
