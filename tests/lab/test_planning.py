@@ -288,7 +288,7 @@ PUBLISHED = [
     # TensorRT-LLM 1.0's overview: 3,450 output tokens/s, with products in FP8, as here
     (["--target", "h100", "--workload", "2048/128", "--max-num-seqs", "512", "--max-num-batched-tokens", "8192",
       "--quantization", "fp8", "--kv-cache-dtype", "fp8", "--memory-utilization", "0.95"],
-     "output_tokens_per_s", 3450.0, 0.15),
+     "output_tokens_per_s", 3450.0, 0.08),
 ]  # fmt: skip
 
 
