@@ -36,7 +36,7 @@ def attack(folder: Path, url: str, *options: str) -> None:
         *("--phases", "coverage,fuzzing", "--max-examples", "5", "--seed", "0", "--exclude-checks", BEYOND_SCHEMAS),
         *("--continue-on-failure", "--no-color", "--warnings", "off", *options),
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
