@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import layout, quantised, reference, validate
 from pallas_kernels.spec import AttentionSpec, Backend, RaggedBatch
 
+WITHOUT_FORMS = (Backend.REFERENCE, Backend.CPU, Backend.TPU_JAX)  # neither interpreted, nor other kernels for drafts
+
 
 @dataclass(frozen=True)
 class PagedAttention:
@@ -80,7 +82,7 @@ class PagedAttention:
         if spec_decode and self.backend is Backend.REFERENCE:
             return reference.make_metadata_of_spec_decode(batch, self.local_spec, num_tokens=num_tokens)
         form = _form(self.backend)
-        if self.backend not in (Backend.CPU, Backend.REFERENCE):
+        if self.backend not in WITHOUT_FORMS:
             form |= {"spec_decode": spec_decode}
         return _implementation(self.backend).make_metadata(
             batch, self.local_spec, num_tokens=num_tokens, decode_only=decode_only, **form
@@ -175,7 +177,7 @@ def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
     """
     native = {
         "cpu": (Backend.CPU, Backend.REFERENCE),
-        "tpu": (Backend.TPU, Backend.REFERENCE),
+        "tpu": (Backend.TPU, Backend.TPU_JAX, Backend.REFERENCE),
         "gpu": (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE),
     }
     native["cuda"] = native["gpu"]
@@ -188,7 +190,8 @@ def candidates(requested: str | None, platform: str) -> tuple[Backend, ...]:
         raise ValueError(f"unknown attention backend {requested!r}; it can be 'auto' or one of {names}")
     backend = Backend(requested)
     if not backend.is_interpreted and backend is not Backend.REFERENCE and backend not in native[platform]:
-        instead = "" if backend is Backend.CPU else f"{requested + '-interpret'!r} to interpret it on a CPU (slow), or "
+        interpreted = f"{requested}-interpret"
+        instead = f"{interpreted!r} to interpret it on a CPU (slow), or " if interpreted in names else ""
         raise ValueError(f"the attention backend {requested!r} cannot run on {platform=}; use {instead}'auto'")
     return (backend,)
 
@@ -202,6 +205,10 @@ def _implementation(backend: Backend) -> Any:
         from pallas_kernels.cpu import attention as cpu
 
         return cpu
+    if backend is Backend.TPU_JAX:
+        from pallas_kernels.tpu import jax_kernel
+
+        return jax_kernel
     if backend in (Backend.TPU, Backend.TPU_INTERPRET):
         from pallas_kernels.tpu import attention as tpu
 
@@ -212,7 +219,7 @@ def _implementation(backend: Backend) -> Any:
 
 
 def _options(backend: Backend) -> dict[str, bool]:
-    if backend in (Backend.REFERENCE, Backend.CPU):
+    if backend in WITHOUT_FORMS:
         return {}
     return {"interpret": backend.is_interpreted, **_form(backend)}
 

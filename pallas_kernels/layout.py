@@ -19,6 +19,10 @@ def kv_pages(spec: AttentionSpec, backend: Backend, num_pages: int) -> jax.Shape
     elif family == "gpu":
         # One page of one head is one box of the copy engine: contiguous, and the head axis splits over chips.
         shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    elif backend is Backend.TPU_JAX:
+        from pallas_kernels.tpu import jax_kernel
+
+        return jax_kernel.kv_pages(spec, num_pages)
     else:
         from pallas_kernels.tpu import layout as tpu_layout
 
@@ -33,8 +37,7 @@ def page_axis(backend: Backend) -> int:
 
 def kv_head_axis(backend: Backend) -> int:
     """The axis of `kv_pages` that is split over chips."""
-    family = backend.split("-")[0]
-    if family == "tpu":
+    if backend in (Backend.TPU, Backend.TPU_INTERPRET):
         from pallas_kernels.tpu import layout as tpu_layout
 
         return tpu_layout.KV_HEAD_AXIS
@@ -48,7 +51,7 @@ def default_page_size(backend: Backend, max_model_len: int, chip: str | None = N
     if family == "tpu":
         from pallas_kernels.tpu import blocks
 
-        return blocks.default_page_size(chip or (blocks.this_chip() if backend == "tpu" else None))
+        return blocks.default_page_size(chip or (blocks.this_chip() if not backend.is_interpreted else None))
     if family == "gpu":
         return 64
     return 16 if max_model_len <= 2048 else 64

@@ -26,10 +26,16 @@ class Backend(StrEnum):
     CPU = "cpu"  # in C, compiled for the CPU that it runs on
     TPU = "tpu"
     TPU_INTERPRET = "tpu-interpret"  # the TPU kernel, interpreted on the CPU
+    TPU_JAX = "tpu-jax"  # the TPU kernel that JAX ships, which JAX's interpreters do not support
     GPU = "gpu"
     GPU_INTERPRET = "gpu-interpret"  # the GPU kernel, interpreted on the CPU
     GPU_MMA = "gpu-mma"  # the GPU kernels without Hopper's own instructions (wgmma); other GPUs always run these
     GPU_MMA_INTERPRET = "gpu-mma-interpret"
+
+    @property
+    def is_of_tpus(self) -> bool:
+        """Whether the backend has kernels of TPUs, on a TPU or interpreted."""
+        return self.value.startswith("tpu")
 
     @property
     def is_of_gpus(self) -> bool:

@@ -44,7 +44,11 @@ def spec(spec: AttentionSpec, backend: Backend) -> None:
             f"{spec.kv_dtype=} {spec.dtype=}"
         )
     family = backend.split("-")[0]
-    if family == "tpu":
+    if backend is Backend.TPU_JAX:
+        from pallas_kernels.tpu import jax_kernel
+
+        jax_kernel.validate(spec)
+    elif family == "tpu":
         from pallas_kernels.tpu import blocks
         from pallas_kernels.tpu import layout as tpu_layout
 

@@ -47,7 +47,6 @@ from model.sampling.greedy import all_finite, greedy_and_finite
 from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
-from pallas_kernels.spec import Backend
 
 SCORE_BLOCK = 64  # rows of logits computed at a time when prompt tokens are scored
 HISTORY_BLOCK = 4096  # most prompt tokens, and most output tokens, of one dispatch of `reset_history`
@@ -312,7 +311,7 @@ def _last_tokens(rows: StepRows, bucket: Bucket) -> jax.Array:
 def vocabulary_of(history: jax.Array, model: Llama, attention: PagedAttention) -> VocabSplit:
     """How the vocabulary of a state's history, i32[num_slots, V], is split over chips and blocks of rows."""
     # Several chips do not use blocks: they exchange the results of all rows at once.
-    in_blocks = attention.backend in (Backend.TPU, Backend.TPU_INTERPRET) and attention.num_shards == 1
+    in_blocks = attention.backend.is_of_tpus and attention.num_shards == 1
     return VocabSplit(history.shape[1], attention.mesh, ops=model.ops, in_blocks=in_blocks)
 
 

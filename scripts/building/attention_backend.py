@@ -14,8 +14,7 @@ The process that runs a test depends on the effect of a failure. Every test has 
   the GPU (compute mode EXCLUSIVE_PROCESS, or no memory outside the pool), or if this process is daemonic and may not
   have children.
 - TPUs: only one process can hold the chip. A child would have to initialise it at every start before this process
-  initialises it again, and `reference` is the only other backend. So this process runs the test. A hang ends the start
-  with an error.
+  initialises it again. So this process runs the test. A hang ends the start with an error.
 - `reference`, a backend asked for by name, and interpreted kernels: there is no replacement, so this process runs the
   test. A hang ends the start with an error, except that interpreted kernels have no time limit.
 """

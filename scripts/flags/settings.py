@@ -144,8 +144,8 @@ class EngineSettings:
         also=("-tp",),
     )  # fmt: skip
     attention_backend: str = _of_device(
-        "auto", "The kernels: tpu, gpu, gpu-mma, cpu or reference; `-interpret` after one of the first three "
-        "interprets them on a CPU", metavar="B",
+        "auto", "The kernels: tpu, gpu, gpu-mma, tpu-jax, cpu or reference; `-interpret` after one of the first "
+        "three interprets them on a CPU", metavar="B",
     )  # fmt: skip
     memory_utilization: float = _of_device(
         0.9, "The share of the device's memory for weights, programs and K/V pages together", metavar="SHARE", above=0,

@@ -7,7 +7,6 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ref_ragged_paged_attention
 
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.self_test import TOLERANCE
@@ -18,6 +17,7 @@ from scripts.lab.chip import speed
 from scripts.lab.chip.kernels import TINY
 from scripts.lab.chip.operands import make_operands
 from scripts.lab.chip.peers import GPU_PEERS, TPU_PEERS
+from tests.pallas_kernels.tpu.interpreted import jaxs_kernel
 
 HEADS = (2, 1, 64)
 PLAN = speed.Plan(
@@ -89,14 +89,11 @@ def test_a_wrong_result_ends_the_run_before_the_timings(monkeypatch):
 
 
 @pytest.mark.parametrize(("head_dim", "rows"), [(128, [(1, 70)] * 3), (64, [(20, 20)] * 2)], ids=["decode", "prefill"])
-def test_jaxs_kernel_for_tpus_gets_the_pages_in_its_form(head_dim, rows, monkeypatch):
-    """By the reference that jax has for its kernel, which itself runs on a TPU only."""
+def test_jaxs_kernel_for_tpus_gets_the_pages_in_its_form(head_dim, rows):
     operands = make_operands(make_spec((4, 2, head_dim), page_size=16), rows, seed=3)
-    monkeypatch.setattr(
-        "jax.experimental.pallas.ops.tpu.ragged_paged_attention.ragged_paged_attention", ref_ragged_paged_attention
-    )
     peer = TPU_PEERS["jax's ragged paged attention"]
     queries = operands.queries.reshape(len(rows), -1, *operands.queries.shape[1:])
-    output = peer.attend(operands, queries, peer.store(operands)).reshape(operands.queries.shape)
+    with jaxs_kernel():
+        output = peer.attend(operands, queries, peer.store(operands)).reshape(operands.queries.shape)
     assert output.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(output, np.float32), operands.expected(), atol=0.03)

@@ -189,7 +189,7 @@ def test_a_backend_that_cannot_run_is_refused(requested, platform, message):
 
 def test_auto_follows_the_platform():
     assert candidates("auto", "cpu") == (Backend.CPU, Backend.REFERENCE)
-    assert candidates(None, "tpu") == (Backend.TPU, Backend.REFERENCE)
+    assert candidates(None, "tpu") == (Backend.TPU, Backend.TPU_JAX, Backend.REFERENCE)
     assert candidates("auto", "cuda") == (Backend.GPU, Backend.GPU_MMA, Backend.REFERENCE)
     assert candidates("tpu-interpret", "cpu") == (Backend.TPU_INTERPRET,)
 

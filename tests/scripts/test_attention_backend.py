@@ -38,9 +38,12 @@ GPU_LIMITS = {
 }
 TPU_LIMITS = {
     "float16": ({"dtype": "float16"}, r"spec\.dtype='float16'"),
-    "head_dim 96": ({"head_dim": 96}, r"head_dim 64 or 128: spec\.head_dim=96"),
-    "pages of 48": ({"page_size": 48}, r"power of two .* spec\.page_size=48"),
-    "heads beyond VMEM": ({"num_heads": 6000, "num_kv_heads": 1}, "MiB of VMEM"),
+    "head_dim 160": ({"head_dim": 160}, r"TPU kernel takes head_dim .*: spec\.head_dim=160"),
+    "pages of 4": ({"page_size": 4}, r"TPU kernel takes pages of .* spec\.page_size=4\b"),
+    "heads beyond VMEM": (
+        {"num_heads": 6000, "num_kv_heads": 1},
+        r"6000 query rows|block, not 6000",
+    ),
 }
 CPU_LIMITS = {
     "float16": ({"dtype": "float16"}, "not float16"),
@@ -111,6 +114,18 @@ def test_auto_goes_on_to_the_next_and_a_name_is_an_error(platform, arch, changes
         )
         with pytest.raises(ValueError, match=message):
             choose(platform, str(backend), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"head_dim": 96}, "head_dim=96"), ({"page_size": 48}, "page_size=48")]
+)
+def test_jaxs_kernel_takes_what_the_own_ones_for_tpus_do_not(changes, reason):
+    chosen = choose("tpu", **changes)
+    assert (chosen.info.backend, list(chosen.info.failures)) == ("tpu-jax", ["tpu"])
+    assert reason in chosen.info.failures["tpu"]
+    warning = "WARNING: serving with the attention backend tpu-jax, slower than the backend tpu. Not used: tpu: "
+    assert chosen.remarks[0].startswith(warning)
+    assert choose("tpu", "tpu-jax", **changes).info.failures == {}
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)

@@ -64,7 +64,6 @@ from scripts.building.weights import choose_rounding
 from scripts.lab.accounts import gpu_report
 from scripts.lab.accounts.glue import layer_cycles
 from scripts.lab.accounts.gpu_addresses import read_moving
-from scripts.lab.accounts.jax_attention import JaxAttention
 from scripts.lab.accounts.specs import KV_DTYPES
 from scripts.lab.accounts.targets import target_named
 
@@ -109,8 +108,6 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="XLA's options besides the server's, as JSON")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write the last program there")
     flags = vars(parser.parse_args())
-    if flags["attention"] == "jax" and flags["kv_cache_dtype"] != "auto":
-        parser.error("--attention jax needs --kv-cache-dtype auto: its pages have no scales here")
     all_drafts, drafts_only, sizes = flags.pop("drafts"), flags.pop("drafts_only"), flags.pop("tokens")
     for drafts in all_drafts if drafts_only else (None, *all_drafts):
         for tokens in sizes or [None]:
@@ -168,7 +165,7 @@ def compile_step(
 
     own = attention_of(model.config, KV_DTYPES[kv_cache_dtype])
     if attention == "jax":
-        own = JaxAttention(own.spec, own.backend, mesh, own.axis)
+        own = replace(own, backend=Backend.TPU_JAX)
     count = 0 if network is None else num_drafts
     bucket = Bucket(
         num_tokens=tokens or rows * (1 + count),

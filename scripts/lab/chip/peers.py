@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from scripts.lab.accounts import jax_attention
+from pallas_kernels.tpu import jax_kernel
 from scripts.lab.chip.operands import Operands
 
 Store = tuple[jax.Array, ...]
@@ -91,12 +91,12 @@ def _combined_pages(operands: Operands) -> Store:
     """The form of jax's kernel: [P, page, 2 K, 128], keys and values of a head next to each other."""
     pages = operands.pages()  # [P, 2, K, page, H]
     num_pages, _, heads, page_size, head_dim = pages.shape
-    return (jax_attention.padded(pages.transpose(0, 3, 2, 1, 4).reshape(num_pages, page_size, 2 * heads, head_dim)),)
+    return (jax_kernel.padded(pages.transpose(0, 3, 2, 1, 4).reshape(num_pages, page_size, 2 * heads, head_dim)),)
 
 
 def _ragged_paged_attention(operands: Operands, queries: jax.Array, store: Store) -> jax.Array:
     flat = queries.reshape(-1, *queries.shape[2:])
-    return jax_attention.attend(flat, store[0], operands.batch, operands.spec.scale).reshape(queries.shape)
+    return jax_kernel.attend(flat, store[0], operands.batch, operands.spec).reshape(queries.shape)
 
 
 TPU_PEERS = {

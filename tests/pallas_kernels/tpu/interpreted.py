@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import literals
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic.interpret import shared_memory
 from jax.experimental.pallas import tpu as pltpu
@@ -139,6 +140,21 @@ def _poisoned(case: Case, name: str) -> np.ndarray:
     tokens = getattr(case, name).copy()
     tokens[case.num_real_tokens :] = np.nan
     return tokens
+
+
+@contextlib.contextmanager
+def jaxs_kernel() -> Iterator[None]:
+    """The kernel that JAX ships is interpreted, in all threads.
+
+    In JAX 0.11.2, the interpreter of TPUs' memory does not reshape a reference, as this kernel does. The older one
+    does, but it asks an index that is a number for its shape.
+    """
+    with mock.patch.object(literals.TypedInt, "shape", (), create=True):
+        pltpu.set_tpu_interpret_mode(True)  # type: ignore[arg-type]  # the older interpreter
+        try:
+            yield
+        finally:
+            pltpu.set_tpu_interpret_mode(None)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
