@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 class Backend(StrEnum):
@@ -66,7 +67,7 @@ class AttentionSpec:
     @property
     def has_kv_scales(self) -> bool:
         """Whether the pages have 8-bit values, which are multiplied by a scale."""
-        return jax.numpy.dtype(self.kv_dtype) != self.dtype
+        return jnp.dtype(self.kv_dtype) != self.dtype
 
     @property
     def scale(self) -> float:
@@ -105,3 +106,13 @@ class RaggedBatch:
     query_starts: jax.Array  # i32[S + 1], non-decreasing; query_starts[num_rows:] all equal the number of real tokens
     num_singles: jax.Array  # i32[]; rows [0, num_singles) have one token each
     num_rows: jax.Array  # i32[]; rows [num_rows, S) are padding
+
+    def destinations(self, num_tokens: int, page_size: int) -> tuple[jax.Array, jax.Array]:
+        """The page and the place in it of every token of the step, i32[T] each; the page of a padding token is -1."""
+        token = jnp.arange(num_tokens, dtype=jnp.int32)
+        row = jnp.searchsorted(self.query_starts[1:], token, side="right", method="compare_all")
+        is_real = token < self.query_starts[-1]
+        row = jnp.minimum(row, self.kv_lens.shape[0] - 1)
+        position = jnp.where(is_real, self.kv_lens[row] - self.query_starts[row + 1] + token, 0)
+        page = self.page_table[row, position // page_size]
+        return jnp.where(is_real, page, -1), position % page_size

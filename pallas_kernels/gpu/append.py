@@ -19,21 +19,3 @@ def append(
 ) -> jax.Array:
     """The pages with the new keys and values in them."""
     return kv_pages.at[pages, :, :, slots].set(jnp.stack([keys, values], axis=1), mode="drop", unique_indices=True)
-
-
-def destinations(
-    page_table: jax.Array,  # i32[S, pages_per_seq]
-    kv_lens: jax.Array,  # i32[S]
-    query_starts: jax.Array,  # i32[S + 1]
-    *,
-    num_tokens: int,
-    page_size: int,
-) -> tuple[jax.Array, jax.Array]:
-    """The page and the place in it of every token of the step, i32[T] each; the page of a padding token is -1."""
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all")
-    is_real = token < query_starts[-1]
-    row = jnp.minimum(row, kv_lens.shape[0] - 1)
-    position = jnp.where(is_real, kv_lens[row] - query_starts[row + 1] + token, 0)
-    page = page_table[row, position // page_size]
-    return jnp.where(is_real, page, -1), position % page_size

@@ -95,9 +95,7 @@ def make_metadata(
     gpu = replace(device.current(), mma_only=mma_only)
     num_rows, pages_per_seq = batch.page_table.shape
     max_keys = pages_per_seq * spec.page_size
-    pages, slots = append.destinations(
-        batch.page_table, batch.kv_lens, batch.query_starts, num_tokens=num_tokens, page_size=spec.page_size
-    )
+    pages, slots = batch.destinations(num_tokens, spec.page_size)
     num_singles = jnp.zeros_like(batch.num_singles) if spec_decode and not decode_only else batch.num_singles
     decoding, decode_parts = None, NO_PARTS
     if decode_only or not spec_decode:

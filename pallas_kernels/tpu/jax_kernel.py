@@ -28,17 +28,14 @@ MAX_HEADS = 128  # query heads that a block may have in this memory
 NOWHERE = jnp.iinfo(jnp.int32).max  # past every page
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["batch", "token_page", "token_offset", "is_real"], meta_fields=[]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["batch", "token_pages", "token_slots"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """The arrays that all layers of a step share."""
 
     batch: RaggedBatch  # with one row and one token at least
-    token_page: jax.Array  # i32[T]
-    token_offset: jax.Array  # i32[T], of the token in its page
-    is_real: jax.Array  # bool[T]
+    token_pages: jax.Array  # i32[T]; -1 for padding
+    token_slots: jax.Array  # i32[T]
 
 
 def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
@@ -73,11 +70,7 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
     It starts to read the pages of the first row even if there is no row, and would end before they have arrived. So an
     empty step computes one token over the null page.
     """
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(batch.query_starts[1:], token, side="right", method="compare_all")
-    is_real, row = token < batch.query_starts[-1], jnp.minimum(row, batch.kv_lens.shape[0] - 1)
-    position = jnp.where(is_real, batch.kv_lens[row] - batch.query_starts[row + 1] + token, 0)
-    page = batch.page_table[row, position // spec.page_size]
+    pages, slots = batch.destinations(num_tokens, spec.page_size)
     one_at_least = RaggedBatch(
         page_table=batch.page_table,
         kv_lens=jnp.maximum(batch.kv_lens, 1),
@@ -85,9 +78,7 @@ def make_metadata(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, d
         num_singles=batch.num_singles,
         num_rows=jnp.maximum(batch.num_rows, 1),
     )
-    return AttentionMetadata(
-        batch=one_at_least, token_page=page, token_offset=position % spec.page_size, is_real=is_real
-    )
+    return AttentionMetadata(batch=one_at_least, token_pages=pages, token_slots=slots)
 
 
 def append_and_attend(
@@ -102,11 +93,12 @@ def append_and_attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Appends the step's K/V to the pages, and attends over them. Returns the output [T, N, H] and the pages."""
     both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, spec.head_dim)
-    page = jnp.where(metadata.is_real, metadata.token_page + first_page, NOWHERE)
-    kv_pages = kv_pages.at[page, metadata.token_offset].set(padded(both), mode="drop")
+    is_real = metadata.token_pages >= 0
+    pages = jnp.where(is_real, metadata.token_pages + first_page, NOWHERE)
+    kv_pages = kv_pages.at[pages, metadata.token_slots].set(padded(both), mode="drop")
     output = attend(queries, kv_pages, metadata.batch, spec, first_page)
     # The kernel leaves the output of padding as its memory was.
-    return jnp.where(metadata.is_real[:, None, None], output, 0), kv_pages
+    return jnp.where(is_real[:, None, None], output, 0), kv_pages
 
 
 def attend(
