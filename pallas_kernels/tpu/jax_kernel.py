@@ -3,8 +3,8 @@
 It serves where the kernels beside it cannot be used. JAX's kernel takes rotated queries, computes decodes and chunks
 alike, and appends nothing: a scatter by XLA writes the step's keys and values to their pages.
 
-A page is `[page_size, 2 K, lanes]`: the keys and values of a KV head are neighbours, and a head fills whole groups of
-128 lanes, the rest of them with zeros. The kernel converts 8-bit values to the queries' dtype.
+A page is `[page_size, 2 K, 128]`: the keys and values of a KV head are neighbours, and a smaller head ends in zeros.
+The kernel converts 8-bit values to the queries' dtype.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class AttentionMetadata:
 
 def kv_pages(spec: AttentionSpec, num_pages: int) -> jax.ShapeDtypeStruct:
     """The shape and dtype of one layer's pages on one chip."""
-    lanes = -(-spec.head_dim // LANES) * LANES
-    return jax.ShapeDtypeStruct((num_pages, spec.page_size, 2 * spec.num_kv_heads, lanes), jnp.dtype(spec.kv_dtype))
+    return jax.ShapeDtypeStruct((num_pages, spec.page_size, 2 * spec.num_kv_heads, LANES), jnp.dtype(spec.kv_dtype))
 
 
 def validate(spec: AttentionSpec) -> None:
@@ -85,7 +84,7 @@ def append_and_attend(
     queries: jax.Array,  # [T, N, H]
     keys: jax.Array,  # [T, K, H]
     values: jax.Array,  # [T, K, H]
-    kv_pages: jax.Array,  # [P, page, 2 K, lanes]
+    kv_pages: jax.Array,  # [P, page, 2 K, 128]
     metadata: AttentionMetadata,
     first_page: jax.Array | int,
     *,
@@ -123,5 +122,5 @@ def attend(
 
 
 def padded(heads: jax.Array) -> jax.Array:
-    """[..., H] with zeros up to whole groups of lanes."""
-    return jnp.pad(heads, [(0, 0)] * (heads.ndim - 1) + [(0, -heads.shape[-1] % LANES)])
+    """[..., H] with zeros up to 128 lanes."""
+    return jnp.pad(heads, [(0, 0)] * (heads.ndim - 1) + [(0, LANES - heads.shape[-1])])
