@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from scripts.building.attention_backend import Backends, Chosen, choose_attentio
 from scripts.building.kept_folders import KeptFolders
 from scripts.building.runner import build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
+from server.engine.process import BuiltEngine
 from tests.server.support import real_engine
 from tests.server.support.real_engine import RealConfig
 
@@ -120,17 +122,17 @@ def in_the_place_of_a_gpus(kind: type[Faulty]) -> Backends:
     return Backends(candidates=lambda *_: (Backend.GPU, Backend.REFERENCE), make=make)
 
 
-def build_with_fallback(settings: EngineSettings, report: Callable[[str], None]) -> Any:
+def build_with_fallback(settings: EngineSettings, report: Callable[[str], None]) -> BuiltEngine:
     """The start of a real engine until its programs would be compiled, which takes half a minute; then numpy's runner
     in the place of the compiled one."""
     built = build_runner(settings, report, backends=FALLBACK)
-    engine, info = real_engine.build(RealConfig(), report)
-    return engine, msgspec.structs.replace(info, attention=built.info.attention)
+    real = real_engine.build(RealConfig(), report)
+    return replace(real, info=msgspec.structs.replace(real.info, attention=built.info.attention))
 
 
-def build_without_fallback(settings: EngineSettings, report: Callable[[str], None]) -> Any:
+def build_without_fallback(settings: EngineSettings, report: Callable[[str], None]) -> BuiltEngine:
     built = build_runner(settings, report, compile_meanwhile=True, backends=NO_FALLBACK)
-    return warm_engine(built, report), built.info
+    return BuiltEngine(engine=warm_engine(built, report), info=built.info)
 
 
 def choose_with_fallback(kind: type[Faulty], settings: EngineSettings, limit_s: float = 300.0) -> Chosen:

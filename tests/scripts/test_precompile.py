@@ -177,13 +177,13 @@ def test_refusals(capsys, flags, message):
 # ---- with the compiler of TPUs, each in a process of its own ----
 
 
-def precompiled(model: Path, cache: Path, *flags: str, target: str = "v6e:1x1") -> str:
+def precompiled(model: Path, cache: Path, *flags: str, target: str = "v6e:1x1", **environment: str) -> str:
     """What the command says. It compiles for the chips that are described, whatever JAX_PLATFORMS says."""
     limits = "--max-num-seqs 8 --max-num-batched-tokens 64 --max-model-len 256 --load-format dummy".split()
     command = [sys.executable, "-m", "tests.scripts.precompile_one", "--target", target, "--model", str(model)]
     process = subprocess.run(
         [*command, *limits, "--compile-cache", str(cache), *flags],
-        env=os.environ | {"XLA_FLAGS": ""},
+        env=os.environ | {"XLA_FLAGS": ""} | environment,
         capture_output=True,
         text=True,
         check=False,
