@@ -30,7 +30,8 @@ async def in_thread[**P, R](size: int, function: Callable[P, R], *args: P.args, 
 
 
 async def blocks(pieces: Iterator[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
-    """Yields (joined pieces, whether more follow). A short answer is one block, which is made on the event loop."""
+    """Yields (joined pieces, whether more follow). A short answer is one block, which is made on the event loop. An
+    answer of one piece is sent whole, however busy the process is."""
     deadline = time.perf_counter() + LONG_S
     block, more = _block(pieces, lambda: time.perf_counter() >= deadline)
     while more:
@@ -45,6 +46,6 @@ def _block(pieces: Iterator[bytes], is_late: Callable[[], bool] = lambda: False)
     for piece in pieces:
         made.append(piece)
         num_bytes += len(piece)
-        if num_bytes >= BLOCK_BYTES or is_late():
+        if num_bytes >= BLOCK_BYTES or (len(made) > 1 and is_late()):
             return b"".join(made), True
     return b"".join(made), False

@@ -173,7 +173,7 @@ def test_rollouts_end_with_the_old_weights_if_they_are_waited_for(llm, halted):
 
 
 def test_rollouts_are_aborted_with_what_they_have(llm, halted):
-    pending = halted([PROMPT], until=lambda: llm.engine._pauses.is_paused)
+    pending = halted([PROMPT], until=lambda: llm.engine._changes._is_paused)
     llm.update_weights(nnx.state(model_of(1)), names="own", version="second")
     (result,) = pending.wait()
     assert result.finished and result.outputs[0].finish_reason == "abort"

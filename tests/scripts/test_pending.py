@@ -75,7 +75,7 @@ def test_a_pause_that_aborts_ends_also_what_the_engine_was_not_given(held):
     asked = [f"{i}" for i in range(30)]
     pending = llm.enqueue(asked, LONG)
     llm.reached.wait(60)
-    opener = threading.Thread(target=lambda: until(lambda: llm.engine._pauses.is_paused) or go_on.set())
+    opener = threading.Thread(target=lambda: until(lambda: llm.engine._changes._is_paused) or go_on.set())
     opener.start()
     llm.pause("abort")
     opener.join()

@@ -26,6 +26,16 @@ def test_a_short_answer_is_one_block():
     assert asyncio.run(run()) == [(b"abc", False)]
 
 
+def test_an_answer_of_one_piece_is_one_block_however_busy_the_process_is(monkeypatch):
+    monkeypatch.setattr("server.api.worker_threads.LONG_S", -1.0)
+
+    async def work(*pieces: bytes) -> list[tuple[bytes, bool]]:
+        return [item async for item in blocks(iter(pieces))]
+
+    assert asyncio.run(work(b"a")) == [(b"a", False)]
+    assert asyncio.run(work(b"a", b"b", b"c")) == [(b"ab", True), (b"c", False)]
+
+
 def test_the_rest_of_a_long_answer_is_made_in_few_threads_while_the_loop_turns():
     makers: set[int] = set()
     go_on = threading.Event()
