@@ -87,8 +87,8 @@ class TensorFiles(Checkpoint):
             file.check_unchanged()
 
     def contents(self) -> Contents:
-        """As in the reference implementation, a head that differs from the embedding is used, although the config ties
-        both."""
+        """Reads the slices' types and names. A head that differs from the embedding is used even if the config ties
+        both, as in transformers."""
         config, form, plain = self._config, self._form, self._plain()
         dtypes = {DTYPES[self._slices[key].get_dtype()] for key in plain.keys() & self._slices.keys()}
         has_both = config.tie_word_embeddings and self._slices.keys() >= {HEAD.key, EMBEDDING.key}

@@ -1,7 +1,7 @@
 """The operation over the ragged paged attention that JAX ships for TPUs.
 
-It serves where the kernels beside it cannot be used. JAX's kernel takes rotated queries, computes decodes and chunks
-alike, and appends nothing: a scatter by XLA writes the step's keys and values to their pages.
+An engine uses it if the other TPU kernels do not support the model or fail their self-test. JAX's kernel takes rotated
+queries. It does not append: an XLA scatter writes the step's keys and values to their pages.
 
 A page is `[page_size, 2 K, 128]`: the keys and values of a KV head are neighbours, and a smaller head ends in zeros.
 The kernel converts 8-bit values to the queries' dtype.

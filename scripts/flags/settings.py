@@ -196,8 +196,8 @@ class EngineSettings:
         "one. Connections are encrypted, with a key that /kv/prefill tells to who has an API key", least=0, most=65535,
     )  # fmt: skip
     kv_transfer_timeout: float = _of_offloading(
-        30, "Seconds for which a `prefill` server keeps pages that nobody takes, and for which a `decode` server waits "
-        "for a prompt", metavar="S", above=0, most=MOST_SECONDS,
+        30, "Seconds after which a `prefill` server drops pages that were not fetched, and a `decode` server computes "
+        "a prompt itself", metavar="S", above=0, most=MOST_SECONDS,
     )  # fmt: skip
     enable_lora: bool = _of_lora(False, "Requests may name LoRA adapters")
     lora_modules: Sequence[str | Mapping[str, Any]] | None = _of_lora(

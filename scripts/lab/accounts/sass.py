@@ -139,8 +139,7 @@ class _Code:
         return sorted(sorted(body.difference(*(other for other in loops if other < body))) for body in innermost)
 
     def overlapped(self, body: list[int]) -> int:
-        """The exponentials of a loop that run beside products (`Loop`). Products of the turn before may be under
-        way."""
+        """The exponentials of a loop that are issued while products run, also those of the turn before."""
         started = {i: match[2] for i in body if (match := _PRODUCT.match(self.texts[i]))}
         accumulators, found = set(started.values()), 0
         running: set[str] = set()

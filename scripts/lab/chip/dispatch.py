@@ -92,7 +92,7 @@ def measure(case: Case, options: Options, log: Path) -> dict[str, Any]:
         max_num_seqs=case.num_rows,
         num_pages=1024,
         max_num_batched_tokens=16 if options.rehearse else 2048,
-        self_test="kept" if options.rehearse else "never",  # nobody reads the numbers, and its time is dear
+        self_test="kept" if options.rehearse else "never",  # the outputs are not read
     )
     runner = build_runner(settings, print).runner
     bucket = Bucket(case.num_rows, case.num_rows, case.variant)
