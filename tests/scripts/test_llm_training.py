@@ -151,7 +151,7 @@ def test_weights_that_cannot_be_used_leave_the_old_ones(llm):
 
 def test_rollouts_go_on_with_new_weights(llm, halted):
     """Each token is of the weights that its result names, after all tokens before it."""
-    pending = halted([PROMPT, PROMPT[:9]], until=lambda: llm.engine._changes)
+    pending = halted([PROMPT, PROMPT[:9]], until=lambda: not llm.engine._changes.allow_steps)
     llm.update_weights(nnx.state(model_of(1)), names="own", requests="keep", version="second")
     results = pending.wait()
     for prompt, result in zip((PROMPT, PROMPT[:9]), results, strict=True):
