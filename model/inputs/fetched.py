@@ -47,9 +47,11 @@ def fetched_folder(
     return _copied(folder, files, copies, max_bytes=max_bytes)
 
 
-def fetched_file(file: RemotePath, copies: Path) -> Path:
-    """The copy of one file of any length. Otherwise as `fetched_folder`."""
-    return _copied(file, {file.name: file}, copies, max_bytes=None) / file.name
+def fetched_parts(parts: Sequence[RemotePath], copies: Path) -> Path:
+    """The copy of the first of these files of any length, with those of the others next to it. Otherwise as
+    `fetched_folder`."""
+    first = parts[0]
+    return _copied(first, {part.name: part for part in parts}, copies, max_bytes=None) / first.name
 
 
 def _copied(url: RemotePath, files: Mapping[str, RemotePath], copies: Path, max_bytes: int | None) -> Path:

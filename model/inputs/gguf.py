@@ -6,10 +6,11 @@ Llama 3's vocabulary, this one 0.2 s. The bytes of the tensors are decoded in `m
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ MAX_ALIGNMENT = 1 << 20
 FIRST_BYTES = 1 << 24  # of a file; those of Llama 3 have a head of 8 MB
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens in `tokenizer.ggml.token_type`
 _MAGIC = b"GGUF"
+_PART_NAME = re.compile(r"(.+-)(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 # The types of metadata by their numbers.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -36,6 +38,7 @@ _STRING, _ARRAY = 8, 9
 class GgufTensor:
     """Where a tensor lies."""
 
+    path: Path  # the file
     shape: tuple[int, ...]  # rows first
     type: int  # GGML's number of it
     offset: int  # in bytes, from the start of the file
@@ -43,22 +46,46 @@ class GgufTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
-    """A file's head."""
+    """A file's head. With a split file, that of the first part, and the tensors of all parts."""
 
     path: Path
     metadata: Mapping[str, Any]  # arrays are lists
     tensors: Mapping[str, GgufTensor]  # in the order of the file
     start: int  # of the first tensor, in bytes from the start of the file
     alignment: int  # of every tensor, in bytes
+    others: tuple[GgufFile, ...] = ()  # the other parts
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Reads the head of the file.
+        """Reads the head of the file, or those of all parts of a split file.
+
+        Args:
+            path: of a split file, that of the first part.
 
         Raises:
-            ValueError: it is no file, not GGUF, one of several parts, of another version, or cut off within its head.
+            ValueError: it is no file, not GGUF, not the first part, of another version, or cut off within its head. Or
+                another part is missing or damaged.
             OSError: it cannot be opened.
         """
+        first, *others = (cls._read_one(part) for part in parts_of(path))
+        count = first.metadata.get("split.count", 1)
+        if count not in (0, 1, 1 + len(others)):
+            raise ValueError(
+                f"{path} is one of {shown(count)} parts: their names must end as llama-gguf-split writes them "
+                f"(-00001-of-{shown(count):0>5}.gguf), or join them with llama-gguf-split --merge"
+            )
+        if not others:
+            return first
+        for number, part in enumerate((first, *others)):
+            if (stated := part.metadata.get("split.no")) != number:
+                raise ValueError(f"{part.path}: split.no={shown(stated)} is not {number}: it is a part of another file")
+        tensors = {name: tensor for part in (first, *others) for name, tensor in part.tensors.items()}
+        if len(tensors) != (total := first.metadata.get("split.tensors.count")):
+            raise ValueError(f"{path}: its parts have {len(tensors)} tensors of different names, not {shown(total)}")
+        return replace(first, tensors=tensors, others=tuple(others))
+
+    @classmethod
+    def _read_one(cls, path: Path) -> GgufFile:
         check_is_file(path)
         with path.open("rb") as file:  # not mapped: another program may write it anew at any time
             data = file.read(FIRST_BYTES)
@@ -82,9 +109,9 @@ class GgufFile:
         if tensor.type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > MAX_ENTRIES:
             raise ValueError(f"{self.path}: {name} is not a short list of float32 values")
         layout = struct.Struct(f"<{tensor.shape[0]}f")
-        if tensor.offset + layout.size > self.path.stat().st_size:
-            raise ValueError(f"{self.path} is cut off before the end of {name}")
-        with self.path.open("rb") as file:
+        if tensor.offset + layout.size > tensor.path.stat().st_size:
+            raise ValueError(f"{tensor.path} is cut off before the end of {name}")
+        with tensor.path.open("rb") as file:
             file.seek(tensor.offset)
             return layout.unpack(file.read(layout.size))
 
@@ -94,6 +121,27 @@ def is_gguf(path: Place) -> bool:
     return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
+def parts_of[P: Place](path: P) -> list[P]:
+    """The file, or all parts of a split file whose first part it is. ValueError if it is another part, or if parts are
+    missing."""
+    named = _PART_NAME.fullmatch(path.name)
+    if named is None:
+        return [path]
+    start, number, count, suffix = named.groups()
+    if int(number) != 1:
+        raise ValueError(
+            f"{path} is part {int(number)} of a split file: name its first part, {start}00001-of-{count}{suffix}"
+        )
+    parts = [path.with_name(f"{start}{part:05}-of-{count}{suffix}") for part in range(1, int(count) + 1)]
+    missing = [part.name for part in parts[1:] if not part.exists()]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise ValueError(
+            f"{path} is one of {int(count)} parts, of which these are missing: {', '.join(missing[:8])}{more}"
+        )
+    return [path, *parts[1:]]  # type: ignore[list-item]
+
+
 def _read(path: Path, data: bytes) -> GgufFile:
     cursor = _Cursor(data, len(_MAGIC))
     version = cursor.number("I")
@@ -101,14 +149,12 @@ def _read(path: Path, data: bytes) -> GgufFile:
         raise ValueError(f"GGUF version {version} is not supported (only {' and '.join(map(str, VERSIONS))})")
     num_tensors, num_entries = cursor.count("Q"), cursor.count("Q")
     metadata = dict(cursor.distinct(num_entries, lambda: cursor.value(cursor.number("I"))))
-    if (parts := metadata.get("split.count", 1)) not in (0, 1):
-        raise ValueError(f"it is one of {shown(parts)} parts: join them with llama-gguf-split --merge")
     described = dict(cursor.distinct(num_tensors, cursor.tensor))
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment.bit_count() != 1:
         raise ValueError(f"general.alignment={shown(alignment)} is not a power of two up to {MAX_ALIGNMENT}")
     start = -(-cursor.position // alignment) * alignment
-    tensors = {name: GgufTensor(shape, type, start + offset) for name, (shape, type, offset) in described.items()}
+    tensors = {name: GgufTensor(path, shape, type, start + offset) for name, (shape, type, offset) in described.items()}
     return GgufFile(path=path, metadata=metadata, tensors=tensors, start=start, alignment=alignment)
 
 

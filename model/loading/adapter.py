@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from model.config import LlamaConfig
-from model.inputs.gguf import is_gguf
+from model.inputs.gguf import is_gguf, parts_of
 from model.inputs.json_file import read_object
 from model.inputs.limits import MAX_JSON_BYTES
 from model.inputs.paths import Place
@@ -92,7 +92,7 @@ def read_adapter(place: Place, config: LlamaConfig, *, max_rank: int) -> LoraWei
 
 def _versions(place: Place) -> list[str]:
     """Texts that change when the files do."""
-    files = [place] if is_gguf(place) else [place / name for name in ADAPTER_FILES]
+    files = parts_of(place) if is_gguf(place) else [place / name for name in ADAPTER_FILES]
     return [readable(file).version() for file in files if file.exists()]
 
 

@@ -12,7 +12,6 @@ from model.config import LlamaConfig
 from model.inputs.gguf import GgufFile, GgufTensor
 from model.inputs.words import shown
 from model.loading.gguf_tensors import check_places, faults_of, name_of, stored_rows, values_of
-from model.loading.remote_tensors import LocalFile
 
 _INVOCATION = "adapter.alora.invocation_tokens"
 
@@ -21,7 +20,6 @@ _INVOCATION = "adapter.alora.invocation_tokens"
 class _Slice:
     """One tensor, with those methods of safetensors' slices that are used here."""
 
-    file: LocalFile
     tensor: GgufTensor
     key: str  # of the kernel whose outputs are its rows; "": they are ranks
     config: LlamaConfig
@@ -32,7 +30,7 @@ class _Slice:
     def __getitem__(self, index: Any) -> np.ndarray:
         num_rows, num_columns = self.tensor.shape
         rows = stored_rows(self.key, self.config, np.arange(num_rows))
-        return values_of(self.file, self.tensor, rows, 0, num_columns)[index]
+        return values_of(self.tensor, rows, 0, num_columns)[index]
 
 
 def open_gguf_adapter(path: Path, config: LlamaConfig) -> tuple[dict[str, Any], float, list[str]]:
@@ -54,7 +52,7 @@ def open_gguf_adapter(path: Path, config: LlamaConfig) -> tuple[dict[str, Any], 
     problems += [f"{shown(name)} {fault}" for name, fault in faults.items()]
     if problems:
         return {}, 0.0, problems
-    check_places(file, path.stat().st_size)
+    check_places(file)
     modules = {name_of(f"{module}.weight", config.family): module for module in config.projections}
     tensors = {}
     for name, tensor in file.tensors.items():
@@ -64,5 +62,5 @@ def open_gguf_adapter(path: Path, config: LlamaConfig) -> tuple[dict[str, Any], 
             continue
         # The rows of A are ranks, which are in order.
         key = f"{modules[base]}.weight" if part == "b" else ""
-        tensors[f"{modules[base]}.lora_{part.upper()}"] = _Slice(LocalFile(path), tensor, key, config)
+        tensors[f"{modules[base]}.lora_{part.upper()}"] = _Slice(tensor, key, config)
     return tensors, float(alpha), problems

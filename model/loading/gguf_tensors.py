@@ -19,7 +19,7 @@ from gguf.quants import dequantize
 
 from model.config import LlamaConfig
 from model.families import Family
-from model.inputs.gguf import GgufFile, GgufTensor
+from model.inputs.gguf import GgufFile, GgufTensor, parts_of
 from model.loading import gguf_config
 from model.loading.gguf_groups import EXACT, FOUR_BIT, Type, kept_part
 from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, in_layer, parameter_of, sources
@@ -45,6 +45,8 @@ _OF_FOUR_BITS = {Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.IQ4_NL, Type.IQ4_XS}
 BLOCKS = (
     Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.IQ4_NL,
     Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS,
+    Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S,
+    Type.TQ1_0, Type.TQ2_0, Type.MXFP4,
 )  # fmt: skip
 _TOP = {
     EMBEDDING.key: gguf_config.EMBEDDING,
@@ -63,17 +65,17 @@ class GgufTensors(Checkpoint):
     """
 
     def __init__(self, path: Path, config: LlamaConfig):
-        self._file = LocalFile(path)
-        self._version = ""
+        self._path = path
+        self._versions: Mapping[LocalFile, str] = {}  # of the file, or of all parts
         self._config = config
         self._tensors: Mapping[str, GgufTensor] = {}  # in the order of the file
 
     def __enter__(self) -> Self:
-        self._version = self._file.version()
-        file = GgufFile.read(self._file.path)
+        self._versions = {file: file.version() for file in map(LocalFile, parts_of(self._path))}
+        file = GgufFile.read(self._path)
         self._tensors = file.tensors
         self._check()
-        check_places(file, self._file.stat().st_size)
+        check_places(file)
         return self
 
     def contents(self) -> Contents:
@@ -150,14 +152,15 @@ class GgufTensors(Checkpoint):
         return partial(self._read, key)
 
     def check_unchanged(self) -> None:
-        check_unchanged(self._file, self._version)
+        for file, version in self._versions.items():
+            check_unchanged(file, version)
 
     def _read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`. Quantised blocks are dequantised to float32."""
         tensor = self._tensor(key)
         *rows, columns = (np.arange(size)[part] for part, size in zip(index, tensor.shape, strict=True))
         chosen = stored_rows(key, self._config, rows[0]) if rows else np.zeros(1, np.int64)
-        values = values_of(self._file, tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
+        values = values_of(tensor, chosen, int(columns[0]), int(columns[-1]) + 1)
         return values if rows else values[0]
 
     def kept_reader(self, name: str, key: str, form: WeightForm) -> Reader:
@@ -174,7 +177,7 @@ class GgufTensors(Checkpoint):
         first, end = int(columns[0]), int(columns[-1]) + size
         part = partial(kept_part, form, name, Type(tensor.type))
         with np.errstate(invalid="ignore", over="ignore"):  # as in `values_of`
-            blocks = _blocks(self._file, tensor, rows)
+            blocks = _blocks(tensor, rows)
             return np.concatenate([part(some, first, end) for some in blocks])
 
     def _type(self, key: str) -> Type:
@@ -194,7 +197,7 @@ class GgufTensors(Checkpoint):
         for name in sorted(expected.keys() & self._tensors.keys()):
             problems += [f"{name} {problem}" for problem in faults_of(self._tensors[name], expected[name])]
         if problems:
-            raise ValueError(f"{self._file} does not hold this model's weights: {'; '.join(problems)}")
+            raise ValueError(f"{self._path} does not hold this model's weights: {'; '.join(problems)}")
 
 
 def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
@@ -206,27 +209,27 @@ def stored_rows(key: str, config: LlamaConfig, rows: np.ndarray) -> np.ndarray:
     return stored.swapaxes(1, 2).reshape(-1)[rows]
 
 
-def check_places(file: GgufFile, num_bytes: int) -> None:
+def check_places(file: GgufFile) -> None:
     """Checks that each tensor begins at the first aligned byte after the tensor before it, as the format requires. A
     tensor at another place would be read from the bytes of other tensors.
 
-    Args:
-        num_bytes: the size of the file.
-
     Raises:
-        ValueError: a tensor is at another place, or the file is cut off.
+        ValueError: a tensor is at another place, or the file or a part of it is cut off.
     """
-    begin = end = file.start
-    for name, tensor in file.tensors.items():
-        if tensor.offset != begin:
-            raise ValueError(
-                f"{file.path}: {name} is at byte {tensor.offset} and should be at {begin}, next to the tensor before "
-                "it: the file is damaged, download it again"
-            )
-        end = begin + num_bytes_of(tensor)
-        begin = -(-end // file.alignment) * file.alignment
-    if end > num_bytes:
-        raise ValueError(f"{file.path} is cut off: it has {num_bytes} bytes, and its tensors end at {end}")
+    for part in (file, *file.others):
+        begin = end = part.start
+        for name, tensor in part.tensors.items():
+            if tensor.path != part.path:
+                continue  # the first part names the tensors of all
+            if tensor.offset != begin:
+                raise ValueError(
+                    f"{part.path}: {name} is at byte {tensor.offset} and should be at {begin}, next to the tensor "
+                    "before it: the file is damaged, download it again"
+                )
+            end = begin + num_bytes_of(tensor)
+            begin = -(-end // part.alignment) * part.alignment
+        if end > (num_bytes := part.path.stat().st_size):
+            raise ValueError(f"{part.path} is cut off: it has {num_bytes} bytes, and its tensors end at {end}")
 
 
 def faults_of(tensor: GgufTensor, shape: tuple[int, ...]) -> list[str]:
@@ -256,11 +259,12 @@ def num_bytes_of(tensor: GgufTensor) -> int:
     return math.prod(tensor.shape) // per_block * block_bytes
 
 
-def _blocks(file: LocalFile, tensor: GgufTensor, rows: np.ndarray) -> Iterator[np.ndarray]:
+def _blocks(tensor: GgufTensor, rows: np.ndarray) -> Iterator[np.ndarray]:
     """u8[rows, blocks of a row, bytes of a block]: these rows, some at a time."""
     per_block, block_bytes = GGML_QUANT_SIZES[Type(tensor.type)]
     num_blocks = tensor.shape[-1] // per_block
     row_bytes = num_blocks * block_bytes
+    file = LocalFile(tensor.path)
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[start : start + _ROWS_AT_ONCE]
         low, high = int(some.min()), int(some.max()) + 1  # the rows are adjacent, except for the order in q and k
@@ -268,14 +272,14 @@ def _blocks(file: LocalFile, tensor: GgufTensor, rows: np.ndarray) -> Iterator[n
         yield stored.reshape(high - low, num_blocks, block_bytes)[some - low]
 
 
-def values_of(file: LocalFile, tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
+def values_of(tensor: GgufTensor, rows: np.ndarray, first: int, end: int) -> np.ndarray:
     """The values [rows, end - first] of these rows, from column `first` up to `end`. Blocks are dequantised."""
     type = Type(tensor.type)
     per_block, _ = GGML_QUANT_SIZES[type]
     first_block, end_block = first // per_block, -(-end // per_block)
     within = slice(first - first_block * per_block, end - first_block * per_block)
     parts = []
-    for blocks in _blocks(file, tensor, rows):
+    for blocks in _blocks(tensor, rows):
         flat = blocks[:, first_block:end_block].reshape(len(blocks), -1)
         with np.errstate(invalid="ignore", over="ignore"):  # infinite scales make NaN, as in other formats
             wide = flat.view(FLOATS[type]) if type in FLOATS else dequantize(flat, type)

@@ -14,8 +14,8 @@ from huggingface_hub import constants
 
 from model import presets
 from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
-from model.inputs.fetched import SMALL_FILES, fetched_file, fetched_folder
-from model.inputs.gguf import GgufFile, is_gguf
+from model.inputs.fetched import SMALL_FILES, fetched_folder, fetched_parts
+from model.inputs.gguf import GgufFile, is_gguf, parts_of
 from model.inputs.json_file import read_fields
 from model.inputs.paths import Place, is_url, place
 from model.inputs.remote import RemotePath
@@ -108,8 +108,8 @@ def local_folder(folder: Place) -> Path:
 
 
 def local_file(file: Place) -> Path:
-    """A file of this machine with the content of `file`."""
-    return fetched_file(file, COPIES) if isinstance(file, RemotePath) else file
+    """A file of this machine with the content of `file`. The other parts of a split GGUF file are next to it."""
+    return fetched_parts(parts_of(file), COPIES) if isinstance(file, RemotePath) else file
 
 
 def head_folder(name: str, *, weights: bool = True) -> Path:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from model.inputs.gguf import is_gguf
+from model.inputs.gguf import is_gguf, parts_of
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
 from model.loading.stored_weights import StoredWeights
@@ -35,7 +35,7 @@ def files_of(stored: StoredWeights) -> list[Place]:
             return [stored.path / found.name for found in stored.path.files()]
         return [path for path in stored.path.rglob("*") if not path.is_dir()]
     if is_gguf(stored.path):
-        return [stored.path]
+        return [*parts_of(stored.path)]
     return [stored.path / name for name in files_in(stored.path)]
 
 

@@ -17,8 +17,10 @@ from model.inputs.limits import MAX_TEMPLATE_BYTES
 from model.inputs.words import shown
 from server.text.tokenizer_files import TOOL_USE, ChatTemplates
 
-# llama.cpp's three names of one pre-tokenizer. A word of the vocabulary is not merged, and BOS begins every text.
-LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
+# llama.cpp's names of Llama 3's pre-tokenizer. With the first ones a word of the vocabulary is not merged, and BOS
+# begins every text unless `add_bos_token` is false. With the others words are merged, and `add_bos_token` must be true.
+LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
+MERGED = ("smaug-bpe", "dbrx")
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -75,8 +77,9 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[tuple[str,
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ValueError(f"tokenizer.ggml.model={shown(kind)} is not supported (only 'gpt2', byte-level BPE)")
-    if pre not in LLAMA_3:
-        raise ValueError(f"tokenizer.ggml.pre={shown(pre)} is not supported (only {' and '.join(map(repr, LLAMA_3))})")
+    if pre not in (*LLAMA_3, *MERGED):
+        known = ", ".join(map(repr, (*LLAMA_3, *MERGED)))
+        raise ValueError(f"tokenizer.ggml.pre={shown(pre)} is not supported (only {known})")
     tokens = _list(metadata, "tokens", str)
     merges = [_parts(merge) for merge in _list(metadata, "merges", str)]
     types = _list(metadata, "token_type", int)
@@ -114,7 +117,7 @@ def _backend(
     missing = {part for merge in merges for part in (*merge, "".join(merge))} - ordinary.keys()
     if missing:
         raise ValueError(f"tokenizer.ggml.merges names tokens that are not there: {shown(sorted(missing))}")
-    backend = Tokenizer(models.BPE(vocab=ordinary, merges=merges, ignore_merges=True))
+    backend = Tokenizer(models.BPE(vocab=ordinary, merges=merges, ignore_merges=_is_llama_3(metadata)))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
@@ -130,8 +133,13 @@ def _backend(
     return backend
 
 
+def _is_llama_3(metadata: Mapping[str, Any]) -> bool:
+    return metadata.get("tokenizer.ggml.pre") in LLAMA_3
+
+
 def _affixes(metadata: Mapping[str, Any], tokens: list[str]) -> processors.TemplateProcessing | None:
-    before = _id(metadata, "bos", tokens) if metadata.get("tokenizer.ggml.add_bos_token", True) else None
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", _is_llama_3(metadata))
+    before = _id(metadata, "bos", tokens) if adds_bos else None
     after = _id(metadata, "eos", tokens) if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     around = {tokens[id]: id for id in (before, after) if id is not None}
     if not around:

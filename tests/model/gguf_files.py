@@ -87,9 +87,11 @@ def write(
     tokenizer: Path | None = None,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     architecture: str = "llama",
+    **splitting: Any,
 ) -> Path:
-    """Matrices in `type`, or as `packed` makes them of their name and permuted values; vectors in float32."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """Matrices in `type`, or as `packed` makes them of their name and permuted values; vectors in float32. `splitting`:
+    arguments of the writer, which then puts the parts next to each other."""
+    writer = gguf.GGUFWriter(path, architecture, **splitting)
     metadata_of(writer, config)
     if tokenizer is not None:
         tokenizer_of(writer, tokenizer)

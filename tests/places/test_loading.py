@@ -201,19 +201,20 @@ def test_what_is_no_model_is_refused_by_its_url(tmp_path):
             resolve(url)
 
 
-def test_a_gguf_file_is_fetched_once(tmp_path, copies):
-    from tests.model import gguf_files
-
+@pytest.mark.parametrize("splitting", [{}, {"split_max_tensors": 8}])
+def test_a_gguf_file_is_fetched_once(tmp_path, copies, splitting):
     config = LlamaConfig.from_file(checkpoints.write(tmp_path / "hf", "gqa2"))
     (tmp_path / "gguf").mkdir()
-    gguf_files.write(tmp_path / "gguf" / "m.gguf", config, checkpoints.tensors("gqa2"))
-    url = put(tmp_path / "gguf", "memory://bucket/m") / "m.gguf"
+    gguf_files.write(tmp_path / "gguf" / "m.gguf", config, checkpoints.tensors("gqa2"), **splitting)
+    first = min((tmp_path / "gguf").iterdir())
+    assert ("-00001-of-" in first.name) == bool(splitting)
+    url = put(tmp_path / "gguf", "memory://bucket/m") / first.name
     found = resolve(str(url))
     assert found.kind is Kind.GGUF and found.path is not None and copies in found.path.parents
     assert resolve(str(url)).path == found.path == found.weights
     same(
         load_hf(found.path, found.config, dtype="float32"),
-        load_hf(tmp_path / "gguf/m.gguf", found.config, dtype="float32"),
+        load_hf(first, found.config, dtype="float32"),
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.inputs import remote
-from model.inputs.fetched import TOOL_USE_FILE, fetched_file, fetched_folder
+from model.inputs.fetched import TOOL_USE_FILE, fetched_folder, fetched_parts
 from model.inputs.paths import place, write_whole
 from model.inputs.remote import RemotePath, filesystem
 from tests.examples import examples
@@ -235,7 +235,7 @@ def test_copies_are_made_once_for_each_version(kind, request, tmp_path):
     (remote_folder / "config.json").write_bytes(b"third")
     fetched_folder(remote_folder, tmp_path)
     assert not first.exists() and second.exists()
-    assert fetched_file(remote_folder / "sub" / "other.json", tmp_path).read_bytes() == b"sub/other.json"
+    assert fetched_parts([remote_folder / "sub" / "other.json"], tmp_path).read_bytes() == b"sub/other.json"
 
 
 def test_a_file_that_is_too_long_is_not_fetched(memory, tmp_path):

@@ -22,6 +22,7 @@ from model.loading.hf_format import expected_shapes
 from model.loading.source import DEMO_FOLDER, Kind, resolve
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
+from model.loading.weights_digest import weights_digest
 from model.network.rope import inverse_frequencies
 from model.network.sharding import make_mesh
 from model.quantization.forms import EightBit
@@ -56,6 +57,8 @@ def test_every_weight_is_the_one_that_was_written(tmp_path, type, num_shards):
 HALVES = {
     Type.Q4_1: (0, 2), Type.Q5_0: (0,), Type.Q5_1: (0, 2), Type.IQ4_NL: (0,), Type.IQ4_XS: (0,),
     Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
+    Type.IQ1_S: (0,), Type.IQ2_XXS: (0,), Type.IQ2_XS: (0,), Type.IQ2_S: (0,), Type.IQ3_XXS: (0,), Type.IQ3_S: (0,),
+    Type.TQ1_0: (52,), Type.TQ2_0: (64,), Type.IQ1_M: (), Type.MXFP4: (),
 }  # fmt: skip
 
 
@@ -66,6 +69,10 @@ def random_blocks(rng, shape, type):
     for place in HALVES[type]:
         scales = rng.uniform(1e-4, 1e-3, blocks.shape[:2]).astype(np.float16)
         blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    if type is Type.MXFP4:
+        blocks[..., 0] = 117  # the exponent, with a bias of 127
+    if type is Type.IQ1_M:  # the scale is in the upper halves of four bytes
+        blocks[..., 49::2] = blocks[..., 49::2] & 15 | np.array([0, 16, 64, 32], np.uint8)
     return blocks.reshape(shape[0], -1)
 
 
@@ -256,7 +263,7 @@ def test_a_tensor_without_dimensions_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts: join them with llama-gguf-split --merge"),
+        (lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts: .*00003.gguf.*llama-gguf-split --merge"),
         (lambda writer: writer.add_expert_count(8), r"llama.expert_count=8 is not supported \(only 0\)"),
         (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32)), "unexpected: blk.0.attn_q.b"),
     ],
@@ -273,6 +280,46 @@ def test_another_architecture_is_named(tmp_path):
         resolve(str(path))
 
 
+@pytest.fixture
+def split(tmp_path):
+    """A file in three parts, of which the first has the metadata only, and the same file in one part."""
+    path, config, _ = write(tmp_path, "llama3_rope", Type.Q8_0)
+    tensors = checkpoints.tensors("llama3_rope")
+    more = {"split_max_tensors": 20, "small_first_shard": True}
+    gguf_files.write(path, config, tensors, Type.Q8_0, **more)
+    return [path.with_name(f"model-0000{n}-of-00003.gguf") for n in (1, 2, 3)], path
+
+
+def test_a_split_file_is_read_from_its_first_part(split):
+    (first, *others), whole = split
+    assert not GgufFile._read_one(first).tensors and all(GgufFile._read_one(part).tensors for part in others)
+    assert resolve(str(first)).config == resolve(str(whole)).config
+    assert_equal(load(first), load(whole))
+    assert_equal(load(first, EightBit.INT8, 2), load(whole, EightBit.INT8, 2))
+    before = weights_digest(find_weights(first, resolve(str(first)).config))
+    others[1].write_bytes(others[1].read_bytes()[:-1] + b"7")
+    assert weights_digest(find_weights(first, resolve(str(first)).config)) != before
+    others[1].write_bytes(others[1].read_bytes()[:-32])
+    with pytest.raises(ValueError, match=r"model-00003-of-00003\.gguf is cut off"):
+        find_weights(first, resolve(str(first)).config)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda parts: parts[1].unlink(), r"one of 3 parts, of which these are missing: model-00002-of-00003\.gguf$"),
+        (lambda parts: parts[2].write_bytes(parts[1].read_bytes()), r"00003\.gguf: split\.no=1 is not 2"),
+        (lambda parts: parts.reverse(), r"is part 3 of a split file: name its first part, model-00001-of-00003\.gguf"),
+        (lambda parts: parts.insert(0, parts[0].rename(parts[0].with_name("m.gguf"))), r"m\.gguf is one of 3 parts: "),
+    ],
+)
+def test_parts_that_are_missing_or_others_are_named(split, change, words):
+    parts, _ = split
+    change(parts)
+    with pytest.raises(ValueError, match=words):
+        resolve(str(parts[0]))
+
+
 def test_missing_metadata_are_named(tmp_path):
     file = GgufFile.read(write(tmp_path)[0])
     kept = {key: value for key, value in file.metadata.items() if "block_count" not in key and "rms" not in key}
@@ -282,10 +329,10 @@ def test_missing_metadata_are_named(tmp_path):
 
 def test_types_that_are_not_read_are_named(tmp_path):
     def packed(key, rows):
-        return (gguf.quants.quantize(rows, Type.MXFP4), Type.MXFP4) if "down" in key else (rows, Type.F32)
+        return (rows.astype(np.float64), Type.F64) if "down" in key else (rows, Type.F32)
 
     path, _, _ = write(tmp_path, packed=packed)
-    with pytest.raises(ValueError, match=r"blk.0.ffn_down.weight has type MXFP4, not one of F32, F16, BF16, Q8_0"):
+    with pytest.raises(ValueError, match=r"blk.0.ffn_down.weight has type F64, not one of F32, F16, BF16, Q8_0"):
         find_weights(path, resolve(str(path)).config)
 
 

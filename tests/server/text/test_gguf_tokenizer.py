@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.loading.source import DEMO_FOLDER
-from server.text.gguf_tokenizer import LLAMA_3
+from server.text.gguf_tokenizer import LLAMA_3, MERGED
 from server.text.tokenizer import ByteLevelTokenizer
 from server.text.tokenizer_files import ChatTemplates
 from tests.model.gguf_files import tokenizer_of
@@ -121,6 +121,16 @@ def test_named_templates_are_read(tmp_path):
 def test_names_of_the_same_pre_tokenizer(tmp_path, pre):
     path = write(tmp_path / "x.gguf", changed(pre=pre, add_bos_token=False))
     assert ByteLevelTokenizer.from_folder(path, vocab_size=VOCAB_SIZE).with_affixes([5]) == [5]
+
+
+@pytest.mark.parametrize("pre", MERGED)
+def test_names_with_which_words_are_merged(both, tmp_path, pre):
+    path = write(tmp_path / "x.gguf", changed(pre=pre))
+    merging, (whole, _) = ByteLevelTokenizer.from_folder(path, vocab_size=VOCAB_SIZE), both
+    assert merging.with_affixes([5]) == [5]
+    path = write(tmp_path / "bos.gguf", changed(pre=pre, add_bos_token=True))
+    assert ByteLevelTokenizer.from_folder(path, vocab_size=VOCAB_SIZE).with_affixes([5]) == [1520, 5]
+    assert merging.encode_plain(TEXTS) == whole.encode_plain(TEXTS)  # of the demo, all words are made by merges
 
 
 def test_unused_tokens_at_the_end_mean_nothing(tmp_path):
