@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,22 @@ from model.inputs.paths import Place
 from model.inputs.schema import check
 from model.inputs.words import one_line, shown
 from model.loading.adapter_targets import AdapterConfig, layer_of, targets_of
-from model.loading.hf_format import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FILES, ADAPTER_TORCH_FILE, expected_shapes
+from model.loading.hf_format import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    ADAPTER_FILES,
+    ADAPTER_TORCH_FILE,
+    MERGING,
+    expected_shapes,
+)
 from model.loading.remote_tensors import RemoteTensors, readable
 from model.loading.source import local_file
 from model.loading.tensor_files import DTYPES, by_message, grouped
 from model.loading.torch_file import read_torch_file
 from model.network.lora import LoraWeights
 
-_PREFIX = "base_model.model."
-_KEY = re.compile(r"base_model\.model\.(.+\.lora_[AB])(?:\.default)?\.weight")
+_PREFIX = "base_model.model."  # some trainers leave it out
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+\.lora_[AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)  # a greater float32 becomes infinite on a chip
 
@@ -47,10 +54,14 @@ _CHANGES_BASE = re.compile(r"pissa.*|olora|corda|lora_ga|loftq", re.IGNORECASE)
 _OTHERS = (
     (re.compile(r".*lora_magnitude_vector.*"), "DoRA"),
     (re.compile(r".*lora_embedding_[AB].*"), "adapter of the embedding"),
+    (re.compile(r"lm_head\.lora_[AB].*"), "adapter of the head"),
     (re.compile(r".*(token_adapter|trainable_tokens).*"), "trainable tokens"),
     (re.compile(r".*\.bias"), "bias"),
+    (re.compile(r".*\.base_layer\.weight"), "weights of the base"),
     (re.compile(r".*modules_to_save.*|.*(embed_tokens|lm_head|norm)\.weight"), "modules_to_save"),
 )
+# Problems of adapters that work once they are merged.
+_MERGEABLE = re.compile(r"(is|are) not supported|\((DoRA|adapter of|trainable tokens|bias|modules_to_save)")
 
 
 @dataclass(kw_only=True)
@@ -155,6 +166,7 @@ def _stored_peft(folder: Place, config: LlamaConfig) -> _Stored:
     ranks, alphas, target_problems = targets_of(file, config)
     extra = [] if target_problems else [key for key in tensors if key.rpartition(".")[0] not in ranks]
     problems += target_problems + ([f"not among target_modules: {grouped(extra)}"] if extra else [])
+    problems += [MERGING] if any(map(_MERGEABLE.search, problems)) else []
 
     def scale(module: str, rank: int) -> float:
         return alphas[module] / (math.sqrt(rank) if file.use_rslora else rank)
@@ -191,7 +203,7 @@ def _by_name(slices: Mapping[str, Any], config: LlamaConfig) -> tuple[dict[str, 
         match = _KEY.fullmatch(stored)
         name = match[1] if match else stored.removeprefix(_PREFIX)
         if not match or name.rpartition(".")[0] not in known:
-            found.append((_what_else(name, config), name))
+            found.append((_what_else(name, value.get_shape(), config), name))
             continue
         if name in tensors:
             found.append(("occurs twice", name))
@@ -201,10 +213,12 @@ def _by_name(slices: Mapping[str, Any], config: LlamaConfig) -> tuple[dict[str, 
     return tensors, by_message(found)
 
 
-def _what_else(name: str, config: LlamaConfig) -> str:
+def _what_else(name: str, shape: Sequence[int], config: LlamaConfig) -> str:
     """What a tensor is that is no A or B of a projection."""
     if words := next((words for pattern, words in _OTHERS if pattern.fullmatch(name)), None):
-        return f"({words}) cannot be served"
+        is_other = words == "modules_to_save" and len(shape) == 2 and shape[0] != config.vocab_size
+        tokens = f", of {shape[0]} tokens, and the model has {config.vocab_size}" if is_other else ""
+        return f"({words}{tokens}) cannot be served"
     layer = _LAYER.match(name)
     if layer and len(layer[1]) < 10 and int(layer[1]) >= config.num_layers:
         return f"(a layer beyond the model's {config.num_layers}) cannot be served"

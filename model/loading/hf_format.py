@@ -20,6 +20,9 @@ ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_TORCH_FILE = (
 )
 
 
+MERGING = "merge the two (`merge_and_unload` of the package peft) and serve the result"  # an adapter and its model
+
+
 @dataclass(frozen=True)
 class Source:
     """One tensor of the checkpoint."""
@@ -67,8 +70,8 @@ def adapter_refusal(base: object, kind: str) -> str:
     """
     of_base = f" of the model {shown(base)}" if isinstance(base, str) and base else ""
     return (
-        f"is an adapter{of_base} and no model: serve its model with --enable-lora --lora-modules NAME={kind}, or merge "
-        "the two (`merge_and_unload` of the package peft) and serve the result"
+        f"is an adapter{of_base} and no model: serve its model with --enable-lora --lora-modules NAME={kind}, or "
+        + MERGING
     )
 
 

@@ -114,9 +114,11 @@ def test_other_spellings_of_a_config_are_the_same_adapter(name, fields, tmp_path
     assert same(read(changed(tmp_path, name, **fields)), read(adapters.folder(name)))
 
 
-def test_names_with_the_name_of_the_adapter_are_read(tmp_path):
+@pytest.mark.parametrize(("part", "other"), [(".weight", ".default.weight"), ("base_model.model.", "")])
+def test_names_with_the_name_of_the_adapter_or_without_the_base_are_read(tmp_path, part, other):
     raw, stored = adapters.read(adapters.folder("q_and_v"))
-    renamed = {key.replace(".weight", ".default.weight"): value for key, value in stored.items()}
+    renamed = {key.replace(part, other, 1): value for key, value in stored.items()}
+    assert renamed.keys().isdisjoint(stored)
     assert same(read(adapters.write(tmp_path, raw, renamed)), read(adapters.folder("q_and_v")))
 
 
@@ -124,7 +126,8 @@ def test_names_with_the_name_of_the_adapter_are_read(tmp_path):
     ("fields", "words"),
     [
         ({"use_dora": True}, "use_dora=True is not supported"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported; merge the two \(`merge_"),
+        ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "adapters of lm_head are not supported; merge the two"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out=True is not supported"),
         ({"layer_replication": [[0, 2]]}, "layer_replication="),
@@ -163,7 +166,12 @@ ZEROS = np.zeros((4, 64), np.float32)
         ({A: ZEROS * np.nan}, r"not finite, or too large for bfloat16: .*\{0\}\.self_attn\.q_proj$"),
         ({A: ZEROS + np.finfo(np.float32).max}, "too large for bfloat16"),
         ({A.replace("lora_A.weight", "lora_magnitude_vector"): ZEROS}, r"lora_magnitude_vector \(DoRA\) cannot"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": ZEROS}, r"\(adapter of the embedding\) cannot"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": ZEROS}, r"\(adapter of the embedding\) .*; merge the"),
+        ({"base_model.model.lm_head.lora_A.weight": ZEROS}, r"lm_head\.lora_A.* \(adapter of the head\) cannot"),
+        ({"base_model.model.lm_head.base_layer.weight": np.zeros((192, 64), np.float32)},
+         r"lm_head\.base_layer\.weight \(weights of the base\) cannot be served$"),
+        ({"base_model.model.model.embed_tokens.weight": np.zeros((194, 64), np.float32)},
+         r"\(modules_to_save, of 194 tokens, and the model has 192\) cannot be served; merge the two"),
         ({A.replace("layers.0", "layers.3"): ZEROS}, r"\(a layer beyond the model's 3\) cannot be served"),
         ({A.replace("layers.0", "layers." + "9" * 5000): ZEROS}, r"\(no A or B of a projection"),
         ({A.replace(".weight", ".default.weight"): ZEROS}, "q_proj.lora_A occurs twice"),
