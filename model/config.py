@@ -24,6 +24,7 @@ from model.quantization.forms import EightBit
 from model.quantization.stored_form import StoredForm
 
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
+MODELOPT_CONFIG = "hf_quant_config.json"
 DEFAULT_THETA = 10_000.0  # the base in `transformers` if a config gives none
 
 _Size = Annotated[int, integer(1, 1 << 24)]
@@ -127,11 +128,15 @@ class LlamaConfig:
 
     @classmethod
     def from_file(cls, path: Path | str) -> LlamaConfig:
-        """Reads `config.json`. `path` is the file or its folder."""
+        """Reads `config.json`, next to which ModelOpt's file may describe quantised weights. `path` is the file or its
+        folder."""
         path = Path(path)
         if path.is_dir():
             path = path / "config.json"
         raw = read_object(path)
+        if raw.get("quantization_config") is None and (beside := path.with_name(MODELOPT_CONFIG)).exists():
+            found = read_object(beside).get("quantization")
+            raw["quantization_config"] = {"quant_method": "modelopt"} | found if isinstance(found, dict) else found
         try:
             return cls.from_hf(raw)
         except ValueError as error:
@@ -149,7 +154,7 @@ class LlamaConfig:
         family, problems = _family(raw)
         file, found = check(raw, _ConfigFile)
         theta, scaling, rope_problems = _rope(raw)
-        quantized, quantization_problems = _quantized(raw, file, family)
+        quantized, quantization_problems = _quantized(raw)
         problems += found + rope_problems + quantization_problems
         if file is None or problems:
             raise ValueError(f"{len(problems)} problem(s) in the model's config: " + "; ".join(problems))
@@ -289,10 +294,10 @@ def _family(raw: Mapping[str, Any]) -> tuple[Family, list[str]]:
     return family, problems
 
 
-def _quantized(raw: Mapping[str, Any], file: _ConfigFile | None, family: Family) -> tuple[StoredForm | None, list[str]]:
+def _quantized(raw: Mapping[str, Any]) -> tuple[StoredForm | None, list[str]]:
     if raw.get("quantization_config") is None:
         return None, []
-    return read_form(raw["quantization_config"], family.projections(file.num_hidden_layers if file else 1))
+    return read_form(raw["quantization_config"])
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:

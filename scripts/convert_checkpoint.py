@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.config import MODELOPT_CONFIG
 from model.inputs.fetched import SMALL_FILES
 from model.inputs.gguf import GgufFile
 from model.inputs.json_file import check_size, read_object
@@ -44,7 +45,7 @@ DTYPES = ("bfloat16", "float32")
 EXACT = "int4-exact"
 CONFIG = "config.json"
 # The index names files that are not copied; the configuration is written again.
-_NOT_COPIED = ("model.safetensors.index.json", CONFIG, UNFINISHED)
+_NOT_COPIED = ("model.safetensors.index.json", CONFIG, MODELOPT_CONFIG, UNFINISHED)
 _CPU_DEVICES = 8  # Orbax cuts an array along the axis over which devices share it
 
 

@@ -22,7 +22,7 @@ from model.families import Family
 from model.inputs.gguf import GgufFile, GgufTensor, parts_of
 from model.loading import gguf_config
 from model.loading.gguf_groups import EXACT, FOUR_BIT, Type, kept_part
-from model.loading.hf_format import EMBEDDING, HEAD, expected_kernels, expected_shapes, in_layer, parameter_of, sources
+from model.loading.hf_format import EMBEDDING, HEAD, by_path, expected_kernels, expected_shapes, in_layer
 from model.loading.remote_tensors import LocalFile, check_unchanged
 from model.loading.tensors import Checkpoint, Contents, Reader
 from model.quantization.forms import (
@@ -115,7 +115,7 @@ class GgufTensors(Checkpoint):
     def _in_exact_form(self) -> WeightForm | None:
         """The form of 4 and 6 bits that keeps all stored numbers; None if no projection has one. Tensors of other types
         become int8."""
-        forms = dict(self._exact_forms())
+        forms = dict(by_path(self._exact_form_of, self._config))
         counts = Counter(form for form in forms.values() if form.is_grouped)
         if not counts:
             return None
@@ -124,16 +124,6 @@ class GgufTensors(Checkpoint):
         others = {path: form for path, form in forms.items() if form != most}
         others |= {HEAD_PATH: head} if head != most.in_head else {}
         return MixedForms(most=most, others=tuple(sorted(others.items()))) if others else most
-
-    def _exact_forms(self) -> Iterator[tuple[str, WeightForm]]:
-        """Each projection's path, as in `MixedForms`, and its form."""
-        family = self._config.family
-        for module in (f"layers.{layer}.{name}" for layer in range(self._config.num_layers) for name in family.linears):
-            forms = {source.key: self._exact_form_of(source.key) for source in sources(f"{module}.kernel", family)}
-            if len(set(forms.values())) == 1:
-                yield module, next(iter(forms.values()))
-                continue
-            yield from ((parameter_of(key, family).removesuffix(".kernel"), form) for key, form in forms.items())
 
     def _exact_form_of(self, key: str, *, panels_only: bool = False) -> WeightForm:
         """The form that keeps a tensor's numbers, or int8. With `panels_only`, a tensor whose outputs are no whole

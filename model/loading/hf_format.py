@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from model.config import LlamaConfig
@@ -108,6 +109,18 @@ def module_of(key: str, family: Family) -> str:
     """The path of the module of a layer that a tensor fills, alone or with others."""
     layer, tensor = in_layer(key, family)
     return f"layers.{layer}.{tensor.parameter.rpartition('.')[0]}"
+
+
+def by_path[T](value_of: Callable[[str], T], config: LlamaConfig) -> Iterator[tuple[str, T]]:
+    """The path of each projection, as in `MixedForms`, and the value for its tensors. If these have several values, the
+    path of each tensor."""
+    family = config.family
+    for module in (f"layers.{layer}.{name}" for layer in range(config.num_layers) for name in family.linears):
+        values = {source.key: value_of(source.key) for source in sources(f"{module}.kernel", family)}
+        if len(set(values.values())) == 1:
+            yield module, next(iter(values.values()))
+            continue
+        yield from ((parameter_of(key, family).removesuffix(".kernel"), value) for key, value in values.items())
 
 
 def in_layer(key: str, family: Family) -> tuple[str, LayerTensor]:

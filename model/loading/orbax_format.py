@@ -35,7 +35,7 @@ from model.loading.source import CONVERSION_FILE
 from model.loading.tensors import Checkpoint, Contents, Reader
 from model.network.llama import Llama
 from model.network.sharding import TENSOR_AXIS, make_mesh, partition
-from model.quantization.forms import Activations, WeightForm, form_named
+from model.quantization.forms import Activations, EightBit, WeightForm, form_named
 
 FORMAT = 8
 _ARRAYS = "arrays"
@@ -185,7 +185,7 @@ class OrbaxFiles(Checkpoint):
 
     def scales(self, key: str) -> tuple[np.ndarray, int | None] | None:
         path = _array(key, self._config, "").removesuffix(".")
-        if self._form is None or (form := self._form.at(path)).is_grouped:
+        if self._form is None or not isinstance(form := self._form.at(path), EightBit):
             return None
         return self.kept_reader("scale", key, form)((slice(None),))[:, None], None
 

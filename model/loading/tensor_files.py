@@ -24,6 +24,7 @@ from model.loading.hf_format import (
     INDEX_FILE,
     SINGLE_FILE,
     adapter_fault,
+    by_path,
     expected_kernels,
     expected_shapes,
     is_adapter,
@@ -32,7 +33,7 @@ from model.loading.kv_ranges import read_kv_ranges
 from model.loading.remote_tensors import RemoteSlice, RemoteTensors
 from model.loading.tensors import Checkpoint, Contents, Reader
 from model.quantization.checkpoint_form import CheckpointForm
-from model.quantization.forms import Activations, WeightForm
+from model.quantization.forms import Activations, MixedForms, Plain, WeightForm
 from model.quantization.packed_form import PackedKernel
 from model.quantization.stored_form import Part
 
@@ -97,7 +98,13 @@ class TensorFiles(Checkpoint):
         found = Contents(config=config, dtypes=tuple(sorted(dtypes)))
         if form is None:
             return found
-        modules = [key.removesuffix("weight") for key in self._quantized() if key != HEAD.key]
+        quantized = self._quantized()
+        modules = [key.removesuffix("weight") for key in quantized if key != HEAD.key]
+        left = sorted(path for path, is_quantized in by_path(quantized.__contains__, config) if not is_quantized)
+
+        def with_plain[F: WeightForm](form: F | None) -> F | MixedForms | None:
+            return form and MixedForms(most=form, others=tuple((path, Plain()) for path in left)) if left else form
+
         types: dict[str, set[str]] = defaultdict(set)
         for module, part in product(modules, self._form_parts((1, 1))):
             if module + part in self._slices:
@@ -108,11 +115,11 @@ class TensorFiles(Checkpoint):
         four_bit, fault = form.in_four_bits(config.projection_inputs)
         return replace(
             found,
-            quantization=form.form,
+            quantization=with_plain(form.form),
             activations=Activations.DYNAMIC if is_static else form.activations,
             packing=form.name,
-            four_bit=four_bit,
-            exact_form=form.in_exact_form(config.projection_inputs, types),
+            four_bit=with_plain(four_bit),
+            exact_form=with_plain(form.in_exact_form(config.projection_inputs, types)),
             four_bit_fault=fault,
         )
 
@@ -185,11 +192,14 @@ class TensorFiles(Checkpoint):
         return {key: shape for key, shape in expected.items() if key not in quantized}
 
     def _quantized(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the quantised kernels: all projections, and the head if it is quantised."""
+        """The shapes of the quantised kernels: the head if it has the form's mark, and the projections without those
+        that are stored in a float type. If all are, the quantised ones are missing."""
         if self._form is None:
             return {}
         mark, kernels = HEAD.key.removesuffix("weight") + self._form.mark, expected_kernels(self._config)
-        return {key: shape for key, shape in kernels.items() if key != HEAD.key or mark in self._slices}
+        kernels = {key: shape for key, shape in kernels.items() if key != HEAD.key or mark in self._slices}
+        plain = {key for key in kernels.keys() & self._slices.keys() if self._slices[key].get_dtype() in DTYPES}
+        return {key: shape for key, shape in kernels.items() if key not in plain or plain >= kernels.keys()}
 
     def _form_parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         rows, columns = shape

@@ -13,7 +13,7 @@ from model.network.eight_bit import EightBitMethod
 from model.network.four_bit import FourBitMethod
 from model.network.linear_method import LinearMethod, Unquantized
 from model.network.six_bit import SixBitMethod
-from model.quantization.forms import EightBit, FourBit, Rounding, SixBit, WeightForm
+from model.quantization.forms import EightBit, FourBit, Plain, Rounding, SixBit, WeightForm
 from pallas_kernels.cpu import products
 
 INIT_STDDEV = 0.02
@@ -36,8 +36,8 @@ _METHODS: dict[type[WeightForm], Callable[..., LinearMethod]] = {
 
 
 def linear_method(form: WeightForm | None, rounding: Rounding | None = None) -> LinearMethod:
-    """The method for one kernel of this form. `None` is a kernel that is not quantised."""
-    return Unquantized() if form is None else _METHODS[type(form)](form, rounding=rounding)
+    """The method for one kernel of this form. `None` and `Plain` are kernels that are not quantised."""
+    return Unquantized() if form is None or form == Plain() else _METHODS[type(form)](form, rounding=rounding)
 
 
 class Linear(nnx.Module):

@@ -3,15 +3,14 @@
 Most of them hold an 8-bit `weight` and its scales for each projection; a value is weight times scale. 4-bit weights,
 and some 8-bit ones, are packed into words (`packed_form`). The settings of activations are reduced to `Activations`:
 zero points of activations and bounds of their scales are ignored. The only setting of K/V that is read is the type,
-because the values of K/V scales depend on it.
+because the values of K/V scales depend on it. Lists of modules that are or are not quantised are not read: the tensors
+tell (`TensorFiles`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from model.inputs.schema import unsupported
 from model.inputs.words import shown
 from model.quantization.forms import Activations, EightBit
-from model.quantization.packed_form import Layout, PackedForm, Zeros
+from model.quantization.packed_form import NVFP4_GROUP, Layout, PackedForm, Zeros
 from model.quantization.stored_form import SCALES, Part, StoredForm
 
 MAX_BLOCK = 1 << 16
@@ -27,6 +26,7 @@ MAX_BLOCK = 1 << 16
 _IN_PLACE = (None, False, "weight", "static")
 _BY_GROUP = ("group", "dynamic")
 _TRUTHS = (None, True, False)
+_DEQUANTIZE = "serve its base model with --quantization int4, or what transformers' `dequantize()` makes of this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,22 +57,20 @@ class CheckpointForm(StoredForm):
         return values[np.arange(num_rows) // self.block[0]]
 
 
-def read_form(raw: Any, modules: Sequence[str]) -> tuple[StoredForm | None, list[str]]:
+def read_form(raw: Any) -> tuple[StoredForm | None, list[str]]:
     """The form of the weights that `quantization_config` describes, or every reason why it cannot be read. None without
-    a reason means that the weights are not quantised: only K/V have scales.
-
-    Args:
-        modules: the names of all projections. A config that leaves one of them unquantised is refused.
-    """
+    a reason means that the weights are not quantised: only K/V have scales."""
     if not isinstance(raw, Mapping):
         return None, [f"quantization_config={shown(raw)} is not an object"]
     method = raw.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
-        return None, [f"quantization_config.quant_method={shown(method)} is not supported (only {list(_METHODS)})"]
+        advice = f"; {_DEQUANTIZE}" if method == "bitsandbytes" else ""
+        only = f"(only {list(_METHODS)}){advice}"
+        return None, [f"quantization_config.quant_method={shown(method)} is not supported {only}"]
     if _is_of_kv_only(raw):
         return None, _kv_bits(raw)
     found, problems = _METHODS[method](raw)
-    problems = [f"quantization_config.{problem}" for problem in problems + _left_out(raw, modules)]
+    problems = [f"quantization_config.{problem}" for problem in problems]
     return (None if problems else found), problems
 
 
@@ -101,20 +99,32 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[StoredForm | None, list
     """Reads the format of https://github.com/neuralmagic/compressed-tensors: FP8 and INT8 with scales of tensors, rows
     or blocks, and integers packed into words with scales of rows or groups."""
     groups = raw.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        return None, ["config_groups must be one group that quantises every Linear"]
-    (group,) = groups.values()
+    if not isinstance(groups, Mapping) or not groups:
+        return None, ["config_groups must be an object with groups"]
+    group, *others = groups.values()
     weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
-        return None, ["config_groups must quantise the weights of targets ['Linear']"]
+    if not isinstance(weights, Mapping):
+        return None, ["config_groups must quantise weights"]
+    if any(not isinstance(one, Mapping) or {**one, "targets": 0} != {**group, "targets": 0} for one in others):
+        return None, ["config_groups: projections of different forms are not supported"]
     packing = group.get("format") or raw.get("format")
-    found, problems = (
-        _packed_rows(weights) if packing == "pack-quantized" else _in_bytes(weights, packing, _activations(group))
-    )
+    if packing == "nvfp4-pack-quantized":
+        found, problems = _nvfp4(Layout.NVFP4, weights, "weights.")
+    elif packing == "pack-quantized":
+        found, problems = _packed_rows(weights)
+    else:
+        found, problems = _in_bytes(weights, packing, _activations(group))
     sparsity = raw.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         problems.append("sparsity_config: sparse weights are not supported")
     return None if problems else found, problems
+
+
+def _nvfp4(layout: Layout, raw: Mapping[str, Any], prefix: str = "") -> tuple[StoredForm | None, list[str]]:
+    """Weights in NVFP4. Inputs keep their type, as on chips without a product of it."""
+    fixed = {"num_bits": (None, 4), "type": (None, "float"), "group_size": (None, NVFP4_GROUP)}
+    form = PackedForm(layout=layout, bits=4, group=NVFP4_GROUP, zeros=Zeros.MIDDLE)
+    return form, unsupported(raw, fixed, prefix)
 
 
 def _activations(group: Mapping[str, Any]) -> Activations:
@@ -129,7 +139,7 @@ def _activations(group: Mapping[str, Any]) -> Activations:
 
 def _in_bytes(
     weights: Mapping[str, Any], packing: Any, activations: Activations
-) -> tuple[CheckpointForm | None, list[str]]:
+) -> tuple[StoredForm | None, list[str]]:
     formats = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
     problems = unsupported({"format": packing}, {"format": formats})
     read = {
@@ -149,7 +159,7 @@ def _in_bytes(
     return CheckpointForm(form=form, block=block, activations=activations), problems
 
 
-def _packed_rows(weights: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
+def _packed_rows(weights: Mapping[str, Any]) -> tuple[StoredForm | None, list[str]]:
     read = {
         "num_bits": (4, 8),
         "type": ("int",),
@@ -175,8 +185,9 @@ def _gptq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
     versions, types = (None, "gptq", "gptq_v2"), (None, "int32")
     read = {"bits": (4, 8), "checkpoint_format": versions, "sym": _TRUTHS, "desc_act": _TRUTHS, "pack_dtype": types}
     problems += unsupported(raw, read)
-    if raw.get("dynamic"):
-        problems.append("dynamic: projections of different forms are not supported")
+    dynamic = raw.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(pattern.startswith("-:") for pattern in dynamic):
+        problems.append("dynamic: projections of different forms are not supported (only '-:' for those left out)")
     if raw.get("is_marlin_format"):
         problems.append("is_marlin_format: weights in the order of one GPU's kernel are not supported")
     if problems:
@@ -185,6 +196,17 @@ def _gptq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
     zeros = stored if raw.get("sym") is False else Zeros.MIDDLE
     is_ordered = raw.get("desc_act") is True
     return PackedForm(layout=Layout.GPTQ, bits=raw["bits"], group=group, zeros=zeros, is_ordered=is_ordered), []
+
+
+def _auto_round(raw: Mapping[str, Any]) -> tuple[StoredForm | None, list[str]]:
+    """Reads AutoRound's formats with the tensors of GPTQ and AWQ: https://github.com/intel/auto-round."""
+    layouts = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}
+    problems = unsupported(raw, {"packing_format": tuple(layouts), "data_type": (None, "int")})
+    extra = raw.get("extra_config") or {}
+    own = extra.values() if isinstance(extra, Mapping) else [extra]
+    if any(not isinstance(one, Mapping) or one.get("bits") != 16 for one in own):
+        problems.append("extra_config: projections of different forms are not supported (only 16 bits)")
+    return (None, problems) if problems else layouts[raw["packing_format"]](raw)
 
 
 def _awq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
@@ -211,8 +233,10 @@ def _fbgemm_fp8(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str
     return CheckpointForm(form=EightBit.FP8), []
 
 
-def _modelopt(raw: Mapping[str, Any]) -> tuple[CheckpointForm | None, list[str]]:
-    problems = unsupported(raw, {"quant_algo": ("FP8",)})
+def _modelopt(raw: Mapping[str, Any]) -> tuple[StoredForm | None, list[str]]:
+    if raw.get("quant_algo") == "NVFP4":
+        return _nvfp4(Layout.MODELOPT, raw)
+    problems = unsupported(raw, {"quant_algo": ("FP8", "NVFP4")})
     return CheckpointForm(form=EightBit.FP8, activations=Activations.STATIC), problems
 
 
@@ -223,6 +247,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[StoredForm | None, list[
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "modelopt": _modelopt,
+    "auto-round": _auto_round,
 }
 
 
@@ -238,32 +263,3 @@ def _group(raw: Any, name: str) -> tuple[int | None, list[str]]:
     if isinstance(raw, int) and not isinstance(raw, bool) and (raw == -1 or 0 < raw <= MAX_BLOCK):
         return (None if raw == -1 else raw), []
     return None, [f"{name}={shown(raw)} is neither -1 nor an integer from 1 to {MAX_BLOCK}"]
-
-
-def _left_out(raw: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
-    """The problems with the lists of unquantised modules. Each method has its own key. The head may be listed."""
-    problems = []
-    for key in ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules"):
-        listed = raw.get(key) or []
-        if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
-            problems.append(f"{key}={shown(listed)} is not a list of names")
-            continue
-        unread = [entry for entry in listed if entry.startswith("re:") and not _is_simple(entry)]
-        if unread:
-            problems.append(f"{key} holds a pattern that is not read: {shown(unread[0])}")
-            continue
-        left = [module for module in modules if any(_matches(entry, module) for entry in listed)]
-        if left:
-            problems.append(f"{key} leaves out {len(left)} projections ({left[0]}, ...): only all or none can be read")
-    return problems
-
-
-def _is_simple(pattern: str) -> bool:
-    """Whether matching takes a bounded time: the pattern has only names, `\\.` and at most three `.*`."""
-    return re.fullmatch(r"re:\^?(?:[\w.-]|\\\.|\.\*)*\$?", pattern) is not None and pattern.count("*") <= 3
-
-
-def _matches(entry: str, module: str) -> bool:
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return module == entry or module.startswith(entry + ".") or fnmatchcase(module, entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import ClassVar
@@ -44,6 +44,11 @@ class WeightForm:
     def in_head(self) -> WeightForm:
         """The form of the head if the projections have this one."""
         return self
+
+    @property
+    def in_int8(self) -> WeightForm:
+        """The form in int8, which every chip reads. Projections that are not quantised stay as they are."""
+        return EightBit.INT8
 
     def at(self, path: str) -> WeightForm:
         """The form of the projection at `path`, such as "layers.3.mlp.down", or of the head at `HEAD_PATH`. One tensor
@@ -224,13 +229,32 @@ class SixBit(WeightForm):
         return f"{self.kind}, groups of {self.group} as in Q6_K"
 
 
-FORMS: tuple[type[WeightForm], ...] = (EightBit, FourBit, SixBit)  # of one kernel
+@dataclass(frozen=True)
+class Plain(WeightForm):
+    """Projections in the type of the computation, next to others that are quantised."""
+
+    kind = "plain"
+    bits = 16
+
+    @classmethod
+    def named(cls, name: str, widths: tuple[int, ...]) -> Plain | None:
+        return cls() if name == cls.kind else None
+
+    def __str__(self) -> str:
+        return self.kind
+
+    def in_words(self) -> str:
+        return "the type of the computation"
+
+
+FORMS: tuple[type[WeightForm], ...] = (EightBit, FourBit, SixBit, Plain)  # of one kernel
 FORM_NAMES = (*map(str, EightBit), FourBit.kind)  # the values of `--quantization`
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedForms(WeightForm):
-    """Projections of several forms, as in many GGUF files, and a head that may have another form than `most.in_head`.
+    """Projections of several forms, as in many GGUF files and where some are not quantised, and a head that may have
+    another form than `most.in_head`.
 
     A path names a projection ("layers.3.mlp.down"). If the tensors of a fused projection have several forms, a path
     names one of these tensors ("layers.3.attention.qkv.v_proj").
@@ -239,7 +263,6 @@ class MixedForms(WeightForm):
     most: WeightForm  # the form of the projections that are not in `others`
     # (path of a projection or of the head, its form), sorted by path
     others: tuple[tuple[str, WeightForm], ...]
-    is_grouped = True
 
     def __str__(self) -> str:
         return "+".join([str(self.most), *(f"{form}:{','.join(paths)}" for form, paths in self._paths.items())])
@@ -248,6 +271,10 @@ class MixedForms(WeightForm):
     def kind(self) -> str:  # type: ignore[override]
         """The `kind` of the form that most projections have."""
         return self.most.kind
+
+    @property
+    def is_grouped(self) -> bool:  # type: ignore[override]
+        return self.most.is_grouped
 
     @property
     def product(self) -> str:
@@ -267,6 +294,11 @@ class MixedForms(WeightForm):
     @property
     def in_head(self) -> WeightForm:
         return self.at(HEAD_PATH)
+
+    @property
+    def in_int8(self) -> WeightForm:
+        plain = tuple((path, form) for path, form in self.others if form == Plain())
+        return replace(self, most=EightBit.INT8, others=plain) if plain else EightBit.INT8
 
     def at(self, path: str) -> WeightForm:
         fused, _, _ = path.rpartition(".")
@@ -310,14 +342,14 @@ def form_named(name: str, widths: Iterable[int]) -> WeightForm:
     form = _one_named(most, widths)
     if not others:
         return form
-    if not form.is_grouped:
-        raise ValueError(f"{most}: only projections in int4 or int6 have others next to them")
     forms: dict[str, WeightForm] = {}
     for other in others:
         one, _, paths = other.partition(":")
         if not _PATHS.fullmatch(paths):
             raise ValueError(f"{other!r} names no projections")
         forms |= {path: _one_named(one, () if path == HEAD_PATH else widths) for path in paths.split(",")}
+    if not form.is_grouped and {*forms.values()} != {Plain()}:
+        raise ValueError(f"{most}: only projections in int4 or int6 have others next to them that are quantised")
     return MixedForms(most=form, others=tuple(sorted(forms.items(), key=lambda item: item[0])))
 
 

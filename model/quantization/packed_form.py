@@ -1,7 +1,7 @@
-"""Kernels of 4 or 8 bits that are packed into 32-bit words: their tensors, their layouts, and how they are unpacked.
+"""Kernels of 4 or 8 bits that are packed into words: their tensors, their layouts, and how they are unpacked.
 
 A weight is `(value - zero) * scale`. Values, zeros and scales are separate tensors. Each scale and each zero belongs to
-one output and one group of inputs.
+one output and one group of inputs. In NVFP4 a value is a float of 4 bits, and one number scales all scales.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from model.quantization.stored_form import SCALES, Part, StoredForm
 
 WORD_BITS = 32
 WORDS = ("I32",)
+NVFP4_GROUP = 16
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by their 4 bits
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the n-th value of a word belongs to this one of eight neighbouring outputs
 _MIDDLE = np.int8(8)  # the middle of the stored range of 4 bits, which becomes 0
 _ROWS_AT_ONCE = 256  # rows that are dequantised together; bounds the temporary memory
@@ -30,6 +32,8 @@ class Layout(StrEnum):
     GPTQ = "GPTQ"  # a word holds neighbouring inputs; the tensors are [in, out]
     AWQ = "AWQ"  # a word holds outputs in the order of `unpack.AWQ_ORDER`; the tensors are [in, out]
     ROWS = "compressed-tensors"  # a word holds neighbouring inputs; the tensors are [out, in]
+    NVFP4 = "compressed-tensors NVFP4"  # as ROWS, with bytes as words
+    MODELOPT = "ModelOpt NVFP4"
 
 
 class Zeros(Enum):
@@ -45,17 +49,20 @@ class PartNames:
     """The names of a kernel's tensors, in place of `weight`."""
 
     values: str
-    zeros: str
     scales: str
-    groups: str | None  # the group of each input, if groups are not neighbouring inputs
+    zeros: str = ""
+    groups: str | None = None  # the group of each input, if groups are not neighbouring inputs
+    scale: str | None = None  # in NVFP4, the scale of all scales
 
 
 NAMES = {
     Layout.GPTQ: PartNames(values="qweight", zeros="qzeros", scales="scales", groups="g_idx"),
-    Layout.AWQ: PartNames(values="qweight", zeros="qzeros", scales="scales", groups=None),
+    Layout.AWQ: PartNames(values="qweight", zeros="qzeros", scales="scales"),
     Layout.ROWS: PartNames(
         values="weight_packed", zeros="weight_zero_point", scales="weight_scale", groups="weight_g_idx"
     ),
+    Layout.NVFP4: PartNames(values="weight_packed", scales="weight_scale", scale="weight_global_scale"),
+    Layout.MODELOPT: PartNames(values="weight", scales="weight_scale", scale="weight_scale_2"),
 }
 
 
@@ -73,24 +80,29 @@ class PackedForm(StoredForm):
     activations = Activations.EXACT
 
     @property
+    def is_float(self) -> bool:
+        return NAMES[self.layout].scale is not None
+
+    @property
     def name(self) -> str:
         """Such as "GPTQ int4"."""
-        return f"{self.layout} int{self.bits}"
+        return str(self.layout) if self.is_float else f"{self.layout} int{self.bits}"
 
     @property
     def mark(self) -> str:
-        return NAMES[self.layout].values
+        names = NAMES[self.layout]
+        return names.scale or names.values
 
     @property
     def per_word(self) -> int:
         """The number of values in a word."""
-        return WORD_BITS // self.bits
+        return (8 if self.is_float else WORD_BITS) // self.bits
 
     def in_four_bits(self, widths: Sequence[int]) -> tuple[FourBit | None, str | None]:
         """The 4-bit form that holds kernels with these numbers of inputs without requantising them, or the reason why
         there is none. If stored groups are larger than the form's, their scales are repeated."""
-        if self.bits != 4:
-            return None, f"it has {self.bits} bits"
+        if self.bits != 4 or self.is_float:
+            return None, "its values are floats" if self.is_float else f"it has {self.bits} bits"
         if self.is_ordered:
             return None, "its groups are not of neighbouring inputs"
         group = largest_group(widths) if self.group is None else largest_group((self.group, *widths))
@@ -115,6 +127,9 @@ class PackedForm(StoredForm):
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         names, groups = NAMES[self.layout], self.num_groups(columns)
         row_words, column_words = -(-rows // self.per_word), -(-columns // self.per_word)
+        if names.scale is not None:
+            of_values, of_scales = Part(((rows, column_words),), ("U8",)), Part(((rows, groups),), ("F8_E4M3",))
+            return {names.values: of_values, names.scales: of_scales, names.scale: Part(((), (1,)), ("F32",))}
         values, zeros, scales = {
             Layout.GPTQ: ((column_words, rows), (groups, row_words), (groups, rows)),
             Layout.AWQ: ((columns, row_words), (groups, row_words), (groups, rows)),
@@ -197,8 +212,15 @@ class PackedKernel:
 
     def _scales(self, rows: slice) -> np.ndarray:
         """[out, n]"""
-        scales = self._parts[NAMES[self._form.layout].scales][...]
-        return scales[rows] if self._form.layout is Layout.ROWS else scales.T[rows]
+        names, layout = NAMES[self._form.layout], self._form.layout
+        scales = self._parts[names.scales][...]
+        if names.scale is None:
+            return scales[rows] if layout is Layout.ROWS else scales.T[rows]
+        of_all = self._parts[names.scale][...].reshape(1)
+        if not 0 < of_all[0] < np.inf:
+            raise ValueError(f"{self._name}.{names.scale} must be a positive number: {of_all[0]}")
+        wide = scales[rows].astype(np.float32)
+        return wide * of_all if layout is Layout.MODELOPT else wide / of_all
 
     def _values(self, rows: slice, columns: slice) -> np.ndarray:
         """u8[out, in]"""
@@ -207,7 +229,7 @@ class PackedKernel:
             shared, within = self._words_of(rows)
             return unpack_awq(words[columns, shared])[:, within].T
         shared, within = self._words_of(columns)
-        packed = words[rows, shared] if self._form.layout is Layout.ROWS else words[shared, rows].T
+        packed = words[shared, rows].T if self._form.layout is Layout.GPTQ else words[rows, shared]
         return unpack(packed, bits)[:, within]
 
     def _words_of(self, values: slice) -> tuple[slice, slice]:
@@ -260,8 +282,12 @@ class _ReadOnce:
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """i32[..., n] -> u8[..., n * 32 / bits], the lowest bits of each word first. `bits` is 4 or 8."""
-    octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    """[..., n] -> u8[..., n * the word's bits / bits], the lowest bits of each word first. `bits` is 4 or 8.
+
+    Args:
+        words: of int32 or uint8.
+    """
+    octets = np.ascontiguousarray(words).astype(words.dtype.newbyteorder("<"), copy=False).view(np.uint8)
     if bits == 8:
         return octets
     return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
@@ -297,7 +323,8 @@ def dequantize_groups(
     weights = np.empty(values.shape, np.float32)
     for start in range(0, len(values), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
-        part = values[rows].astype(np.float32)
-        part -= 1 << (form.bits - 1) if zeros is None else zeros[rows].astype(np.float32)[:, groups]
+        part = _E2M1[values[rows]] if form.is_float else values[rows].astype(np.float32)
+        if not form.is_float:
+            part -= 1 << (form.bits - 1) if zeros is None else zeros[rows].astype(np.float32)[:, groups]
         np.multiply(part, scales[rows].astype(np.float32)[:, groups], out=weights[rows])
     return weights

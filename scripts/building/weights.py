@@ -17,7 +17,7 @@ from model.loading.source import ModelSource, resolve
 from model.loading.stored_weights import StoredWeights, find_weights
 from model.loading.weights import random_weights
 from model.network.llama import Llama
-from model.quantization.forms import Activations, EightBit, FourBit, Rounding, WeightForm, described, form_named
+from model.quantization.forms import Activations, FourBit, Rounding, WeightForm, described, form_named
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
 from pallas_kernels.cpu.library import find_compiler
 from pallas_kernels.spec import UnavailableError
@@ -193,10 +193,11 @@ def choose_quantization(
     if form.product in reads:
         chosen, reason = form, ""
     else:
-        chosen, reason = EightBit.INT8, f", not {form.kind}: this device reads that slowly"
+        chosen, reason = form.in_int8, f", not {form.kind}: this device reads that slowly"
     if stored is None or stored.packing is None:
-        rounded = ", each weight rounded to nearest" if chosen.in_head != chosen else ""
-        return chosen, described(chosen) + rounded + reason + (f"; the checkpoint holds {held}" if held else "")
+        rounded = ", each weight rounded to nearest" if chosen.bits < 8 else ""
+        holds = f"; the checkpoint holds {held.in_words()}" if held else ""
+        return chosen, described(chosen) + rounded + reason + holds
     if chosen == kept:
         return chosen, f"{stored.packing} checkpoint, kept: {described(chosen)}"
     if kept is None and stored.four_bit_fault is not None and "int4" in reads and asked in (None, "int4"):
@@ -225,7 +226,7 @@ def choose_rounding(
     if stated is Activations.BLOCKS and FourBit.kind not in rounded_rows:
         return None, None
     in_blocks = form.is_grouped
-    is_static = stated is Activations.STATIC and stored is not None and form is stored.quantization
+    is_static = stated is Activations.STATIC and stored is not None and form == stored.quantization
     rounding = Rounding(
         min_rows=rounded_rows[form.kind] if stated is None else 1,
         is_static=is_static,

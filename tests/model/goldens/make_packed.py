@@ -1,7 +1,7 @@
 """Writes `packed.npz` next to this file: kernels that public packers have packed, and the weights that they stand for.
 
-Not part of the product and not run by the tests: needs torch, `compressed-tensors` (0.17.0) and vLLM (0.32.0), whose
-packers of AWQ and GPTQ write what AutoAWQ and AutoGPTQ write.
+Not part of the product and not run by the tests: needs torch, `compressed-tensors` (0.17.0; 0.20.1 for NVFP4) and vLLM
+(0.32.0), whose packers of AWQ and GPTQ write what AutoAWQ and AutoGPTQ write.
 
     python -m tests.model.goldens.make_packed
 
@@ -34,7 +34,7 @@ def main() -> None:
     """The command."""
     torch.manual_seed(0)
     arrays: dict[str, np.ndarray] = {}
-    for name, config, tensors, weights in (*compressed_tensors(), *awq(), *gptq()):
+    for name, config, tensors, weights in (*compressed_tensors(), *nvfp4(), *awq(), *gptq()):
         arrays[f"{name}/config"] = np.array(json.dumps(config))
         arrays[f"{name}/weights"] = weights.float().numpy()
         for key, tensor in tensors.items():
@@ -80,6 +80,33 @@ def compressed_tensors() -> Iterator[Case]:
             "ignore": ["lm_head"],
         }
         yield name, config, stored, weights
+
+
+def nvfp4() -> Iterator[Case]:
+    """What the library packs and unpacks. The weights are float32, as its own decompression has bfloat16 only."""
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.utils.helpers import generate_gparam
+
+    options = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
+    settings = QuantizationArgs(**options, scale_dtype=torch.float8_e4m3fn)
+    weight = torch.randn(SHAPE)
+    total = generate_gparam(weight.amin().reshape(1), weight.amax().reshape(1))
+    parts = weight.reshape(SHAPE[0], -1, GROUP).amin(2), weight.reshape(SHAPE[0], -1, GROUP).amax(2)
+    scale, _ = calculate_qparams(*parts, settings, global_scale=total)
+    scheme = QuantizationScheme(targets=["Linear"], weights=settings)
+    given = {"weight": weight, "weight_scale": scale, "weight_global_scale": total}
+    stored = NVFP4PackedCompressor.compress(given, scheme)
+    values = unpack_fp4_from_uint8(stored["weight_packed"], *SHAPE, dtype=torch.float32)
+    scales = stored["weight_scale"].float() / total
+    group = {"targets": ["Linear"], "weights": options, "input_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    yield (
+        "ct nvfp4",
+        config | {"config_groups": {"group_0": group}},
+        stored,
+        values * scales.repeat_interleave(GROUP, 1),
+    )
 
 
 def _scales(weight: torch.Tensor, settings: QuantizationArgs) -> dict[str, torch.Tensor]:

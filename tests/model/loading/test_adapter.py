@@ -166,7 +166,7 @@ ZEROS = np.zeros((4, 64), np.float32)
         ({A: ZEROS * np.nan}, r"not finite, or too large for bfloat16: .*\{0\}\.self_attn\.q_proj$"),
         ({A: ZEROS + np.finfo(np.float32).max}, "too large for bfloat16"),
         ({A.replace("lora_A.weight", "lora_magnitude_vector"): ZEROS}, r"lora_magnitude_vector \(DoRA\) cannot"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": ZEROS}, r"\(adapter of the embedding\) .*; merge the"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": ZEROS}, r"\(adapter of the embedding\) .*; merge"),
         ({"base_model.model.lm_head.lora_A.weight": ZEROS}, r"lm_head\.lora_A.* \(adapter of the head\) cannot"),
         ({"base_model.model.lm_head.base_layer.weight": np.zeros((192, 64), np.float32)},
          r"lm_head\.base_layer\.weight \(weights of the base\) cannot be served$"),

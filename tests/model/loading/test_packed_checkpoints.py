@@ -161,7 +161,7 @@ def test_what_is_missing_mis_shaped_or_too_much_is_named(tmp_path):
         find_weights(tmp_path, LlamaConfig.from_file(tmp_path))
     text = str(error.value)
     assert "missing: model.layers.{0}.mlp.up_proj.g_idx" in text
-    assert "unexpected: model.layers.{2}.mlp.down_proj.weight" in text
+    assert "unexpected: model.layers.{2}.mlp.down_proj.g_idx, " in text
     assert "{1}.mlp.up_proj.scales has shape (3, 3), not (2, 160)" in text
     assert "{2}.mlp.up_proj.qweight has type I64, not one of I32" in text
 

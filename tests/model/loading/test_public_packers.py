@@ -13,6 +13,7 @@ import pytest
 
 from model.config import LlamaConfig
 from model.families import LLAMA
+from model.loading.remote_tensors import RemoteTensors
 from model.loading.stored_weights import find_weights
 from model.network.eight_bit import quantize
 from model.quantization.forms import EightBit, FourBit
@@ -22,7 +23,7 @@ from tests.model.goldens import make as make_goldens
 from tests.model.loaded import assert_equal, load
 
 PACKED = ("ct int4", "ct int4 zeros", "ct int4 actorder", "ct int4 rows", "ct int8 packed", "awq", "gptq int4",
-          "gptq int8", "gptq zeros", "gptq_v2 zeros")  # fmt: skip
+          "gptq int8", "gptq zeros", "gptq_v2 zeros", "ct nvfp4")  # fmt: skip
 KEPT = ("ct int4", "ct int4 zeros", "ct int4 rows", "awq", "gptq int4", "gptq zeros", "gptq_v2 zeros")
 IN_BYTES = ("ct int8", "ct fp8", "ct fp8 tensor", "ct fp8 blocks")
 WIDTH = 32  # of every projection's inputs and outputs
@@ -38,8 +39,8 @@ def test_all_goldens_are_read():
     assert {key.split("/")[0] for key in goldens()} == {*PACKED, *IN_BYTES}
 
 
-def write(folder, name):
-    """A checkpoint of one layer with the golden kernel as each of its projections."""
+def write(folder, name, renamed=None):
+    """A checkpoint of one layer with the golden kernel as each of its projections, with other names of its tensors."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 2}
     checkpoints.write(folder, "gqa2")
     raw = json.loads((folder / "config.json").read_text()) | sizes | {"head_dim": WIDTH // 2, "num_hidden_layers": 1}
@@ -50,8 +51,10 @@ def write(folder, name):
     of_kernel = {key.split("/")[1]: value for key, value in given.items()}
     weights = of_kernel.pop("weights")
     of_kernel.pop("config")
-    if "fp8" in name:
-        of_kernel["weight"] = of_kernel["weight"].view(ml_dtypes.float8_e4m3fn)
+    if "fp8" in name or "nvfp4" in name:
+        narrow = "weight" if "fp8" in name else "weight_scale"
+        of_kernel[narrow] = of_kernel[narrow].view(ml_dtypes.float8_e4m3fn)
+    of_kernel = {(renamed or {}).get(key, key): value for key, value in of_kernel.items()}
     vocab = raw["vocab_size"]
     tensors = {key: rng.standard_normal((vocab, WIDTH)).astype(np.float32) for key in EMBEDDINGS}
     tensors |= {key: np.ones(WIDTH, np.float32) for key in NORMS}
@@ -72,6 +75,30 @@ def test_packed_kernels_are_the_weights_of_the_library(tmp_path, name):
     found = load(tmp_path, None)
     for module, copies in NUM_FUSED.items():
         np.testing.assert_array_equal(found[f"layers.0.{module}.kernel"], np.tile(weights, (copies, 1)))
+
+
+def test_modelopts_nvfp4_is_read_with_its_own_config_alone(tmp_path):
+    renamed = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"}
+    weights = write(tmp_path, "ct nvfp4", renamed)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    stated = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": stated})
+    )
+    tensors = {key: one[...] for key, one in RemoteTensors(tmp_path / "model.safetensors").slices().items()}
+    inverse = {
+        key: np.reciprocal(value).reshape(()) for key, value in tensors.items() if key.endswith("weight_scale_2")
+    }
+    checkpoints.write_tensors(tmp_path, tensors | inverse)
+    found = load(tmp_path, None)["layers.0.mlp.down.kernel"]
+    np.testing.assert_allclose(found, weights, rtol=2.0**-22)
+    stored = find_weights(tmp_path, LlamaConfig.from_file(tmp_path))
+    assert (stored.packing, stored.quantization, stored.four_bit) == ("ModelOpt NVFP4", EightBit.INT8, None)
+    checkpoints.write_tensors(tmp_path, tensors | {key: np.full((), np.nan, np.float32) for key in inverse})
+    with pytest.raises(ValueError, match=r"weight_scale_2 must be a positive number: nan"):
+        load(tmp_path, None)
 
 
 @pytest.mark.parametrize("name", KEPT)

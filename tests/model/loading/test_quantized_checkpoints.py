@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,15 @@ import pytest
 from model.config import LlamaConfig
 from model.families import LLAMA
 from model.loading.orbax_format import save_orbax
-from model.loading.source import CONVERTED
+from model.loading.source import CONVERTED, resolve
 from model.loading.stored_weights import find_weights
 from model.loading.weights import load_hf
 from model.network.eight_bit import quantize
 from model.network.sharding import make_mesh
-from model.quantization.forms import Activations, EightBit, Rounding
+from model.quantization.forms import Activations, EightBit, MixedForms, Plain, Rounding, form_named
+from scripts.convert_checkpoint import convert
 from tests.model import checkpoints
+from tests.model.dense_attention import dense_logits
 from tests.model.loaded import flat, load, load_wide
 from tests.model.quantization.test_checkpoint_form import compressed
 
@@ -100,6 +104,58 @@ def test_others_are_quantised_anew_from_their_values(tmp_path, strategy, form, n
         kernel, scale = quantized(wanted[f"{name}.kernel"], form)
         np.testing.assert_array_equal(found[f"{name}.kernel"], kernel)
         np.testing.assert_array_equal(found[f"{name}.scale"], scale)
+
+
+LEFT = ("layers.0.attention.qkv", "layers.0.mlp.down", "layers.1.attention.qkv.v_proj")  # not quantised
+LEFT_KEYS = r"model\.layers\.(0\.(self_attn\.[qkv]|mlp\.down)|1\.self_attn\.v)_proj\..*"
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_projections_that_are_left_out_keep_their_values(tmp_path, dtype, num_shards):
+    stored, values = write(tmp_path / "narrow", "channel", dtype)
+    plain = {key: value for key, value in checkpoints.tensors("gqa2").items() if re.fullmatch(LEFT_KEYS, key)}
+    stored = {key: value for key, value in stored.items() if not re.fullmatch(LEFT_KEYS, key)}
+    checkpoints.write_tensors(tmp_path / "narrow", stored | plain)
+    form = find_weights(tmp_path / "narrow", LlamaConfig.from_file(tmp_path / "narrow")).quantization
+    most = EightBit.INT8 if dtype == INT8 else EightBit.FP8
+    assert form == MixedForms(most=most, others=tuple((path, Plain()) for path in LEFT))
+    assert form_named(str(form), (64, 160)) == form and form.in_int8 == dataclasses.replace(form, most=EightBit.INT8)
+    found = load(tmp_path / "narrow", form, num_shards)
+    wanted = load_wide(tmp_path / "wide", values | plain, None, num_shards)
+    for path in (*LEFT[:2], "embedding"):
+        np.testing.assert_array_equal(
+            found.get(f"{path}.kernel", found.get(path)), wanted.get(f"{path}.kernel", wanted.get(path))
+        )
+    np.testing.assert_array_equal(
+        found["layers.1.attention.qkv.v_proj.kernel"], plain["model.layers.1.self_attn.v_proj.weight"]
+    )
+    assert found["layers.2.mlp.down.kernel"].dtype == found["layers.1.attention.qkv.k_proj.kernel"].dtype == dtype
+    assert "layers.0.mlp.down.scale" not in found
+
+
+def test_logits_of_a_checkpoint_with_projections_left_out_are_those_of_its_values(tmp_path):
+    """Also with the C code's packed weights, and after a conversion."""
+    stored, values = write(tmp_path / "narrow", "channel", INT8)
+    plain = {key: value for key, value in checkpoints.tensors("gqa2").items() if re.fullmatch(LEFT_KEYS, key)}
+    checkpoints.write_tensors(
+        tmp_path / "narrow", {k: v for k, v in stored.items() if not re.fullmatch(LEFT_KEYS, k)} | plain
+    )
+    config = LlamaConfig.from_file(tmp_path / "narrow")
+    form = find_weights(tmp_path / "narrow", config).quantization
+    model = load_hf(tmp_path / "narrow", config, dtype=jnp.float32, quantization=form)
+    load_wide(tmp_path / "wide", values | plain, None)
+    wide = load_hf(tmp_path / "wide", LlamaConfig.from_file(tmp_path / "wide"), dtype=jnp.float32)
+    wide.head = model.head  # which is int8
+    tokens = checkpoints.golden_sequence("gqa2")
+    wanted = dense_logits(wide, tokens)
+    np.testing.assert_allclose(dense_logits(model, tokens), wanted, atol=2e-4)
+    convert(resolve(str(tmp_path / "narrow")), tmp_path / "narrow", tmp_path / "out", dtype=None)
+    again = find_weights(tmp_path / "out", config)
+    assert again.is_converted and again.quantization == form
+    np.testing.assert_array_equal(
+        dense_logits(again.load(dtype=jnp.float32, quantization=form), tokens), dense_logits(model, tokens)
+    )
 
 
 def test_weight_scale_inv_multiplies(tmp_path):

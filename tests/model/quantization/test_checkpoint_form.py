@@ -8,14 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.families import LLAMA
 from model.quantization.checkpoint_form import CheckpointForm, read_form
 from model.quantization.forms import Activations, EightBit
 from model.quantization.packed_form import Layout, PackedForm, Zeros
 from tests.examples import examples
 from tests.scripts.test_checkpoint_fuzz import HOSTILE, places
-
-MODULES = LLAMA.projections(2)
 
 
 def compressed(fmt="float-quantized", ignore=("lm_head",), **weights):
@@ -48,12 +45,12 @@ KV_ONLY = {
     "raw", [KV_ONLY, {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}]
 )
 def test_with_scales_of_kv_only_the_weights_are_not_quantised(raw):
-    assert read_form(raw, MODULES) == (None, [])
+    assert read_form(raw) == (None, [])
 
 
 def test_scales_of_kv_in_fewer_bits_are_refused():
     raw = KV_ONLY | {"kv_cache_scheme": KV_ONLY["kv_cache_scheme"] | {"num_bits": 4}}
-    assert read_form(raw, MODULES) == (
+    assert read_form(raw) == (
         None,
         ["quantization_config.kv_cache_scheme.num_bits=4 is not supported (only 8)"],
     )
@@ -62,6 +59,25 @@ def test_scales_of_kv_in_fewer_bits_are_refused():
 INT8, FP8 = EightBit.INT8, EightBit.FP8
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int",
+              "packing_format": "auto_round:auto_gptq", "autoround_version": "0.8.0"}  # fmt: skip
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+OF_GPTQ = PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.MIDDLE)
+
+
+def fp4(layout):
+    return PackedForm(layout=layout, bits=4, group=16, zeros=Zeros.MIDDLE)
+
+
+def two_groups(raw, **weights):
+    """Another group of other projections, with these settings of its weights."""
+    group = raw["config_groups"]["group_0"]
+    other = group | {"targets": ["re:.*down_proj"], "weights": group["weights"] | weights}
+    return raw | {"config_groups": {"group_0": group | {"targets": ["re:.*self_attn.*"]}, "group_1": other}}
+
+
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "ignored_layers": ["lm_head"]}
 
 
@@ -92,7 +108,16 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
             {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
             CheckpointForm(form=FP8, activations=Activations.STATIC),
         ),
-        (GPTQ, PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.MIDDLE)),
+        (compressed("nvfp4-pack-quantized", **NVFP4), fp4(Layout.NVFP4)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, fp4(Layout.MODELOPT)),
+        (two_groups(packed()), PackedForm(layout=Layout.ROWS, bits=4, group=128, zeros=Zeros.MIDDLE)),
+        (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 16}}}, OF_GPTQ),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+            PackedForm(layout=Layout.AWQ, bits=4, group=128, zeros=Zeros.STORED),
+        ),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, OF_GPTQ),
+        (GPTQ, OF_GPTQ),
         (GPTQ | {"sym": False}, PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.LESS_ONE)),
         (
             GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1, "desc_act": True},
@@ -114,7 +139,7 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
     ],
 )
 def test_these_are_read(raw, wanted):
-    assert read_form(raw, MODULES) == (wanted, [])
+    assert read_form(raw) == (wanted, [])
 
 
 @pytest.mark.parametrize(
@@ -128,36 +153,34 @@ def test_these_are_read(raw, wanted):
         (packed(type="float"), "weights.type='float'"),
         (packed(group_size=None), "weights.group_size=None is neither -1 nor an integer"),
         (compressed("int-quantized", type="int", actorder="group"), "weights.actorder='group' is not supported (only"),
-        (packed() | {"ignore": ["lm_head", "re:.*v_proj"]}, "leaves out 2 projections"),
         (GPTQ | {"group_size": 0}, "group_size=0 is neither -1 nor an integer from 1"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (GPTQ | {"sym": "yes"}, "sym='yes' is not supported (only True or False)"),
-        (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic: projections of different forms"),
+        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic: projections of different forms"),
         (AWQ | {"version": "gemv"}, "version='gemv' is not supported (only 'gemm' or 'GEMM')"),
         (AWQ | {"zero_point": False}, "zero_point=False"),
-        (AWQ | {"modules_to_not_convert": ["model.layers.1.mlp"]}, "leaves out 3 projections"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "; serve its base model with --quantization int4, or"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ' is not supported (only"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size=32"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, group_size=32), "weights.group_size=32"),
+        (two_groups(packed(), num_bits=8), "config_groups: projections of different forms"),
+        (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "packing_format='auto_round:llm_compressor'"),
+        (AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}}}, "extra_config"),
         (compressed("int-quantized", type="int", symmetric=False), "zero points"),
-        (compressed() | {"config_groups": {}}, "config_groups must be one group"),
+        (compressed() | {"config_groups": {}}, "config_groups must be an object with groups"),
         (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
-        (compressed(ignore=["model.layers.1.mlp.down_proj"]), "leaves out 1 projections (model.layers.1.mlp.down_proj"),
-        (compressed(ignore=["re:.*self_attn.*"]), "leaves out 8 projections"),
-        (compressed(ignore=["re:("]), "ignore holds a pattern that is not read: 're:('"),
-        (compressed(ignore=["re:(a+)+$"]), "not read"),
         (compressed(strategy="block", block_structure=[1, 1 << 40]), "is not two integers"),
-        (compressed() | {"ignore": "lm_head"}, "is not a list of names"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*self_attn*"]}, "leaves out 8"),
     ],
 )  # fmt: skip
 def test_others_are_refused_in_words(raw, words):
-    form, problems = read_form(raw, MODULES)
+    form, problems = read_form(raw)
     assert form is None
     assert len(problems) == 1
     assert problems[0].startswith("quantization_config")
     assert words in problems[0]
 
 
-HOSTS = [compressed(strategy="block", block_structure=[8, 8]), BLOCKS, GPTQ, AWQ, packed(actorder="group")]
+HOSTS = [AUTO_ROUND, compressed(strategy="block", block_structure=[8, 8]), BLOCKS, GPTQ, AWQ, packed(actorder="group")]
 
 
 @settings(max_examples=examples(150))
@@ -166,5 +189,5 @@ def test_whatever_stands_there_is_read_or_refused(data, raw):
     raw = copy.deepcopy(raw)
     container, key = data.draw(st.sampled_from(places(raw)))
     container[key] = data.draw(HOSTILE)
-    form, problems = read_form(raw, MODULES)
+    form, problems = read_form(raw)
     assert (form is None) == bool(problems)
