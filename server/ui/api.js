@@ -21,10 +21,15 @@ export async function request(path, options = {}) {
 
 async function errorMessage(response) {
   const text = await response.text();
+  return attempt(() => JSON.parse(text).error.message) ?? `${response.status} ${response.statusText}: ${text.slice(0, 200)}`;
+}
+
+/** What `read` returns; undefined if it throws, as texts do that are not JSON, and storage that is full or switched off. */
+export function attempt(read) {
   try {
-    return JSON.parse(text).error.message;
+    return read();
   } catch {
-    return `${response.status} ${response.statusText}: ${text.slice(0, 200)}`;
+    return undefined;
   }
 }
 

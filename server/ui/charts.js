@@ -14,16 +14,11 @@ function cleared(canvas) {
   return [context, width, height];
 }
 
-export function colours() {
-  const probe = document.createElement("i");
-  document.body.append(probe);
-  const read = (name) => {
-    probe.style.color = `var(${name})`;
-    return getComputedStyle(probe).color;
-  };
-  const result = { first: read("--accent"), second: read("--second"), line: read("--line"), soft: read("--soft") };
-  probe.remove();
-  return result;
+/** The colours of the legends, of the frames and of the notes. */
+function colours() {
+  const style = (selector) => getComputedStyle(document.querySelector(selector));
+  const [first, second] = ["i.decode", "i.prefill"].map((part) => style(part).backgroundColor);
+  return { first, second, line: style("figure.wide").borderTopColor, soft: style(".legend").color };
 }
 
 /** The smallest number of the form 1, 2 or 5 x 10^n that is not below `value`. */

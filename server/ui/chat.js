@@ -1,75 +1,54 @@
-// The chat: one conversation in OpenAI's format, streamed answers, tool calls that the user answers by hand. The
-// conversation and the settings are kept in the tab's session storage, so a reload loses neither.
+// The chat: conversations in OpenAI's format, streamed answers, tool calls that the user answers by hand. The browser keeps
+// the conversations, and the tab which of them it shows and its settings. The API key is never kept.
 
-import { ApiError, events, request } from "/ui/api.js";
-import { make as element } from "/ui/plan.js";
+import { ApiError, attempt, events, request } from "/ui/api.js";
+import { conversations, newConversation, remove, save, titleOf } from "/ui/conversations.js";
+import { MessageView, makeButton } from "/ui/message.js";
+import { make } from "/ui/plan.js";
+import SUGGESTIONS from "/ui/suggestions.json" with { type: "json" };
 
 const $ = (id) => document.getElementById(id);
-const messages = []; // in the API's format, without the system prompt
+let current = newConversation(); // its messages are those in the log, without the system prompt
+let edited = null; // the question that the composer changes
 let running = null; // the AbortController of the answer in progress
 
 const STORED = "pallas-serve.chat";
-const LEAST_FOR_RATE = 16; // tokens; the speed of a shorter answer says little
 const wide = matchMedia("(min-width: 46.01rem)");
-const CALCULATOR = {
-  type: "function",
-  function: {
-    name: "calculator",
-    description: "Evaluates an expression.",
-    parameters: { type: "object", properties: { expression: { type: "string" } }, required: ["expression"] },
-  },
-};
-const TEXT = { format: "text", tools: "" };
-const SUGGESTIONS = {
-  demo: [
-    ["What is 47 + 35?", TEXT],
-    ["Which is larger, 31 or 57?", TEXT],
-    ["What is the capital of France?", TEXT],
-    ["Count from 4 to 9.", TEXT],
-    ["Tell me a story.", TEXT],
-    ["What is 47 + 35? Answer in JSON.", { format: "json_object", tools: "" }, "JSON"],
-    ["What is 347 * 21?", { format: "text", tools: JSON.stringify([CALCULATOR]) }, "calls a tool"],
-  ],
-  other: [
-    ["Explain in two sentences what a KV cache is.", TEXT],
-    ["Write a haiku about a compiler.", TEXT],
-    ["Name three rivers. Answer in JSON.", { format: "json_object", tools: "" }, "JSON"],
-  ],
-};
 
 export function startChat() {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = $("prompt").value.trim();
     if (!text || running) return;
-    $("prompt").value = "";
-    fitPrompt();
+    if (edited) cut(current.messages.indexOf(edited));
+    edit(null);
     add({ role: "user", content: text });
     answer();
   });
   $("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && edited) edit(null);
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     $("composer").requestSubmit();
   });
   $("prompt").addEventListener("input", fitPrompt);
+  $("cancel").addEventListener("click", () => edit(null));
   $("stop").addEventListener("click", () => running?.abort());
-  $("clear").addEventListener("click", () => {
-    running?.abort();
-    messages.length = 0;
-    $("log").replaceChildren();
-    keep();
-    $("prompt").focus();
-  });
+  $("clear").addEventListener("click", () => open(newConversation()));
   $("settings").addEventListener("submit", (event) => event.preventDefault());
   $("settings").addEventListener("input", () => {
     showSettings();
-    keep();
+    keepTab();
   });
   $("asked-model").addEventListener("focus", offerModels);
-  const showPanel = () => ($("panel").open = wide.matches);
-  wide.addEventListener("change", showPanel);
-  showPanel();
+  $("asked-model").addEventListener("change", keepTab);
+  addEventListener("pagehide", () => running && keep(current)); // with what has come of the answer
+  addEventListener("storage", showList); // another tab has changed it
+  const panels = [...document.querySelectorAll("details.panel")];
+  const showPanels = () => panels.forEach((panel) => Object.assign(panel, { name: wide.matches ? "" : "panels", open: wide.matches }));
+  wide.addEventListener("change", showPanels);
+  $("composer").addEventListener("focusin", showPanels); // on a phone they lie over the conversation
+  showPanels();
   restore();
   showSettings();
   offerModels();
@@ -78,17 +57,12 @@ export function startChat() {
 /** Shows the models of the server, if there are several: adapters come and go. */
 async function offerModels() {
   const select = $("asked-model");
-  let names = [];
-  try {
-    const { data } = await (await request("/v1/models")).json();
-    names = data.map(({ id }) => id);
-  } catch {
-    return; // the page's head says that the server is not reachable
-  }
+  const response = await request("/v1/models").catch(() => null);
+  if (!response) return; // the page's head says that the server is not reachable
+  const names = (await response.json()).data.map(({ id }) => id);
   const chosen = names.includes(select.value) ? select.value : names[0];
-  if (names.join("\n") !== [...select.options].map(({ value }) => value).join("\n")) {
-    select.replaceChildren(...names.map((name) => new Option(name, name)));
-  }
+  const shown = [...select.options].map(({ value }) => value);
+  if (names.join("\n") !== shown.join("\n")) select.replaceChildren(...names.map((name) => new Option(name, name)));
   select.value = chosen;
   $("models").hidden = names.length < 2;
 }
@@ -99,54 +73,92 @@ export function suggest(model) {
   $("welcome").querySelector("p").textContent = isDemo
     ? "The demo is a tiny model. It has learned to do these:"
     : `${model} answers here. For example:`;
-  $("suggestions").replaceChildren(...SUGGESTIONS[isDemo ? "demo" : "other"].map(([text, settings, note]) => {
-    const button = element("button", { type: "button", className: "suggestion", textContent: text });
-    if (note) button.append(element("small", { textContent: note }));
-    button.addEventListener("click", () => {
-      for (const [id, value] of Object.entries(settings)) $(id).value = value;
+  $("suggestions").replaceChildren(...SUGGESTIONS[isDemo ? "demo" : "other"].map(([text, note, settings]) => {
+    const ask = () => {
+      for (const [id, value] of Object.entries({ format: "text", tools: "", ...settings })) $(id).value = value;
       showSettings();
       $("prompt").value = text;
       $("composer").requestSubmit();
-    });
-    return button;
+    };
+    return make("button", { type: "button", className: "suggestion", onclick: ask }, text, ...(note ? [make("small", {}, note)] : []));
   }));
 }
 
-/** Keeps the conversation and the settings for a reload of this tab. The API key is not among them. */
-function keep() {
-  $("welcome").hidden = messages.length > 0;
-  const settings = Object.fromEntries([...$("settings").elements].filter((field) => field.id).map((field) => [field.id, field.value]));
-  try {
-    sessionStorage.setItem(STORED, JSON.stringify({ messages, settings }));
-  } catch {
-    // Storage is switched off or full: the conversation goes on, and a reload loses it.
-  }
+/** Keeps the settings, and which conversation this tab shows, for a reload. */
+function keepTab() {
+  const fields = [...$("settings").elements, $("asked-model")].filter((field) => field.id);
+  const tab = { id: current.id, settings: Object.fromEntries(fields.map((field) => [field.id, field.value])) };
+  attempt(() => sessionStorage.setItem(STORED, JSON.stringify(tab)));
 }
 
 function restore() {
-  let kept = {};
-  try {
-    kept = JSON.parse(sessionStorage.getItem(STORED)) ?? {};
-  } catch {
-    // Storage is switched off.
-  }
+  const kept = attempt(() => JSON.parse(sessionStorage.getItem(STORED))) ?? {};
   const { "asked-model": model, ...settings } = kept.settings ?? {};
   if (model) $("asked-model").replaceChildren(new Option(model, model)); // until the server tells what there is
   for (const [id, value] of Object.entries(settings)) if ($(id)) $(id).value = value;
-  messages.push(...(kept.messages ?? []));
-  $("welcome").hidden = messages.length > 0;
-  let view = null;
-  for (const message of messages) {
-    view = new MessageView(message.role);
-    view.setText(message.content);
-    if (message.reasoning_content) view.setReasoning(message.reasoning_content);
-    if (message.tool_calls) view.setCalls(message.tool_calls);
-    view.root.setAttribute("aria-busy", "false");
-  }
-  const last = messages.at(-1);
-  if (last && last.role !== "assistant") new MessageView("assistant").finish({ reason: "interrupted by a reload" });
-  else if (last) view.finish({});
-  if (last?.tool_calls) askForResults(view, last.tool_calls);
+  open(conversations().find(({ id }) => id === kept.id) ?? current);
+}
+
+/** Keeps a conversation that has messages. */
+function keep(conversation) {
+  const messages = conversation.messages.filter(isSaid);
+  $("not-kept").hidden = !messages.length || save({ ...conversation, messages });
+  showList();
+  keepTab();
+}
+
+/** Shows a conversation in place of the current one. */
+function open(conversation) {
+  running?.abort();
+  current = conversation;
+  if (edited) edit(null);
+  $("log").ariaLive = "off"; // what is old is not read aloud
+  $("log").replaceChildren();
+  const views = current.messages.map(showMessage);
+  for (const view of views) view.finish();
+  const { tool_calls: calls } = current.messages.at(-1) ?? {};
+  if (calls) askForResults(views.at(-1), calls);
+  setTimeout(() => ($("log").ariaLive = "polite"));
+  $("not-kept").hidden = true;
+  showList();
+  keepTab();
+}
+
+/** Shows the list of conversations, with buttons that open, rename and delete each. */
+function showList() {
+  $("welcome").hidden = current.messages.length > 0;
+  $("conversations").replaceChildren(...conversations().map((kept) => {
+    const one = kept.id === current.id ? current : kept;
+    const title = makeButton(titleOf(one), () => {
+      open(one);
+      $("prompt").focus();
+    }, { className: "quiet title", ariaCurrent: one === current ? "true" : null });
+    const discard = () => {
+      if (!confirm(`Delete "${titleOf(one)}"?`)) return;
+      remove(one);
+      one.messages = []; // an answer in progress is not kept
+      if (one === current) open(newConversation());
+      showList();
+      $("clear").focus();
+    };
+    const rename = () => {
+      one.title = prompt("Title of the conversation", titleOf(one))?.trim() ?? one.title;
+      keep(one);
+      $("clear").focus();
+    };
+    const buttons = [makeButton("✎", rename, { ariaLabel: `Rename ${titleOf(one)}` }), makeButton("✕", discard, { ariaLabel: `Delete ${titleOf(one)}` })];
+    return make("li", {}, title, ...buttons);
+  }));
+}
+
+/** Lets the composer change a question; null: it asks a new one. */
+function edit(question) {
+  edited = question;
+  $("prompt").value = question?.content ?? "";
+  $("cancel").hidden = !question;
+  $("send").textContent = question ? "Send again" : "Send";
+  fitPrompt();
+  $("prompt").focus();
 }
 
 function fitPrompt() {
@@ -162,32 +174,27 @@ function showSettings() {
 /** The request's body. Throws SyntaxError with the field's name if the schema or the tools are not JSON. */
 function body() {
   const system = $("system").value.trim();
-  const seed = $("seed").value.trim();
-  const tools = parsed("tools", "Tools");
+  const number = (id) => ($(id).value ? Number($(id).value) : undefined);
   const format = $("format").value;
-  const schema = format === "json_schema" ? parsed("schema", "JSON schema") : null;
+  const schema = format === "json_schema" ? { name: "answer", schema: parsed("schema", "JSON schema"), strict: true } : undefined;
   return {
     model: $("asked-model").value || null,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...current.messages.filter(isSaid)],
     stream: true,
     stream_options: { include_usage: true },
-    temperature: Number($("temperature").value),
-    top_p: Number($("top_p").value),
-    max_completion_tokens: Number($("max_tokens").value) || undefined,
-    seed: seed ? Number(seed) : undefined,
-    tools: tools ?? undefined,
-    response_format:
-      format === "text" ? undefined
-      : format === "json_object" ? { type: format }
-      : { type: format, json_schema: { name: "answer", schema, strict: true } },
+    temperature: number("temperature"),
+    top_p: number("top_p"),
+    max_completion_tokens: number("max_tokens"),
+    seed: number("seed"),
+    tools: parsed("tools", "Tools"),
+    response_format: format === "text" ? undefined : { type: format, json_schema: schema },
   };
 }
 
 function parsed(id, name) {
   const text = $(id).value.trim();
-  if (!text) return null;
   try {
-    return JSON.parse(text);
+    return text ? JSON.parse(text) : undefined;
   } catch (error) {
     throw new SyntaxError(`${name}: ${error.message}`);
   }
@@ -195,42 +202,44 @@ function parsed(id, name) {
 
 /** Streams the next assistant message from all messages so far. */
 async function answer() {
-  const view = new MessageView("assistant");
+  const conversation = current;
   const message = { role: "assistant", content: "" };
-  const calls = [];
-  const started = performance.now();
-  let first = 0;
-  let usage = null;
-  let reason = "";
-  running = new AbortController();
+  const outcome = { started: performance.now(), first: 0, usage: null, reason: "" };
+  const mine = (running = new AbortController());
   setRunning(true);
+  conversation.messages.push(message);
+  const view = showMessage(message);
   try {
-    const response = await request("/v1/chat/completions", { method: "POST", body: JSON.stringify(body()), signal: running.signal });
+    const response = await request("/v1/chat/completions", { method: "POST", body: JSON.stringify(body()), signal: mine.signal });
     for await (const chunk of events(response)) {
       if (chunk.error) throw new ApiError(chunk.error.message);
-      usage = chunk.usage ?? usage;
+      outcome.usage = chunk.usage ?? outcome.usage;
       const choice = chunk.choices?.[0];
       if (!choice) continue;
-      reason = choice.finish_reason ?? reason;
+      outcome.reason = choice.finish_reason ?? outcome.reason;
       const { content, reasoning_content: thought, tool_calls: deltas } = choice.delta ?? {};
-      if ((content || thought || deltas) && !first) first = performance.now();
-      if (thought) view.setReasoning((message.reasoning_content = (message.reasoning_content ?? "") + thought));
-      if (content) view.setText((message.content += content));
-      for (const delta of deltas ?? []) mergeCall(calls, delta);
-      if (deltas) view.setCalls(calls);
+      if (content || thought || deltas) outcome.first ||= performance.now();
+      if (thought) message.reasoning_content = (message.reasoning_content ?? "") + thought;
+      if (content) message.content += content;
+      for (const delta of deltas ?? []) mergeCall((message.tool_calls ??= []), delta);
+      view.update();
     }
   } catch (error) {
-    if (error.name === "AbortError") reason = "stopped";
+    if (error.name === "AbortError") outcome.reason = "stopped";
     else view.fail(error.message);
   }
+  view.finish(outcome);
+  if (conversation.messages.includes(message)) keep(conversation); // it may have been deleted meanwhile
+  if (running !== mine) return; // another answer has begun
   running = null;
   setRunning(false);
-  if (calls.length) message.tool_calls = calls;
-  if (message.content || calls.length) messages.push(message);
-  keep();
-  view.finish({ reason, usage, started, first, wantsJson: $("format").value !== "text" });
-  if (calls.length && reason === "tool_calls") askForResults(view, calls);
+  if (message.tool_calls && outcome.reason === "tool_calls") askForResults(view, message.tool_calls);
   $("prompt").focus();
+}
+
+/** An answer that failed, or was stopped before its first token, is shown but not sent or kept. */
+function isSaid({ role, content, tool_calls: calls }) {
+  return role !== "assistant" || content || calls;
 }
 
 function askForResults(view, calls) {
@@ -248,114 +257,39 @@ function mergeCall(calls, delta) {
 }
 
 function add(message) {
-  messages.push(message);
-  keep();
-  new MessageView(message.role).setText(message.content);
+  current.messages.push(message);
+  showMessage(message);
+  keep(current);
 }
 
-function retry() {
-  if (running) return;
-  while (messages.length && messages.at(-1).role === "assistant") messages.pop();
-  const views = [...$("log").children];
-  while (views.length && views.at(-1).dataset.role === "assistant") views.pop().remove();
-  if (messages.length) answer();
+/** Appends a message of the current conversation to the log, which has one article for each. */
+function showMessage(message) {
+  return new MessageView(message, {
+    edit: () => edit(message),
+    remove() {
+      const place = current.messages.indexOf(message);
+      let end = place + 1;
+      while (current.messages[end]?.role === "tool") end++; // results belong to their call
+      cut(place, end);
+      $("prompt").focus();
+    },
+    retry() {
+      cut(current.messages.findLastIndex(({ role }) => role !== "assistant") + 1);
+      if (current.messages.length) answer();
+    },
+  });
+}
+
+/** Takes messages out of the conversation and the log, with the answer in progress if it is among them. */
+function cut(from, end = current.messages.length) {
+  if (end === current.messages.length) running?.abort();
+  if (current.messages.splice(from, end - from).includes(edited)) edit(null);
+  for (const view of [...$("log").children].slice(from, end)) view.remove();
+  if (!current.messages.some(isSaid)) remove(current);
+  keep(current);
 }
 
 function setRunning(is) {
   $("send").hidden = is;
   $("stop").hidden = !is;
-}
-
-const NAMES = { user: "You", assistant: "Answer", tool: "Tool result" };
-
-class MessageView {
-  constructor(role) {
-    this.root = element("article", { className: `message ${role}` });
-    this.root.dataset.role = role;
-    this.text = element("div", { className: "text" });
-    this.cards = element("div");
-    this.root.append(element("h3", { textContent: NAMES[role] ?? role }), this.text, this.cards);
-    this.root.setAttribute("aria-busy", String(role === "assistant"));
-    $("log").append(this.root);
-    this.root.scrollIntoView({ block: "end" });
-  }
-
-  setText(text) {
-    const log = $("log");
-    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-    this.text.textContent = text;
-    if (atEnd) log.scrollTop = log.scrollHeight;
-  }
-
-  /** Shows the reasoning, folded, above the answer. */
-  setReasoning(text) {
-    if (!this.reasoning) {
-      this.reasoning = element("pre");
-      const details = element("details", { className: "reasoning" });
-      details.append(element("summary", { textContent: "Thinking" }), this.reasoning);
-      this.text.before(details);
-    }
-    this.reasoning.textContent = text;
-  }
-
-  setCalls(calls) {
-    this.cards.replaceChildren(...calls.map((call) => {
-      const card = element("div", { className: "card" });
-      card.append(element("b", { textContent: call.function.name }), element("pre", { textContent: call.function.arguments }));
-      return card;
-    }));
-  }
-
-  /** Shows one field for each call. `onResults` gets the tool messages when all fields are filled. */
-  askForResults(calls, onResults) {
-    const results = new Map();
-    [...this.cards.children].forEach((card, i) => {
-      const form = element("form");
-      const field = element("input", { required: true, placeholder: "result of this call" });
-      field.setAttribute("aria-label", `Result of ${calls[i].function.name}`);
-      form.append(field, element("button", { type: "submit", textContent: "Give" }));
-      form.addEventListener("submit", (event) => {
-        event.preventDefault();
-        results.set(i, { role: "tool", tool_call_id: calls[i].id, content: field.value });
-        form.remove();
-        if (results.size === calls.length) onResults(calls.map((_, j) => results.get(j)));
-      });
-      card.append(form);
-    });
-    this.root.scrollIntoView({ block: "end" });
-  }
-
-  fail(message) {
-    this.root.append(element("p", { className: "error", textContent: message }));
-  }
-
-  finish({ reason, usage, started, first, wantsJson }) {
-    this.root.setAttribute("aria-busy", "false");
-    if (wantsJson) this.showAsJson();
-    for (const other of document.querySelectorAll(".retry")) other.remove();
-    const foot = element("div", { className: "foot" });
-    if (usage && first) {
-      const seconds = (performance.now() - first) / 1000;
-      const rate = usage.completion_tokens >= LEAST_FOR_RATE ? `, ${((usage.completion_tokens - 1) / seconds).toFixed(0)}/s` : "";
-      foot.append(`${usage.completion_tokens} tokens${rate}, first after ${(first - started).toFixed(0)} ms`);
-    }
-    if (reason && reason !== "stop") foot.append(element("span", { textContent: reason }));
-    const button = element("button", { type: "button", className: "link retry", textContent: "Try again" });
-    button.addEventListener("click", retry);
-    foot.append(button);
-    this.root.append(foot);
-    this.root.scrollIntoView({ block: "end" });
-  }
-
-  showAsJson() {
-    let value;
-    try {
-      value = JSON.parse(this.text.textContent);
-    } catch {
-      return; // cut off at the token limit, or an error: the text is shown unchanged
-    }
-    const card = element("div", { className: "card json" });
-    card.append(element("pre", { textContent: JSON.stringify(value, null, 2) }));
-    this.text.replaceChildren(card);
-  }
 }

@@ -57,7 +57,7 @@ export class Dashboard {
 
   forgetSteps() {
     this.lastStep = -1;
-    this.steps = []; // {time_s, number, variant, tokens, tokens_padded, slots}
+    this.steps = []; // {time_s, number, variant, num_tokens, num_tokens_padded, slots}
     this.numSlots = LEAST_LANES;
     this.skew = Infinity; // this page's clock minus the engine's: the smallest difference so far
   }
@@ -102,30 +102,22 @@ export class Dashboard {
     };
     const [ttft, ttft95] = latency("time_to_first_token");
     const [itl, itl95] = latency("inter_token_latency");
-    const tiles = [
+    const { running, loaded, swaps } = state.adapters;
+    const compiles = tile("Compiles", state.compiles_after_warm_up, "after warm-up");
+    compiles.classList.toggle("bad", state.compiles_after_warm_up > 0);
+    document.querySelector("#tiles").replaceChildren(...[
       tile("Running", state.running, `${state.waiting} waiting`),
       tile("Tokens/s", compact(per("generation_tokens")), `${compact(per("prompt_tokens"))} prompt`),
       tile("TTFT", ttft, `ms, p95 ${ttft95}`),
       tile("ITL", itl, `ms, p95 ${itl95}`),
       tile("K/V pages", percent(state.pages_used / state.pages), `of ${state.pages.toLocaleString()}`),
       tile("Prefix hits", percent(share(state.prefix_cache_hits, state.prefix_cache_queries)), "of prompt tokens"),
-    ];
-    if (state.draft_tokens) {
-      const accepted = share(state.draft_tokens_accepted, state.draft_tokens);
-      tiles.push(tile("Drafts accepted", percent(accepted), `of ${compact(state.draft_tokens)} tokens`));
-    }
-    if (state.max_loras) {
-      const { running, loaded, swaps } = state.adapters;
-      tiles.push(tile("Adapters", running, `running, ${loaded.toLocaleString()} loaded, ${compact(swaps)} swaps`));
-    }
-    const compiles = tile("Compiles", state.compiles_after_warm_up, "after warm-up");
-    compiles.classList.toggle("bad", state.compiles_after_warm_up > 0);
-    document.querySelector("#tiles").replaceChildren(
-      ...tiles,
+      state.draft_tokens && tile("Drafts accepted", percent(state.draft_tokens_accepted / state.draft_tokens), `of ${compact(state.draft_tokens)} tokens`),
+      state.max_loras && tile("Adapters", running, `running, ${loaded.toLocaleString()} loaded, ${compact(swaps)} swaps`),
       tile("Occupancy", percent(share(state.step_tokens, state.step_tokens_padded)), "of step tokens"),
       tile("Preemptions", state.preemptions.toLocaleString(), "since start"),
       compiles,
-    );
+    ].filter(Boolean));
   }
 
   drawSteps() {
@@ -138,7 +130,7 @@ export class Dashboard {
     drawLanes(document.querySelector("#occupancy"), steps, { span: LANES_S, numSlots: this.numSlots });
     const last = this.steps.at(-1);
     const summary = last
-      ? `step ${last.number.toLocaleString()}, ${last.variant.toLowerCase()}: ${count(last, "d")} decode, ${count(last, "p")} prefill, ${last.tokens} of ${last.tokens_padded} tokens`
+      ? `step ${last.number.toLocaleString()}, ${last.variant.toLowerCase()}: ${count(last, "d")} decode, ${count(last, "p")} prefill, ${last.num_tokens} of ${last.num_tokens_padded} tokens`
       : "no step yet";
     const note = document.querySelector("#step-summary");
     if (note.textContent !== summary) note.textContent = summary;
@@ -154,16 +146,11 @@ const compact = (value) => (value >= 10000 ? `${(value / 1000).toFixed(0)}k` : v
 
 /** The quantile `q`, interpolated linearly within a bucket. Null if the histogram is empty. */
 function quantile({ bounds, counts }, q) {
-  const total = counts.reduce((sum, n) => sum + n, 0);
-  if (!total) return null;
-  let below = 0;
-  for (let i = 0; i < counts.length; i++) {
-    if (counts[i] && below + counts[i] >= q * total) {
-      const low = i ? bounds[i - 1] : 0;
-      const high = bounds[i] ?? bounds.at(-1);
-      return low + ((q * total - below) / counts[i]) * (high - low);
-    }
-    below += counts[i];
-  }
-  return bounds.at(-1);
+  const rank = q * counts.reduce((sum, n) => sum + n, 0);
+  let reached = 0;
+  const i = counts.findIndex((n) => (reached += n) >= rank && n);
+  if (i < 0) return null;
+  const low = i ? bounds[i - 1] : 0;
+  const high = bounds[i] ?? bounds.at(-1);
+  return low + (1 - (reached - rank) / counts[i]) * (high - low);
 }

@@ -20,10 +20,7 @@ function showView() {
   const named = location.hash.slice(1).split("?")[0];
   const view = VIEWS.includes(named) ? named : VIEWS[0];
   for (const main of document.querySelectorAll("main")) main.hidden = main.id !== view;
-  for (const link of document.querySelectorAll("[data-view]")) {
-    if (link.dataset.view === view) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
+  for (const link of document.querySelectorAll("[data-view]")) link.ariaCurrent = link.dataset.view === view ? "page" : null;
   dashboard.show(view === "dashboard");
   if (view === "plan") planner.open();
   poll();

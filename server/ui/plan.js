@@ -5,7 +5,6 @@ const WAIT_MS = 300; // after the last change of the form
 const CUSTOM = "custom";
 const BYTES_PER_GIB = 2 ** 30;
 const FIELDS = ["model", "target", "workload", "prompt_tokens", "output_tokens", "request_rate", "ttft_ms", "tpot_ms", "quantization", "kv_cache_dtype", "price_per_hour"];
-const NUMBERS = new Set(["prompt_tokens", "output_tokens", "request_rate", "ttft_ms", "tpot_ms", "price_per_hour"]);
 const KINDS = { chat: "Chat", rag: "RAG", batch: "Batch", agents: "Agents", code: "Code completion", custom: "By hand" };
 const field = (name) => document.querySelector(`#plan-${name}`);
 const said = (text) => (document.querySelector("#plan-status").textContent = text);
@@ -21,7 +20,10 @@ let search = null; // the AbortController of the search that runs
 export function startPlan(parts) {
   const form = document.querySelector("#plan-form");
   form.addEventListener("submit", (event) => event.preventDefault());
-  document.querySelector("#plan-copy").addEventListener("click", copy);
+  document.querySelector("#plan-copy").addEventListener("click", async () => {
+    await copyText(document.querySelector("#plan-command").textContent);
+    said("The command is copied.");
+  });
   if (parts.page) {
     options = parts.page.options;
     fillForm(parts.page.choice);
@@ -45,12 +47,15 @@ export function startPlan(parts) {
   return { open };
 }
 
-/** Copies the command. Without a clipboard, as on plain HTTP from another host, it is selected. */
-async function copy() {
-  const command = document.querySelector("#plan-command");
-  getSelection().selectAllChildren(command);
-  await navigator.clipboard?.writeText(command.textContent);
-  said(navigator.clipboard ? "The command is copied." : "The command is selected.");
+/** Copies a text. On plain HTTP from another host a browser has no clipboard, but the command that copies. */
+export function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const give = (event) => {
+    event.clipboardData.setData("text/plain", text);
+    event.preventDefault();
+  };
+  document.addEventListener("copy", give, { once: true });
+  document.execCommand("copy");
 }
 
 /** The view is shown: with the choice of the link, or the one before if the link has none. */
@@ -76,11 +81,8 @@ async function open() {
 function fillForm(choice) {
   fillSelect("model", Object.entries(options.models).map(([name, title]) => [name, name === "served" ? `${title} (served here)` : title]));
   const groups = Map.groupBy(Object.entries(options.targets), ([, target]) => target.chip);
-  field("target").replaceChildren(...[...groups].map(([chip, targets]) => {
-    const group = make("optgroup", { label: chip });
-    group.append(...targets.map(([name, target]) => new Option(`${target.count} × ${chip}`, name)));
-    return group;
-  }));
+  field("target").replaceChildren(...[...groups].map(([chip, targets]) =>
+    make("optgroup", { label: chip }, ...targets.map(([name, target]) => new Option(`${target.count} × ${chip}`, name)))));
   fillSelect("workload", [...Object.keys(options.workloads), CUSTOM].map((name) => [name, KINDS[name] ?? name]));
   fillSelect("quantization", [["", "as stored"], ...options.quantizations.map((name) => [name, name])]);
   fillSelect("kv_cache_dtype", options.kv_cache_dtypes.map((name) => [name, name]));
@@ -135,14 +137,10 @@ function setApis(prices = null) {
     return { ...listed.find((api) => api.name === name && String(api.input) === input && String(api.output) === output), name, input, output };
   }) ?? listed;
   document.querySelector("#plan-apis").replaceChildren(...rows.map((api) => {
-    const inputs = ["input", "output"].map((kind) => {
-      const input = make("input", { type: "number", min: "0", step: "any", value: api[kind] });
-      input.setAttribute("aria-label", `${api.name}, a million tokens ${kind === "input" ? "in" : "out"}`);
-      return input;
-    });
-    const row = make("tr");
+    const price = (value, way) => make("input", { type: "number", min: "0", step: "any", value, ariaLabel: `${api.name}, a million tokens ${way}` });
+    const source = api.source ? `${api.as_of}: ${api.source}` : "given by hand";
+    const row = tableRow(api.name, price(api.input, "in"), price(api.output, "out"), "–", "–", "–", source);
     row.dataset.name = api.name;
-    row.append(heading(api.name), ...inputs.map(cell), cell("–"), cell("–"), cell("–"), cell(api.source ? `${api.as_of}: ${api.source}` : "given by hand"));
     return row;
   }));
 }
@@ -164,7 +162,7 @@ function link() {
 
 function choice() {
   const pairs = choicePairs().filter(([name]) => name !== "api_prices");
-  return { ...Object.fromEntries(pairs.map(([name, value]) => [name, NUMBERS.has(name) ? Number(value) : value])), api_prices: apiPrices() };
+  return { ...Object.fromEntries(pairs.map(([name, value]) => [name, field(name).type === "number" ? Number(value) : value])), api_prices: apiPrices() };
 }
 
 function changed() {
@@ -274,42 +272,20 @@ function showApis(cost) {
 
 /** A figure with its name and a note. `mark` tells whether it is counted, compiled or estimated. */
 export function tile(name, value, note, mark = null) {
-  const root = make("div");
-  const figure = make("dd", { textContent: value });
-  figure.append(make("small", { textContent: note }));
-  if (mark) figure.append(make("small", { className: "mark", textContent: mark }));
-  root.append(make("dt", { textContent: name }), figure);
-  return root;
+  const notes = [make("small", {}, note), ...(mark ? [make("small", { className: "mark" }, mark)] : [])];
+  return make("div", {}, make("dt", {}, name), make("dd", {}, value, ...notes));
 }
 
 function tableRow(name, ...values) {
-  const row = make("tr");
-  row.append(heading(name), ...values.map(cell));
-  return row;
+  return make("tr", {}, make("th", { scope: "row" }, name), ...values.map((value) => make("td", {}, value)));
 }
 
-function heading(text) {
-  return make("th", { scope: "row", textContent: text });
+export function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
 }
 
-function cell(content) {
-  const made = make("td");
-  made.append(content);
-  return made;
-}
-
-export function make(tag, properties = {}) {
-  return Object.assign(document.createElement(tag), properties);
-}
-
-function short(value) {
-  return value.toLocaleString("en", { maximumSignificantDigits: value < 1000 ? 3 : 4 });
-}
-
-function money(value) {
-  return value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 10 ? 3 : 0 });
-}
-
-function percent(value) {
-  return `${Math.round(value * 100)}%`;
-}
+const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: value < 1000 ? 3 : 4 });
+const money = (value) => value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 10 ? 3 : 0 });
+const percent = (value) => `${Math.round(value * 100)}%`;

@@ -104,7 +104,7 @@ def test_an_answer_is_stopped(server: RunningServer, page: sync_api.Page) -> Non
     page.get_by_label("Message").fill("Count from 4 to 9.")
     page.get_by_role("button", name="Send").click()
     page.locator(DONE).wait_for()
-    assert page.locator(".message.assistant .foot").inner_text().startswith("stopped")
+    assert page.locator(".message.assistant .notes").inner_text().startswith("stopped")
     assert page.locator(".message.assistant .text:not(:empty)").count() == 1
     assert requests[0]["stream"] is True
 
@@ -167,6 +167,190 @@ def test_reasoning_is_shown_folded(browser: sync_api.Browser, tmp_path: Path) ->
         page.get_by_text("Thinking", exact=True).click()
         assert page.locator(".message.assistant .text").inner_text() == "4"
         page.close()
+
+
+MARKDOWN = """# One *head*
+text with `code`, ``a`b``, **strong *and em***, ***both***, ~~gone~~, snake_case_name, 2 * 3 * 4, \\*no\\*
+second line of [a link](https://a.example/x_(y) "title") and [a *second*](mailto:a@b.example)
+## Two
+
+1. first
+   - nested `x`
+     - deeper
+   - again
+
+     ```py
+     def f():
+     \treturn "```"
+     ```
+2. second
+
+7) seven
+> quoted **text**
+> - item
+>
+> > inner
+
+| a | b |
+|:--|--:|
+| `x` \\| y | **z** |
+| 1 | <i>2</i> |
+
+---
+~~~
+unclosed <b>
+"""
+HOSTILE = """<script>window.hacked = 1</script> <img src=x onerror="window.hacked = 1">
+[a](javascript:window.hacked=1) ![b](JavaScript:window.hacked=1) [c](data:text/html,x) [d](https://a.example/"onclick="x)
+
+| <b onclick="window.hacked=1">x</b> | y |\n|---|---|\n| [e](vbscript:x) | ![picture](https://a.example/x.png) |
+"""
+HOSTILE += "\n\n".join([">" * 5000 + " deep", "\n".join(" " * 2 * i + "- n" for i in range(300)), "*a **b " * 3000])
+HOSTILE += "\n\n" + "[" * 5000 + "x" * 30_000 + "\n\n```html\n<script>window.hacked = 1</script>\n" + "y" * 20_000
+# A DOM as a text, without what differs by choice: levels of headings, paragraphs of items, frames of code and tables.
+NORMAL = """function normal(node) {
+    if (node.nodeType === 3) return node.data.trim() ? node.data : "";
+    const tag = node.localName, inner = [...node.childNodes].map(normal).join("");
+    if (tag === "figcaption") return "";
+    if (["div", "figure", "body"].includes(tag) || (tag === "p" && node.parentNode.localName === "li")) return inner;
+    const level = tag.match(/^h([1-6])$/) && (node.closest(".text") ? tag[1] - 3 : tag[1]);
+    const marks = [node.getAttribute("href"), node.start > 1 && node.start].filter(Boolean);
+    return `<${level || tag} ${marks}>${tag === "code" ? inner.trimEnd() : inner}</>`;
+}"""
+SHOWN_IN_PIECES = """async text => {
+    const { GrowingText } = await import("/ui/markdown.js"), root = document.createElement("div");
+    const growing = new GrowingText(root), first = [];
+    for (let i = 1; i <= text.length; i++) { growing.show(text.slice(0, i)); first.push(root.firstChild); }
+    return [root.innerHTML, new Set(first.slice(text.indexOf("\\n") + 1)).size, text.length - growing.read];
+}"""
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Its answer is the one of the seed."""
+    replies = tuple(tuple(text.encode()) for text in ("short", MARKDOWN, HOSTILE))
+    config = EchoConfig(reply=tuple(b"an answer"), replies=replies, max_model_len=200_000, tokens_per_step=100)
+    with running_server(tmp_path_factory.mktemp("writer"), ECHO, config) as server:
+        yield server
+
+
+def test_markdown_is_shown_as_its_reference_renders_it(writer: RunningServer, page: sync_api.Page) -> None:
+    markdown_it = pytest.importorskip("markdown_it", reason="markdown-it-py renders the reference")
+    page.goto(writer.url)
+    page.get_by_label("Seed").fill("1")
+    send(page, "Show all")
+    reference = markdown_it.MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    html = re.sub(r' style="[^"]*"|\n(?=<)', "", reference.render(MARKDOWN))
+    parsed = "html => normal(new DOMParser().parseFromString(html, 'text/html').body).replaceAll('<s >', '<del >')"
+    expected = page.evaluate(f"html => {{ {NORMAL}; return ({parsed})(html); }}", html)
+    text = page.locator(".message.assistant .text")
+    assert text.evaluate(f"root => {{ {NORMAL}; return normal(root); }}") == expected
+    shown = text.evaluate("root => root.innerHTML")
+    pieces, num_first, rest = page.evaluate(SHOWN_IN_PIECES, MARKDOWN)
+    assert pieces == shown
+    assert num_first == 1  # what was shown has stayed
+    _, _, rest = page.evaluate(SHOWN_IN_PIECES, "A line.\n\n- an item\n\n" * 100)
+    assert rest < 40  # only so much is read again with the next piece
+
+
+def test_a_hostile_answer_is_text(writer: RunningServer, browser: sync_api.Browser) -> None:
+    with browser.new_context(viewport={"width": 390, "height": 740}) as context:
+        page = context.new_page()
+        page.goto(writer.url)
+        page.locator("#seed").evaluate("field => field.value = 2")
+        send(page, "Attack")
+        text = page.locator(".message.assistant .text")
+        tags = set(text.evaluate("root => [...root.querySelectorAll('*')].map(one => one.localName)"))
+        assert tags <= set("p a em strong ul li blockquote div table thead tbody tr th td".split()) | set(
+            "figure figcaption span button pre code".split()
+        )
+        links = text.locator("a").evaluate_all("all => all.map(one => [one.protocol, one.rel, one.textContent])")
+        assert links == [["https:", "noopener noreferrer", "d"], ["https:", "noopener noreferrer", "picture"]]
+        names = "root => [...root.querySelectorAll('*')].flatMap(one => one.getAttributeNames())"
+        assert set(text.evaluate(names)) <= {"class", "href", "rel", "target", "type"}
+        assert page.evaluate("window.hacked === undefined && document.documentElement.scrollWidth <= innerWidth")
+        again, notes = (
+            page.get_by_role("button", name="Try again").bounding_box(),
+            page.locator(".notes").last.bounding_box(),
+        )
+        assert again["y"] + again["height"] <= notes["y"] or again["x"] + again["width"] <= notes["x"]
+        assert notes["y"] + notes["height"] <= page.locator("#composer").bounding_box()["y"]
+
+
+@pytest.mark.parametrize("is_secure", [True, False], ids=["secure", "plain HTTP"])
+def test_answers_and_code_are_copied(writer: RunningServer, page: sync_api.Page, is_secure: bool) -> None:
+    if not is_secure:  # as from another host
+        page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.goto(writer.url)
+    page.get_by_label("Seed").fill("1")
+    send(page, "Show all")
+    for part, copied in (("foot", MARKDOWN), ("text figure", 'def f():\n\treturn "```"')):
+        scope = page.locator(f".message.assistant .{part}").first
+        scope.get_by_role("button", name="Copy").click()
+        scope.get_by_role("button", name="Copied").wait_for()
+        page.get_by_label("Message").fill("")
+        page.get_by_label("Message").press("Control+V")
+        assert page.get_by_label("Message").input_value() == copied
+
+
+def test_questions_are_edited_and_messages_deleted(writer: RunningServer, page: sync_api.Page) -> None:
+    page.goto(writer.url)
+    asked: list[list[str]] = []
+    page.on(
+        "request",
+        lambda request: (
+            asked.append([one["content"] for one in request.post_data_json["messages"]])
+            if request.url.endswith("/chat/completions")
+            else None
+        ),
+    )
+    send(page, "first")
+    send(page, "second")
+    page.get_by_role("button", name="Edit").first.click()
+    assert page.get_by_label("Message").input_value() == "first"
+    page.keyboard.press("Escape")
+    assert page.get_by_label("Message").input_value() == ""
+    page.get_by_role("button", name="Edit").nth(1).click()
+    page.get_by_label("Message").fill("changed")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator(DONE)).to_have_count(2)
+    page.locator(".message.assistant").first.get_by_role("button", name="Delete").click()
+    page.reload()
+    assert page.locator(".message .text").all_inner_texts() == ["first", "changed", "an answer"]
+    send(page, "third")
+    assert asked[2:] == [["first", "an answer", "changed"], ["first", "changed", "an answer", "third"]]
+
+
+def test_conversations_are_kept_in_the_browser(writer: RunningServer, browser: sync_api.Browser) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(writer.url)
+        send(page, "about cats")
+        page.get_by_role("button", name="New conversation").click()
+        send(page, "about dogs")
+        page.close()
+        page = context.new_page()
+        page.goto(writer.url)
+        assert page.locator(".message").count() == 0  # a new tab begins anew
+        titles = page.locator("#conversations .title")
+        assert titles.all_inner_texts() == ["about dogs", "about cats"]
+        titles.nth(1).click()
+        assert page.locator(".message.user .text").all_inner_texts() == ["about cats"]
+        page.once("dialog", lambda dialog: dialog.accept("Pets"))
+        page.get_by_role("button", name="Rename about cats").click()
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.get_by_role("button", name="Delete about dogs").click()
+        assert titles.all_inner_texts() == ["Pets"]
+        page.evaluate("""async () => {
+            const { newConversation, save } = await import("/ui/conversations.js");
+            const one = text => ({ ...newConversation(), messages: [{ role: "user", content: text }] });
+            for (let i = 0; i < 60; i++) save(one("x".repeat(200_000) + i));  // more than fits
+            window.kept = [save(one("the last")), save(one("x".repeat(2_000_000)))];
+        }""")
+        assert page.evaluate("window.kept") == [True, False]
+        page.reload()
+        assert titles.first.inner_text() == "the last"
+        assert 10 < titles.count() < 50
 
 
 def test_json_is_shown_as_such(server: RunningServer, page: sync_api.Page) -> None:

@@ -14,8 +14,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batcher.stats import Histogram
-from batcher.step_log import StepRecord
 from server.api.answers.answer import JsonAnswer
 from server.api.route import Access, ApiRoute
 from server.api.routes.endpoints import Routes
@@ -30,6 +28,7 @@ CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
     ".svg": "image/svg+xml",
 }
 POLICY = (
@@ -106,23 +105,8 @@ class Dashboard(Routes):
             "step_tokens": stats.step_tokens,
             "step_tokens_padded": stats.step_tokens_padded,
             "finished": stats.finished,
-            "time_to_first_token": _histogram(stats.time_to_first_token),
-            "inter_token_latency": _histogram(stats.inter_token_latency),
+            "time_to_first_token": stats.time_to_first_token,
+            "inter_token_latency": stats.inter_token_latency,
             "history": state.history.last(seconds),
-            "steps": [_step(record) for record in steps if record.number > last],
+            "steps": [record for record in steps if record.number > last],
         }
-
-
-def _histogram(histogram: Histogram) -> dict[str, Any]:
-    return {"bounds": histogram.bounds, "counts": histogram.counts, "total": histogram.total}
-
-
-def _step(record: StepRecord) -> dict[str, Any]:
-    return {
-        "number": record.number,
-        "time_s": record.time_s,
-        "variant": record.variant,
-        "tokens": record.num_tokens,
-        "tokens_padded": record.num_tokens_padded,
-        "slots": record.slots,
-    }
