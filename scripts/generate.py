@@ -28,6 +28,7 @@ from model.inputs.paths import Place, place_argument
 from model.inputs.remote import RemotePath
 from scripts.building.kept_folders import users_cache_folder
 from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.llm import LLM
 from scripts.offline.journal import Header, Journal
@@ -162,7 +163,7 @@ def _is_complete(journal: Journal, keys: Sequence[Key]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = parse_flags(parser(), argv)
     partial: Path | None = None
     try:
         settings = EngineSettings.from_namespace(args)

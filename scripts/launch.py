@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -21,12 +22,20 @@ from scripts.building.device import runs_on_tpu
 from scripts.building.replicas import replicas_of
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.cluster import ClusterFlags, cluster_of
-from scripts.flags.compatibility import add_compatibility_flags, log_warnings
+from scripts.flags.compatibility import unread_variables
 from scripts.flags.config_file import CONFIG, with_config
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.lora import check_not_of_model, lora_modules
-from scripts.flags.parsing import PrintCompletion, add_grouped_help
-from scripts.flags.serve import KEY_VARIABLE, ServeFlags, api_keys, batch_concurrency, generation_defaults, tls_files
+from scripts.flags.parsing import PrintCompletion, add_grouped_help, parse_flags
+from scripts.flags.serve import (
+    KEY_VARIABLE,
+    ServeFlags,
+    api_keys,
+    batch_concurrency,
+    generation_defaults,
+    log_level,
+    tls_files,
+)
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from server.engine.routing import Router
 from server.engine.scratch_folder import ScratchFolder
@@ -42,6 +51,7 @@ ENGINE = "scripts.building.build:build_served"
 LEADER = "scripts.building.several_hosts:build_leader"
 FOLLOWER = "scripts.building.several_hosts:build_follower"
 _PLAN = (sys.executable, "-m", "scripts.lab", "plan")  # `scripts/plan`, which plans for the page
+_PROGRAM = re.compile(r"(/.*/)?(vllm|trl|python[\d.]*)|serve|vllm-serve|-m|vllm\.entrypoints\.[\w.]+")
 DECLARED = (ClusterFlags, Settings, ServeFlags, TlsFiles)  # the classes of its own flags, in the order of the help
 # The flags that `--help` shows without a group, and README.md.
 COMMON_FLAGS = (
@@ -69,7 +79,6 @@ def parser() -> argparse.ArgumentParser:
     add_engine_flags(p)
     for declared in DECLARED:
         add_flags(p, declared)
-    add_compatibility_flags(p)
     return p
 
 
@@ -137,9 +146,11 @@ def curl_line(url: str, settings: Settings) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of the command line and of `--config`. Raises ValueError or OSError for an unreadable file."""
-    p = parser()
-    args = p.parse_args(with_config(argv, p._option_string_actions))
+    """The flags of the command line and of `--config`. The line may begin with the name of vLLM's program. Raises
+    ValueError or OSError for an unreadable file."""
+    while len(argv) > 1 and _PROGRAM.fullmatch(argv[0]):
+        argv = argv[1:]
+    args = parse_flags(parser(), with_config(argv))
     for kind in (ClusterFlags, ServeFlags):
         kind(**values_of(kind, args))  # checks the values
     if args.positional_model is not None:
@@ -157,10 +168,11 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError) as error:
         return failed("scripts/serve", error, debug=False)
-    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT)
-    log_warnings(args.compatibility_warnings)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
+        logging.basicConfig(level=log_level(args, os.environ), format=LOG_FORMAT)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        for line in unread_variables(os.environ):
+            logger.info("%s", line)
         engine = EngineSettings.from_namespace(args)
         cluster = cluster_of(args, os.environ, has_tpu=lambda: runs_on_tpu(engine))
         source = resolve(engine.model, weights=engine.load_format != "dummy")

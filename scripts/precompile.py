@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from scripts.building.described_chips import be_on, topology_named
 from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def fill(built: Built, target: str, report: Report) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = parse_flags(parser(), argv)
     return run_command("precompile", lambda: _precompile(args), debug=args.debug)
 
 

@@ -143,7 +143,7 @@ def create_app(state: ServerState) -> Starlette:
         *routes_of(Admin(state), state),
         *routes_of(Weights(state), state),
     ]
-    routes += docs_routes(routes, state.settings)
+    routes += [] if state.settings.disable_fastapi_docs else docs_routes(routes, state.settings)
     routes += ui_routes(state)
     if state.settings.is_follower:
         routes = [route for route in routes if route.path in ("/health", "/live")]

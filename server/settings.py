@@ -168,20 +168,24 @@ class Settings:
     max_embedding_inputs: int = 2048  # inputs of one HTTP request
     max_choices: int = 128  # sequences of one HTTP request: prompts times n
     template_timeout_s: float = 10.0  # for the chat template of one conversation
-    grace_period_s: float = 30.0  # after SIGTERM, for running requests
     heartbeat_timeout_s: float = 60.0  # an engine silent for longer is reported as unhealthy
     death_linger_s: float = 3.0  # after the engine's death /health answers 503 for this time, then the server exits
 
     host: str = _of_server("127.0.0.1", "The address to listen on")
     port: int = _of_server(8000, "The port; 0: any free one", least=0, most=65535)
     api_server_count: int = _of_server(
-        1, "HTTP processes that share the address and the engines", least=1, most=MOST_API_SERVERS,
+        1, "HTTP processes that share the address and the engines", least=1, most=MOST_API_SERVERS, also=("-asc",),
     )  # fmt: skip
     uds: Path | None = _of_server(None, "A Unix socket in place of host and port", metavar="PATH")  # noqa: RUF009
     root_path: str = _of_server(
         "", "The path under which a proxy serves this server, for /openapi.json", metavar="PATH",
     )  # fmt: skip
     ui: bool = _of_server(True, "There is no page at /")
+    disable_fastapi_docs: bool = _of_server(False, "There are no /docs and no /openapi.json")
+    grace_period_s: float = _of_server(
+        30.0, "Seconds that running requests have to finish after SIGTERM; 0: they are ended at once", metavar="S",
+        least=0, most=MOST_SECONDS, name="--shutdown-timeout",
+    )  # fmt: skip
     metrics_prefix: str = _of_server(
         DEFAULT_METRICS_PREFIX, "The prefix of the metrics' names; `vllm:` keeps existing dashboards", metavar="P",
     )  # fmt: skip

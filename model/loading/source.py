@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from huggingface_hub import constants
 
 from model import presets
@@ -35,6 +37,10 @@ _TORCH_FILE = "pytorch_model.bin"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+class _QuantizedFile(msgspec.Struct):
+    quantization_config: dict[str, Any] | None = None
+
+
 class Kind(StrEnum):
     """Where a model comes from."""
 
@@ -56,6 +62,13 @@ class ModelSource:
     eos_origin: str  # the file that states them
     path: Path | None  # the folder or GGUF file of config and tokenizer; None for a preset, which has none
     weights: Place | None  # where the weights are: `path`, or the folder in a bucket that `path` is a copy from
+
+    @property
+    def quant_method(self) -> str | None:
+        """How the checkpoint is quantised, in the words of its config.json, or `gguf`; None: it is not."""
+        if self.kind is Kind.GGUF or self.path is None:
+            return None if self.path is None else "gguf"
+        return (read_fields(self.path / "config.json", _QuantizedFile).quantization_config or {}).get("quant_method")
 
 
 def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:

@@ -249,6 +249,8 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[StoredForm | None, list[
     "modelopt": _modelopt,
     "auto-round": _auto_round,
 }
+# The values of `--quantization` that say how a checkpoint is stored. `fp8` is not one: it also quantises.
+STORED_METHODS = (*(method for method in _METHODS if method != "fp8"), "gguf")
 
 
 def _block(raw: Any, name: str) -> tuple[tuple[int, int] | None, list[str]]:

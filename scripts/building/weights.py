@@ -17,6 +17,7 @@ from model.loading.source import ModelSource, resolve
 from model.loading.stored_weights import StoredWeights, find_weights
 from model.loading.weights import random_weights
 from model.network.llama import Llama
+from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import Activations, FourBit, Rounding, WeightForm, described, form_named
 from pallas_kernels.chips import CPU_READS, CPU_ROUNDED_ROWS, TPUS, XLA_READS, arch_reads, arch_rounded_rows
 from pallas_kernels.cpu.library import find_compiler
@@ -80,12 +81,15 @@ def choose_weights(settings: EngineSettings, platform: str, tokenizer: Path | No
         tokenizer: the argument of `find_end_tokens`.
     """
     source = resolve(settings.model, weights=settings.load_format != "dummy")
+    if settings.quantization in STORED_METHODS and source.quant_method != settings.quantization:
+        held = source.quant_method or "not quantised"
+        raise ValueError(f"--quantization {settings.quantization}: the checkpoint is {held}; leave the flag out")
     stored = _find(settings, source)
     config = source.config if stored is None else stored.config
     dtypes = () if stored is None else stored.dtypes
     dtype, reason = choose_dtype(settings.dtype, config.checkpoint_dtype, platform, dtypes)
     chip = chip_products(platform)
-    quantization, remark = choose_quantization(settings.quantization, stored, config, **chip)
+    quantization, remark = choose_quantization(settings.weight_form, stored, config, **chip)
     rounding, rounding_remark = choose_rounding(quantization, stored, **chip)
     return ChosenWeights(
         source=source,

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from model.inputs.json_file import read_text
-from model.inputs.words import shown
+from scripts.flags.parsing import flag_words
 
 CONFIG = "--config"
 MAX_CONFIG_BYTES = 2**20
 
 
-def with_config(argv: Sequence[str], flags: Collection[str] = ()) -> list[str]:
+def with_config(argv: Sequence[str]) -> list[str]:
     """The arguments of the file, then those of `argv` without `--config FILE`.
 
     A key is a flag's name, with `-` or `_`: `max-model-len: 512`, `served_model_name: [a, b]`, `strict-fields: true`.
     Raises ValueError or OSError for an invalid file.
-
-    Args:
-        flags: the flags that there are. The value `false` of a switch is `--no-SWITCH` if there is such a flag, and
-            otherwise the switch's default.
     """
     arguments, files = [], []
     rest = iter(argv)
@@ -38,13 +33,14 @@ def with_config(argv: Sequence[str], flags: Collection[str] = ()) -> list[str]:
         files.append(Path(file))
     if len(files) > 1:
         raise ValueError(f"--config was given {len(files)} times: one file is read")
-    given = {argument.partition("=")[0] for argument in arguments}  # they replace those of the file, lists too
-    from_file = [argument for file in files for argument in _arguments(file, given, flags)]
+    # They replace those of the file, lists too.
+    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    from_file = [argument for file in files for argument in _arguments(file, given)]
     num_first = 1 if arguments and not arguments[0].startswith("-") else 0  # the model stays before lists of the file
     return arguments[:num_first] + from_file + arguments[num_first:]
 
 
-def _arguments(file: Path, given: Collection[str], flags: Collection[str]) -> Iterator[str]:
+def _arguments(file: Path, given: Collection[str]) -> Iterator[str]:
     text = read_text(file, MAX_CONFIG_BYTES)
     try:
         settings = yaml.safe_load(text)
@@ -58,25 +54,7 @@ def _arguments(file: Path, given: Collection[str], flags: Collection[str]) -> It
         raise ValueError(f"--config {file}: it must hold `flag: value` lines")
     for key, value in settings.items():
         name = key.replace("_", "-")
+        if f"--{name}" == CONFIG:
+            raise ValueError(f"--config {file}: it names another file")
         if f"--{name}" not in given:
-            yield from _flag(name, value, file, flags)
-
-
-def _flag(name: str, value: Any, file: Path, flags: Collection[str]) -> Iterator[str]:
-    if name == CONFIG.removeprefix("--"):
-        raise ValueError(f"--config {file}: it names another file")
-    match value:
-        case True:
-            yield f"--{name}"
-        case False:
-            if f"--no-{name}" in flags:
-                yield f"--no-{name}"
-        case None:
-            return
-        case list() if all(isinstance(entry, str | int | float) for entry in value):
-            yield f"--{name}"
-            yield from map(str, value)
-        case str() | int() | float():
-            yield f"--{name}={value}"
-        case _:
-            raise ValueError(f"--config {file}: {name} must be a value or a list of them, not {shown(value)}")
+            yield from flag_words(name, value, f"--config {file}")

@@ -1,16 +1,24 @@
-"""Extensions of argparse: help in groups, shell completion, flags that are given more than once, and JSON values."""
+"""Extensions of argparse: vLLM's forms of flags, help in groups, shell completion, and JSON values."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, override
+from difflib import get_close_matches
+from typing import Any, Never, override
 
 import msgspec
 
 from model.inputs.words import shown
+from scripts.flags.compatibility import translated
 
 ALL = "all"  # the groups of `--help`
+_TRUTHS = {"true": True, "false": False}
+_OPPOSITES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"), ("--", "--no-"))
+_SIZES = {unit: base**power for base, units in ((1000, "kmgt"), (1024, "KMGT")) for power, unit in enumerate(units, 1)}
 # zsh reads bash's completions after `bashcompinit`. Words that are no flags are completed as paths.
 SCRIPT = """\
 [ -z "${{ZSH_VERSION:-}}" ] || {{ autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; }}
@@ -96,6 +104,157 @@ def completion(parser: argparse.ArgumentParser) -> str:
         if action.choices
     ]
     return SCRIPT.format(flags=" ".join(flags), choices="\n".join(choices), command=parser.prog)
+
+
+class KeywordParser(argparse.ArgumentParser):
+    """A parser that raises ValueError for what it cannot parse."""
+
+    @override
+    def error(self, message: str) -> Never:
+        raise ValueError(message)
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The namespace of a command line that may have vLLM's forms of flags (`plain_flags`). An unknown flag is an error
+    that names the nearest one. The namespace's `compatibility_warnings` has lines for the log."""
+    actions = parser._option_string_actions
+    try:
+        words, notes = plain_flags(sys.argv[1:] if argv is None else argv, actions)
+    except ValueError as error:
+        parser.error(str(error))
+    args, unknown = parser.parse_known_args(words)
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if flags:
+        nearest = get_close_matches(flags[0], actions, n=1)
+        parser.error(f"there is no {flags[0]}" + "".join(f"; the nearest is {flag}" for flag in nearest))
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.compatibility_warnings = [*vars(args).get("compatibility_warnings", ()), *notes]
+    return args
+
+
+def plain_flags(argv: Sequence[str], actions: Mapping[str, argparse.Action]) -> tuple[list[str], list[str]]:
+    """The arguments in argparse's forms, and lines for the log.
+
+    Read are `--max_model_len`, counts such as 16k and 32K, `--switch=true`, `--no-switch`, JSON lists of texts, fields
+    such as `--speculative-config.method ngram`, and vLLM's names of values. Raises ValueError for a flag that is given
+    both with its fields and as a whole.
+
+    Args:
+        actions: those of the parser, by their flags.
+    """
+    rest, words, notes = [*reversed(argv)], [], list[str]()
+    objects: dict[str, dict[str, Any]] = {}
+    while rest:
+        word = rest.pop()
+        name, equals, text = word.partition("=")
+        flag, dot, path = name.partition(".")
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        switch, action = _switch(flag, actions), actions.get(flag)
+        value = text if equals else rest[-1] if rest and not rest[-1].startswith("--") else None
+        if switch is not None and (not equals or text.lower() in _TRUTHS):
+            truth = _TRUTHS.get((value or "").lower())
+            if truth is not None and not equals:
+                rest.pop()
+            _turn(words, switch[0], switch[1] is (truth is not False), actions)
+        elif action is None or value is None or action.nargs not in (None, "+"):
+            words.append(word if action is None else flag + equals + text)
+        elif action.nargs == "+" and not dot:
+            listed = _texts(value)
+            if listed is not None and not equals:
+                rest.pop()
+            words += [flag + equals + text] if listed is None else [flag, *listed]
+        else:
+            if not equals:
+                rest.pop()
+            value = _counted(value) if action.type is int else value
+            if dot:
+                _put(objects.setdefault(flag, {}), path.split("."), value)
+                continue
+            if action.choices and value not in action.choices and value.lower() in action.choices:
+                value = value.lower()
+            _add(words, notes, flag, value, as_one=bool(equals))
+    for flag, fields in objects.items():
+        if any(word.partition("=")[0] == flag for word in words):
+            raise ValueError(f"{flag} is given, and so are fields of it: give one form only")
+        _add(words, notes, flag, json.dumps(fields), as_one=False)
+    return words, notes
+
+
+def _add(words: list[str], notes: list[str], flag: str, value: str, *, as_one: bool) -> None:
+    """Adds a flag with its value, or the arguments that mean the same here."""
+    known = translated(flag, value)
+    words += known[0] if known else [f"{flag}={value}"] if as_one else [flag, value]
+    notes += [known[1]] if known and known[1] else []
+
+
+def _switch(flag: str, actions: Mapping[str, argparse.Action]) -> tuple[str, bool] | None:
+    """The switch that a flag turns on or off, and whether it turns it on; None: it is no switch."""
+    if flag in actions:
+        return (flag, True) if actions[flag].nargs == 0 else None
+    opposite = _opposite(flag, actions)
+    return None if opposite is None else (opposite, False)
+
+
+def _opposite(flag: str, actions: Mapping[str, argparse.Action]) -> str | None:
+    names = [other + flag.removeprefix(prefix) for prefix, other in _OPPOSITES if flag.startswith(prefix)]
+    return next((name for name in names if name in actions and actions[name].nargs == 0), None)
+
+
+def _turn(words: list[str], switch: str, is_on: bool, actions: Mapping[str, argparse.Action]) -> None:
+    """Adds the argument that turns a switch on or off. One that is off by default has none for the latter: earlier ones
+    are removed."""
+    off = _opposite(switch, actions)
+    if is_on or off is not None:
+        words.append(switch if is_on else str(off))
+    else:
+        words[:] = [word for word in words if word != switch]
+
+
+def _counted(text: str) -> str:
+    """A count such as `16k` (16,000) or `32K` (32,768) in digits; other texts stay as they are."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text)
+    return text if found is None else f"{float(found[1]) * _SIZES[found[2]]:.0f}"
+
+
+def _texts(value: str) -> list[str] | None:
+    """The texts of a JSON list; None: it is no such list."""
+    try:
+        return msgspec.json.decode(value, type=list[str]) or None
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _put(fields: dict[str, Any], path: list[str], text: str) -> None:
+    """Sets a field of a nested object. A name that ends in `+` adds to a list."""
+    *parents, name = path
+    for parent in parents:
+        fields = fields.setdefault(parent, {})
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if name.endswith("+"):
+        fields.setdefault(name[:-1], []).extend(text.split(","))
+    else:
+        fields[name] = value
+
+
+def flag_words(name: str, value: Any, where: str) -> list[str]:
+    """The arguments of a flag with a value of YAML or Python. Raises ValueError, which begins with `where`, for a value
+    that no argument has."""
+    match value:
+        case bool():
+            return [f"--{name}" if value else f"--no-{name}"]
+        case None:
+            return []
+        case list() | tuple() if all(isinstance(entry, str | int | float | dict) for entry in value):
+            return [f"--{name}", *(json.dumps(entry) if isinstance(entry, dict) else str(entry) for entry in value)]
+        case str() | int() | float():
+            return [f"--{name}={value}"]
+        case dict():
+            return [f"--{name}={json.dumps(value)}"]
+    raise ValueError(f"{where}: {name} must be a value or a list of them, not {shown(value)}")
 
 
 def json_object(flag: str, value: str | Mapping[str, Any], example: str) -> dict[str, Any]:

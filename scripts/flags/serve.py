@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ logger = logging.getLogger("pallas_serve")
 
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's variable with the default of --api-key
+LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
+LEVELS = ("debug", "info", "warning", "error")
 _of_server, _of_access, _of_requests = (partial(setting, group=group) for group in ("server", "access", "requests"))
 
 
@@ -39,8 +41,8 @@ class ServeFlags:
         None, "Requests of batches that are in the engine at once, after all others",
         unset=f"{DEFAULT_BATCH_CONCURRENCY}, and no more than half of --max-queue", least=1, most=MOST_BATCH_REQUESTS,
     )  # fmt: skip
-    log_level: str = _of_server(
-        "info", "The least severe lines of the log", choices=("debug", "info", "warning", "error"),
+    log_level: str | None = _of_server(
+        None, "The least severe lines of the log", unset=f"the environment's {LEVEL_VARIABLE}, or info", choices=LEVELS,
     )  # fmt: skip
     api_key: Sequence[str] = _of_access(
         (), "The keys that open the routes, all but probes, /metrics and /docs",
@@ -101,6 +103,14 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
             if variable == VLLM_KEY_VARIABLE:
                 logger.info("requests need the key of the environment variable %s", variable)
     return tuple(keys)
+
+
+def log_level(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    """The name of logging's level. Raises ValueError for an unknown one in the environment."""
+    level = args.log_level or environment.get(LEVEL_VARIABLE, "").lower().replace("critical", "error") or "info"
+    if level not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE} can be one of {', '.join(LEVELS)}, not {level!r}")
+    return str(level).upper()
 
 
 def batch_concurrency(args: argparse.Namespace) -> int:

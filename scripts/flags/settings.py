@@ -14,9 +14,11 @@ from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH, Scheduli
 from batcher.request import LogprobsMode, Pooling
 from model.inputs.paths import place
 from model.loading.source import DEMO
+from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import FORM_NAMES
+from scripts.flags.compatibility import add_compatibility_flags, log_warnings
 from scripts.flags.lora import LoraModule, lora_modules
-from scripts.flags.parsing import json_object, structure
+from scripts.flags.parsing import KeywordParser, flag_words, json_object, parse_flags, structure
 from scripts.flags.speculation import EXAMPLE as SPECULATION_EXAMPLE
 from scripts.flags.speculation import SpeculativeConfig, merged
 from server.engine.block_hashes import HashAlgorithm
@@ -67,8 +69,8 @@ class EngineSettings:
         "auto", "The type of the computation. `auto` is the checkpoint's own, and float32 on a CPU", choices=DTYPES,
     )  # fmt: skip
     quantization: str | None = _of_model(
-        None, "The weights are quantised to 8 or 4 bits at load", unset="they stay as they are stored",
-        choices=QUANTIZATIONS, also=("-q",),
+        None, "The weights are quantised at load (int8, fp8, int4), or must be stored in this form (the others)",
+        unset="they stay as they are stored", choices=(*QUANTIZATIONS, *STORED_METHODS), also=("-q",),
     )  # fmt: skip
     kv_cache_dtype: str = _of_model(
         "auto", "The type of the K/V pages. 8 bits hold twice the tokens; `auto` is that of the computation",
@@ -124,13 +126,14 @@ class EngineSettings:
         "request ends (`static`, a baseline for measurements)", choices=tuple(Scheduling),
     )  # fmt: skip
     speculative_config: str | Mapping[str, Any] | None = _of_batching(
-        None, f"Drafts of several tokens a step, such as {SPECULATION_EXAMPLE}", metavar="JSON",
+        None, f"Drafts of several tokens a step, such as {SPECULATION_EXAMPLE}", metavar="JSON", also=("-sc",),
     )  # fmt: skip
     num_scheduler_steps: int = _of_batching(
         1, "Decode steps of one program at most, while no request waits", least=1, most=1024,
     )  # fmt: skip
     max_queue: int = _of_batching(
         DEFAULT_MAX_WAITING, "Requests that may wait. One more is answered 429", least=0, most=_MANY,
+        also=("--max-num-queued-reqs",),
     )  # fmt: skip
     pipeline_depth: int = _of_batching(
         DEFAULT_PIPELINE_DEPTH, "Steps in flight. With 1, the host and the device take turns", least=1, most=64,
@@ -149,7 +152,7 @@ class EngineSettings:
     )  # fmt: skip
     memory_utilization: float = _of_device(
         0.9, "The share of the device's memory for weights, programs and K/V pages together", metavar="SHARE", above=0,
-        most=1, also=("--gpu-memory-utilization",),
+        most=1, also=("--gpu-memory-utilization", "--device-memory-utilization"),
     )  # fmt: skip
     page_size: int | None = _of_device(
         None, "Tokens of one K/V page", unset="by the device, and said at the start", least=1, most=2**16,
@@ -274,6 +277,11 @@ class EngineSettings:
         lora_modules(self.lora_modules or ())
 
     @property
+    def weight_form(self) -> str | None:
+        """The form that the weights get at load; None: the stored one."""
+        return None if self.quantization in STORED_METHODS else self.quantization
+
+    @property
     def num_adapter_slots(self) -> int:
         """The number of LoRA adapters that run at once; 0: requests have none."""
         return self.max_loras if self.enable_lora else 0
@@ -303,18 +311,22 @@ class EngineSettings:
 
     @classmethod
     def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
-        """The settings from parsed flags. Raises ValueError if a value is out of range."""
-        asked = values_of(cls, args)
-        plain = {name: getattr(args, f"spec_{name}", None) for name in ("method", "model", "tokens")}
-        return cls(**asked | {"speculative_config": merged(asked["speculative_config"], **plain)})
+        """The settings from parsed flags, whose warnings are logged. Raises ValueError if a value is out of range."""
+        log_warnings(args)
+        return cls(**_asked(args))
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> EngineSettings:
-        """The settings from keywords. Raises ValueError for an unknown keyword."""
-        unknown = sorted(set(keywords) - set(cls.field_names()))
-        if unknown:
-            raise ValueError(f"unknown settings {', '.join(unknown)}; there are {', '.join(cls.field_names())}")
-        return cls(**keywords)
+        """The settings from keywords: the names of flags, also of vLLM's. Raises ValueError for an unknown keyword, and
+        for one that is refused as a flag."""
+        values = {name: keywords[name] for name in cls.field_names() if name in keywords}
+        values = {name: value for name, value in values.items() if not isinstance(value, str)}
+        parser = KeywordParser(allow_abbrev=False, add_help=False)
+        add_engine_flags(parser)
+        others = [(name.replace("_", "-"), value) for name, value in keywords.items() if name not in values]
+        args = parse_flags(parser, [word for name, value in others for word in flag_words(name, value, "keywords")])
+        log_warnings(args)
+        return cls(**_asked(args) | values)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -337,9 +349,16 @@ class ServedSettings:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every command that runs an engine."""
     add_flags(parser, EngineSettings)
+    add_compatibility_flags(parser)
     batching = next(group for group in parser._action_groups if group.title == "batching")
     for name, value_type in (("method", str), ("model", str), ("tokens", int)):
         field = "num_speculative_tokens" if name == "tokens" else name
         batching.add_argument(
             f"--spec-{name}", type=value_type, help=f"The `{field}` of --speculative-config, as a plain flag."
         )
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    asked = values_of(EngineSettings, args)
+    plain = {name: getattr(args, f"spec_{name}", None) for name in ("method", "model", "tokens")}
+    return asked | {"speculative_config": merged(asked["speculative_config"], **plain)}

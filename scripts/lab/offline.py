@@ -29,6 +29,7 @@ from model.loading.source import resolve
 from scripts.building.runner import Built, build_runner
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.load.lengths import Lengths
 from scripts.lab.load.workload import random_ids
@@ -197,5 +198,5 @@ def bench(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = parse_flags(parser(), argv)
     return run_command("offline", lambda: bench(args), debug=args.debug)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from model.inputs.paths import local_path
 from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import add_engine_flags
 from scripts.lab.planning.cost import ApiPrice
 from scripts.lab.planning.page import add_listed_prices, answer_choices, write_file
@@ -117,7 +118,7 @@ def check(args: argparse.Namespace) -> None:
 
 def planned(argv: Sequence[str]) -> Planner:
     """The planner for flags. Raises ValueError, naming the flag."""
-    args = parser().parse_args(argv)
+    args = parse_flags(parser(), argv)
     check(args)
     return Planner(args)
 
@@ -141,5 +142,5 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parser().parse_args(argv)
+    args = parse_flags(parser(), argv)
     return run_command("plan", lambda: run(args, argv), debug=args.debug)

@@ -26,6 +26,7 @@ from model.loading.source import resolve
 from scripts.building.runner import Built, build_runner
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.agreeing_pair import write_pair
 from scripts.lab.serve_all import serve_all
@@ -175,5 +176,5 @@ def compare(args: argparse.Namespace, with_drafts: EngineSettings, texts: dict[s
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = parse_flags(parser(), argv)
     return run_command("speculation", lambda: bench(args), debug=args.debug)

@@ -18,6 +18,7 @@ from batcher.step import Bucket, Variant, longest_first
 from pallas_kernels.chips import GIB, GPU_POOL_SHARE
 from scripts.building.tracers import num_tracers
 from scripts.flags.errors import FailedError
+from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import add_engine_flags
 from scripts.lab.accounts.process import CompilerError
 from scripts.lab.planning.compiled import obstacle
@@ -86,7 +87,7 @@ def account(args: argparse.Namespace, flags: Sequence[str]) -> int:
     engine = argparse.ArgumentParser(prog="python -m scripts.lab startup --target", allow_abbrev=False)
     add_engine_flags(engine)
     engine.set_defaults(tensor_parallel_size=None)
-    asked = engine.parse_args(flags)
+    asked = parse_flags(engine, flags)
     target = parse_target(args.target)
     chips = asked.tensor_parallel_size or target.num_devices or 1
     if (fault := obstacle(target, chips)) is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from batcher.step import Bucket, Variant
 from model.inputs.paths import local_path
 from scripts.flags.errors import add_debug_flag, run_command
+from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab.step_timing import Timing, time_bucket
 from scripts.lab.tables import Table, say, say_head
@@ -115,5 +116,5 @@ def _ints(text: str) -> list[int]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = parse_flags(parser(), argv)
     return run_command("step", lambda: bench(args, argv or sys.argv[1:]), debug=args.debug)

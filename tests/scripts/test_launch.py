@@ -13,7 +13,6 @@ from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.limits import long_prompts
-from scripts.flags.compatibility import HARMLESS, REFUSED, WITH_VALUE, WITHOUT_EFFECT, log_warnings
 from scripts.flags.lora import LoraModule
 from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
@@ -209,7 +208,7 @@ def test_settings_that_cannot_be_are_refused_by_their_flag(settings, words):
 
 
 def test_unknown_keywords_are_refused_by_name():
-    with pytest.raises(ValueError, match="unknown settings beams"):
+    with pytest.raises(ValueError, match="there is no --beams"):
         EngineSettings.from_keywords(beams=3)
 
 
@@ -390,38 +389,9 @@ def test_roles_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_flags_of_vllm_that_mean_nothing_here_are_told(caplog):
-    flags = ["--enforce-eager", "--enable-chunked-prefill", "--disable-log-requests", "--enable-prompt-tokens-details"]
-    log_warnings(launch.parse(["folder", *flags, "--max-num-seqs", "3"]).compatibility_warnings)
-    assert [record.getMessage().split()[0] for record in caplog.records] == flags
-    assert launch.parse([]).compatibility_warnings == []
-
-
-@pytest.mark.parametrize("flag", sorted(WITHOUT_EFFECT))
-def test_every_flag_without_a_meaning_is_taken_with_a_warning(flag):
-    args = launch.parse([flag, "4"] if flag in WITH_VALUE else [flag])
-    assert args.compatibility_warnings == [f"{flag} has no effect: {WITHOUT_EFFECT[flag]}"]
-    assert args.model == "demo"
-
-
-def test_values_that_change_nothing_are_taken():
-    flags = [word for flag, values in HARMLESS.items() for value in values for word in (flag, value)]
-    assert launch.parse(flags).compatibility_warnings == []
-    assert HARMLESS.keys() <= REFUSED.keys()
-    assert REFUSED.keys() | WITHOUT_EFFECT.keys() >= WITH_VALUE
-
-
 def test_short_names_of_vllm():
     args = parse("-tp", "2", "-dp", "3", "-q", "int8", "-O3")
     assert (args.tensor_parallel_size, args.data_parallel_size, args.quantization) == (2, 3, "int8")
-
-
-@pytest.mark.parametrize("flag", REFUSED)
-def test_flags_of_vllm_that_cannot_be_served_are_refused_in_words(flag, capsys):
-    with pytest.raises(SystemExit) as refused:
-        launch.parse([flag, "value"] if flag in WITH_VALUE else [flag])
-    assert refused.value.code == 2
-    assert f"{flag}: {REFUSED[flag]}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_configuration_file_comes_before_the_command_line(tmp_path):

@@ -171,7 +171,7 @@ def size_up(
         stored = find_weights(source.weights, config, settings.load_format)
         config = stored.config
     products: dict[str, Any] = {"reads": chip.reads, "rounded_rows": chip.rounded_rows}
-    quantization, _ = choose_quantization(settings.quantization, stored, config, **products)
+    quantization, _ = choose_quantization(settings.weight_form, stored, config, **products)
     rounding, _ = choose_rounding(quantization, stored, **products)
     if num_layers is not None:
         config = replace(config, num_layers=num_layers)
