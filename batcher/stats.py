@@ -28,6 +28,8 @@ LATENCY_BOUNDS = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+# where the K/V of a prompt's tokens come from: a step, the prefix cache, or the tiers behind it
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 TOKEN_BOUNDS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 
@@ -99,6 +101,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_adapter_loads: int = 0  # LoRA adapters written into adapter slots
     prompt_tokens: int = 0  # counted at a request's first admission
+    prompt_tokens_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROMPT_SOURCES, 0))
     prompt_tokens_computed: int = 0  # recomputation after preemptions included
     generation_tokens: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
@@ -130,12 +133,18 @@ class EngineStats:
     request_preemptions: Histogram = field(default_factory=_preemptions)
     request_prompt_tokens: Histogram = field(default_factory=_tokens)
     request_generation_tokens: Histogram = field(default_factory=_tokens)
+    request_computed_tokens: Histogram = field(default_factory=_tokens)  # of its prompt; the others were found
     iteration_tokens: Histogram = field(default_factory=_tokens)  # real tokens of a step
 
     @property
     def kv_cache_usage(self) -> float:
         """Share of the pages that sequences hold, 0 to 1."""
         return self.num_pages_used / self.num_pages if self.num_pages else 0.0
+
+    @property
+    def prompt_tokens_cached(self) -> int:
+        """Prompt tokens whose K/V were found when their requests were first admitted."""
+        return sum(self.prompt_tokens_by_source.values()) - self.prompt_tokens_by_source["local_compute"]
 
     def copy(self) -> EngineStats:
         duplicate: EngineStats = _copied(self)

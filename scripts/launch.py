@@ -41,7 +41,7 @@ from server.engine.routing import Router
 from server.engine.scratch_folder import ScratchFolder
 from server.flag import add_flags, values_of
 from server.http.descriptors import open_standard_streams
-from server.logs import FORMAT as LOG_FORMAT
+from server.logs import configure_log
 from server.main import run
 from server.settings import Settings, TlsFiles
 
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
     except (ValueError, OSError) as error:
         return failed("scripts/serve", error, debug=False)
     try:
-        logging.basicConfig(level=log_level(args, os.environ), format=LOG_FORMAT)
+        configure_log(log_level(args, os.environ), args.log_format)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         for line in unread_variables(os.environ):
             logger.info("%s", line)

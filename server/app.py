@@ -91,7 +91,12 @@ def create_state(
         history=StatsHistory(lambda: client.stats),
         call_format=FORMATS[_call_format(settings, sources.tool_use or sources.default or "")],
         reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),
-        metrics=ServerMetrics(engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0]),
+        metrics=ServerMetrics(
+            engines,
+            prefix=settings.metrics_prefix,
+            model_name=settings.model_names[0],
+            key_names=settings.key_names,
+        ),
     )
     if settings.prefill_url:
         from server.api.prefills import RemotePrefills

@@ -1,16 +1,58 @@
-"""The format of log lines in all processes that serve HTTP, and a limit on the lines that clients can cause."""
+"""The format of log lines in all processes of a server, and a limit on the lines that clients can cause."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import UTC, datetime
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-FORMAT_OF_SEVERAL = "%(asctime)s %(levelname)s %(name)s [http {number}]: %(message)s"
+JSON = "json"  # a value of --log-format
 INTERVAL_S = 10.0
 
+# The x-request-id of the request that the current task answers; empty if there is none.
+current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
+
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of every form that cannot be read
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a line as one JSON object. `extra={"fields": {...}}` of a logging call adds fields.
+
+    A line that is written while a request is answered has its `request_id`.
+    """
+
+    def __init__(self, process: str = "") -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._process,
+            "message": record.getMessage(),
+            "request_id": current_request_id.get(),
+            "exception": self.formatException(record.exc_info) if record.exc_info else "",
+        }
+        return json.dumps({name: value for name, value in line.items() if value} | getattr(record, "fields", {}))
+
+
+def configure_log(level: int | str, log_format: str, *, process: str = "") -> None:
+    """Writes all lines of this process to stderr. `process` names it among several HTTP processes."""
+    name = f" [{process}]" if process else ""
+    text = logging.Formatter(f"%(asctime)s %(levelname)s %(name)s{name}: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(process) if log_format == JSON else text)
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def logs_json() -> bool:
+    """Whether the log of this process has the format JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
 class ThrottledLog:

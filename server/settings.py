@@ -189,6 +189,9 @@ class Settings:
     metrics_prefix: str = _of_server(
         DEFAULT_METRICS_PREFIX, "The prefix of the metrics' names; `vllm:` keeps existing dashboards", metavar="P",
     )  # fmt: skip
+    log_format: str = _of_server(
+        "text", "The form of the log's lines. `json` also has a line for each request", choices=("text", "json"),
+    )  # fmt: skip
     otlp_traces_endpoint: str | None = _of_server(
         None, "The collector that gets an OpenTelemetry span of each request. It needs the extra `otel`", metavar="URL",
     )  # fmt: skip
@@ -219,6 +222,10 @@ class Settings:
     )  # fmt: skip
     allowed_origins: Sequence[str] = _of_access(
         ("*",), "The origins that browsers may call from, CORS", unset="all", nargs="+", metavar="ORIGIN",
+    )  # fmt: skip
+    api_key_names: Sequence[str] = _of_access(
+        (), "The names of the API keys in their order, in the JSON log and in /metrics", unset="key-1, key-2 and so on",
+        nargs="+", metavar="NAME",
     )  # fmt: skip
     api_key_all_routes: bool = _of_access(False, "Probes, /metrics and /docs need a key, too")
     max_concurrent_per_key: int | None = _of_access(
@@ -284,10 +291,19 @@ class Settings:
         if not 2 * self.max_body_bytes <= self.max_body_memory_mib * 2**20:
             least = -(-2 * self.max_body_bytes // 2**20)
             raise ValueError(f"--max-body-memory is at least {least} MiB, two bodies, not {self.max_body_memory_mib}")
+        if len(self.api_key_names) > len(self.api_keys) or len({*self.key_names}) < len(self.key_names):
+            raise ValueError(f"--api-key-names: {len(self.api_keys)} keys have at most one name each, all different")
         if self.max_concurrent_per_key is not None and not self.api_keys:
             raise ValueError("--max-concurrent-per-key counts requests by their API key: it needs --api-key")
         if self.prefix_caching_per_key and not self.api_keys:
             raise ValueError("--prefix-caching-per-key tells clients apart by their API key: it needs --api-key")
+
+    @property
+    def key_names(self) -> list[str]:
+        """The names of the API keys and then of the admin keys, in their order."""
+        unnamed = range(len(self.api_key_names) + 1, len(self.api_keys) + 1)
+        admins = range(1, len(self.admin_api_keys) + 1)
+        return [*self.api_key_names, *(f"key-{n}" for n in unnamed), *(f"admin-{n}" for n in admins)]
 
 
 def _is_url(text: str) -> bool:

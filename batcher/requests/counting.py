@@ -9,7 +9,7 @@ import numpy as np
 from batcher.request import FinishReason
 from batcher.scheduling.request_state import RequestState
 from batcher.scheduling.step_plan import StepPlan
-from batcher.stats import EngineStats
+from batcher.stats import PROMPT_SOURCES, EngineStats
 
 
 def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) -> None:
@@ -25,6 +25,9 @@ def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) 
         if seq.started_s < 0:
             seq.started_s = clock()
             counts.prompt_tokens += seq.num_prompt
+            hit, loaded = seq.num_hit_tokens, seq.num_loaded_tokens
+            for source, count in zip(PROMPT_SOURCES, (seq.num_prompt - hit, hit - loaded, loaded), strict=True):
+                counts.prompt_tokens_by_source[source] += count
             counts.queue_time.observe(seq.started_s - seq.arrived_s)
 
 
@@ -55,6 +58,7 @@ def count_end(counts: EngineStats, seq: RequestState, reason: FinishReason) -> N
     counts.request_preemptions.observe(seq.num_preemptions)
     counts.request_prompt_tokens.observe(seq.num_prompt)
     counts.request_generation_tokens.observe(len(seq.output))
+    counts.request_computed_tokens.observe(seq.num_prompt - seq.num_hit_tokens)
     if len(seq.output) > 1:
         mean = (seq.last_token_s - seq.first_token_s) / (len(seq.output) - 1)
         counts.time_per_output_token.observe(mean)

@@ -259,7 +259,8 @@ class RequestQueues:
         seq.num_hit_pages = load.first + load.num_written
         seq.num_computed = seq.num_hit_pages * self.page_size
         if not seq.num_preemptions:
-            self.offloaded.counts.num_hit_tokens += seq.num_computed - seq.num_hit_tokens
+            seq.num_loaded_tokens = seq.num_computed - seq.num_hit_tokens
+            self.offloaded.counts.num_hit_tokens += seq.num_loaded_tokens
             seq.num_hit_tokens = seq.num_computed
         self.commit(seq)
 

@@ -77,7 +77,8 @@ class RequestState:
     prefix: StoredPrefix = field(default_factory=StoredPrefix)  # of a waiting request
     num_committed: int = 0  # leading pages offered to the prefix cache
     num_hit_pages: int = 0  # leading pages that were found at the last admission, on the device or away
-    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_hit_tokens: int = 0  # prompt tokens found at the first admission, in the prefix cache or behind it
+    num_loaded_tokens: int = 0  # those of them that were found behind it
     pooled: np.ndarray | None = None  # f32[D], the sum of the hidden states of the tokens read back, for MEAN
     num_stalls: int = 0  # steps in a row in which it has waited for a page while decoding
     num_accepted: int = 0  # drafts that are in its output

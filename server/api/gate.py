@@ -1,4 +1,4 @@
-"""Middleware for all requests: request ids, API keys, refusals in a shutdown, and counts for /load and /metrics."""
+"""Middleware for all requests: request ids, API keys, refusals in a shutdown, counts, request log and traces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.answers.errors import Refusals
+from server.api.record import RequestRecord, current_record
 from server.api.route import Access, ApiRoute
 from server.api.state import OpenRequest, ServerState, current_place
-from server.api.tracing import RequestTrace, current_trace
 from server.http.auth import KeyRing, current_key
 from server.http.request_error import RequestError, internal, overloaded, unavailable
-from server.logs import ThrottledLog
+from server.logs import ThrottledLog, current_request_id
 
 logger = logging.getLogger("pallas_serve")
 
@@ -39,6 +39,7 @@ class Gate:
         self._state = state
         self._log = ThrottledLog(logger)
         self._keys = KeyRing((*settings.api_keys, *settings.admin_api_keys) if settings.api_keys else ())
+        self._key_names = settings.key_names
         self._most_per_key = settings.max_concurrent_per_key
         self._admin_keys = KeyRing(settings.admin_api_keys)
 
@@ -46,30 +47,32 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = time.monotonic()
-        request_id = _request_id(scope)
+        headers = scope["headers"]
+        key = self._keys.number(headers)
+        record = RequestRecord(_request_id(headers), None if key is None else self._key_names[key])
+        current_key.set(b"" if key is None else self._keys.digests[key])
+        current_record.set(record)
+        current_request_id.set(record.id)
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                own = (b"x-request-id", record.id.encode("latin-1"))
+                message["headers"] = [*message.get("headers", ()), own, *record.headers()]
             await send(message)
 
-        current_key.set(self._keys.digest(scope["headers"]))
         counted = scope["path"] in self._generating_paths
         refusal = self._refusal(scope, counted)
-        tracer = self._state.tracer
-        trace = RequestTrace() if tracer is not None and counted else None
-        current_trace.set(trace)
 
-        def end_trace() -> None:
-            if tracer is not None and trace is not None:
-                tracer.end(trace, scope["headers"], status)
+        def end() -> None:
+            if self._state.tracer is not None and counted:
+                self._state.tracer.end(record, headers, status)
+            self._state.end_request(record, scope["method"], scope["path"], status)
 
         by_key = counted and refusal is None and self._most_per_key is not None
-        place = OpenRequest(self._state, self._keys.number(scope["headers"]) if by_key else None, end_trace)
+        place = OpenRequest(self._state, key if by_key else None, end)
         current_place.set(place)
         num_of_key = place.hold() if counted else 0
         if self._most_per_key is not None and num_of_key > self._most_per_key:
@@ -89,13 +92,15 @@ class Gate:
         finally:
             if counted:
                 place.release()
+            elif scope["path"] in self._admin_paths:
+                end()
             if status:
                 self._state.metrics.observe_response(
                     # the path of the route instead of the client's: there must be few labels
                     handler=getattr(scope.get("route"), "path", "none"),
                     method=scope["method"],
                     status=status,
-                    seconds=time.monotonic() - started,
+                    seconds=time.monotonic() - record.started_s,
                 )
 
     def _refusal(self, scope: Scope, counted: bool) -> RequestError | None:
@@ -112,9 +117,8 @@ class Gate:
         return refusal
 
 
-def _request_id(scope: Scope) -> bytes:
-    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     for name, value in headers:
         if name == b"x-request-id" and 0 < len(value) <= MAX_ID_CHARS:
-            return value
-    return uuid.uuid4().hex.encode()
+            return value.decode("latin-1")
+    return uuid.uuid4().hex

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 from batcher.stats import LATENCY_BOUNDS, TOKEN_BOUNDS, Histogram
 
@@ -16,6 +16,9 @@ CPU_SECONDS = "process_cpu_seconds"
 
 # the deadline passed in the queue, or during the output; the key already had its share of requests
 LIMITS = ("deadline_waiting", "deadline_running", "key_share")
+USAGE = ("requests", "prompt_tokens", "generation_tokens")
+MOST_KEY_NAMES = 100  # the usage of the other keys is counted under OTHER_KEYS
+OTHER_KEYS = "others"
 
 
 class Prefill(enum.StrEnum):
@@ -37,6 +40,7 @@ class HttpCounts:
     prefills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Prefill, 0))
     responses: dict[tuple[str, str, str], int] = field(default_factory=dict)  # handler, method, status -> count
     durations: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # handler, method -> seconds
+    usage: dict[tuple[str, str], int] = field(default_factory=dict)  # one of USAGE, name of an API key -> count
     process: dict[str, float] = field(default_factory=dict)  # figures of the process -> value, for sums
 
     def retire(self) -> None:
@@ -45,17 +49,16 @@ class HttpCounts:
 
     def add(self, other: HttpCounts) -> None:
         """Adds the counts of another process."""
-        self.max_generation_tokens.add(other.max_generation_tokens)
-        self.params_n.add(other.params_n)
-        self.params_max_tokens.add(other.params_max_tokens)
-        _add(self.limited, other.limited)
-        _add(self.prefills, other.prefills)
-        _add(self.responses, other.responses)
-        for key, histogram in other.durations.items():
-            self.durations.setdefault(key, Histogram(HTTP_BOUNDS)).add(histogram)
-        _add(self.process, other.process)
+        for each in fields(self):
+            _add(getattr(self, each.name), getattr(other, each.name))
 
 
-def _add[K, N: (int, float)](mine: dict[K, N], theirs: Mapping[K, N]) -> None:
+def _add(mine: Any, theirs: Any) -> None:
+    if isinstance(theirs, Histogram):
+        mine.add(theirs)
+        return
     for key, count in theirs.items():
-        mine[key] = mine.get(key, 0) + count
+        if isinstance(count, Histogram):
+            mine.setdefault(key, Histogram(count.bounds)).add(count)
+        else:
+            mine[key] = mine.get(key, 0) + count

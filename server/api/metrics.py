@@ -8,9 +8,10 @@ the others are added to this one's.
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -21,7 +22,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from batcher.stats import Histogram
-from server.api.http_counts import HTTP_BOUNDS, HttpCounts, Prefill
+from server.api.http_counts import HTTP_BOUNDS, MOST_KEY_NAMES, OTHER_KEYS, USAGE, HttpCounts, Prefill
 from server.engine.protocol import Engine
 
 Kind = type[Counter] | type[Gauge] | type[Histograms]
@@ -32,88 +33,19 @@ NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")  # not summed ove
 # vLLM's labels of cache_config_info -> ours with the same meaning
 CACHE_ALIASES = {"block_size": "page_size", "num_gpu_blocks": "num_pages"}
 
-GAUGES = {
-    "num_requests_running": "Requests that own a slot.",
-    "num_requests_waiting": "Requests that wait for a slot or pages.",
-    "num_programs_to_come": "Programs that are compiled while serving, and are not there yet.",
-}
-COUNTERS = {
-    "num_preemptions": "Requests put back to make room for others.",
-    "prompt_tokens": "Prompt tokens of admitted requests.",
-    "generation_tokens": "Tokens generated.",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "kv_events_published": "Events of the prefix cache for routers, published.",
-    "kv_events_dropped": "Events of the prefix cache for routers, lost because too many waited; 0 in health.",
-    "corrupted_requests": "Requests ended because the model gave NaN or infinity.",
-    "failed_steps": "Steps that raised.",
-    "num_steps": "Steps executed.",
-    "step_tokens": "Real tokens in the steps.",
-    "step_tokens_padded": "Tokens that the steps' shapes held.",
-    "step_rows": "Real rows in the steps.",
-    "step_rows_padded": "Rows that the steps' shapes held.",
-    "integrity_failures": "Idle periods in which the engine's books were inconsistent; always 0 in health.",
-    "num_compiles_after_warm_up": "Programs compiled while serving that were not to come; always 0 in health.",
-    "num_stand_in_steps": "Steps in a larger program, because their own was still to come.",
-}
-SPECULATION = {
-    "spec_decode_num_drafts": "Rows of steps that drafts were proposed for.",
-    "spec_decode_num_draft_tokens": "Draft tokens proposed.",
-    "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
-    "spec_decode_num_undrafted_rows": "Rows of steps with drafts whose requests cannot have any, as under a grammar.",
-}
-OFFLOADING = {
-    "external_prefix_cache_queries": ("num_query_tokens", "Prompt tokens looked up behind the device's prefix cache."),
-    "external_prefix_cache_hits": ("num_hit_tokens", "Prompt tokens whose K/V came back to the device."),
-    "kv_offload_saved_pages": ("num_saved", "Pages of K/V copied to the host's memory."),
-    "kv_offload_lost_pages": ("num_lost", "Pages of K/V evicted without a copy."),
-    "kv_offload_broken_pages": ("num_broken", "Pages whose bytes had changed in the host's memory or in their files."),
-    "kv_offload_failed_transfers": (
-        "num_failed",
-        "Reads and writes of files of pages that failed, or were left out then.",
-    ),
-    "kv_offload_unwritten_pages": ("num_unwritten", "Pages that have not been written to files: they were too slow."),
-    "kv_fetched_pages": ("num_fetched", "Pages of K/V that other servers have computed for requests of this one."),
-    "kv_fetched_bytes": ("fetched_bytes", "The bytes of these pages."),
-    "kv_lost_prompts": ("num_prompts_lost", "Prompts of which a page did not come from another server."),
-    "kv_offload_given_up_pages": ("num_not_loaded", "Pages that were to come back, and were computed in the end."),
-}
-OFFLOADING_GAUGES = {
-    "kv_offload_disk_bytes": ("bytes_in_store", "Bytes of files of pages."),
-    "kv_kept_pages": ("num_kept", "Pages of K/V in the host's memory that are kept for other servers."),
-    "kv_offload_places": ("num_places", "Pages of K/V that the host's memory has room for."),
-}
-TIERS: dict[str, tuple[Kind, str, dict[str, str]]] = {  # by tier: the host's memory, and files
-    "kv_offload_loaded_pages": (
-        Counter,
-        "Pages of K/V that came back to the device, from the host's memory or from files.",
-        {"host": "num_loaded", "disk": "num_loaded_from_store"},
-    ),
-    "kv_offload_pages": (Gauge, "Pages of K/V away from the device.", {"host": "num_held", "disk": "num_in_store"}),
-}
-HISTOGRAMS = {
-    "time_to_first_token_seconds": ("time_to_first_token", "From arrival in the engine to the first token."),
-    "inter_token_latency_seconds": ("inter_token_latency", "Between two tokens of one request."),
-    "request_time_per_output_token_seconds": ("time_per_output_token", "A request's mean after its first token."),
-    "e2e_request_latency_seconds": ("e2e_latency", "From arrival in the engine to the last token."),
-    "request_queue_time_seconds": ("queue_time", "From arrival to admission."),
-    "request_prefill_time_seconds": ("prefill_time", "From admission to the first token."),
-    "request_decode_time_seconds": ("decode_time", "From the first token to the last."),
-    "request_inference_time_seconds": ("inference_time", "From admission to the last token."),
-    "request_num_preemptions": ("request_preemptions", "How often a request was put back."),
-    # the older name of inter_token_latency_seconds; dashboards still use it
-    "time_per_output_token_seconds": ("inter_token_latency", "Between two tokens of one request."),
-    "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request."),
-    "request_generation_tokens": ("request_generation_tokens", "Generated tokens of a request."),
-    "iteration_tokens_total": ("iteration_tokens", "Real tokens of a step."),
-}
+# by part of an engine and kind: name -> place in its statistics, description, label
+FIGURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KINDS: dict[str, Kind] = {"Counter": Counter, "Gauge": Gauge, "Histogram": Histograms}
 
 
 class ServerMetrics:
     """Counts requests and renders all metrics. An engine's metrics have the label `engine`, its number in `sources`.
     The counts of requests are summed over all engines, and have the number 0."""
 
-    def __init__(self, sources: Sequence[Engine], *, prefix: str, model_name: str) -> None:
+    def __init__(
+        self, sources: Sequence[Engine], *, prefix: str, model_name: str, key_names: Sequence[str] = ()
+    ) -> None:
+        self._key_names = frozenset(key_names[:MOST_KEY_NAMES])
         self._sources = sources
         self._prefix = prefix
         self._model_name = model_name
@@ -133,6 +65,12 @@ class ServerMetrics:
     def observe_limit(self, limit: str) -> None:
         """Counts a request that one of LIMITS has ended or refused."""
         self._counts.limited[limit] += 1
+
+    def observe_usage(self, key: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Counts a request of the API key of this name, and its tokens."""
+        name = key if key in self._key_names else OTHER_KEYS
+        for figure, count in zip(USAGE, (1, num_prompt_tokens, num_tokens), strict=True):
+            self._counts.usage[figure, name] = self._counts.usage.get((figure, name), 0) + count
 
     def observe_prefill(self, outcome: Prefill) -> None:
         """Counts a prompt that another server was to compute."""
@@ -162,10 +100,7 @@ class ServerMetrics:
             counts = HttpCounts()
             counts.add(self._counts)
             counts.add(others)
-        for name, doc in GAUGES.items():
-            yield self._each(Gauge, name, doc, _figure(name))
-        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is the older name
-            yield self._each(Gauge, name, "Share of the KV pages in use, 0 to 1.", _figure("kv_cache_usage"))
+        yield from self._figures("engine")
         # vLLM's gauge; here all wait for capacity
         name, waiting = "num_requests_waiting_by_reason", _figure("num_requests_waiting")
         yield self._each(Gauge, name, "As it says.", lambda s: {"capacity": waiting(s), "deferred": 0}, "reason")
@@ -175,22 +110,18 @@ class ServerMetrics:
         yield self._each(Gauge, "attention_backend_failures", doc, lambda s: len(s.info.attention.failures))
         doc = "1: in use. 0: cannot be used here, or failed its self-test."
         yield self._each(Gauge, "attention_backend", doc, _backends, "backend")
-        for name, doc in COUNTERS.items():
-            yield self._each(Counter, name, doc, _figure(name))
-        for name, doc in SPECULATION.items():
-            yield self._each(Counter, name, doc, _figure(f"speculation.{name.removeprefix('spec_decode_')}"))
+        doc = "1: the engine is in this state."
+        yield self._each(Gauge, "engine_sleep_state", doc, lambda s: {"awake": not s.missing}, "sleep_state")
         name, doc = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the row."
         accepted = _figure("speculation.num_accepted_tokens_per_pos")
         yield self._each(Counter, name, doc, lambda s: dict(enumerate(accepted(s))), "position")
         if any(source.info.max_loras for source in self._sources):
             yield from self._adapters()
         if any(source.stats.offloading.num_places for source in self._sources):
-            yield from self._offloading()
+            yield from self._figures("offloading")
         none = dict.fromkeys(("abort", "error", "length", "stop"), 0)
         ended = _figure("finished")
         yield self._each(Counter, "request_success", "Finished requests.", lambda s: none | ended(s), "finished_reason")
-        for name, (field, doc) in HISTOGRAMS.items():
-            yield self._metric(Histograms, name, doc, [(labels, _figure(field)(s)) for labels, s in self._engines()])
         for name, doc, count in (
             ("request_max_num_generation_tokens", "Of a request's longest choice.", counts.max_generation_tokens),
             ("request_params_n", "Choices asked for.", counts.params_n),
@@ -202,6 +133,9 @@ class ServerMetrics:
             ("remote_prefills", "Long prompts that other servers were to compute.", "outcome", counts.prefills),
         ):
             yield self._metric(Counter, name, doc, [((*self._labels, key), n) for key, n in found.items()], label)
+        for figure in USAGE:
+            rows = [((*self._labels, key), n) for (name, key), n in sorted(counts.usage.items()) if name == figure]
+            yield self._metric(Counter, f"key_{figure}", f"The {figure} of an API key's answers.", rows, "key")
         requests = Counter("http_requests", "Responses.", labels=["handler", "method", "status"])
         yield _filled(requests, sorted(counts.responses.items()))
         doc = "Until the last byte of the response."
@@ -241,21 +175,18 @@ class ServerMetrics:
             rows.append(((*labels, source.info.max_loras, *listed), time.time()))
         yield self._metric(Gauge, "lora_requests_info", "The time; the labels name adapters.", rows, *names)
         yield self._each(Gauge, "lora_adapters", "LoRA adapters with a name.", lambda s: len(s.adapters))
-        doc = "LoRA adapters in adapter slots of the device."
-        yield self._each(Gauge, "lora_adapters_resident", doc, _figure("num_adapters_resident"))
+        yield from self._figures("adapters")
         doc = "LoRA adapters read from their folders by name."
         yield self._each(Counter, "lora_loads", doc, lambda s: s.num_adapter_loads)
-        doc, writes = "LoRA adapters written into adapter slots.", _figure("num_adapter_loads")
-        yield self._each(Counter, "lora_slot_writes", doc, writes)
         doc = "Bytes written into adapter slots of each device."
-        yield self._each(Counter, "lora_slot_written_bytes", doc, lambda s: writes(s) * s.info.adapter_bytes)
+        yield self._each(
+            Counter, "lora_slot_written_bytes", doc, lambda s: s.stats.num_adapter_loads * s.info.adapter_bytes
+        )
 
-    def _offloading(self) -> Iterator[Metric]:
-        for kind, figures in ((Counter, OFFLOADING), (Gauge, OFFLOADING_GAUGES)):
-            for name, (field, doc) in figures.items():
-                yield self._each(kind, name, doc, _figure(f"offloading.{field}"))
-        for name, (tiered, doc, fields) in TIERS.items():
-            yield self._each(tiered, name, doc, partial(_tiers, fields), "tier")
+    def _figures(self, part: str) -> Iterator[Metric]:
+        for kind, figures in FIGURES[part].items():
+            for name, (place, doc, *label) in figures.items():
+                yield self._each(KINDS[kind], name, doc, _figure(place), *label)
 
     def _each(
         self, kind: Kind, name: str, doc: str, value_of: Callable[[Engine], Any], label: str | None = None
@@ -307,10 +238,10 @@ def _backends(source: Engine) -> dict[str, int]:
     return dict.fromkeys(info.failures, 0) | ({info.backend: 1} if info.backend else {})
 
 
-def _tiers(fields: Mapping[str, str], source: Engine) -> dict[str, int]:
-    return {tier: getattr(source.stats.offloading, field) for tier, field in fields.items()}
-
-
-def _figure(path: str) -> Callable[[Engine], Any]:
-    read = attrgetter(path)
-    return lambda source: read(source.stats)
+def _figure(place: str | Mapping[str, str]) -> Callable[[Engine], Any]:
+    """Reads the figure at this place of an engine's statistics, or those at several places, by the same keys."""
+    if isinstance(place, str):
+        read = attrgetter(place)
+        return lambda source: read(source.stats)
+    reads = {key: _figure(each) for key, each in place.items()}
+    return lambda source: {key: read(source) for key, read in reads.items()}

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from server.api.adapter_folder import AdapterFolder, Model
 from server.api.metrics import ServerMetrics
 from server.api.peers import EngineState, GetEngineState, Peers, state_of
+from server.api.record import RequestRecord, log_request
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.batches.store import BatchStore
@@ -24,6 +25,7 @@ from server.engine.wire import AnyQuestion, Reply
 from server.grammar.checker import GrammarChecker
 from server.http.body import BodyLimits
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, model_not_found
+from server.logs import JSON
 from server.settings import Settings
 from server.text.chat_template import ChatTemplate
 from server.text.reasoning import ReasoningFormat
@@ -102,6 +104,15 @@ class ServerState:
                 generation.fail(error)
                 ended.append(id)
         return ended
+
+    def end_request(self, record: RequestRecord, method: str, path: str, status: int) -> None:
+        """Counts the usage of a request that has ended, and logs it in the JSON log."""
+        if record.key is not None and record.work is not None and status == 200:
+            usage = record.usage()
+            self.metrics.observe_usage(record.key, usage["prompt_tokens"], usage["completion_tokens"])
+        if self.settings.log_format == JSON:
+            log_request(record, method=method, path=path, status=status)
+        record.work = None  # the context of a timer may hold the record
 
     def close(self) -> None:
         """Closes the database."""

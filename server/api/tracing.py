@@ -9,12 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from batcher.request import SamplingParams
+from server.api.record import RequestRecord
 from server.engine.generation import Generation
 from server.settings import Settings
 
@@ -29,21 +27,6 @@ INSTALL = ".venv/bin/python -m pip install -c scripts/constraints.txt -e '.[otel
 _CONTEXT = (b"traceparent", b"tracestate")
 
 
-@dataclass(slots=True)
-class RequestTrace:
-    """The contents of a request's span. The last three fields are set when the request has a generation."""
-
-    started_ns: int = field(default_factory=time.time_ns)
-    started_s: float = field(default_factory=time.monotonic)
-    generation: Generation | None = None
-    model: str = ""
-    sampling: SamplingParams | None = None
-
-
-# The trace of the request that the current task answers. It is None if there is no endpoint.
-current_trace: ContextVar[RequestTrace | None] = ContextVar("current_trace", default=None)
-
-
 class Tracer:
     """Makes spans and passes them to the exporter's thread. Call `close` at the end."""
 
@@ -54,7 +37,7 @@ class Tracer:
         self._tracer = provider.get_tracer("pallas-serve")
         self._propagator = TraceContextTextMapPropagator()
 
-    def end(self, trace: RequestTrace, headers: Iterable[tuple[bytes, bytes]], status: int) -> None:
+    def end(self, trace: RequestRecord, headers: Iterable[tuple[bytes, bytes]], status: int) -> None:
         """Records the span of a request that has ended. A `traceparent` among its headers is the span's parent.
 
         Args:
@@ -73,7 +56,6 @@ class Tracer:
         if status >= 500 or not status:
             span.set_status(StatusCode.ERROR)
         span.end()
-        trace.generation = None  # the context of a timer may hold the trace
 
     def close(self) -> None:
         """Exports the last spans, within EXPORT_S."""
@@ -101,12 +83,12 @@ def make_tracer(settings: Settings) -> Tracer | None:
     return Tracer(provider)
 
 
-def _attributes(trace: RequestTrace, now: float) -> dict[str, Any]:
+def _attributes(trace: RequestRecord, now: float) -> dict[str, Any]:
     """The span's attributes, with vLLM's names. Times are in seconds. Stages that the request has not reached are left
     out."""
-    generation, sampling = trace.generation, trace.sampling
-    found: dict[str, Any] = {"gen_ai.latency.e2e": now - trace.started_s}
-    if generation is None or sampling is None:
+    generation, sampling = trace.work, trace.sampling
+    found: dict[str, Any] = {"gen_ai.latency.e2e": now - trace.started_s, "http.request.header.x-request-id": trace.id}
+    if not isinstance(generation, Generation) or sampling is None:
         return found
     choices = generation.choices
     found |= {

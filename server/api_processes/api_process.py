@@ -35,7 +35,7 @@ from server.http.listener import BACKLOG, listener_beside
 from server.http.server import HttpServer
 from server.http.signals import Shutdown, first_of
 from server.http.tls import TlsContext
-from server.logs import FORMAT_OF_SEVERAL
+from server.logs import configure_log
 from server.serve_until_end import EXIT_OK, load_state, serve
 from server.settings import Settings
 from server.shared_counts import PrefixTable, Row, SharedCounts
@@ -69,8 +69,7 @@ def main(args: ProcessArgs) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
     if args.is_logging:
-        line_format = FORMAT_OF_SEVERAL.format(number=args.number)
-        logging.basicConfig(level=args.log_level, format=line_format)
+        configure_log(args.log_level, args.settings.log_format, process=f"http {args.number}")
     logger.setLevel(args.log_level)
     sys.exit(uvloop.run(_serve(args)))
 

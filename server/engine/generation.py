@@ -256,7 +256,6 @@ class Generation:
         on_limit: called for each choice that a deadline has ended, with `deadline_waiting` or `deadline_running`.
         on_end: called when all choices have finished, with the number of tokens of the longest.
         grammar_field: the request's field with the grammar, for the error of a grammar that costs too much.
-        unenforced: the keywords of the request's schema that the grammar does not enforce.
     """
 
     def __init__(
@@ -268,10 +267,8 @@ class Generation:
         on_limit: Callable[[str], None] = lambda limit: None,
         on_end: Callable[[int], None] = lambda num_tokens: None,
         grammar_field: str | None = None,
-        unenforced: Sequence[str] = (),
     ) -> None:
         self.grammar_field = grammar_field
-        self.unenforced = unenforced
         self.request_id = request_id
         self.choices: list[Choice] = []
         self.error: Exception | None = None  # why it has failed

@@ -34,6 +34,7 @@ from server.engine.adapters import AdapterError, Adapters
 from server.engine.child_process import end_with_parent
 from server.engine.outbox import ApiServer, Sender, ZmqContext
 from server.engine.weight_changes import WeightChanges
+from server.logs import JSON, configure_log
 
 STATS_INTERVAL_S = 1.0
 EXIT_FAILED = 1
@@ -105,10 +106,11 @@ def load_factory(target: str) -> EngineFactory:
     return factory
 
 
-def main(commands: str, events: str, target: str, engine_args: object, debug: bool) -> None:
+def main(commands: str, events: str, target: str, engine_args: object, debug: bool, logs_json: bool) -> None:
     """The entry point of the spawned process.
 
-    An error at the start is sent to the server as one line. With `debug` its traceback is also printed here.
+    An error at the start is sent to the server as one line. With `debug` its traceback is also printed here. With
+    `logs_json` its log has the format JSON.
 
     Args:
         commands: the address of the socket for commands. The engine binds it.
@@ -117,6 +119,8 @@ def main(commands: str, events: str, target: str, engine_args: object, debug: bo
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
+    if logs_json:
+        configure_log("WARNING", JSON, process="engine")
     sender = Sender(events)
     try:
         factory = load_factory(target)

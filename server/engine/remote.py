@@ -27,6 +27,7 @@ from server.engine.changes import TwoPhaseEngine
 from server.engine.child_process import start_without_main
 from server.engine.protocol import EngineFailedError, Receiver, Receivers
 from server.engine.scratch_folder import ScratchFolder, folder_for_sockets
+from server.logs import logs_json
 
 logger = logging.getLogger("pallas_serve")
 
@@ -103,8 +104,9 @@ class RemoteEngine(TwoPhaseEngine):
         commands, events = (f"ipc://{folder.path / name}" for name in ("commands", "events"))
         engine = cls(commands, events)
         engine._folder, engine._report = folder, report
+        args = (commands, events, target, engine_args, debug, logs_json())
         engine._process = multiprocessing.get_context("spawn").Process(
-            target=engine_process.main, args=(commands, events, target, engine_args, debug), name="engine"
+            target=engine_process.main, args=args, name="engine"
         )
         start_without_main(engine._process)
         return engine

@@ -35,11 +35,6 @@ class KeyRing:
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         return matches.index(True) if scheme == b"bearer" and any(matches) else None
 
-    def digest(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """The digest of the request's key. Empty if it has no accepted key."""
-        number = self.number(headers)
-        return b"" if number is None else self.digests[number]
-
 
 def current_client() -> int:
     """A number from the API key of the request that the current task answers; 0 if the server has no keys."""

@@ -102,10 +102,15 @@ def test_a_prefix_is_found_partly_on_the_device_and_partly_away() -> None:
     drive = small()
     run(drive, "first", PROMPT)
     run(drive, "other", tuple(range(50, 74)), ignore_eos=True, max_tokens=8)  # evicts the end of the first prompt
-    on_device = drive.engine.stats().prefix_cache_hits
+    before = drive.engine.stats()
     assert run(drive, "second", PROMPT) == 36
     assert 0 < counts(drive).num_loaded < 9
-    assert drive.engine.stats().prefix_cache_hits - on_device == 36 - 4 * counts(drive).num_loaded
+    after, loaded = drive.engine.stats(), 4 * counts(drive).num_loaded
+    assert after.prefix_cache_hits - before.prefix_cache_hits == 36 - loaded
+    new = {name: count - before.prompt_tokens_by_source[name] for name, count in after.prompt_tokens_by_source.items()}
+    assert new == {
+        "local_compute": len(PROMPT) - 36, "local_cache_hit": 36 - loaded, "external_kv_transfer": loaded
+    }  # fmt: skip
     drive.check_outputs()
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import chain
 from typing import Any, Protocol
-from urllib.parse import quote
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,10 +26,6 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies that buffer would undo the streaming
 ]
-
-
-UNENFORCED = b"x-unenforced-keywords"  # the header with keywords of the request's JSON schemas
-MAX_HEADER_CHARS = 1000
 
 
 class Work(Protocol):
@@ -75,15 +70,6 @@ async def while_connected(receive: Receive, work: Work | None = None) -> AsyncIt
             task.uncancel()
 
 
-def unenforced_header(keywords: Sequence[str]) -> list[tuple[bytes, bytes]]:
-    """The header with the keywords of the request's schema that the grammar does not enforce. It may contain names that
-    the client has chosen."""
-    if not keywords:
-        return []
-    text = quote(", ".join(keywords), safe=" ,:()#/$~.[]")
-    return [(UNENFORCED, text[:MAX_HEADER_CHARS].encode())]
-
-
 class AsgiResponse(Response):
     """An ASGI response that is sent by a function."""
 
@@ -112,13 +98,11 @@ class GenerationAnswer(Response):
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._generation.wait()
-        headers = unenforced_header(self._generation.unenforced)
-        await JsonAnswer(self._writer.whole(), headers=headers)(scope, receive, send)
+        await JsonAnswer(self._writer.whole())(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await self._generation.wait()
-        headers = [*STREAM_HEADERS, *unenforced_header(self._generation.unenforced)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             while True:
                 finished = self._generation.finished  # if so, these are the last events
@@ -146,12 +130,11 @@ class GenerationAnswer(Response):
 class JsonAnswer(Response):
     """A JSON answer. A long one is encoded while it is sent in chunks; a short one is sent whole."""
 
-    def __init__(self, value: Any, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self._further_headers = headers
+    def __init__(self, value: Any) -> None:
         self._value = value
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"application/json"), *self._further_headers]
+        headers = [(b"content-type", b"application/json")]
         started = False
         async for body, more in blocks(json_pieces(self._value)):
             if not started:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from batcher.page_store import PageSource
 from server.api.answers.writer import AnswerHead, UsageOptions
+from server.api.record import begun, note
 from server.api.request.prompts import read_bad_words
 from server.api.request.sampling import Sampling, checked_sampling
 from server.api.request.schemas import SamplingFields
 from server.api.state import ServerState
-from server.api.tracing import current_trace
 from server.engine import wire
 from server.engine.generation import Choice, Generation
 from server.flag import MOST_SECONDS
@@ -31,6 +31,7 @@ from server.text.tool_calls.parser import CallParser
 _log = ThrottledLog(logging.getLogger("pallas_serve"))
 
 MAX_ID_CHARS = 200
+UNENFORCED = "x-unenforced-keywords"  # the header with keywords of the request's JSON schemas
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_ALLOWED_IDS = 2**20  # the most allowed token ids of all sequences of a request
 LEAST_LEFT_S = 0.001  # the time that is left if the deadline has passed while the prompt was encoded
@@ -108,6 +109,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     unenforced = () if plan.grammar is None else plan.grammar.unenforced
     if unenforced:
         _log.warning("%s: a grammar cannot hold %s; answers may break it", plan.grammar_field, ", ".join(unenforced))
+        note(UNENFORCED, unenforced)
     generation = Generation(
         state.client,
         # An id that the request has chosen may come again while the engine still has outputs of the one before.
@@ -116,7 +118,6 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
         on_limit=state.metrics.observe_limit,
         on_end=state.metrics.observe_end,
         grammar_field=None if plan.grammar is None else plan.grammar_field,
-        unenforced=unenforced,
     )
     stops = StopStrings(sampling.stops) if sampling.stops else None
     packed = wire.packed_prompts([prompt for _, prompt, _ in prompts])
@@ -165,8 +166,14 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     if running is not None and not running.finished:
         raise invalid("request_id", "a request with this id is running already")
     state.metrics.observe_request(n=head.n, max_tokens=max(limit for *_, limit in prompts))
-    if (trace := current_trace.get()) is not None:
-        trace.generation, trace.model, trace.sampling = generation, head.model, requests[0].sampling
+    begun(
+        generation,
+        answer_id=head.id,
+        model=head.model,
+        num_choices=head.n,
+        num_prompt_tokens=sum(len(prompt) for _, prompt, _ in prompts),
+        sampling=requests[0].sampling,
+    )
     generation.submit(requests, timeout_s=left_s)
     state.generations[head.id] = generation
     return generation

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from batcher.request import SamplingParams
 from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
+from server.api.record import begun
 from server.api.request.generation_plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
 from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
 from server.api.request.prompts import read_prompts
@@ -152,6 +153,7 @@ class EmbeddingRoutes(Routes):
         id = f"embd-{uuid.uuid4().hex}"
         embeddings.submit(self._requests(id, body, packed, queue_s, model.adapter), timeout_s=left_s)
         state.generations[id] = embeddings
+        begun(embeddings, answer_id=id, model=model.name, num_prompt_tokens=num_tokens)
         return Started(embeddings, id, model.name, num_tokens)
 
     async def _prompts(self, body: EmbedFields, param: str, inputs: Given) -> list[list[int]]:

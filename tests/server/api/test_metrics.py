@@ -24,6 +24,7 @@ class Source:
     death: str | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)
     num_adapter_loads: int = 0
+    missing: frozenset[str] = frozenset()
 
 
 def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -35,10 +36,10 @@ def samples(metrics: ServerMetrics) -> dict[str, dict[tuple[tuple[str, str], ...
     return found
 
 
-def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:", max_loras: int = 0) -> ServerMetrics:
+def metrics_of(stats: EngineStats, prefix: str = "pallas_serve:", max_loras: int = 0, **options) -> ServerMetrics:
     cache = {"page_size": "16", "num_pages": "99"}
     info = EngineInfo(max_model_len=10, vocab_size=10, cache_config=cache, max_loras=max_loras)
-    return ServerMetrics([Source(stats, info)], prefix=prefix, model_name="m")
+    return ServerMetrics([Source(stats, info)], prefix=prefix, model_name="m", **options)
 
 
 LABELS = (("engine", "0"), ("model_name", "m"))
@@ -99,7 +100,9 @@ def test_the_names_of_dashboards_are_there():
         *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket"),
         *("request_time_per_output_token_seconds_bucket", "cache_config_info", "request_inference_time_seconds_bucket"),
         *("time_per_output_token_seconds_bucket", "gpu_cache_usage_perc", "request_max_num_generation_tokens_bucket"),
-        *("request_num_preemptions_bucket", "num_requests_waiting_by_reason"),
+        *("request_num_preemptions_bucket", "num_requests_waiting_by_reason", "prompt_tokens_cached_total"),
+        *("request_prefill_kv_computed_tokens_bucket", "engine_sleep_state", "prompt_tokens_by_source_total"),
+        *("external_prefix_cache_queries_total", "external_prefix_cache_hits_total"),
     ]
     assert [name for name in expected if f"vllm:{name}" not in found] == []
 
@@ -140,10 +143,24 @@ def test_what_the_server_counts_itself():
     assert found["http_request_duration_seconds_count"] == {base: 2}
 
 
-def test_a_dead_engine_is_seen():
+def test_a_dead_engine_is_seen_and_one_that_sleeps():
     metrics = metrics_of(EngineStats())
-    metrics._sources[0].death = "killed"
-    assert samples(metrics)["pallas_serve:engine_alive"] == {LABELS: 0}
+    awake = (*LABELS, ("sleep_state", "awake"))
+    assert samples(metrics)["pallas_serve:engine_sleep_state"] == {awake: 1}
+    metrics._sources[0].death, metrics._sources[0].missing = "killed", frozenset({"weights"})
+    found = samples(metrics)
+    assert found["pallas_serve:engine_alive"] == {LABELS: 0}
+    assert found["pallas_serve:engine_sleep_state"] == {awake: 0}
+
+
+def test_the_usage_of_few_keys_has_their_names():
+    names = [f"key-{number}" for number in range(101)]
+    metrics = metrics_of(EngineStats(), prefix="", key_names=names)
+    for name in names:
+        metrics.observe_usage(name, 2, 3)
+    metrics.observe_usage("key-100", 2, 3)
+    found = {dict(labels)["key"]: count for labels, count in samples(metrics)["key_prompt_tokens_total"].items()}
+    assert (len(found), found["key-99"], found["others"]) == (101, 2, 4)
 
 
 def test_a_running_server_exports_its_engines_numbers(scripted):

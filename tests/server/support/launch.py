@@ -15,9 +15,12 @@ def serve(message: bytes) -> int:
     """Serves what `message`, the pickle, asks for. Returns the process's exit code."""
     # Here, for the engine's process imports this module, too, and needs none of it.
     from server.engine.protocol import EngineFailedError
+    from server.logs import JSON, configure_log
     from server.main import run
 
     settings, target, engine_args, more_engines = pickle.loads(message)
+    if settings.log_format == JSON:
+        configure_log("INFO", JSON)
     try:
         return run(
             settings,

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from starlette.types import ASGIApp
 
+from server.api.record import RequestRecord, current_record
 from server.api.routes.batches.work import COMPLETED, FAILED, BatchRequest, BatchWork
 from server.api.state import ServerState
 from server.batches.in_process import post
@@ -24,7 +25,7 @@ from server.batches.store import BatchStore
 from server.database import FullError
 from server.http.auth import KeyRing, current_key
 from server.http.request_error import internal
-from server.logs import ThrottledLog
+from server.logs import ThrottledLog, current_request_id
 
 logger = logging.getLogger("pallas_serve")
 
@@ -53,7 +54,8 @@ class BatchRunner:
         self._room = asyncio.Semaphore(settings.batch_concurrency)
         self._concurrency = settings.batch_concurrency
         ring = KeyRing((*settings.api_keys, *settings.admin_api_keys) if settings.api_keys else ())
-        self._keys = ring.digests or [b""]  # batches of other keys wait until the server accepts these again
+        # Batches of other keys wait until the server accepts these again.
+        self._keys: dict[bytes, str | None] = dict(zip(ring.digests, settings.key_names, strict=False)) or {b"": None}
         self._not_before: dict[_Id, float] = {}  # batches that have failed by an error of the disk
         self._running: dict[_Id, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="batches")
@@ -151,11 +153,15 @@ class BatchRunner:
         """The status and the answer. A request for which the engine has no room is sent again later."""
         wait_s = FIRST_WAIT_S
         while True:
+            record = RequestRecord(asked.line.custom_id or "", self._keys[current_key.get()])
+            current_record.set(record)
+            current_request_id.set(record.id)
             try:
                 status, answer = await post(self._app, asked.line.url, asked.body)
             except Exception as error:
                 self._log.exception("a request of a batch failed: %s", type(error).__name__)
                 status, answer = 500, internal("The server has failed on this request.").encode()
+            self._state.end_request(record, "POST", asked.line.url, status)
             if status not in BUSY and (status < 500 or self._state.client.death is None):
                 return status, answer
             await asyncio.sleep(wait_s)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import STREAM_HEADERS, AsgiResponse, unenforced_header, while_connected
+from server.api.answers.answer import STREAM_HEADERS, AsgiResponse, while_connected
 from server.api.routes.responses.store import ResponseStore
 
 END = b"\n\n"  # of an event; JSON has no line feeds
@@ -41,21 +40,18 @@ class EventLog:
         self.grown.clear()
 
 
-def kept_events(
-    store: ResponseStore, id: str, log: EventLog | None, first: int = 0, *, unenforced: Sequence[str] = ()
-) -> Response:
+def kept_events(store: ResponseStore, id: str, log: EventLog | None, first: int = 0) -> Response:
     """An answer with the events of a response from the number `first` on. The response goes on if the client
     disconnects.
 
     Args:
         log: the log of a response that this process makes.
     """
-    headers = [*STREAM_HEADERS, *unenforced_header(unenforced)]
 
     async def send_all(scope: Scope, receive: Receive, send: Send) -> None:
         number, is_over = first, False
         async with while_connected(receive):
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             while not is_over:
                 events, is_over = await store.database.run(store.events, id, number)
                 number += len(events)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
-from server.api.answers.answer import AsgiResponse, GenerationAnswer, JsonAnswer, unenforced_header
+from server.api.answers.answer import AsgiResponse, GenerationAnswer, JsonAnswer
 from server.api.request.chat import count_tokens, start_chat
 from server.api.request.kept_objects import ListQuery
 from server.api.request.schemas import Message
@@ -143,9 +143,8 @@ class Responses:
         place.hold()
         self._start(self._make_in_background(making, answer, writer, place))
         if log is not None:
-            return kept_events(self.store, record.id, log, unenforced=generation.unenforced)
-        headers = unenforced_header(generation.unenforced)
-        return JsonAnswer(record.body(), headers=headers)
+            return kept_events(self.store, record.id, log)
+        return JsonAnswer(record.body())
 
     async def _earlier(self, body: ResponsesRequest) -> tuple[str | None, list[Item]]:
         """The id of the conversation that the request continues, if there is one, and the items before its input."""
