@@ -220,11 +220,16 @@ def _content(where: str, role: str, message: Message) -> str:
         if role not in MAY_BE_EMPTY:
             raise invalid(f"{where}.content", "must be a string or a list of text parts")
         return message.refusal or ""
-    return "\n".join(_part_text(f"{where}.content.{i}", part) for i, part in enumerate(message.content))
+    is_result = role in ("tool", "ipython")
+    parts = enumerate(message.content)
+    return "\n".join(_part_text(f"{where}.content.{i}", part, is_result=is_result) for i, part in parts)
 
 
-def _part_text(where: str, part: ContentPart) -> str:
+def _part_text(where: str, part: ContentPart, *, is_result: bool) -> str:
+    """The text of a part. A note replaces a part of a tool's result that is not text."""
     if part.type not in ("text", "refusal"):
+        if is_result:
+            return LEFT_OUT_IN_WORDS.format(part.type[:40])
         raise unsupported(where, f"content of the type `{part.type[:40]}` is")
     return given(f"{where}.{part.type}", part.text if part.type == "text" else part.refusal)
 

@@ -241,7 +241,7 @@ def _begun_calls(specs: Sequence[FunctionSpec]) -> list[str]:
     """The rules of a text that ends with one call of a strict tool. The name comes before the arguments."""
     lines = []
     for i, spec in enumerate(specs):
-        name = re.escape(spec.name)
+        name = re.escape(spec.name).replace("/", r"\/")  # which would end the expression
         others = rf'("(type|id)"{SPACE}*:{SPACE}*("[^"\\\n]*"|\d+){SPACE}*,{SPACE}*){{0,2}}'
         lines.append(rf'open_{i}[lazy]: /{ANY_TEXT}\{{{SPACE}*{others}"name"{SPACE}*:{SPACE}*"{name}"/')
         lines.append(f"begun_{i}: open_{i} KEY arguments_{i} END")

@@ -24,7 +24,7 @@ _log = ThrottledLog(logging.getLogger("pallas_serve"))
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 256 * 1024  # the template reads every string of them, several times
 MAX_DEPTH = 32  # of a tool's JSON schema and of a call's arguments, because templates indent them
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}", re.ASCII)
 
 
 class ToolChoice(enum.Enum):
@@ -168,7 +168,7 @@ def _checked(index: int, tool: ToolSpec) -> FunctionSpec:
     where = f"{where}.function"
     function = given(where, tool.function)
     if not _NAME.fullmatch(function.name):
-        message = f"must be 1 to 128 letters, digits, `_`, `-` or `.`, got {function.name[:140]!r}"
+        message = f"must be 1 to 128 letters, digits, `_`, `-`, `.`, `:` or `/`, got {function.name[:140]!r}"
         raise invalid(f"{where}.name", message)
     if is_deeper_than(MAX_DEPTH, function.parameters):
         raise invalid(f"{where}.parameters", f"are nested more than {MAX_DEPTH} deep")

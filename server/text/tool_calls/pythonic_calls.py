@@ -15,7 +15,7 @@ from server.text.tool_calls.literals import LiteralReader
 from server.text.tool_calls.parser import MAX_DEPTH, CallParser
 
 MAX_WORD_CHARS = 256  # of a call's name or of a keyword
-_NAME = re.compile(r"[A-Za-z0-9_.-]")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]")
 
 
 class PythonicCallParser(CallParser):

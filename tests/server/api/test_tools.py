@@ -349,6 +349,18 @@ def test_every_history_is_rendered(server, message):
     assert choice(server, body("plain", messages=messages))["message"]["content"] == SCRIPTS["plain"]
 
 
+def test_an_image_in_a_tools_result_is_left_out_in_words(server):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    result = {"role": "tool", "content": [{"type": "text", "text": "5"}, image], "tool_call_id": "1"}
+    in_words = result | {"content": "5\n(image_url was left out: the model reads text only)"}
+    with server.http() as http:
+        both = [http.post("/tokenize", json={"messages": [*MESSAGES, one]}).json() for one in (result, in_words)]
+    assert both[0] == both[1] and both[0]["count"] > len("was left out")
+    named = [function("github/issues:read.v-1")]  # names that other servers allow
+    answer = choice(server, body("plain", messages=[*MESSAGES, result], tools=named))
+    assert answer["message"]["content"] == SCRIPTS["plain"]
+
+
 def test_documents_are_shown(server):
     with server.http() as http:
         documents = [{"title": "A", "text": "what it says"}]

@@ -15,7 +15,7 @@ from server.text.tool_calls.literals import LiteralReader
 from server.text.tool_calls.parser import MAX_DEPTH
 from server.text.tool_calls.pieces import CallDelta, Content, Piece
 
-NAMES = {"f", "g", "get_weather", "a.b-c"}
+NAMES = {"f", "g", "get_weather", "a.b-c", "a/b:c"}
 JSON, PYTHONIC, HERMES, XLAM = (FORMATS[name] for name in ("llama3_json", "pythonic", "hermes", "xlam"))
 
 
