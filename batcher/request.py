@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from batcher.page_store import PageSource
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
 MAX_DEVICE_STOP_IDS = 16
 
@@ -37,6 +38,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: of the sampled token and the n most likely ones, n <= MAX_LOGPROBS
+    logprob_token_ids: tuple[int, ...] = ()  # reported with each token instead of the n most likely ones
     # Returns each token's log-probability under the distribution that it was drawn from. For greedy tokens it is the
     # distribution before the temperature. `logprobs` are not affected.
     sampled_logprobs: bool = False
@@ -120,9 +122,9 @@ class TokenLogprobs:
     """Log-probabilities at one position, of the raw model distribution (before bias, penalties and temperature)."""
 
     logprob: float
-    top_ids: tuple[int, ...] = ()  # most likely first
+    top_ids: tuple[int, ...] = ()  # most likely first; or those of `logprob_token_ids`
     top_logprobs: tuple[float, ...] = ()
-    rank: int | None = None  # 1 + the number of more likely tokens; of prompt tokens only
+    rank: int | None = None  # 1 + the number of more likely tokens
 
 
 @dataclass(kw_only=True, slots=True)

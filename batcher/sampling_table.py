@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams
 from batcher.step import Variant
 
 DType = Literal["int32", "uint32", "float32", "bool"]  # numpy's names
@@ -153,7 +153,13 @@ PARAMETERS: dict[str, Parameter] = {
     "logprobs": Parameter(
         range=Range(0, MAX_LOGPROBS),
         columns=(Column("wants_logprobs", "bool"),),
-        values=lambda request: (request.sampling.logprobs is not None,),
+        values=lambda request: (request.sampling.logprobs is not None or bool(request.sampling.logprob_token_ids),),
+        variant=Variant.SAMPLE,
+    ),
+    "logprob_token_ids": Parameter(
+        columns=(Column("logprob_token_ids", "int32", MAX_LOGPROB_TOKEN_IDS),),
+        values=lambda request: (request.sampling.logprob_token_ids,),
+        off=(),
         variant=Variant.SAMPLE,
     ),
     "sampled_logprobs": Parameter(

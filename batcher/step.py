@@ -189,9 +189,11 @@ class StepOutput:
     # more rows than programs with drafts. Its values in these have a meaning only if the header says `looks_up`.
     would_accept: np.ndarray | None = None
     logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY
+    ranks: np.ndarray | None = None  # i32[S, D], rank of the token: 1 for the most likely one
     top_ids: np.ndarray | None = None  # i32[S, D, MAX_LOGPROBS], most likely first
     top_logprobs: np.ndarray | None = None  # f32[S, D, MAX_LOGPROBS]
     sampled_logprobs: np.ndarray | None = None  # f32[S, D], all but GREEDY: under the distribution of the draw
+    asked_logprobs: np.ndarray | None = None  # f32[S, D, MAX_LOGPROB_TOKEN_IDS], of the row's `logprob_token_ids`
     target_logprobs: np.ndarray | None = None  # f32[T], SCORE and EMBED: log-probability of targets[t]
     target_top_ids: np.ndarray | None = None  # i32[T, MAX_LOGPROBS]
     target_top_logprobs: np.ndarray | None = None  # f32[T, MAX_LOGPROBS]

@@ -4,13 +4,13 @@
 
     with LLM(model="demo") as llm:
         for result in llm.generate(["Once upon a time"], {"max_tokens": 32, "temperature": 0}):
-            print(result.text)
-        print(llm.chat([[{"role": "user", "content": "What is 47 + 35?"}]], {"temperature": 0})[0].text)
+            print(result.outputs[0].text)
+        print(llm.chat([[{"role": "user", "content": "What is 47 + 35?"}]], {"temperature": 0})[0].outputs[0].text)
 
 Methods, arguments and results have vLLM's names. Parameters are `SamplingParams`, or a mapping of the fields of an
 OpenAI request body (`max_tokens`, `temperature`, `n`, `stop`, `seed`, `logprobs` and so on): one for all prompts, or
 one for each. Prompts are batched continuously. Results are in the order of the prompts. With `enable_embeddings=True`,
-`llm.embed(["a text"])[0].vector` is the embedding of a text.
+`llm.embed(["a text"])[0].outputs.embedding` is the embedding of a text. `AsyncLLM` has vLLM's asynchronous methods.
 
 For reinforcement learning, `llm.model()` is the model to train and `llm.update_weights(...)` gives its weights back
 (`scripts/offline/training.py`). `llm.enqueue(prompts, params)` returns at once: rollouts go on meanwhile.
@@ -19,14 +19,22 @@ For reinforcement learning, `llm.model()` is the model to train and `llm.update_
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from batcher.errors import EngineDeadError
+from batcher.request import LogprobsMode
 from batcher.stats import EngineStats
 from model.inputs.paths import place
 from model.loading.source import resolve
@@ -35,37 +43,62 @@ from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.lora import check_not_of_model
 from scripts.flags.settings import EngineSettings
 from scripts.offline.arguments import (
+    AllParams,
     LoRARequest,
     LoraRequests,
     Message,
-    Params,
-    Prompt,
+    Options,
+    PoolingParams,
+    Prompts,
+    RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
     adapters_of,
     conversations_of,
+    fields_of,
     paired,
     prompts_of,
-    tokens_body,
 )
+from scripts.offline.async_llm import AsyncLLM, EngineArgs
+from scripts.offline.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from scripts.offline.in_process import InProcessEngine, LoopThread
 from scripts.offline.pending import EnqueuedPrompt, OnAnswer, Pending, RefusedError, RequestsInFlight
-from scripts.offline.results import Embedding, RequestOutput, embedding
+from scripts.offline.results import (
+    CompletionOutput,
+    Logprob,
+    Logprobs,
+    PoolingRequestOutput,
+    RequestOutput,
+    logprobs_of,
+    pooled,
+    scored,
+)
 from scripts.offline.training import EngineForTraining
+from server.api.answers.logprobs import scores_by_id
 from server.app import create_app, create_state
 from server.batches.in_process import post
+from server.engine.generation import ScoredToken
 from server.engine.scratch_folder import ScratchFolder
 from server.engine.wire import IfLoaded, LoadAdapter
 from server.settings import GenerationDefaults, Settings
+from server.text.stream import decode_text
 from server.text.tokenizer import ByteLevelTokenizer
 
 if TYPE_CHECKING:
     from server.text.transformers_parts import FastTokenizer
 
-__all__ = ["LLM", "Embedding", "LoRARequest", "Pending", "RefusedError", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "LoRARequest", "Logprob", "Pending"]
+__all__ += ["PoolingParams", "RefusedError", "RequestOutput", "RequestOutputKind", "SamplingParams", "TokensPrompt"]
+__all__ += ["AsyncEngineArgs", "AsyncLLMEngine", "StructuredOutputsParams", "TextPrompt"]
 
+AsyncEngineArgs, AsyncLLMEngine = EngineArgs, AsyncLLM  # vLLM's older names
+
+Results = list[RequestOutput]
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-TOKENIZE, TOKENS = "/tokenize", "/inference/v1/generate"
-ID_PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl", TOKENS: "generate-tokens"}  # of answers
+TOKENIZE = "/tokenize"
+ID_PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl"}  # of answers
 NO_LIMIT = 1 << 30
 
 
@@ -123,58 +156,45 @@ class LLM(EngineForTraining):
         self._app = create_app(self._state)
         self.engine.start()
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params | None] | None = None,
-        *,
-        use_tqdm: bool = False,
-        lora_request: LoraRequests = None,
-    ) -> list[RequestOutput]:
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An LLM with these keywords."""
+        return cls(**vars(engine_args))
+
+    def generate(self, prompts: Prompts, sampling_params: AllParams = None, **options: Unpack[Options]) -> Results:
         """Continues one prompt or several: texts, token ids, or vLLM's dicts with `prompt` or `prompt_token_ids`.
 
         Args:
-            use_tqdm: shows a bar on stderr.
-            lora_request: the LoRA adapter of all prompts, or one for each. Needs `enable_lora=True`.
+            options: see `scripts.offline.arguments.Options`.
 
         Raises:
             RefusedError: the server refuses a prompt; the first one is named. Or an adapter cannot be loaded.
             ValueError: an argument has another type.
         """
         self._check_awake()
-        return self._continue(prompts, sampling_params, lora_request, use_tqdm=use_tqdm).wait_or_end()
+        return self._continue(prompts, sampling_params, options).wait_or_end()
 
-    def enqueue(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params | None] | None = None,
-        *,
-        use_tqdm: bool = False,
-        lora_request: LoraRequests = None,
-    ) -> Pending:
+    def enqueue(self, prompts: Prompts, sampling_params: AllParams = None, **options: Unpack[Options]) -> Pending:
         """Starts to continue prompts, and returns at once. The returned object gives the results, also partial ones.
 
         The arguments are those of `generate`. The engine may be paused or asleep meanwhile, and its weights may change.
         """
-        return self._continue(prompts, sampling_params, lora_request, use_tqdm=use_tqdm, as_ids=True)
+        return self._continue(prompts, sampling_params, options, as_ids=True)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params | Sequence[Params | None] | None = None,
+        sampling_params: AllParams = None,
         *,
-        use_tqdm: bool = False,
-        lora_request: LoraRequests = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Answers one conversation, a list of messages, or several. Errors are those of `generate`.
+        **options: Unpack[Options],
+    ) -> Results:
+        """Answers one conversation, a list of messages, or several. Errors and options are those of `generate`.
 
         Args:
-            use_tqdm: shows a bar on stderr.
-            lora_request: the LoRA adapter of all conversations, or one for each. Needs `enable_lora=True`.
             tools: a field of all request bodies, like the arguments after it.
         """
         fields = {
@@ -185,40 +205,76 @@ class LLM(EngineForTraining):
         }
         self._check_awake()
         for_all = {name: value for name, value in fields.items() if value is not None} | _TOLD
-        given = paired(conversations_of(messages), sampling_params, is_chat=True)
-        bodies = [own | for_all | {"messages": conversation} for conversation, own in given]
-        bodies = self._with_adapters(bodies, lora_request)
-        requests = [(CHAT, body) for body in bodies]
-        return self._begin(requests, [None] * len(requests), use_tqdm=use_tqdm).wait_or_end()
+        items = [for_all | {"messages": conversation} for conversation in conversations_of(messages)]
+        bodies = self._bodies(items, sampling_params, options, is_chat=True)
+        return self._begin(CHAT, bodies, [None] * len(bodies), options).wait_or_end()
 
-    def embed(
+    def encode(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        prompts: Prompts,
+        pooling_params: AllParams = None,
         *,
-        use_tqdm: bool = False,
-        lora_request: LoraRequests = None,
-    ) -> list[Embedding]:
-        """The vectors of one prompt or several, in the forms of `generate`. Needs `enable_embeddings=True`. Raises the
-        errors of `generate`.
+        pooling_task: str = "embed",
+        **options: Unpack[Options],
+    ) -> list[PoolingRequestOutput]:
+        """The vectors of one prompt or several, in the forms of `generate`. Needs `enable_embeddings=True`. Errors and
+        options are those of `generate`.
 
         Args:
-            pooling_params: fields of the request bodies.
-            lora_request: the LoRA adapter of all prompts, or one for each. Needs `enable_lora=True`.
-            use_tqdm: shows a bar on stderr.
+            pooling_params: `PoolingParams`, or fields of the request bodies.
+            pooling_task: "embed". The model has no heads for others.
         """
         self._check_awake()
-        bodies = [
-            own | prompt | {"encoding_format": "base64"}
-            for prompt, own in paired(prompts_of(prompts, "input"), pooling_params, is_chat=False)
-        ]
-        bodies = self._with_adapters(bodies, lora_request)
-        requests = [(EMBEDDINGS, body) for body in bodies]
-        return [embedding(answer) for answer in self._send(requests, use_tqdm=use_tqdm).wait_or_end()]
+        told = {"encoding_format": "base64", "return_token_ids": True, "task": pooling_task}
+        bodies = self._bodies([prompt | told for prompt in prompts_of(prompts, "input")], pooling_params, options)
+        sent = self._send([(EMBEDDINGS, body) for body in bodies], options)
+        return [pooled(answer) for answer in sent.wait_or_end()]
+
+    embed = encode
+
+    def score(self, data_1: Prompts, data_2: Prompts, **options: Unpack[Options]) -> list[PoolingRequestOutput]:
+        """The similarity of each prompt of `data_2` with the one at its place in `data_1`, or with its only one: the
+        cosine of their vectors, as `outputs.score`. Raises ValueError for other numbers of prompts."""
+        first, second = (prompts_of(data, "prompt") for data in (data_1, data_2))
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"data_1: one prompt, or as many as data_2, {len(second)}, not {len(first)}")
+        found = self.encode([*first, *second], **options)
+        queries, others = found[: len(first)], found[len(first) :]
+        return [scored(query, other) for query, other in zip(cycle(queries), others, strict=False)]
+
+    def beam_search(
+        self, prompts: Prompts, params: BeamSearchParams, lora_request: LoraRequests = None, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt that a search over `beam_width` beams finds, best first."""
+        if LogprobsMode(self.settings.logprobs_mode).are_logits:
+            raise ValueError(f"beam_search: logprobs_mode={self.settings.logprobs_mode} tells no log-probabilities")
+        bodies = prompts_of(prompts, "prompt")
+        self._tokenize(bodies)
+        room = [self._client.info.max_model_len - len(body["prompt"]) for body in bodies]
+        adapters = adapters_of(lora_request, len(bodies))
+        search = BeamSearch(self.generate, partial(decode_text, self._tokens), params, self.engine.config.eos_token_ids)
+        return search.run(bodies, adapters, room)
 
     def get_tokenizer(self) -> FastTokenizer:
         """The tokenizer with its chat template, as a new object of transformers."""
         return self._tokens.to_transformers()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a request that sets none: those of the model's generation_config.json."""
+        defaults = self._state.settings.generation_defaults
+        names = {entry.name for entry in dataclasses.fields(SamplingParams)}
+        return SamplingParams(**{name: value for name, value in vars(defaults).items() if name in names})
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empties the prefix cache; with `reset_connector`, also those in the host's memory and in files."""
+        self.take_loaded()
+        self.engine.reset_prefix_cache(reset_external=reset_connector)
+        return True
+
+    def get_metrics(self) -> list[Sample]:
+        """The server's metrics as they are now: those of its /metrics, each with `name`, `labels` and `value`."""
+        families = text_string_to_metric_families(self._state.metrics.render().decode())
+        return [sample for family in families for sample in family.samples]
 
     def post_all(self, requests: Iterable[tuple[str, Any]], on_answer: OnAnswer) -> None:
         """Sends (path, JSON body) pairs through the server's application, as many at once as the engine can use.
@@ -232,6 +288,10 @@ class LLM(EngineForTraining):
         """
         self._check_open()
         self._thread.run(self._post_all(requests, on_answer))
+
+    def on_loop[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the loop of the requests."""
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges, as on the server's `/metrics`."""
@@ -291,76 +351,73 @@ class LLM(EngineForTraining):
         models = [{} if adapter is None else {"model": adapter.lora_name} for adapter in adapters]
         return [body | model for body, model in zip(bodies, models, strict=True)]
 
-    def _continue(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params | None] | None,
-        lora_request: LoraRequests,
-        *,
-        use_tqdm: bool,
-        as_ids: bool = False,
-    ) -> Pending:
-        """Sends completions. With `detokenize` false they go to a route that takes ids and makes no text. With `as_ids`
-        all prompts are sent as ids."""
-        given = paired(prompts_of(prompts, "prompt"), sampling_params, is_chat=False)
-        bodies = self._with_adapters([own | prompt | _TOLD for prompt, own in given], lora_request)
-        texts = [body["prompt"] if isinstance(body["prompt"], str) else None for body in bodies]
-        makes_text = [body.pop("detokenize", True) is not False for body in bodies]
-        self._tokenize([body for body, makes in zip(bodies, makes_text, strict=True) if as_ids or not makes])
-        self._set_open_limits(bodies)
-        requests = [
-            (COMPLETIONS, body) if makes else (TOKENS, tokens_body(body))
-            for body, makes in zip(bodies, makes_text, strict=True)
-        ]
-        return self._begin(requests, texts, use_tqdm=use_tqdm)
+    def _bodies(
+        self, items: Sequence[dict[str, Any]], params: AllParams, options: Options, *, is_chat: bool = False
+    ) -> list[dict[str, Any]]:
+        """The request bodies of these items with their parameters."""
+        fields = fields_of(options)
+        bodies = [own | item | fields for item, own in paired(items, params, is_chat=is_chat)]
+        return self._with_adapters(bodies, options.get("lora_request"))
 
-    def _tokenize(self, bodies: list[dict[str, Any]]) -> None:
+    def _continue(self, prompts: Prompts, params: AllParams, options: Options, *, as_ids: bool = False) -> Pending:
+        """Sends completions. With `as_ids` all prompts are sent as ids."""
+        bodies = self._bodies([prompt | _TOLD for prompt in prompts_of(prompts, "prompt")], params, options)
+        texts = [body["prompt"] if isinstance(body["prompt"], str) else None for body in bodies]
+        if as_ids:
+            self._tokenize(bodies)
+        for body in bodies:
+            body["fills_context"] = body.get("max_tokens", 0) is None
+        return self._begin(COMPLETIONS, bodies, texts, options)
+
+    def _tokenize(self, bodies: Sequence[dict[str, Any]]) -> None:
         """Replaces texts by token ids."""
         bodies = [body for body in bodies if isinstance(body["prompt"], str)]
-        for body, answer in zip(bodies, self._tokenized(bodies), strict=True):
-            body["prompt"] = answer["tokens"]
-
-    def _tokenized(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
         names = ("prompt", "add_special_tokens")
         asked = [(TOKENIZE, {name: body[name] for name in names if name in body}) for body in bodies]
-        return self._send(asked, use_tqdm=False).wait_or_end()
-
-    def _set_open_limits(self, bodies: list[dict[str, Any]]) -> None:
-        """Sets a `max_tokens` of None to the number of tokens that fit. In the API it would be 16."""
-        bodies = [body for body in bodies if body.get("max_tokens", 0) is None]
-        texts = [body for body in bodies if isinstance(body["prompt"], str)]
-        counts = iter(answer["count"] for answer in self._tokenized(texts))
-        for body in bodies:
-            num_prompt = next(counts) if isinstance(body["prompt"], str) else len(body["prompt"])
-            kept = body.get("truncate_prompt_tokens") or -1
-            num_prompt = num_prompt if kept < 0 else min(num_prompt, kept)
-            body["max_tokens"] = max(1, self._client.info.max_model_len - num_prompt)
+        for body, answer in zip(bodies, self._send(asked).wait_or_end(), strict=True):
+            body["prompt"] = answer["tokens"]
 
     def _begin(
-        self, requests: list[tuple[str, dict[str, Any]]], texts: Sequence[str | None], *, use_tqdm: bool
+        self, path: str, bodies: Sequence[dict[str, Any]], texts: Sequence[str | None], options: Options
     ) -> Pending:
         """Sends the requests. `texts` has the prompt of each request that was given as a text."""
         asked = []
-        for (path, body), text in zip(requests, texts, strict=True):
-            id = body.setdefault("request_id", uuid.uuid4().hex)
-            ids, params = body.get("token_ids", body.get("prompt")), body.get("sampling_params", body)
+        for body, text in zip(bodies, texts, strict=True):
+            id, ids = body.setdefault("request_id", uuid.uuid4().hex), body.get("prompt")
             own = EnqueuedPrompt(
                 answer_id=f"{ID_PREFIXES[path]}-{id}",
                 prompt=text,
                 prompt_token_ids=() if ids is None or isinstance(ids, str) else ids,
-                n=params.get("n") or 1,
+                n=body.get("n") or 1,
+                read=self._reader(body),
             )
             asked.append(own)
-        sent = self._send(requests, use_tqdm=use_tqdm)
+        sent = self._send([(path, body) for body in bodies], options)
         pending = Pending(sent, asked, self._thread, self._state.generations, self._client)
         with self._beginning:
             self._pending = [*(earlier for earlier in self._pending if not earlier.is_done), pending]
         return pending
 
-    def _send(self, requests: list[tuple[str, dict[str, Any]]], *, use_tqdm: bool) -> RequestsInFlight:
+    def _reader(self, params: Mapping[str, Any]) -> Callable[[Sequence[ScoredToken]], list[Logprobs]] | None:
+        """Reads the log-probabilities of tokens of a request with these fields; None: it asks for none."""
+        ids, asked = params.get("logprob_token_ids"), params.get("logprobs")
+        if not ids and asked is None:
+            return None
+        num_top, ranked = (len(set(ids)), False) if ids else (int(asked or 0), True)
+
+        def read(scored: Sequence[ScoredToken]) -> list[Logprobs]:
+            tokens = ((token.token_id, token.scores) for token in scored if token.scores is not None)
+            return logprobs_of([scores_by_id(self._tokens, *token, num_top, ranked=ranked) for token in tokens]) or []
+
+        return read
+
+    def _send(self, requests: Sequence[tuple[str, dict[str, Any]]], options: Options | None = None) -> RequestsInFlight:
         self._check_open()
+        self.take_loaded()
         named = [(path, {"model": self.model_name, **body}) for path, body in requests]
-        return RequestsInFlight(self._thread, self._post_all, named, use_tqdm=use_tqdm)
+        return RequestsInFlight(
+            self._thread, self._client, self._post_all, named, use_tqdm=bool((options or {}).get("use_tqdm"))
+        )
 
     def _abort_unsent(self) -> None:
         for pending in self._pending:
@@ -379,4 +436,4 @@ class LLM(EngineForTraining):
             raise RuntimeError("this LLM is closed: make another")
 
 
-_TOLD = {"return_token_ids": True, "return_weight_versions": True}
+_TOLD = {"return_token_ids": True, "return_weight_versions": True, "return_logprobs_by_id": True}

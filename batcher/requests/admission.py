@@ -8,7 +8,7 @@ import numpy as np
 
 from batcher.errors import InvalidRequestError
 from batcher.grammar import Matcher, num_mask_words
-from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, Request, SamplingParams
+from batcher.request import MAX_DEVICE_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, Request, SamplingParams
 from batcher.requests.bad_words import BadWords, without
 from batcher.sampling_table import PARAMETERS
 from batcher.scheduling.request_state import OnOutput, RequestState
@@ -62,6 +62,8 @@ def make_request_state(
     bias_ids = _token_ids("logit_bias", [token for token, _ in s.logit_bias], capacity.vocab_size)
     if len(bias_ids) > MAX_LOGIT_BIAS or len(set(bias_ids.tolist())) != len(bias_ids):
         raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} different tokens, not {len(bias_ids)}")
+    if len(_token_ids("logprob_token_ids", s.logprob_token_ids, capacity.vocab_size)) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidRequestError("logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} token ids")
     if not -(2**127) <= request.cache_salt < 2**127:
         raise InvalidRequestError("cache_salt", f"cache_salt must fit in 128 bits, not {request.cache_salt}")
     if request.adapter and not capacity.max_loras:

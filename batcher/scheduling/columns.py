@@ -61,7 +61,8 @@ class SlotColumns:
             return
         self.last_token_s[seq.slot] = now
         asked = seq.sampling
-        wants_looks = seq.matcher is not None or asked.logprobs is not None or asked.sampled_logprobs
+        scores = asked.logprobs is not None or asked.logprob_token_ids or asked.sampled_logprobs
+        wants_looks = seq.matcher is not None or scores
         self.left[seq.slot] = _AT_ONCE if wants_looks else seq.limit - len(seq.output)
 
     def look_at_page(self, seq: RequestState) -> None:

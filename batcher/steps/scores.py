@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from batcher.request import TokenLogprobs
+from batcher.request import SamplingParams, TokenLogprobs
 from batcher.scheduling.step_plan import StepPlan
 from batcher.step import StepOutput
 
 
-def token_logprobs(output: StepOutput, row: int, num_tokens: int, count: int) -> tuple[TokenLogprobs, ...]:
-    """The log-probability of each token that a row has drawn, with those of the `count` most likely tokens."""
-    return tuple(
-        _entry(output.logprobs, output.top_ids, output.top_logprobs, (row, i), count) for i in range(num_tokens)
-    )
+def token_logprobs(output: StepOutput, row: int, num_tokens: int, asked: SamplingParams) -> tuple[TokenLogprobs, ...]:
+    """The log-probability and rank of each token that a row has drawn, with those of the tokens that are asked for, or
+    of the most likely ones."""
+    ids, named, count = asked.logprob_token_ids, output.asked_logprobs, asked.logprobs or 0
+    found = [
+        _entry(output.logprobs, output.top_ids, output.top_logprobs, output.ranks, (row, i), count)
+        for i in range(num_tokens)
+    ]
+    if ids:
+        assert named is not None
+        values = (tuple(named[row, i, : len(ids)].tolist()) for i in range(num_tokens))
+        found = [replace(entry, top_ids=ids, top_logprobs=own) for entry, own in zip(found, values, strict=True)]
+    return tuple(found)
 
 
 def sampled_logprobs(output: StepOutput, row: int, num_tokens: int) -> tuple[float, ...]:
@@ -36,23 +46,22 @@ def take_prompt_logprobs(plan: StepPlan, output: StepOutput) -> None:
 
 def _target_logprobs(output: StepOutput, position: int, count: int) -> TokenLogprobs:
     """The log-probability and rank of the prompt token that follows a position of the step."""
-    assert output.target_ranks is not None
-    rank = int(output.target_ranks[position])
-    return _entry(output.target_logprobs, output.target_top_ids, output.target_top_logprobs, position, count, rank)
+    ids, top, ranks = output.target_top_ids, output.target_top_logprobs, output.target_ranks
+    return _entry(output.target_logprobs, ids, top, ranks, position, count)
 
 
 def _entry(
     logprobs: np.ndarray | None,
     top_ids: np.ndarray | None,
     top_logprobs: np.ndarray | None,
+    ranks: np.ndarray | None,
     at: int | tuple[int, int],
     count: int,
-    rank: int | None = None,
 ) -> TokenLogprobs:
-    assert logprobs is not None and top_ids is not None and top_logprobs is not None
+    assert logprobs is not None and top_ids is not None and top_logprobs is not None and ranks is not None
     return TokenLogprobs(
         logprob=float(logprobs[at]),
         top_ids=tuple(top_ids[at][:count].tolist()),
         top_logprobs=tuple(top_logprobs[at][:count].tolist()),
-        rank=rank,
+        rank=int(ranks[at]),
     )

@@ -177,8 +177,8 @@ class StepReader:
         output = plain_output(seq, tokens)
         if is_first:
             self._take_first(seq, output, now)
-        if seq.sampling.logprobs is not None:
-            output.logprobs = token_logprobs(reading.output, row, len(tokens), seq.sampling.logprobs)
+        if seq.sampling.logprobs is not None or seq.sampling.logprob_token_ids:
+            output.logprobs = token_logprobs(reading.output, row, len(tokens), seq.sampling)
         if seq.sampling.sampled_logprobs:
             output.sampled_logprobs = sampled_logprobs(reading.output, row, len(tokens))
         if seq.request.counts_drafts:

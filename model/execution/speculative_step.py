@@ -269,7 +269,8 @@ def draw_after_drafts(
     of_place = (shard, logits, asked, places.kv_lens, places.emits, with_drafts, of_masks)
     drawn, sampled = sampling.sample(*of_place)
     scored = partial(sampling.processed, *of_place) if mode.is_processed else lambda: logits
-    found = logprobs(shard, scored, drawn, places.emits & asked.wants_logprobs, mode)
+    tokens = jnp.concatenate([drawn[:, None], asked.logprob_token_ids], axis=1)
+    found = logprobs(shard, scored, tokens, places.emits & asked.wants_logprobs, mode)
 
     by_row = drawn.reshape(num_rows, num_places)
     is_kept = jnp.arange(num_places) <= _num_accepted(by_row, drafts)[:, None]

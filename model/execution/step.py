@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from batcher.request import MAX_LOGPROBS, LogprobsMode, Pooling
+from batcher.request import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, LogprobsMode, Pooling
 from batcher.slots import SlotLayout
 from batcher.step import Bucket, StepOutput, Variant
 from model.execution import draft_pages, page_text
@@ -44,7 +44,7 @@ from model.network.llama import Llama
 from model.network.lora import AdapterSlots, StepAdapters
 from model.sampling import row_blocks, sampling
 from model.sampling.greedy import all_finite, greedy_and_finite
-from model.sampling.logprobs import Logprobs, find_ranked, if_asked, logprobs, merge_ranked
+from model.sampling.logprobs import Logprobs, find, if_asked, logprobs, merge
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabShard, VocabSplit
 from pallas_kernels.api import PagedAttention
 
@@ -118,9 +118,9 @@ class OutputLayout:
         if self.bucket.variant is Variant.GREEDY:
             return shapes
         shapes |= _logprob_shapes("", (s, d)) | {"sampled_logprobs": ((s, d), np.float32)}
+        shapes["asked_logprobs"] = ((s, d, MAX_LOGPROB_TOKEN_IDS), np.float32)
         if self.bucket.variant.scores:
             shapes |= _logprob_shapes("target_", (t,))
-            shapes["target_ranks"] = ((t,), np.int32)
         if self.bucket.variant is Variant.EMBED:
             shapes["pooled"] = ((s, self.hidden_size), np.float32)
         return shapes
@@ -149,6 +149,7 @@ class OutputLayout:
 def _logprob_shapes(prefix: str, of: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], type]]:
     return {
         f"{prefix}logprobs": (of, np.float32),
+        f"{prefix}ranks": (of, np.int32),
         f"{prefix}top_ids": ((*of, MAX_LOGPROBS), np.int32),
         f"{prefix}top_logprobs": ((*of, MAX_LOGPROBS), np.float32),
     }
@@ -220,8 +221,7 @@ def make_step(
             drawn, outputs, history = draw(vocabulary, logits, history, state.masks, rows, logprobs_mode)
         outputs["finite"] = is_finite.astype(jnp.int32)
         if bucket.variant.scores:
-            found, outputs["target_ranks"] = _score(model, vocabulary, hidden, sent["targets"])
-            outputs |= named("target_", found)
+            outputs |= named("target_", _score(model, vocabulary, hidden, sent["targets"]))
         if bucket.variant is Variant.EMBED:
             assert pooling is not None, "the ladder embeds and the runner does not"
             outputs["pooled"] = pool(hidden, rows.starts, pooling)
@@ -370,7 +370,8 @@ def _draw(
     of_row = (shard, logits, asked, rows.kv_lens, rows.emits, of_history, of_masks)
     drawn, sampled = sampling.sample(*of_row)
     scored = partial(sampling.processed, *of_row) if mode.is_processed else lambda: logits
-    found = logprobs(shard, scored, drawn, rows.emits & asked.wants_logprobs, mode)
+    tokens = jnp.concatenate([drawn[:, None], asked.logprob_token_ids], axis=1)
+    found = logprobs(shard, scored, tokens, rows.emits & asked.wants_logprobs, mode)
     nowhere = history.shape[0] + jnp.arange(len(drawn), dtype=jnp.int32)  # all different, so chips need not sort them
     counted = jnp.where(rows.emits & asked.has_penalty, rows.slots, nowhere)
     history = history.at[counted, shard.locate(drawn)].add(1, mode="drop", unique_indices=True)
@@ -383,7 +384,7 @@ def _would_accept(text: jax.Array, rows: StepRows, drawn: jax.Array, lookup: Pro
     return (is_found & (drafts[:, 0] == drawn)).astype(jnp.int32)
 
 
-def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> tuple[Logprobs, jax.Array]:
+def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax.Array) -> Logprobs:
     """Log-probabilities and ranks of `targets` i32[T], each after a hidden state of `hidden` [T, D].
 
     A block of rows is computed at a time, because the logits of all tokens of a large step would not fit into memory.
@@ -393,10 +394,10 @@ def _score(model: Llama, vocabulary: VocabSplit, hidden: jax.Array, targets: jax
     padding = -num_tokens % SCORE_BLOCK
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, SCORE_BLOCK, embed)
     targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, SCORE_BLOCK)
-    look = partial(vocabulary.run, find_ranked, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
-    found = lax.map(lambda x: if_asked(x[1] >= 0, lambda: look(model.logits(x[0]), x[1])), (hidden, targets))
+    look = partial(vocabulary.run, find, in_specs=(BY_VOCAB, REPLICATED), out_specs=BY_VOCAB)
+    found = lax.map(lambda x: if_asked(x[1] >= 0, lambda: look(model.logits(x[0]), x[1][:, None])), (hidden, targets))
     found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
-    return vocabulary.run(merge_ranked, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
+    return vocabulary.run(merge, found, in_specs=(BY_VOCAB,), out_specs=REPLICATED)
 
 
 def pool(hidden: jax.Array, starts: jax.Array, pooling: Pooling) -> jax.Array:
@@ -420,8 +421,10 @@ def pool(hidden: jax.Array, starts: jax.Array, pooling: Pooling) -> jax.Array:
 
 def named(prefix: str, found: Logprobs) -> dict[str, jax.Array]:
     """The log-probabilities under their names in `OutputLayout`."""
-    return {
-        f"{prefix}logprobs": found.chosen,
+    asked = {} if prefix else {"asked_logprobs": found.named[:, 1:]}
+    return asked | {
+        f"{prefix}logprobs": found.named[:, 0],
+        f"{prefix}ranks": found.ranks,
         f"{prefix}top_ids": found.top_ids,
         f"{prefix}top_logprobs": found.top,
     }

@@ -51,6 +51,7 @@ class SamplingRows:
     bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS]
     bias_values: jax.Array  # f32[S, MAX_LOGIT_BIAS]
     wants_logprobs: jax.Array  # bool[S]
+    logprob_token_ids: jax.Array  # i32[S, MAX_LOGPROB_TOKEN_IDS]; those after the last one may be any
     wants_sampled_logprobs: jax.Array  # bool[S]
     has_mask: jax.Array  # bool[S]
 

@@ -107,7 +107,7 @@ def drawn_by(model: str, form: str, samples: int, max_tokens: int) -> tuple[Roll
     with LLM(model, device="cpu", **settings) as llm:
         sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
         results = llm.chat([[{"role": "user", "content": text}] for text in QUESTIONS], sampling)
-        alone = [replace(result, outputs=(output,)) for result in results for output in result.outputs]
+        alone = [replace(result, outputs=[output]) for result in results for output in result.outputs]
         return rollouts(alone), llm.stats().speculation.num_accepted_tokens
 
 

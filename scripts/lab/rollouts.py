@@ -52,7 +52,8 @@ def rollouts(results: Sequence[RequestOutput]) -> Rollouts:
             here = (row, slice(start, start + length))
             tokens[here], targets[here] = [last, *output.token_ids[:-1]], output.token_ids
             positions[here], samples[here] = range(len(prompt), len(prompt) + length), number
-            weights[here], logprobs[here] = 1 / length, [entry["logprob"] for entry in output.logprobs["content"]]
+            weights[here] = 1 / length
+            logprobs[here] = [one[id].logprob for id, one in zip(output.token_ids, output.logprobs, strict=True)]
             start += length
     return Rollouts(
         tokens=tokens, targets=targets, positions=positions, samples=samples, weights=weights, logprobs=logprobs

@@ -2,23 +2,73 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Required, Self, TypedDict
 
-from server.api.routes.generate import GenerateRequest
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
-_LEFT_OUT = ("skip_special_tokens", "include_stop_str_in_output", "return_weight_versions")  # where no text is made
 
 
-@dataclass(kw_only=True)
+class TextPrompt(TypedDict, total=False):
+    """A prompt as a text."""
+
+    prompt: Required[str]
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Required[list[int]]
+    prompt: str | None
+    cache_salt: str
+
+
+class RequestOutputKind(Enum):
+    """What `AsyncLLM.generate` yields."""
+
+    CUMULATIVE = 0  # the whole output so far, after each step
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # the whole output, once
+
+
+@dataclass
+class StructuredOutputsParams:
+    """The grammar of an output. One of the fields says which."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+
+@dataclass
+class PoolingParams:
+    """The parameters of a request for a vector."""
+
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    task: str | None = None
+
+
+@dataclass
 class SamplingParams:
-    """vLLM's parameters of a request, with vLLM's names and defaults. The server checks the values.
+    """vLLM's parameters of a request, with vLLM's names, order and defaults. The server checks the values.
 
     A mapping of an OpenAI body's fields may be used instead. Fields that are not in it then have the model's own
     defaults (generation_config).
@@ -29,39 +79,65 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     temperature: float = 1.0
+    watermarking: bool | None = None
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: as many as fit
     min_tokens: int = 0
     logprobs: int | None = None  # the number of most likely tokens that are reported with each token
     prompt_logprobs: int | None = None
-    sampled_logprobs: bool = False  # of each token, in the distribution from which it was drawn
-    skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[int, float] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: list[int] | None = None  # the tokens that are reported with each token, instead
+    flat_logprobs: bool = False
     detokenize: bool = True  # False: the results have no texts
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    skip_clone: bool = False
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    best_of: int | None = None
+    truncate_prompt_tokens: int | None = None
+    sampled_logprobs: bool = False  # of each token, in the distribution from which it was drawn
+
+    def clone(self) -> Self:
+        """A copy that shares nothing with this object."""
+        return copy.deepcopy(self)
 
     def body(self, *, is_chat: bool) -> dict[str, Any]:
         """The fields of a request body. Raises ValueError for a chat with `detokenize` false."""
         if is_chat and not self.detokenize:
             raise ValueError("detokenize=False: a chat is answered with texts: give generate() token ids")
-        # Not `asdict`, which would copy long lists.
-        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        fields = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        fields = _given(self, leaving=_OF_RESULTS) | {"max_tokens": self.max_tokens}
         if self.detokenize:
             del fields["detokenize"]
+        if isinstance(self.structured_outputs, StructuredOutputsParams):
+            fields["structured_outputs"] = {k: v for k, v in _given(self.structured_outputs).items() if v is not False}
         if is_chat and self.logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
         return fields
+
+
+_OF_RESULTS = ("flat_logprobs", "output_kind", "skip_clone", "spaces_between_special_tokens", "stream_interval")
+
+
+def _given(params: DataclassInstance, *, leaving: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields that are not None. Not `asdict`, which would copy long lists."""
+    names = (entry.name for entry in dataclasses.fields(params) if entry.name not in leaving)
+    return {name: value for name in names if (value := getattr(params, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -76,8 +152,34 @@ class LoRARequest:
     load_inplace: bool = False
 
 
-Params = SamplingParams | Mapping[str, Any]
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | PoolingParams | Mapping[str, Any]
+AllParams = Params | Sequence[Params | None] | None
 LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+class Options(TypedDict, total=False):
+    """Further arguments of the methods of `LLM`."""
+
+    use_tqdm: bool  # shows a bar on stderr
+    lora_request: LoraRequests  # the LoRA adapter of all prompts, or one for each; needs `enable_lora=True`
+    priority: int | None  # of all prompts; a lower one runs sooner
+    request_id: str  # of the only prompt
+    tokenization_kwargs: Mapping[str, Any] | None  # fields of all request bodies, such as `truncate_prompt_tokens`
+
+
+def fields_of(options: Options) -> dict[str, Any]:
+    """The fields of request bodies in the options. Raises TypeError for an unknown one."""
+    for name in options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"unknown argument {name!r}{nearest(name, Options.__annotations__)}")
+    own = {name: value for name in ("priority", "request_id") if (value := options.get(name)) is not None}
+    return {**(options.get("tokenization_kwargs") or {}), **own}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names, in words that follow an unknown one."""
+    found = get_close_matches(name, known, n=1)
+    return f": did you mean {found[0]!r}?" if found else ""
 
 
 def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, Any]]:
@@ -93,13 +195,6 @@ def prompts_of(asked: Prompt | Sequence[Prompt], name: str) -> list[dict[str, An
     return [_prompt(prompt, index, name) for index, prompt in enumerate(several)]
 
 
-def tokens_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a completion of token ids, for the route that makes no text of tokens."""
-    own = {name: body[name] for name in GenerateRequest.__struct_fields__ if name in body}
-    params = {name: value for name, value in body.items() if name not in {"prompt", *own, *_LEFT_OUT}}
-    return own | {"token_ids": body["prompt"], "sampling_params": params}
-
-
 def conversations_of(asked: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
     """One conversation or several, as a list. Raises ValueError for a value that is not a conversation."""
     is_one = _is_list(asked) and len(asked) > 0 and isinstance(asked[0], Mapping)
@@ -113,10 +208,10 @@ def conversations_of(asked: Sequence[Message] | Sequence[Sequence[Message]]) -> 
     return [list(messages) for messages in several]
 
 
-def paired(items: Sequence[Any], params: Params | Sequence[Params | None] | None, *, is_chat: bool) -> list[Any]:
+def paired(items: Sequence[Any], params: AllParams, *, is_chat: bool) -> list[Any]:
     """Each item with the body fields of its parameters. There is one set of parameters for all items, or one for
     each."""
-    if params is None or isinstance(params, SamplingParams | Mapping):
+    if params is None or isinstance(params, SamplingParams | PoolingParams | Mapping):
         own = [_fields(params, is_chat)] * len(items)
     elif _is_list(params):
         own = [_fields(one, is_chat) for one in params]
@@ -172,6 +267,8 @@ def _ids(ids: Any, where: str) -> list[int]:
 def _fields(params: Any, is_chat: bool) -> dict[str, Any]:
     if isinstance(params, SamplingParams):
         return params.body(is_chat=is_chat)
+    if isinstance(params, PoolingParams):
+        return _given(params)
     if params is not None and not isinstance(params, Mapping):
         raise ValueError(f"{_type(params)} is no set of parameters: give SamplingParams, or a dict of body fields")
     fields = dict(params or {})

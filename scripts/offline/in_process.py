@@ -63,6 +63,7 @@ class InProcessEngine:
         self._receivers = Receivers()
         self._lock = threading.Lock()
         self._arrived: list[RequestOutput | Tokens | WeightVersion] = []
+        self.news = asyncio.Event()  # wakes those who wait, on the loop's thread, after each step
         engine.listen(self._hear)
         if adapters is not None:
             adapters.listen(self._note_adapters)
@@ -142,6 +143,12 @@ class InProcessEngine:
                     receiver.on_weight_version(news.version)
             else:
                 self._receivers.take(Outputs([], tokens_to_wire(news)))
+        self.tell_news()
+
+    def tell_news(self) -> None:
+        """Wakes those who wait for `news`. Called on the loop's thread."""
+        self.news.set()
+        self.news.clear()
 
 
 class LoopThread:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from tqdm import tqdm
 
-from scripts.offline.in_process import LoopThread
-from scripts.offline.results import CompletionOutput, RequestOutput, request_output
+from scripts.offline.in_process import InProcessEngine, LoopThread
+from scripts.offline.results import CompletionOutput, Logprobs, RequestOutput, request_output
 from server.engine.embedding import Embeddings
-from server.engine.generation import Choice, Generation
+from server.engine.generation import Choice, Generation, ScoredToken
 from server.engine.protocol import Engine
 
 Request = tuple[str, dict[str, Any]]
@@ -33,6 +34,7 @@ class RequestsInFlight:
     """Requests that are being answered.
 
     Args:
+        client: tells the news of answers, too.
         post_all: sends the requests and passes on their answers. It runs on the thread's loop.
         requests: (path, JSON body) of each request.
     """
@@ -40,6 +42,7 @@ class RequestsInFlight:
     def __init__(
         self,
         thread: LoopThread,
+        client: InProcessEngine,
         post_all: Callable[[Iterable[Request], OnAnswer], Coroutine[Any, Any, None]],
         requests: Sequence[Request],
         *,
@@ -49,7 +52,7 @@ class RequestsInFlight:
         self.is_stopped = False  # no request is posted any more
         self._requests = requests
         self._refused: dict[int, RefusedError] = {}
-        self._news = asyncio.Event()  # an answer has come, or all have ended
+        self._client = client
         self._thread = thread
         self._bar = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
         self._task = thread.run(_begun(self._post(post_all)))
@@ -59,7 +62,7 @@ class RequestsInFlight:
             await post_all(takewhile(lambda _: not self.is_stopped, self._requests), self._take)
         finally:
             self._bar.close()
-            self._news.set()
+            self._client.tell_news()
 
     def _take(self, index: int, status: int, answer: dict[str, Any]) -> None:
         self._bar.update()
@@ -67,17 +70,16 @@ class RequestsInFlight:
             self.answers[index] = answer
         else:
             self._refused[index] = RefusedError(status, f"request {index}: {answer['error']['message']}")
-        self._news.set()
+        self._client.tell_news()
 
     def is_open(self, index: int) -> bool:
         """Whether the request has no answer yet."""
         return index not in self.answers and index not in self._refused
 
-    async def next_answer(self) -> None:
-        """Waits for one more answer, or the end, on the loop's thread."""
-        self._news.clear()
+    async def news(self) -> None:
+        """Waits for a step of the engine, an answer or the end, on the loop's thread."""
         if not self.is_done:
-            await self._news.wait()
+            await self._client.news.wait()
 
     @property
     def is_done(self) -> bool:
@@ -124,6 +126,8 @@ class EnqueuedPrompt:
     prompt: str | None  # None: it was given as ids
     prompt_token_ids: Sequence[int]
     n: int  # choices
+    read: Callable[[Sequence[ScoredToken]], list[Logprobs]] | None  # None: no log-probabilities are asked for
+    _logprobs: defaultdict[int, list[Logprobs]] = field(default_factory=lambda: defaultdict(list))  # by choice
 
     def so_far(self, generation: Generation | None, end: str | None, weight_version: str) -> RequestOutput:
         """The result so far.
@@ -141,24 +145,31 @@ class EnqueuedPrompt:
             output = CompletionOutput(
                 index=index,
                 text="" if gain is None else gain.text,
-                token_ids=() if gain is None else tuple(gain.token_ids),
+                token_ids=[] if gain is None else gain.token_ids,
                 finish_reason=(None if choice is None else choice.finish_reason) or end,
                 stop_reason=None if choice is None else choice.stop_reason,
-                logprobs=None,
-                sampled_logprobs=tuple(gain.sampled_logprobs) if gain and gain.sampled_logprobs else None,
-                tool_calls=(),
-                weight_versions=tuple(run for run in runs if run[1]) or (runs[-1],),
+                logprobs=self._read(index, () if gain is None else gain.scored),
+                sampled_logprobs=gain.sampled_logprobs if gain and gain.sampled_logprobs else None,
+                tool_calls=[],
+                weight_versions=[run for run in runs if run[1]] or [runs[-1]],
             )
             outputs.append(output)
         return RequestOutput(
             request_id=self.answer_id,
             prompt=self.prompt,
-            prompt_token_ids=tuple(self.prompt_token_ids),
+            prompt_token_ids=[*self.prompt_token_ids],
             prompt_logprobs=None,
-            outputs=tuple(outputs),
+            outputs=outputs,
             num_cached_tokens=max((choice.num_cached_tokens for choice in choices if choice), default=0),
             finished=end is not None,
         )
+
+    def _read(self, choice: int, scored: Sequence[ScoredToken]) -> list[Logprobs] | None:
+        if self.read is None:
+            return None
+        known = self._logprobs[choice]
+        known += self.read(scored[len(known) :])
+        return known[: len(scored)]
 
 
 class Pending:
@@ -189,12 +200,24 @@ class Pending:
         return self._last is not None or self._sent.is_done
 
     def outputs(self) -> list[RequestOutput]:
-        """The results so far, in the order of the prompts. Results that are not `finished` have the tokens up to now,
-        without `logprobs`. Raises the errors of `wait`."""
+        """The results so far, in the order of the prompts. Results that are not `finished` have the tokens up to now.
+        Raises the errors of `wait`."""
         self._sent.check()
         if self._last is not None:
             return self._last
         return self._so_far() if self._sent.is_done else self._thread.run(self._settled())
+
+    async def grown(self, num_tokens: int) -> RequestOutput:
+        """The result of the only prompt, once it has more than `num_tokens` tokens or is finished. Called on the loop's
+        thread. Raises the errors of `wait`."""
+        while not self.is_done:
+            running = self._running(self._asked[0])
+            has_grown = running is not None and sum(choice.num_tokens for choice in running.choices) > num_tokens
+            if has_grown and not self._has_ended(0):
+                return self._so_far()[0]
+            await self._sent.news()
+        self._sent.check()
+        return (self._last or self._so_far())[0]
 
     def wait(self) -> list[RequestOutput]:
         """The results, in the order of the prompts, once all are there. An interrupt leaves the requests as they are.
@@ -237,7 +260,7 @@ class Pending:
         """The results so far, after the answers of all requests that the engine has ended have arrived. The tokens of
         such a request are no longer in its generation."""
         while not self._sent.is_done and any(map(self._has_ended, range(len(self._asked)))):
-            await self._sent.next_answer()
+            await self._sent.news()
         return self._so_far(end)
 
     def _has_ended(self, index: int) -> bool:

@@ -8,11 +8,14 @@ llm.update_weights(nnx.state(model), names="own")    # the next token is of thes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
 
 from batcher.change import Change, OnDone, PauseMode
 from batcher.engine import Engine
@@ -47,6 +50,11 @@ class EngineForTraining:
         self._num_updates = 0
         self._version = client.weight_version
         self._is_paused = False
+        self._loaded: dict[str, np.ndarray] = {}
+        # The path by which trainers of vLLM reach `load_weights`.
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
+        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        self.llm_engine = SimpleNamespace(model_executor=worker)
 
     @property
     def weight_version(self) -> str:
@@ -131,6 +139,27 @@ class EngineForTraining:
             with self._paused(requests):
                 self._change(update)
             self._num_updates, self._version = self._num_updates + 1, name
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Keeps copies of some of the model's arrays, by their Hugging Face names. They replace the engine's weights
+        together, before the next request or at `reset_prefix_cache`."""
+        import jax.numpy as jnp
+
+        for name, array in weights:
+            found = array if isinstance(array, np.ndarray) else jnp.from_dlpack(array)  # of torch, for one
+            self._loaded[name] = np.array(found)
+
+    def take_loaded(self) -> None:
+        """Gives the arrays of `load_weights` to `update_weights`, and raises its errors."""
+        loaded, self._loaded = self._loaded, {}
+        if loaded:
+            self.update_weights(loaded)
+
+    def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            f"collective_rpc({method!r}): no worker runs methods by name. New weights come by update_weights(arrays)"
+        )
 
     def pause(self, mode: Requests = "abort", *, clear_cache: bool = True) -> None:
         """Holds all requests until `resume`. New requests wait.

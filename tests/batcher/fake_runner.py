@@ -19,7 +19,7 @@ from weakref import WeakSet
 import numpy as np
 
 from batcher.grammar import num_mask_words
-from batcher.request import MAX_LOGPROBS, Pooling, Request
+from batcher.request import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, Pooling, Request
 from batcher.slots import SlotLayout
 from batcher.step import (
     MASK_BLOCK,
@@ -517,6 +517,10 @@ class FakeRunner:
         self.history[slot][token] += 1
         out.tokens[row, place] = token
         out.logprobs[row, place] = fake_logprob(prefix, token)
+        out.ranks[row, place] = 1 + token
+        asked = self.state[slot, SlotLayout.at("logprob_token_ids") :][:MAX_LOGPROB_TOKEN_IDS]
+        if wants_logprobs:
+            out.asked_logprobs[row, place] = [fake_logprob(prefix, max(0, int(id))) for id in asked]
         out.sampled_logprobs[row, place] = fake_sampled_logprob(prefix, token) if wants_sampled else 0
         out.top_ids[row, place] = np.arange(MAX_LOGPROBS)
         out.top_logprobs[row, place] = [fake_logprob(prefix, i) for i in range(MAX_LOGPROBS)] if wants_logprobs else 0
@@ -681,6 +685,8 @@ class _Output:
         self.logprobs = np.full((s, d), np.nan, np.float32)
         self.top_ids = np.full((s, d, MAX_LOGPROBS), POISON, np.int32)
         self.top_logprobs = np.full((s, d, MAX_LOGPROBS), np.nan, np.float32)
+        self.ranks = np.full((s, d), POISON, np.int32)
+        self.asked_logprobs = np.full((s, d, MAX_LOGPROB_TOKEN_IDS), np.nan, np.float32)
         self.sampled_logprobs = np.full((s, d), np.nan, np.float32)
         self.target_logprobs = np.full(t, np.nan, np.float32)
         self.target_top_ids = np.full((t, MAX_LOGPROBS), POISON, np.int32)
@@ -697,7 +703,7 @@ class _Output:
         if self.bucket.variant is Variant.GREEDY:
             return StepOutput(**common)
         rows = {"logprobs": self.logprobs, "top_ids": self.top_ids, "top_logprobs": self.top_logprobs}
-        rows["sampled_logprobs"] = self.sampled_logprobs
+        rows |= {"sampled_logprobs": self.sampled_logprobs, "ranks": self.ranks, "asked_logprobs": self.asked_logprobs}
         if self.bucket.variant is Variant.EMBED:
             rows["pooled"] = self.pooled
         if self.bucket.variant.scores:

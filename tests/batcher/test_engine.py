@@ -237,6 +237,7 @@ def test_limits_that_the_runner_does_not_have_are_refused() -> None:
 def test_logprobs_come_with_their_tokens() -> None:
     drive = Drive()
     heard = drive.add(make_request("a", [10, 11], logprobs=2, max_tokens=4))
+    labels = drive.add(make_request("c", [10, 11], logprob_token_ids=(5, 9, 5), max_tokens=4))
     plain = drive.add(make_request("b", [20, 21], max_tokens=4))
     drive.finish()
     sequence = [10, 11]
@@ -244,11 +245,15 @@ def test_logprobs_come_with_their_tokens() -> None:
         (entry,) = output.logprobs
 
         seen = np.array(sequence)
-        assert entry.logprob == fake_logprob(seen, output.token_ids[0])
+        assert (entry.logprob, entry.rank) == (fake_logprob(seen, output.token_ids[0]), 1 + output.token_ids[0])
         assert entry.top_ids == (0, 1)
         assert entry.top_logprobs == (fake_logprob(seen, 0), fake_logprob(seen, 1))
         sequence += output.token_ids
     assert all(output.logprobs == () for output in plain.outputs)
+    for number, (output,) in enumerate(output.logprobs for output in labels.outputs):
+        seen = np.array([10, 11, *labels.tokens[:number]])
+        assert output.top_ids == (5, 9, 5)
+        assert output.top_logprobs == (fake_logprob(seen, 5), fake_logprob(seen, 9), fake_logprob(seen, 5))
     drive.check_outputs()
 
 
@@ -454,7 +459,8 @@ def test_every_sampling_parameter_reaches_the_draw() -> None:
     ]
     fields = {name for change in changes for name in change}
     assert fields | {
-        "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs", "sampled_logprobs", "prompt_logprobs"
+        "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs", "sampled_logprobs", "prompt_logprobs",
+        "logprob_token_ids",
     } == set(SamplingParams.__dataclass_fields__)  # fmt: skip
     drive = Drive()
     drive.add(make_request("base", [10, 11], **base))

@@ -46,4 +46,4 @@ def test_processed_logprobs_are_of_the_distribution_that_was_drawn_from(drafts):
 
 
 def of_tokens(output: CompletionOutput) -> list[float]:
-    return output.logprobs["token_logprobs"]
+    return [found[token].logprob for token, found in zip(output.token_ids, output.logprobs, strict=True)]

@@ -183,7 +183,7 @@ def test_a_step_of_grpo_over_http(server, http, tmp_path):
     demo = load_hf(DEMO_FOLDER, LlamaConfig.from_file(DEMO_FOLDER), dtype=jnp.float32)
     trainer = Trainer(demo, optax.adam(1e-4), clip=0.2, kl_weight=0.04)
     body = {"messages": [{"role": "user", "content": "Which is the largest of 12, 85 and 40?"}], "n": 8, "seed": 3}
-    told = {"logprobs": True, "return_token_ids": True, "return_weight_versions": True}
+    told = {"logprobs": True, "return_token_ids": True, "return_weight_versions": True, "return_logprobs_by_id": True}
     with sender(server) as weights:
         for number in range(3):
             answer = http.post("/v1/chat/completions", json=body | told | {"max_tokens": 16})

@@ -19,7 +19,7 @@ from model.network.llama import Llama
 from scripts.lab import grpo
 from scripts.lab.rollouts import Rollouts, dense_logprobs, rollouts
 from scripts.llm import LLM, SamplingParams
-from scripts.offline.results import CompletionOutput, RequestOutput
+from scripts.offline.results import CompletionOutput, Logprob, RequestOutput
 from tests.demo.one_layer import one_layer
 from tests.model.dense_attention import dense_logits
 from tests.model.driver import TINY
@@ -32,10 +32,10 @@ def output(ids: tuple[int, ...], text: str = "", reason: str = "stop", logprob: 
         token_ids=ids,
         finish_reason=reason,
         stop_reason=None,
-        logprobs={"content": [{"logprob": logprob} for _ in ids]},
+        logprobs=[{id: Logprob(logprob)} for id in ids],
         sampled_logprobs=None,
-        tool_calls=(),
-        weight_versions=(("default", len(ids)),),
+        tool_calls=[],
+        weight_versions=[("default", len(ids))],
     )
 
 

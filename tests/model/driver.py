@@ -152,7 +152,8 @@ def admission(row: Row, width: int) -> np.ndarray:
     for i, (token, value) in enumerate(s.logit_bias):
         state[at("bias_ids") + i], state[at("bias_values") + i] = token, bits(value)[0]
     state[at("has_mask")] = row.mask is not None
-    state[at("wants_logprobs")] = s.logprobs is not None
+    state[at("wants_logprobs")] = s.logprobs is not None or bool(s.logprob_token_ids)
+    state[at("logprob_token_ids") : at("logprob_token_ids") + len(s.logprob_token_ids)] = s.logprob_token_ids
     state[at("wants_sampled_logprobs")] = s.sampled_logprobs
     state[SlotLayout.PAGE_TABLE : SlotLayout.PAGE_TABLE + len(row.pages)] = row.pages
     return np.stack([row.slot * width + np.arange(width, dtype=np.int32), state])

@@ -66,10 +66,10 @@ def stages_of(graph: Any) -> Callable[..., dict[str, jax.Array]]:
         hidden = model.norm(x)
         logits = model.logits(hidden)
         shard = VocabShard(vocab_size=logits.shape[1], ops=model.ops)
-        scores = logprobs(shard, lambda: logits, tokens, tokens >= 0)
+        scores = logprobs(shard, lambda: logits, tokens[:, None], tokens >= 0)
         greatest, _ = most_likely(shard, logits)
         weights = tempered_weights(shard, logits, greatest, 1 + positions.astype(jnp.float32) / 100)
-        found |= {"hidden": hidden, "logits": logits, "logprobs": scores.chosen, "top logprobs": scores.top}
+        found |= {"hidden": hidden, "logits": logits, "logprobs": scores.named, "top logprobs": scores.top}
         return found | {"weights": weights}
 
     return stages

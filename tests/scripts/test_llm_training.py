@@ -119,7 +119,7 @@ def test_the_next_token_is_of_the_weights_that_were_given(llm):
     assert is_greedy(model_of(1), PROMPT, result.token_ids)
     assert not is_greedy(model_of(0), PROMPT, result.token_ids)
     assert llm.weight_version == result.outputs[0].weight_version == "step-1"
-    assert result.outputs[0].weight_versions == (("step-1", NUM_TOKENS),)
+    assert result.outputs[0].weight_versions == [("step-1", NUM_TOKENS)]
 
     model = model_of(2)
     params = {path: jnp.asarray(value) for path, value in flat(model).items()}
@@ -167,7 +167,7 @@ def test_rollouts_end_with_the_old_weights_if_they_are_waited_for(llm, halted):
     pending = halted([PROMPT], until=lambda: not llm.engine.core.scheduler.may_start)
     llm.update_weights(nnx.state(model_of(1)), names="own", requests="wait", version="second")
     (result,) = pending.wait()
-    assert result.outputs[0].weight_versions == (("first", NUM_TOKENS),)
+    assert result.outputs[0].weight_versions == [("first", NUM_TOKENS)]
     assert is_greedy(model_of(0), PROMPT, result.token_ids)
     assert is_greedy(model_of(1), PROMPT, tokens(llm))
 

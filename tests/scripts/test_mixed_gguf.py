@@ -33,5 +33,5 @@ def test_its_log_probabilities_are_those_of_the_files_weights(tmp_path):
     exact = dense_logits(load_hf(source.path, source.config, dtype=jnp.float32), np.array(PROMPT))
     scores = np.asarray(jax.nn.log_softmax(exact, axis=-1))
     expected = [scores[place, token] for place, token in enumerate(PROMPT[1:])]
-    found = [entry[str(token)]["logprob"] for entry, token in zip(answer.prompt_logprobs[1:], PROMPT[1:], strict=True)]
+    found = [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], PROMPT[1:], strict=True)]
     np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(exact).max())

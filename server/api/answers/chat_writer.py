@@ -39,7 +39,7 @@ class ChatWriter(ChoicesWriter):
     def __init__(
         self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: ChatOptions
     ) -> None:
-        super().__init__(generation, head, tokenizer, scores=options.top_logprobs is not None)
+        super().__init__(generation, head, tokenizer, num_top=options.top_logprobs)
         self._options = options
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
@@ -80,7 +80,7 @@ class ChatWriter(ChoicesWriter):
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": content, "refusal": None, **reasoning, **calls},
-            "logprobs": self._scores(choice, choice_delta.scored) if self._scores_shown else None,
+            "logprobs": self._logprobs(choice, choice_delta.scored),
             **self._ending(choice),
             **self._ids_fields(choice_delta),
         }
@@ -92,8 +92,7 @@ class ChatWriter(ChoicesWriter):
         return {"delta": {}}
 
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> dict[str, Any]:
-        num_top = self._options.top_logprobs or 0
-        entries = chat_entries(self._tokenizer, scored, num_top, as_ids=self._head.names_are_ids)
+        entries = chat_entries(self._tokenizer, scored, self._num_top, as_ids=self._head.names_are_ids)
         return {"content": list_of(entries, len(scored)), "refusal": None}
 
     def _whole_fields(self) -> dict[str, Any]:

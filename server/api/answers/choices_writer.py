@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from server.api.answers.logprobs import finite
+from server.api.answers.logprobs import finite, scores_by_id
 from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToken
 from server.http.encoding import (
     DONE,
     ChunkTemplate,
+    LongList,
     NestedList,
     encode_json,
     event,
@@ -29,7 +31,7 @@ class ChoicesWriter(ABC):
     """A `Writer`. Subclasses define the fields of one choice, in the whole answer and in a chunk.
 
     Args:
-        scores: whether chunks carry log-probabilities.
+        num_top: the number of tokens whose log-probabilities are shown with each token; None: none are shown.
         hidden_tokens: tokens of each output that are neither shown nor counted.
     """
 
@@ -42,17 +44,17 @@ class ChoicesWriter(ABC):
         head: AnswerHead,
         tokenizer: ByteLevelTokenizer,
         *,
-        scores: bool,
+        num_top: int | None,
         hidden_tokens: int = 0,
     ) -> None:
         self._generation = generation
         self._head = head
         self._tokenizer = tokenizer
-        self._scores_shown = scores
+        self._scores_shown, self._num_top = num_top is not None, num_top or 0
         self._hidden_tokens = hidden_tokens
         self._templates: dict[int, ChunkTemplate] = {}
         # if only the text of chunks changes, they are encoded from a template
-        self._plain = not (scores or head.usage.in_every_chunk or head.token_ids or head.sampled_logprobs)
+        self._plain = not (self._scores_shown or head.usage.in_every_chunk or head.token_ids or head.sampled_logprobs)
 
     # the fields of a choice
 
@@ -73,7 +75,17 @@ class ChoicesWriter(ABC):
 
     @abstractmethod
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
+        """The log-probabilities of drawn tokens in the route's form."""
+
+    def _logprobs(self, choice: Choice, scored: list[ScoredToken]) -> Fields | list[Any] | LongList | None:
         """The field `logprobs` of drawn tokens."""
+        if not self._scores_shown:
+            return None
+        if not self._head.logprobs_by_id:
+            return self._scores(choice, scored)
+        of_token = partial(scores_by_id, self._tokenizer, num_top=self._num_top, ranked=not self._head.asked_ids)
+        entries = (of_token(token.token_id, token.scores) for token in scored if token.scores is not None)
+        return list_of(entries, len(scored))
 
     def _ending(self, choice: Choice) -> Fields:
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -124,7 +136,7 @@ class ChoicesWriter(ABC):
         chunks = [self._chunk(choice, fields) for fields in self._delta_fields(choice_delta)]
         first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]
         if self._scores_shown:
-            first["logprobs"] = self._scores(choice, choice_delta.scored)
+            first["logprobs"] = self._logprobs(choice, choice_delta.scored)
         first |= self._asked_fields(choice_delta)
         if ends:
             last |= self._ending(choice)

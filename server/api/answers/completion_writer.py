@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -46,7 +47,7 @@ class CompletionWriter(ChoicesWriter):
         self, generation: Generation, head: AnswerHead, tokenizer: ByteLevelTokenizer, options: CompletionOptions
     ) -> None:
         hidden_tokens = 1 if options.discard_output else 0
-        super().__init__(generation, head, tokenizer, scores=options.logprobs is not None, hidden_tokens=hidden_tokens)
+        super().__init__(generation, head, tokenizer, num_top=options.logprobs, hidden_tokens=hidden_tokens)
         self._options = options
 
     def opening(self, choice: Choice) -> Iterable[bytes]:
@@ -68,10 +69,11 @@ class CompletionWriter(ChoicesWriter):
 
     def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> dict[str, Any]:
         options, prompt, shown = self._options, self._prompt(choice), self._shown(choice_delta)
+        scores = partial(self._scores, prompt=True) if options.echo and self._scores_shown else self._logprobs
         return {
             "index": choice.index,
             "text": prompt.text + shown.text if options.echo else shown.text,
-            "logprobs": self._scores(choice, shown.scored, prompt=options.echo) if self._scores_shown else None,
+            "logprobs": scores(choice, shown.scored),
             **self._ending(choice),
             **self._prompt_ids(prompt.ids),
             **self._ids_fields(shown),
@@ -104,8 +106,7 @@ class CompletionWriter(ChoicesWriter):
                 yield ScoredToken(token.token_id, base + token.offset, token.scores)
 
         count = len(scored) + (len(self._prompt(choice).ids) if prompt else 0)
-        num_top = self._options.logprobs or 0
-        return completion_logprobs(self._tokenizer, tokens, count, num_top, as_ids=self._head.names_are_ids)
+        return completion_logprobs(self._tokenizer, tokens, count, self._num_top, as_ids=self._head.names_are_ids)
 
     def _prompt_tokens(self, choice: Choice) -> Iterator[ScoredToken]:
         prompt, stream = self._prompt(choice), TextStream(self._tokenizer, skip_special_tokens=False)

@@ -78,16 +78,30 @@ def prompt_logprobs(
     def entries(num_top: int) -> Iterator[dict[str, Any] | None]:
         yield None
         for token_id, score in zip(islice(prompt, 1, None), scores or (), strict=True):
-            ranked: dict[int, tuple[float, int | None]] = {}
-            for rank, (id, logprob) in enumerate(score.top(num_top), start=1):
-                ranked[id] = (logprob, rank)
-            ranked.setdefault(token_id, (score.logprob, score.rank))
-            yield {
-                str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
-                for id, (logprob, rank) in ranked.items()
-            }
+            yield scores_by_id(tokenizer, token_id, score, num_top)
 
     return {"prompt_logprobs": None if num_top is None else list_of(entries(num_top), len(prompt))}
+
+
+def scores_by_id(
+    tokenizer: ByteLevelTokenizer, token_id: int, score: wire.Logprobs, num_top: int, *, ranked: bool = True
+) -> dict[str, Any]:
+    """Token id -> its score, of the token itself and of the others, as in vLLM. `ranked` is that of `by_id`."""
+    return {
+        str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, id)}
+        for id, logprob, rank in by_id(token_id, score, num_top, ranked=ranked)
+    }
+
+
+def by_id(
+    token_id: int, score: wire.Logprobs, num_top: int, *, ranked: bool
+) -> Iterator[tuple[int, float, int | None]]:
+    """Yields (token id, log-probability, rank), each token once: the token itself, and then the others. These are the
+    most likely ones if they are `ranked`. Those of `logprob_token_ids` have no known rank."""
+    yield token_id, score.logprob, score.rank
+    for place, (id, logprob) in enumerate(score.top(num_top), start=1):
+        if id != token_id:
+            yield id, logprob, place if ranked else None
 
 
 def token_text(tokenizer: ByteLevelTokenizer, token_id: int) -> str:

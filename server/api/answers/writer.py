@@ -34,6 +34,8 @@ class AnswerHead:
     token_ids: bool = False  # whether the ids of the prompt and of the output are shown
     sampled_logprobs: bool = False  # whether the log-probabilities of the output's tokens are shown
     names_are_ids: bool = False  # whether log-probabilities name tokens as `token_id:97`
+    asked_ids: bool = False  # whether log-probabilities are those of `logprob_token_ids`
+    logprobs_by_id: bool = False  # whether log-probabilities have the form of `prompt_logprobs`
     weight_versions: bool = False  # whether the versions of the weights of each choice's tokens are shown
 
 

@@ -16,7 +16,7 @@ from server.api.request.conversation import Conversation, content_text, encode_c
 from server.api.request.generation_plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
 from server.api.request.grammars import Constraint, after_reasoning, asked_constraint, make_grammar, with_calls
 from server.api.request.limits import Truncation, check_min_tokens, limit_scores, output_limit
-from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
+from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs, num_logprobs
 from server.api.request.schemas import ChatRequest
 from server.api.request.tools import ToolChoice, Tools, usable_tools
 from server.api.state import ServerState
@@ -105,7 +105,7 @@ async def check_chat(
     generation = await check_generation(state, body, id_prefix=id_prefix, timeout_header=timeout_header)
     generation.logprobs = _top_logprobs(body)
     generation.prompt_logprobs = body.prompt_logprobs
-    if body.prompt_logprobs is None and body.echo and not body.stream:
+    if body.prompt_logprobs is None and body.echo and not (body.stream or body.logprob_token_ids):
         generation.prompt_logprobs = generation.logprobs  # as in vLLM
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -195,10 +195,9 @@ def _echo(body: ChatRequest) -> str:
 
 
 def _top_logprobs(body: ChatRequest) -> int | None:
-    if body.top_logprobs is not None:
-        if not body.logprobs:
-            raise invalid("top_logprobs", "is only allowed when `logprobs` is true")
-        check_top_logprobs("top_logprobs", body.top_logprobs)
+    asked = num_logprobs("top_logprobs", body.top_logprobs, body.logprob_token_ids)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "is only allowed when `logprobs` is true")
     if body.prompt_logprobs is not None:
         check_top_logprobs("prompt_logprobs", body.prompt_logprobs)
-    return (body.top_logprobs or 0) if body.logprobs else None
+    return (asked or 0) if body.logprobs or body.logprob_token_ids else None

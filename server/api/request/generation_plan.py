@@ -55,7 +55,7 @@ class GenerationPlan:
     # of the prompt
     prompts: Sequence[list[int]] = ()
     limits: Sequence[int] = ()  # the prompts' output limits
-    logprobs: int | None = None
+    logprobs: int | None = None  # tokens whose log-probabilities are reported with each token
     prompt_logprobs: int | None = None
     # of the output's form
     grammar: Grammar | None = None  # one of `state.grammars`; it applies to every sequence
@@ -84,6 +84,8 @@ async def check_generation(
         token_ids=bool(body.return_token_ids),
         sampled_logprobs=bool(body.sampled_logprobs),
         names_are_ids=bool(body.return_tokens_as_token_ids),
+        asked_ids=bool(body.logprob_token_ids),
+        logprobs_by_id=bool(body.return_logprobs_by_id),
         weight_versions=bool(body.return_weight_versions),
     )
     return GenerationPlan(
@@ -147,7 +149,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     sampling.params(
                         i,
                         max_tokens=max_tokens,
-                        logprobs=plan.logprobs,
+                        logprobs=None if head.asked_ids else plan.logprobs,
                         prompt_logprobs=plan.prompt_logprobs if i == 0 or plan.stream else None,
                         grammar=wire.SAME_GRAMMAR if text is not None and text == earlier else text,
                     ),

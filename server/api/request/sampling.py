@@ -57,6 +57,8 @@ def checked_sampling(body: SamplingFields, defaults: GenerationDefaults, *, voca
         raise RequestError(400, f"best_of: {NO_BEST_OF}.", param="best_of", code="unsupported_parameter")
     _check_seed(body.seed)
     check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size)
+    check_ids("logprob_token_ids", body.logprob_token_ids or (), vocab_size)
+    values["logprob_token_ids"] = tuple(dict.fromkeys(body.logprob_token_ids or ()))
     values["logit_bias"] = parse_logit_bias(body.logit_bias, vocab_size)
     values["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
     values["allowed_token_ids"] = _allowed_ids(body.allowed_token_ids, vocab_size)
@@ -99,6 +101,18 @@ def check_top_logprobs(param: str, value: int) -> None:
         raise invalid(param, message)
     if not 0 <= value <= MAX_LOGPROBS:
         raise invalid(param, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
+
+
+def num_logprobs(param: str, asked: int | None, ids: Sequence[int] | None) -> int | None:
+    """The number of tokens whose log-probabilities are reported with each token; None: none are. Raises RequestError
+    400. `param` is the name of the field with `asked`, and `ids` are `logprob_token_ids`."""
+    if ids:
+        if asked not in (None, len(ids)):
+            raise invalid(param, f"must be {len(ids)}, the number of `logprob_token_ids`, or left out, got {asked}")
+        return len(set(ids))
+    if asked is not None:
+        check_top_logprobs(param, asked)
+    return asked
 
 
 def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from batcher.request import MAX_LOGPROB_TOKEN_IDS
+
 MAX_TOKEN_IDS = 1_000_000  # of a prompt, or of all prompts of a request
 MAX_ITEMS = 2**16  # of a list of messages, or of other objects
 
@@ -18,6 +20,7 @@ MAX_ITEMS = 2**16  # of a list of messages, or of other objects
 TOKENS = msgspec.Meta(max_length=MAX_TOKEN_IDS)
 ITEMS = msgspec.Meta(max_length=MAX_ITEMS)
 WORDS = msgspec.Meta(max_length=256)  # words or token ids to look for in the output
+ASKED = msgspec.Meta(max_length=MAX_LOGPROB_TOKEN_IDS)
 STOPS = msgspec.Meta(max_length=32)
 
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)]
@@ -137,7 +140,9 @@ class SamplingFields(CommonFields, kw_only=True):
     max_tokens: int | None = None
     # beyond OpenAI's
     prompt_logprobs: int | None = None
+    logprob_token_ids: Annotated[list[int], ASKED] | None = None
     sampled_logprobs: bool | None = None
+    return_logprobs_by_id: bool | None = None
     request_id: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -233,6 +238,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
     prompt: Prompts | None = None
     echo: bool | None = False
     logprobs: int | None = None
+    # beyond OpenAI's
+    detokenize: bool | None = None  # False: the answer has no text
+    fills_context: bool | None = None  # whether the output may fill the context if there is no `max_tokens`
 
 
 class EmbedFields(Declared, kw_only=True):
@@ -256,6 +264,7 @@ class EmbeddingRequest(EmbedFields, kw_only=True):
     input: Prompts | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    return_token_ids: bool | None = None  # those of each input
 
 
 class ScoreRequest(EmbedFields, kw_only=True):

@@ -28,11 +28,12 @@ from server.api.request.limits import (
     output_limit,
 )
 from server.api.request.prompts import read_prompts
-from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs
+from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs, num_logprobs
 from server.api.request.schemas import CompletionRequest
 from server.api.route import EVENTS, JSON
 from server.api.routes.endpoints import Routes, route
 from server.engine.generation import Generation
+from server.http.request_error import invalid
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -49,7 +50,7 @@ class Completions(Routes):
             prompts=prompts,
             echo=bool(body.echo),
             discard_output=body.max_tokens == 0,
-            logprobs=body.logprobs,
+            logprobs=num_logprobs("logprobs", body.logprobs, body.logprob_token_ids),
             num_prompt_logprobs=body.prompt_logprobs,
         )
         writer = CompletionWriter(generation, head, state.tokenizer, options)
@@ -61,22 +62,19 @@ class Completions(Routes):
         request: Request,
         *,
         id_prefix: str,
-        fills_context: bool = False,
-        shows_text: bool = True,
     ) -> tuple[Generation, AnswerHead, list[Prompt]]:
-        """Makes the checks, encodes the prompts and submits them. Raises RequestError.
-
-        With `fills_context` a body without `max_tokens` generates up to the end of the context.
-        Without `shows_text` tokens are decoded only if there are stop strings.
-        """
+        """Makes the checks, encodes the prompts and submits them. Raises RequestError."""
         state = self._state
         header = request.headers.get(TIMEOUT_HEADER)
         plan = await check_generation(state, body, id_prefix=id_prefix, timeout_header=header)
         head = plan.head
-        for param, value in (("logprobs", body.logprobs), ("prompt_logprobs", body.prompt_logprobs)):
-            if value is not None:
-                check_top_logprobs(param, value)
+        plan.logprobs = num_logprobs("logprobs", body.logprobs, body.logprob_token_ids)
+        if body.prompt_logprobs is not None:
+            check_top_logprobs("prompt_logprobs", body.prompt_logprobs)
         echo = bool(body.echo)
+        if echo and plan.logprobs is not None and (head.asked_ids or head.logprobs_by_id):
+            param = "logprob_token_ids" if head.asked_ids else "return_logprobs_by_id"
+            raise invalid(param, "is for tokens of the output: leave out `echo`, and ask for `prompt_logprobs`")
         check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
 
         constraint = asked_constraint(body)
@@ -93,30 +91,30 @@ class Completions(Routes):
         affixes = body.add_special_tokens is not False
         prompts = await read_prompts(state, "prompt", given, kept, affixes=affixes, decodes=echo)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
-        limits = [self._limit(body, len(prompt.ids), fills_context=fills_context) for prompt in prompts]
+        limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
         wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
         num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         limits = limit_scores(
             limits,
             n=head.n,
-            logprobs=body.logprobs,
+            logprobs=plan.logprobs,
             sampled_logprobs=head.sampled_logprobs,
             num_prompt_scores=head.n * sum(value + 1 for value in wants_scores) * num_prompt_tokens,
-            fixed=not fills_context or body.max_tokens is not None,
+            fixed=not body.fills_context or body.max_tokens is not None,
             most=state.settings.max_request_logprobs,
         )
         for limit in limits:
             check_min_tokens(body.min_tokens, limit)
-        plan.shows_text = shows_text
+        plan.shows_text = body.detokenize is not False  # otherwise tokens are decoded only if there are stop strings
         plan.prompts, plan.limits = [prompt.ids for prompt in prompts], limits
-        plan.logprobs, plan.prompt_logprobs = body.logprobs, max(wants_scores, default=None)
+        plan.prompt_logprobs = max(wants_scores, default=None)
         return await submit(state, plan), head, prompts
 
-    def _limit(self, body: CompletionRequest, num_prompt: int, *, fills_context: bool = False) -> int:
+    def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
         asked = body.max_tokens
         most = self._state.settings.generation_defaults.max_new_tokens
         limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens", most=most)
-        return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not fills_context else limit
+        return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not body.fills_context else limit
 
     def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:
         if isinstance(prompt, list):

@@ -46,7 +46,7 @@ class Started(NamedTuple):
     embeddings: Embeddings
     id: str
     model: str
-    num_tokens: int
+    prompts: list[list[int]]
 
 
 class EmbeddingRoutes(Routes):
@@ -70,10 +70,11 @@ class EmbeddingRoutes(Routes):
         def data(vectors: Sequence[bytes]) -> NestedList:
             return NestedList(
                 {"object": kind, "index": index, field: _encoded(vector, as_base64=as_base64)}
+                | ({"prompt_token_ids": started.prompts[index]} if body.return_token_ids else {})
                 for index, vector in enumerate(vectors)
             )
 
-        return self._answer(started, lambda vectors: {"object": "list", "data": data(vectors)})
+        return self._answer(started, lambda vectors: {"id": started.id, "object": "list", "data": data(vectors)})
 
     @route("POST /score", ScoreRequest, generates=True)
     @route("POST /v1/score", ScoreRequest, generates=True)
@@ -130,7 +131,8 @@ class EmbeddingRoutes(Routes):
             async with while_connected(receive, embeddings):
                 vectors = await embeddings.wait()
                 made = await in_thread(sum(map(len, vectors)) // 4, fields, vectors)
-                usage: Fields = {"prompt_tokens": started.num_tokens, "total_tokens": started.num_tokens}
+                num_tokens = sum(map(len, started.prompts))
+                usage: Fields = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
                 if state.settings.show_cached_tokens:
                     usage["prompt_tokens_details"] = {"cached_tokens": embeddings.num_cached_tokens}
                 await JsonAnswer({**made, "model": started.model, "usage": usage})(scope, receive, send)
@@ -146,7 +148,6 @@ class EmbeddingRoutes(Routes):
             if value is False:
                 raise invalid(param, "vectors always have the length 1")
         prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
-        num_tokens = sum(map(len, prompts))
         packed = wire.packed_prompts(prompts)
         left_s, queue_s = times_left(state, deadline)
         embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
@@ -154,7 +155,7 @@ class EmbeddingRoutes(Routes):
         embeddings.submit(self._requests(id, body, packed, queue_s, model.adapter), timeout_s=left_s)
         state.generations[id] = embeddings
         begun(embeddings, answer_id=id, model=model.name, num_prompt_tokens=num_tokens)
-        return Started(embeddings, id, model.name, num_tokens)
+        return Started(embeddings, id, model.name, prompts)
 
     async def _prompts(self, body: EmbedFields, param: str, inputs: Given) -> list[list[int]]:
         state, most = self._state, self._state.settings.max_embedding_inputs

@@ -16,10 +16,18 @@ from starlette.responses import Response
 
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.choices_writer import ChoicesWriter, Fields
-from server.api.answers.logprobs import finite, prompt_logprobs
+from server.api.answers.logprobs import by_id, finite, prompt_logprobs
 from server.api.answers.writer import AnswerHead
-from server.api.request.sampling import check_ids
-from server.api.request.schemas import TOKENS, CompletionRequest, Generates, Priority, SamplingParameters, StreamOptions
+from server.api.request.sampling import check_ids, num_logprobs
+from server.api.request.schemas import (
+    ASKED,
+    TOKENS,
+    CompletionRequest,
+    Generates,
+    Priority,
+    SamplingParameters,
+    StreamOptions,
+)
 from server.api.route import EVENTS, JSON
 from server.api.routes.completions import Completions
 from server.api.routes.endpoints import route
@@ -40,6 +48,7 @@ class GenerateParams(SamplingParameters, kw_only=True):
     max_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Annotated[list[int], ASKED] | None = None
     sampled_logprobs: bool | None = None  # beyond vLLM's
 
 
@@ -57,6 +66,7 @@ class GenerateRequest(Generates, kw_only=True):
     timeout_s: float | None = None
     return_token_ids: bool | None = None  # those of the prompt
     return_weight_versions: bool | None = None  # without effect: each choice has them
+    return_logprobs_by_id: bool | None = None
 
 
 class Generate:
@@ -77,12 +87,10 @@ class Generate:
         asked = CompletionRequest(
             prompt=list[str | int | list[int]](ids),
             **{name: getattr(body, name) for name in names}
-            | {"return_token_ids": True, "return_weight_versions": True},
+            | {"return_token_ids": True, "return_weight_versions": True, "detokenize": False, "fills_context": True},
             **{name: _value(params, name) for name in GenerateParams.__struct_fields__},
         )
-        generation, head, (prompt,) = await self._completions.start(
-            asked, request, id_prefix="generate-tokens", fills_context=True, shows_text=False
-        )
+        generation, head, (prompt,) = await self._completions.start(asked, request, id_prefix="generate-tokens")
         writer = GenerateWriter(
             generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
         )
@@ -109,7 +117,9 @@ class GenerateWriter(ChoicesWriter):
         *,
         shows_prompt: bool,
     ) -> None:
-        super().__init__(generation, head, tokenizer, scores=params.logprobs is not None)
+        super().__init__(
+            generation, head, tokenizer, num_top=num_logprobs("logprobs", params.logprobs, params.logprob_token_ids)
+        )
         self._prompt = prompt
         self._params = params
         self._shows_prompt = shows_prompt
@@ -121,7 +131,7 @@ class GenerateWriter(ChoicesWriter):
         return chunk
 
     def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> Fields:
-        logprobs = self._scores(choice, choice_delta.scored) if self._scores_shown else None
+        logprobs = self._logprobs(choice, choice_delta.scored)
         return {"index": choice.index, "logprobs": logprobs, **self._ending(choice), **self._ids_fields(choice_delta)}
 
     def _text_fields(self, text: str) -> Fields:
@@ -137,12 +147,10 @@ class GenerateWriter(ChoicesWriter):
         def entry(id: int, logprob: float, rank: int | None) -> Fields:
             return {"token": f"token_id:{id}", "token_id": id, "logprob": finite(logprob), "rank": rank}
 
+        ranked = not self._head.asked_ids
         for token in scored:
             assert token.scores is not None
-            top = token.scores.top(self._params.logprobs or 0)
-            ranks = {id: rank for rank, (id, _) in enumerate(top, 1)}
-            own = entry(token.token_id, token.scores.logprob, ranks.get(token.token_id))
-            others = [entry(id, logprob, ranks[id]) for id, logprob in top if id != token.token_id]
+            own, *others = [entry(*each) for each in by_id(token.token_id, token.scores, self._num_top, ranked=ranked)]
             yield own | {"bytes": None, "top_logprobs": [own, *others]}
 
     def _whole_fields(self) -> Fields:

@@ -206,13 +206,15 @@ def test_min_tokens_and_bias_reach_the_device(runner):
 
 
 def test_logprobs_of_the_drawn_tokens(runner):
-    row = Row(0, [4, 5, 6], [6, 7], greedy(logprobs=5))
+    row = Row(0, [4, 5, 6], [6, 7], greedy(logprob_token_ids=(9, 3)))
     outputs = [run(runner, MIXED[1], [(row, 3)], admit=[row])]
     outputs += [run(runner, DECODE[1], [(row, 1)]) for _ in range(3)]
     exact = np.asarray(jax.nn.log_softmax(dense_logits(row.tokens), axis=-1))
     for i, output in enumerate(outputs):
         at = exact[len(row.prompt) - 1 + i]
         np.testing.assert_allclose(output.logprobs[0, 0], at[row.output[i]], atol=1e-4)
+        np.testing.assert_allclose(output.asked_logprobs[0, 0, :2], at[[9, 3]], atol=1e-4)
+        assert output.ranks[0, 0] == 1
         np.testing.assert_array_equal(output.top_ids[0, 0], np.argsort(-at)[:MAX_LOGPROBS])
         np.testing.assert_allclose(output.top_logprobs[0, 0], np.sort(at)[::-1][:MAX_LOGPROBS], atol=1e-4)
         assert output.target_logprobs is None

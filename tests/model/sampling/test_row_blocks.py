@@ -78,6 +78,7 @@ def mixed_state(num_rows: int) -> np.ndarray:
     fill("num_stop_ids", np.full(num_rows, 2), np.int32)
     fill("stop_ids", np.tile([3, 9], (num_rows, 1)), np.int32)
     fill("wants_logprobs", number % 2, np.int32)
+    fill("logprob_token_ids", np.tile([7, 1, 4], (num_rows, 1)), np.int32)
     fill("wants_sampled_logprobs", number % 3 == 0, np.int32)
     fill("has_mask", number % 4 == 1, np.int32)
     return state

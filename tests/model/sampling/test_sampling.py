@@ -17,6 +17,7 @@ from batcher.grammar import num_mask_words
 from batcher.request import (
     MAX_DEVICE_STOP_IDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     LogprobsMode,
     Request,
@@ -53,6 +54,7 @@ def make_rows(n: int, **columns) -> sampling.SamplingRows:
     }
     wide = {
         "seed": (np.uint32, 2),
+        "logprob_token_ids": (i32, MAX_LOGPROB_TOKEN_IDS),
         "stop_ids": (i32, MAX_DEVICE_STOP_IDS),
         "bias_ids": (i32, MAX_LOGIT_BIAS),
         "bias_values": (f32, MAX_LOGIT_BIAS),
@@ -76,7 +78,7 @@ def jitted(name: str):
             whole(logits), logits, rows, positions, asking, lambda: history, lambda: masks
         ),
         "kept": _kept,
-        "logprobs": lambda logits, tokens, asking: logprobs(whole(logits), lambda: logits, tokens, asking),
+        "logprobs": lambda logits, tokens, asking: logprobs(whole(logits), lambda: logits, tokens[:, None], asking),
     }
     return jax.jit(functions[name])
 
@@ -403,7 +405,7 @@ def test_logprobs_are_of_the_raw_distribution():
     tokens = np.array([5, 250, 7], np.int32)
     found = jitted("logprobs")(logits, tokens, np.array([True, False, False]))
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(found.chosen, exact[np.arange(3), tokens], atol=1e-5)
+    np.testing.assert_allclose(found.named[:, 0], exact[np.arange(3), tokens], atol=1e-5)
     order = np.argsort(-exact, axis=1)[:, :MAX_LOGPROBS]
     np.testing.assert_array_equal(found.top_ids, order)
     np.testing.assert_allclose(found.top, np.take_along_axis(exact, order, axis=1), atol=1e-5)
@@ -430,7 +432,8 @@ ALL_FORMS = [(mode, *form) for mode in LogprobsMode for form in ((1, True), (2, 
     [pytest.param(*form, marks=() if form in BY_DEFAULT else pytest.mark.slow) for form in ALL_FORMS],
 )
 def test_logprobs_of_a_large_vocabulary_of_which_few_tokens_are_kept(mode, num_shards, in_c):
-    """Each row has a restriction of its own. The tokens that are likely are of one chunk, and of one shard."""
+    """Each row has a restriction of its own. The tokens that are likely are of one chunk, and of one shard. They ask
+    for other tokens of all shards, too."""
     if in_c:
         compiler()
     n = len(RESTRICTED)
@@ -448,13 +451,15 @@ def test_logprobs_of_a_large_vocabulary_of_which_few_tokens_are_kept(mode, num_s
         bits = np.zeros(masks.shape[1] * 32, np.uint8)
         bits[tokens] = 1
         masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+    asked = np.array([[0, 70_003, 70_039, 128_000, 128_255, *rng.integers(0, LARGE_VOCAB, 123)]] * n, np.int32)
     best = np.array([max(allowed.get(row, range(LARGE_VOCAB)), key=logits.__getitem__) for row in range(n)], np.int32)
 
     def found(shard, logits, masks, rows):
         positions, asking = jnp.zeros(n, jnp.int32), jnp.ones(n, bool)
         given = (lambda: jnp.zeros(logits.shape, jnp.int32), lambda: masks)
         scored = partial(sampling.processed, shard, logits, rows, positions, asking, *given)
-        return logprobs(shard, scored if mode.is_processed else lambda: logits, best, asking, mode)
+        tokens = np.concatenate([best[:, None], asked], axis=1)
+        return logprobs(shard, scored if mode.is_processed else lambda: logits, tokens, asking, mode)
 
     split = VocabSplit(
         LARGE_VOCAB, make_mesh(num_shards) if num_shards > 1 else None, ops=RowOpsInC() if in_c else BY_XLA
@@ -472,7 +477,9 @@ def test_logprobs_of_a_large_vocabulary_of_which_few_tokens_are_kept(mode, num_s
             kept = {name: value for name, value in restriction.items() if name != "has_mask"}
             scores[row, expected_distribution(adjusted, temperature=0.8, **kept) == 0] = -np.inf
     exact = scores if mode.are_logits else scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
-    np.testing.assert_allclose(result.chosen, exact[np.arange(n), best], atol=2e-5)
+    own = np.concatenate([best[:, None], asked], axis=1)
+    np.testing.assert_allclose(result.named, np.take_along_axis(exact, own, axis=1), atol=2e-5)
+    np.testing.assert_array_equal(result.ranks, 1 + (exact > exact[np.arange(n), best, None]).sum(axis=1))
     np.testing.assert_allclose(result.top, -np.sort(-exact, axis=1)[:, :MAX_LOGPROBS], atol=2e-5)
 
 
@@ -559,7 +566,7 @@ def test_tokens_are_the_same_whoever_asks_for_their_logprobs():
 
 def test_no_logprobs_are_computed_where_none_are_asked_for():
     found = jitted("logprobs")(np.zeros((3, VOCAB), np.float32), np.zeros(3, np.int32), np.zeros(3, bool))
-    assert not np.asarray(found.chosen).any()
+    assert not np.asarray(found.named).any()
 
 
 def test_a_vocabulary_smaller_than_the_top_is_padded():
@@ -582,7 +589,7 @@ def test_what_the_packer_writes_is_what_the_device_reads():
         frequency_penalty=-1.5,
         repetition_penalty=1.25,
         logit_bias=((5, -2.0), (7, 3.5)),
-        logprobs=0,
+        logprob_token_ids=(3, 9),
         sampled_logprobs=True,
     )
     request = Request(request_id="a", prompt=(1, 2, 3, 4), sampling=asked)
@@ -599,6 +606,7 @@ def test_what_the_packer_writes_is_what_the_device_reads():
         1, temperature=0.7, top_k=11, top_p=0.6, min_p=0.25, presence_penalty=0.5, frequency_penalty=-1.5,
         repetition_penalty=1.25, seed=[0xFFFFFFFE, 5], min_kv_len=7, num_stop_ids=2, stop_ids=stop_ids, num_bias=2,
         bias_ids=bias_ids, bias_values=bias_values, wants_logprobs=True, wants_sampled_logprobs=True,
+        logprob_token_ids=[3, 9] + [0] * 126,
     )  # fmt: skip
     for field in dataclasses.fields(rows):
         np.testing.assert_array_equal(getattr(rows, field.name), getattr(expected, field.name), field.name)

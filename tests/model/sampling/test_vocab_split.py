@@ -12,7 +12,7 @@ import pytest
 from batcher.grammar import num_mask_words
 from model.network.sharding import make_mesh
 from model.sampling import sampling
-from model.sampling.logprobs import find_ranked, logprobs, merge_ranked
+from model.sampling.logprobs import logprobs
 from model.sampling.vocab_split import BY_VOCAB, REPLICATED, VocabSplit
 from tests.model.sampling.test_sampling import make_rows, mixed_rows
 
@@ -36,7 +36,7 @@ def program(vocab: int, num_shards: int):
     def draw(shard, logits, history, masks, rows, positions):
         asking = jnp.ones(logits.shape[0], bool)
         tokens, scores = sampling.sample(shard, logits, rows, positions, asking, lambda: history, lambda: masks)
-        return tokens, scores, logprobs(shard, lambda: logits, tokens, asking)
+        return tokens, scores, logprobs(shard, lambda: logits, tokens[:, None], asking)
 
     split = VocabSplit(vocab, make_mesh(num_shards) if num_shards > 1 else None)
     specs = {"in_specs": (BY_VOCAB, BY_VOCAB, REPLICATED, REPLICATED, REPLICATED), "out_specs": REPLICATED}
@@ -95,7 +95,7 @@ def test_any_number_of_chips_draws_the_same_tokens(vocab, num_shards, kind):
     np.testing.assert_allclose(scores, expected_scores, atol=1e-6)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     np.testing.assert_allclose(found.top, expected.top, atol=1e-5)
-    np.testing.assert_allclose(found.chosen, expected.chosen, atol=1e-5)
+    np.testing.assert_allclose(found.named, expected.named, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
@@ -107,12 +107,12 @@ def test_ranks_count_the_more_likely_tokens_of_all_chips(kind, num_shards):
     split = VocabSplit(1000, make_mesh(num_shards) if num_shards > 1 else None)
 
     def ranked(shard, logits, tokens):
-        return merge_ranked(shard, find_ranked(shard, logits, tokens))
+        return logprobs(shard, lambda: logits, tokens[:, None], jnp.ones(ROWS, bool))
 
     run = jax.jit(partial(split.run, ranked, in_specs=(BY_VOCAB, REPLICATED), out_specs=REPLICATED))
-    found, ranks = run(logits, tokens)
+    found = run(logits, tokens)
     own = logits[np.arange(ROWS), tokens]
-    np.testing.assert_array_equal(ranks, 1 + (logits > own[:, None]).sum(axis=1))
-    assert ranks[:3].tolist() == [1, 1, 1]
+    np.testing.assert_array_equal(found.ranks, 1 + (logits > own[:, None]).sum(axis=1))
+    assert found.ranks[:3].tolist() == [1, 1, 1]
     exact = own - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
-    np.testing.assert_allclose(found.chosen, exact, atol=1e-5)
+    np.testing.assert_allclose(found.named[:, 0], exact, atol=1e-5)

@@ -49,7 +49,7 @@ OF_ONE_ROUTE = {"include", "truncation"}
 FOREIGN = {
     "vLLM": "best_of use_beam_search length_penalty logits_processors prompt_embeds suffix vllm_xargs",
     "SGLang": """stop_regex lora_path lora_id custom_logit_processor custom_params return_hidden_states session_params
-        return_routed_experts bootstrap_host logprob_start_len top_logprobs_num token_ids_logprob return_logprob
+        return_routed_experts bootstrap_host logprob_start_len top_logprobs_num return_logprob
         input_ids input_embeds image_data""",
     "TGI": """adapter_id inputs parameters details decoder_input_details top_n_tokens watermark guideline typical_p
         return_full_text""",

@@ -180,13 +180,15 @@ class EchoEngine:
                 break
         self._num_tokens += len(ids)
         first = running.num_tokens == len(ids)
-        scored = sampling.logprobs is not None
+        scored = sampling.logprobs is not None or sampling.logprob_token_ids
         sampled = sampling.sampled_logprobs
         output = RequestOutput(
             request_id=request.request_id,
             number=running.number,
             token_ids=tuple(ids),
-            logprobs=tuple(_scores(id, sampling.logprobs) for id in ids) if scored else (),
+            logprobs=tuple(_scores(id, sampling.logprobs or 0, sampling.logprob_token_ids) for id in ids)
+            if scored
+            else (),
             sampled_logprobs=tuple(map(sampled_logprob, ids)) if sampled else (),
             prompt_logprobs=(
                 tuple(_scores(id, sampling.prompt_logprobs) for id in request.prompt[1:])
@@ -291,11 +293,16 @@ class EchoWeights:
             raise ValueError(f"no model {self._change.model}")
 
 
-def _scores(token_id: int, num_top: int) -> TokenLogprobs:
-    """The token itself first, with -0.5, then its neighbours; the last of twenty is impossible."""
+def _scores(token_id: int, num_top: int, asked: tuple[int, ...] = ()) -> TokenLogprobs:
+    """The token itself first, with -0.5, then its neighbours; the last of twenty is impossible. Or those that are asked
+    for, each with minus its own number."""
+    if asked:
+        return TokenLogprobs(
+            logprob=-0.5, top_ids=asked, top_logprobs=tuple(map(float.__neg__, map(float, asked))), rank=1
+        )
     ids = [(token_id + i) % VOCAB_SIZE for i in range(num_top)]
     values = [-0.5 - i if i < 19 else float("-inf") for i in range(num_top)]
-    return TokenLogprobs(logprob=-0.5, top_ids=tuple(ids), top_logprobs=tuple(values))
+    return TokenLogprobs(logprob=-0.5, top_ids=tuple(ids), top_logprobs=tuple(values), rank=1)
 
 
 def sampled_logprob(token_id: int) -> float:
