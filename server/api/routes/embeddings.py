@@ -154,7 +154,7 @@ class EmbeddingRoutes(Routes):
         id = f"embd-{uuid.uuid4().hex}"
         embeddings.submit(self._requests(id, body, packed, queue_s, model.adapter), timeout_s=left_s)
         state.generations[id] = embeddings
-        begun(embeddings, answer_id=id, model=model.name, num_prompt_tokens=num_tokens)
+        begun(embeddings, answer_id=id, model=model.name, num_prompt_tokens=sum(map(len, prompts)))
         return Started(embeddings, id, model.name, prompts)
 
     async def _prompts(self, body: EmbedFields, param: str, inputs: Given) -> list[list[int]]:
