@@ -63,7 +63,7 @@ from scripts.offline.arguments import (
 )
 from scripts.offline.async_llm import AsyncLLM, EngineArgs
 from scripts.offline.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from scripts.offline.in_process import InProcessEngine, LoopThread
+from scripts.offline.in_process import LoopThread
 from scripts.offline.pending import EnqueuedPrompt, OnAnswer, Pending, RefusedError, RequestsInFlight
 from scripts.offline.results import (
     CompletionOutput,
@@ -135,12 +135,9 @@ class LLM(EngineForTraining):
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
-            engine, built, self._adapters = build(
-                self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder
-            )
+            engine, built, adapters = build(self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder)
         self._thread = LoopThread()
-        client = InProcessEngine(engine, built.info, self._thread.loop, self._adapters)
-        super().__init__(engine, built, client)
+        super().__init__(engine, built, adapters, self._thread)
         # Twice the rows: the next request is waiting when one finishes.
         self.max_in_flight = 2 * engine.ladder.config.max_num_seqs
         self._beginning = threading.Lock()
@@ -154,7 +151,7 @@ class LLM(EngineForTraining):
         )
         self._state = create_state(server, self._client, tokens)
         self._app = create_app(self._state)
-        self.engine.start()
+        self._thread.run(self._client.start())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -299,11 +296,11 @@ class LLM(EngineForTraining):
 
     def close(self) -> None:
         """Ends pending requests, the engine and its threads. May be called again."""
-        for pending in self._pending:
-            pending.end()
+        if self._thread.is_closed:
+            return
+        self._end_pending()
         self.engine.shutdown()
-        if self._adapters is not None:
-            self._adapters.close()
+        self._thread.run(self._client.close())
         self._thread.close()
 
     def __enter__(self) -> Self:
@@ -430,10 +427,6 @@ class LLM(EngineForTraining):
     def _check_awake(self) -> None:
         if self.is_sleeping:
             raise RuntimeError("this LLM sleeps: wake_up() first, or enqueue() what is to wait")
-
-    def _check_open(self) -> None:
-        if self._thread.is_closed:
-            raise RuntimeError("this LLM is closed: make another")
 
 
 _TOLD = {"return_token_ids": True, "return_weight_versions": True, "return_logprobs_by_id": True}

@@ -15,7 +15,6 @@ from scripts.building.load import Loaded, Loader
 from scripts.building.sleep import Copies, RunnerSleep
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
-from server.engine.weight_changes import Weights
 from server.engine.wire import KV_CACHE, PARTS, WEIGHTS, ChangeWeights, InSharedMemory, WeightsChange
 
 if TYPE_CHECKING:
@@ -67,10 +66,6 @@ class RunnerWeights:
     def missing(self) -> Set[str]:
         return self._sleep.missing
 
-    def took_others(self) -> None:
-        """Notes that the loader has given the runner's model other weights."""
-        self._sleep.took_others()
-
     def begin(self) -> None:
         if self._settings.kv_role != "both":
             raise ValueError(f"--kv-role {self._settings.kv_role}: other servers know the pages of these weights only")
@@ -78,7 +73,12 @@ class RunnerWeights:
     def receive(self, source: InSharedMemory) -> None:
         from model.loading.received_arrays import received
 
-        self._arrays |= received(source)
+        self._arrays, self._given = self._arrays | received(source), None
+
+    def give(self, given: GivenWeights) -> None:
+        """Checks the arrays of an update from a trainer in this process. Raises ValueError if they cannot be used."""
+        self._loader.check(given)
+        self._given = given
 
     def forget(self) -> None:
         self._arrays, self._given = {}, None
@@ -92,7 +92,7 @@ class RunnerWeights:
             case WeightsChange.SLEEP | WeightsChange.WAKE_UP:
                 return {}
             case WeightsChange.UPDATE:
-                self._given = self._checked_arrays()
+                self._given = self._checked_arrays() if self._given is None else self._given
                 return {}
         if WEIGHTS in self.missing and not self._sleep.has_dropped:
             raise ValueError("the engine sleeps: wake it up before other weights are loaded")
@@ -148,7 +148,7 @@ class RunnerWeights:
                 assert given is not None, "the arrays are not checked"
                 self.forget()  # the arrays are freed as they are used
                 self._loader.update(given)
-                self.took_others()
+                self._sleep.took_others()
         self._copies, self._loaded = {}, None
 
     def _checked_arrays(self) -> GivenWeights:
@@ -197,10 +197,3 @@ def _differing(old: object, new: object) -> str:
         return f"is {new} and was {old}"
     names = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
     return ", ".join(f"{name} is {getattr(new, name)} and was {getattr(old, name)}" for name in names)
-
-
-def change(weights: Weights, command: ChangeWeights) -> None:
-    """Checks, prepares and commits a change. No step may be in flight."""
-    weights.check(command)
-    weights.prepare()
-    weights.commit()

@@ -8,20 +8,31 @@ llm.update_weights(nnx.state(model), names="own")    # the next token is of thes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from batcher.change import Change, OnDone, PauseMode
 from batcher.engine import Engine
 from batcher.errors import EngineDeadError
-from scripts.offline.in_process import InProcessEngine
-from server.engine.wire import PARTS, WEIGHTS, ChangeWeights, WeightsChange
+from scripts.offline.in_process import CLOSED, InProcessEngine, LoopThread
+from server.engine.adapters import Adapters
+from server.engine.process import BuiltEngine
+from server.engine.weight_changes import WeightChanges
+from server.engine.wire import (
+    PARTS,
+    WEIGHTS,
+    AnyQuestion,
+    ChangeWeights,
+    Pause,
+    PauseMode,
+    Resume,
+    UpdateStep,
+    UpdateWeights,
+    WeightsChange,
+)
 
 if TYPE_CHECKING:
     from model.network.llama import Llama
@@ -29,27 +40,23 @@ if TYPE_CHECKING:
 
 Names = Literal["hf", "own", "maxtext", "tunix"]
 Requests = Literal["abort", "wait", "keep"]
-LOOK_S = 1.0  # between two checks whether the engine still lives
 
 
 class EngineForTraining:
     """Changes the weights of an engine in this process. Methods may be called from any thread, and return when the
-    engine has done the work.
+    engine has done the work."""
 
-    Args:
-        client: is told of new weights.
-    """
-
-    def __init__(self, engine: Engine, built: Built, client: InProcessEngine) -> None:
+    def __init__(self, engine: Engine, built: Built, adapters: Adapters | None, thread: LoopThread) -> None:
         self.engine = engine
         self.runner = built.runner
         self._built = built
-        self._client = client
+        self._thread = thread
         self._weights = built.runner_weights()
+        weights = WeightChanges(engine, self._weights)
+        served = BuiltEngine(engine=engine, info=built.info, adapters=adapters, weights=weights)
+        self._client = InProcessEngine(served, thread.loop)
         self._changing = threading.RLock()
-        self._num_updates = 0
-        self._version = client.weight_version
-        self._is_paused = False
+        self._has_others = False  # weights, which `update_weights` has given
         self._loaded: dict[str, np.ndarray] = {}
         # The path by which trainers of vLLM reach `load_weights`.
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
@@ -59,17 +66,17 @@ class EngineForTraining:
     @property
     def weight_version(self) -> str:
         """The name of the present weights: `default` at first, and then the version of the last update."""
-        return self._version
+        return self._client.weight_version
 
     @property
     def is_paused(self) -> bool:
         """Whether requests wait for `resume`."""
-        return self._is_paused
+        return self._client.is_paused
 
     @property
     def is_sleeping(self) -> bool:
         """Whether a part is not on the device. Requests that were enqueued wait for it."""
-        return bool(self._weights.missing)
+        return bool(self._client.missing)
 
     def model(self, dtype: str = "float32") -> Llama:
         """A copy of the model to train, on one device: a `flax.nnx` module (`model/network/llama.py`). Its weights are
@@ -88,9 +95,9 @@ class EngineForTraining:
         weights = self._built.plan.weights
         with self._changing:
             stored = weights.stored
-            if not self._num_updates and stored is not None and stored.quantization is None and stored.packing is None:
+            if not self._has_others and stored is not None and stored.quantization is None and stored.packing is None:
                 return stored.load(dtype=dtype)
-            if WEIGHTS in self._weights.missing:
+            if WEIGHTS in self._client.missing:
                 raise ValueError("the weights are not on the device: wake_up() first, or update_weights()")
             from model.loading.plain_copy import plain_copy
 
@@ -126,19 +133,15 @@ class EngineForTraining:
         if requests not in get_args(Requests):
             raise ValueError(f"requests: {', '.join(get_args(Requests))}, not {requests!r}")
         with self._changing:
-            given = GivenWeights(arrays, self._built.plan.weights.config, names=names, donate=donate)
-            loader = self._built.loader
-            loader.check(given)
-            name = str(self._num_updates + 1) if version is None else version
-
-            def update() -> None:
-                loader.update(given)
-                self._weights.took_others()
-                self._client.note_weight_version(name)
-
-            with self._paused(requests):
-                self._change(update)
-            self._num_updates, self._version = self._num_updates + 1, name
+            self._ask(UpdateWeights(UpdateStep.BEGIN))
+            try:
+                self._weights.give(GivenWeights(arrays, self._built.plan.weights.config, names=names, donate=donate))
+                with self._paused(requests):
+                    self._ask(ChangeWeights(WeightsChange.UPDATE, version=version or ""))
+            except BaseException:
+                self._ask(UpdateWeights(UpdateStep.ABANDON))
+                raise
+            self._has_others = True
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Keeps copies of some of the model's arrays, by their Hugging Face names. They replace the engine's weights
@@ -175,16 +178,14 @@ class EngineForTraining:
                 raise ValueError("wait: requests do not end while the engine sleeps: use keep or abort")
             if mode == "abort":
                 self._abort_unsent()
-            self._done(partial(self.engine.pause, PauseMode(mode), clear_cache))
+            self._ask(Pause(PauseMode(mode), clear_cache))
             if mode == "abort":
                 self._end_pending()
-            self._is_paused = True
 
     def resume(self) -> None:
         """Lets requests run again."""
         with self._changing:
-            self._done(self.engine.resume)
-            self._is_paused = False
+            self._ask(Resume())
 
     def sleep(self, level: int = 1) -> None:
         """Frees the device's memory of weights and K/V pages for others. Running requests stop, and continue later.
@@ -198,7 +199,7 @@ class EngineForTraining:
         if level not in (1, 2):
             raise ValueError(f"level: 1 or 2, not {level!r}")
         with self._changing:
-            self._change_weights(ChangeWeights(WeightsChange.SLEEP, level=level))
+            self._ask(ChangeWeights(WeightsChange.SLEEP, level=level))
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Brings the weights and the K/V pages back to the device.
@@ -214,9 +215,7 @@ class EngineForTraining:
         if unknown or isinstance(tags, str):
             raise ValueError(f"tags: a list of {' and '.join(PARTS)}, or None, not {tags!r}")
         with self._changing:
-            if self.is_sleeping:
-                parts = None if tags is None else tuple(tags)
-                self._change_weights(ChangeWeights(WeightsChange.WAKE_UP, parts=parts))
+            self._ask(ChangeWeights(WeightsChange.WAKE_UP, parts=None if tags is None else tuple(tags)))
 
     def _abort_unsent(self) -> None:
         """Ends the requests that the engine does not have yet."""
@@ -230,7 +229,7 @@ class EngineForTraining:
         if requests == "keep":
             yield
             return
-        was_paused = self._is_paused
+        was_paused = self.is_paused
         self.pause(requests)
         try:
             yield
@@ -238,26 +237,12 @@ class EngineForTraining:
             if not was_paused:
                 self.resume()
 
-    def _change_weights(self, command: ChangeWeights) -> None:
-        from scripts.building.runner_weights import change
+    def _ask(self, question: AnyQuestion) -> None:
+        """Waits until the engine has made the change. Raises ValueError if it is refused, or EngineDeadError."""
+        reply = self._thread.run(self._client.ask(question))
+        if reply.error is not None:
+            raise (ValueError if reply.status < 500 else EngineDeadError)(reply.error)
 
-        self._change(partial(change, self._weights, command))
-
-    def _change(self, work: Callable[[], None]) -> None:
-        def is_awake() -> bool:
-            return not self.is_sleeping
-
-        self._done(lambda on_done: self.engine.change(Change(work=work, on_done=on_done, serves_after=is_awake)))
-
-    def _done(self, ask: Callable[[OnDone], None]) -> None:
-        """Waits until the engine has done the work. Raises the error of the work, or EngineDeadError."""
-        answer: Future[None] = Future()
-
-        def on_done(error: Exception | None) -> None:
-            answer.set_result(None) if error is None else answer.set_exception(error)
-
-        ask(on_done)
-        while not wait([answer], LOOK_S).done:
-            if self.engine.death is not None:
-                raise EngineDeadError(f"the engine has died: {self.engine.death}")
-        answer.result()
+    def _check_open(self) -> None:
+        if self._thread.is_closed:
+            raise RuntimeError(CLOSED)

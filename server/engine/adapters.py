@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from batcher.request import Request, RequestOutput
@@ -80,10 +80,6 @@ class Adapters:
         adapter = self._prepare(change)
         self._commit()
         return adapter
-
-    def schedule(self, change: wire.AdapterChange) -> Future[wire.Adapter]:
-        """Makes a whole change on this object's own thread."""
-        return self._changes.submit(self.change, change)
 
     def add_request(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
         """Adds a request to the engine. Raises AdapterError with status 404 if its adapter has been unloaded since the

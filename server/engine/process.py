@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from model.inputs.words import described
 from server.engine import wire
 from server.engine.adapters import AdapterError, Adapters
 from server.engine.child_process import end_with_parent
-from server.engine.outbox import ApiServer, Sender, ZmqContext
+from server.engine.outbox import ApiServer, Item, Sender, ZmqContext
 from server.engine.weight_changes import WeightChanges
 from server.logs import JSON, configure_log
 
@@ -70,6 +70,62 @@ class BuiltEngine:
     adapters: Adapters | None = None  # None: requests cannot name LoRA adapters
     weights: WeightChanges | None = None  # None: it cannot pause or change its weights
     after_shutdown: Callable[[], None] = lambda: None
+
+    def listen(self, put: Callable[[Item], None]) -> None:
+        """Registers `put`, which gets the tokens and events that concern all HTTP processes."""
+        self.engine.listen(put)
+        for changeable in self._changeable:
+            changeable.listen(put)
+
+    def tell(self, put: Callable[[wire.Event], None]) -> None:
+        """Tells a new HTTP process of the adapters and the weights."""
+        for changeable in self._changeable:
+            changeable.tell(put)
+
+    @property
+    def _changeable(self) -> Iterator[Adapters | WeightChanges]:
+        return filter(None, (self.adapters, self.weights))
+
+    def take(self, command: wire.Command, put: Callable[[Item], None]) -> None:
+        """Carries out a command. `put` gets the outputs of requests, and the replies."""
+        match command:
+            case wire.Submit(requests=requests):
+                self.submit(wire.requests_from_wire(requests), put)
+            case wire.Abort(request_ids=request_ids, reason=reason):
+                for request_id in request_ids:
+                    self.engine.abort(request_id, reason)
+            case wire.ResetPrefixCache(reset_external=reset_external):
+                self.engine.reset_prefix_cache(reset_external=reset_external)
+            case wire.ChangePhase(change=wire.LoadAdapter() | wire.UnloadAdapter()):
+                if self.adapters is None:
+                    error = "This engine has no LoRA adapters: --enable-lora, or enable_lora=True in Python."
+                    put(wire.Reply(error=error, number=command.number))
+                else:
+                    self.adapters.ask(command, put)
+            case wire.ChangePhase() | wire.Pause() | wire.Resume() | wire.UpdateWeights():
+                if self.weights is None:
+                    error = "this engine cannot pause or change its weights while it serves"
+                    put(wire.Reply(error=error, number=command.number))
+                else:
+                    self.weights.ask(command)
+
+    def submit(self, requests: Sequence[Request], put: Callable[[RequestOutput | wire.Output], None]) -> bool:
+        """Adds the requests of one HTTP request, all or none. A refusal of one aborts the others. Returns whether all
+        were added."""
+        add_request = (self.adapters or self.engine).add_request
+        for i, request in enumerate(requests):
+            try:
+                add_request(request, put)
+            except Exception as error:
+                status, param = status_of(error)
+                if status == 500:
+                    traceback.print_exc()
+                refusal = wire.failure(request.request_id, str(error), status=status, param=param)
+                put(refusal)  # before the outputs of the aborts
+                for added in requests[:i]:
+                    self.engine.abort(added.request_id)
+                return False
+        return True
 
 
 class Reporter:
@@ -129,7 +185,7 @@ def main(commands: str, events: str, target: str, engine_args: object, debug: bo
         gc.freeze()  # the imported modules: a start makes enough objects for a full collection or two
         built = factory(engine_args, Reporter(sender))
         engine = built.engine
-        engine.listen(sender.put)
+        built.listen(sender.put)
         engine.start()
         gc.freeze()
     except Exception as error:
@@ -140,9 +196,6 @@ def main(commands: str, events: str, target: str, engine_args: object, debug: bo
         sender.put(wire.Failed(described(error), is_refusal=is_refusal))
         sender.close()
         sys.exit(EXIT_FAILED)
-    for changeable in (built.adapters, built.weights):
-        if changeable is not None:
-            changeable.listen(sender.put)
     sender.put(wire.Ready(built.info))
     context = zmq.Context()
     try:
@@ -191,38 +244,17 @@ def _serve(context: ZmqContext, commands: str, built: BuiltEngine, sender: Sende
             if not socket.poll(int(max(0, next_stats - time.monotonic()) * 1000)):
                 continue
             match decode(socket.recv()):
-                case wire.Submit(requests=requests, api_server=0):
-                    _submit(built, wire.requests_from_wire(requests), sender.put)
-                case wire.Submit(requests=requests, api_server=number):
+                case wire.Submit(requests=requests, api_server=number) if number:
                     if (api_server := api_servers.get(number)) is not None:  # else it has ended since
                         ids = [request.request_id for request in requests]
                         api_server.open.update(ids)
-                        if not _submit(built, wire.requests_from_wire(requests), api_server.put):
+                        if not built.submit(wire.requests_from_wire(requests), api_server.put):
                             api_server.open.difference_update(ids)
-                case wire.Abort(request_ids=request_ids, reason=reason):
-                    for request_id in request_ids:
-                        engine.abort(request_id, reason)
-                case wire.ResetPrefixCache(reset_external=reset_external):
-                    engine.reset_prefix_cache(reset_external=reset_external)
-                case wire.ChangePhase(change=wire.LoadAdapter() | wire.UnloadAdapter()) as command:
-                    if adapters is None:
-                        error = "This engine has no LoRA adapters: --enable-lora."
-                        sender.put(wire.Reply(error=error, number=command.number))
-                    else:
-                        adapters.ask(command, sender.put)
-                case wire.ChangePhase() | wire.Pause() | wire.Resume() | wire.UpdateWeights() as command:
-                    if weights is None:
-                        error = "this engine cannot pause or change its weights while it serves"
-                        sender.put(wire.Reply(error=error, number=command.number))
-                    else:
-                        weights.ask(command)
                 case wire.AddApiServer(api_server=number) as added:
                     if number not in api_servers:  # else it has ended before this has come
                         api_server = api_servers[number] = ApiServer(number, sender.put)
                         sender.put(added)
-                        for changeable in (adapters, weights):
-                            if changeable is not None:
-                                changeable.tell(api_server.put)
+                        built.tell(api_server.put)
                         api_server.put(wire.Ready(built.info))
                 case wire.RemoveApiServer(api_server=number) as removed:
                     api_server, api_servers[number] = api_servers.get(number), None
@@ -231,29 +263,10 @@ def _serve(context: ZmqContext, commands: str, built: BuiltEngine, sender: Sende
                     sender.put(removed)
                 case wire.Stop():
                     return
+                case command:
+                    built.take(command, sender.put)
     finally:
         socket.close()
-
-
-def _submit(
-    built: BuiltEngine, requests: Sequence[Request], put: Callable[[RequestOutput | wire.Output], None]
-) -> bool:
-    """Adds the requests of one HTTP request, all or none. A refusal of one aborts the others. Returns whether all were
-    added."""
-    add_request = (built.adapters or built.engine).add_request
-    for i, request in enumerate(requests):
-        try:
-            add_request(request, put)
-        except Exception as error:
-            status, param = status_of(error)
-            if status == 500:
-                traceback.print_exc()
-            refusal = wire.failure(request.request_id, str(error), status=status, param=param)
-            put(refusal)  # before the outputs of the aborts
-            for added in requests[:i]:
-                built.engine.abort(added.request_id)
-            return False
-    return True
 
 
 def status_of(error: Exception) -> tuple[int, str | None]:

@@ -1,8 +1,5 @@
-"""An engine in another process. Its requests, outputs and questions are messages over two ZeroMQ sockets (`wire.py`).
-
-All of it runs on the event loop's thread. The socket's readable callback passes each output to its request's receiver
-by a plain call. Nothing awaits, so a client that reads slowly delays neither the engine nor other clients.
-"""
+"""An engine in another process. Its messages go over two ZeroMQ sockets (`wire.py`). The socket's readable callback
+passes each output to its request's receiver by a plain call."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 import msgspec
@@ -20,12 +17,11 @@ import zmq
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
-from server.bus import OpenQuestions
 from server.engine import process as engine_process
 from server.engine import wire
-from server.engine.changes import TwoPhaseEngine
 from server.engine.child_process import start_without_main
-from server.engine.protocol import EngineFailedError, Receiver, Receivers
+from server.engine.client import EngineClient
+from server.engine.protocol import EngineFailedError, Receiver
 from server.engine.scratch_folder import ScratchFolder, folder_for_sockets
 from server.logs import logs_json
 
@@ -37,7 +33,7 @@ RECONNECT_MS = 20  # until the engine has bound its socket
 READ_S = 0.005  # longest reading at a time: an engine that is faster than this process must not block the event loop
 
 
-class RemoteEngine(TwoPhaseEngine):
+class RemoteEngine(EngineClient):
     """An `Engine` in another process. Call `start` before use, and always call `stop`.
 
     This end binds the socket for events, and the engine the one for commands. Commands wait here until the engine has
@@ -52,6 +48,8 @@ class RemoteEngine(TwoPhaseEngine):
         on_load: called with the number of open requests whenever it may have changed.
     """
 
+    death: str | None = None
+
     def __init__(
         self,
         commands: str,
@@ -61,27 +59,17 @@ class RemoteEngine(TwoPhaseEngine):
         on_load: Callable[[int], None] = lambda num_open: None,
     ) -> None:
         super().__init__()
-        self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
         self.stats = EngineStats()
-        self.weight_version = wire.DEFAULT_VERSION  # of the tokens that come from now on
-        self._missing: Set[str] = frozenset()
-        self.is_paused = False
-        self.adapters: Mapping[str, wire.Adapter] = {}  # by name
-        self.adapter_changes = self.num_adapter_loads = 0  # since the engine's start
         self._adapters_told = asyncio.Event()
-        self.death: str | None = None
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
-        self.on_output: Callable[[wire.Output], None] = lambda output: None  # gets each before the request's receiver
         self.commands = commands
-        self._api_server = api_server
+        self.api_server = api_server
         self._on_load = on_load
         self._process: BaseProcess | None = None  # the engine's, if this process has spawned it
         self._folder: ScratchFolder | None = None  # of the sockets
         self._report: Callable[[str], None] = lambda line: None
         self._stopping = False
-        self._receivers = Receivers()
-        self._asked = OpenQuestions[wire.Reply]()
         self._ready: asyncio.Future[wire.EngineInfo] | None = None
         self._is_ready = False
         self._read_on: asyncio.Handle | None = None  # the rest of a reading that was cut short
@@ -123,7 +111,7 @@ class RemoteEngine(TwoPhaseEngine):
         self._ready = loop.create_future()
         loop.add_reader(int(self.events.getsockopt(zmq.FD)), self.on_readable)
         if self._process is None:
-            self._send(wire.AddApiServer(self._api_server, self._events_address))
+            self._send(wire.AddApiServer(self.api_server, self._events_address))
         else:
             loop.add_reader(self._process.sentinel, self._on_exit)
         self.on_readable()  # the descriptor signals changes only: earlier messages would wait for the next one
@@ -161,33 +149,16 @@ class RemoteEngine(TwoPhaseEngine):
             process.join()
 
     @property
-    def missing(self) -> Set[str]:
-        return self._missing
-
-    @property
     def replicas(self) -> Sequence[RemoteEngine]:
         return [self]
 
-    @property
-    def num_open(self) -> int:
-        return len(self._receivers)
-
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
-        for request, receiver in requests:
-            receiver.on_weight_version(self.weight_version)
-            self._receivers[request.request_id] = receiver
-        self._send(wire.Submit([request for request, _ in requests], self._api_server))
+        super().submit(requests)
         self._on_load(self.num_open)
 
     def abort(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        known = [request_id for request_id in request_ids if self._receivers.pop(request_id, None) is not None]
-        if known and self.death is None:
-            self._send(wire.Abort(known, reason))
+        super().abort(request_ids, reason)
         self._on_load(self.num_open)
-
-    def reset_prefix_cache(self, *, reset_external: bool) -> None:
-        if self.death is None:
-            self._send(wire.ResetPrefixCache(reset_external))
 
     def abort_all(self) -> None:
         """Aborts every open request. Its receiver gets a last output, with ABORT."""
@@ -198,23 +169,6 @@ class RemoteEngine(TwoPhaseEngine):
         """Aborts the requests of an HTTP process that has ended."""
         if self.death is None:
             self._send(wire.RemoveApiServer(api_server))
-
-    async def _ask(self, question: wire.EngineQuestion) -> wire.Reply:
-        """A dead engine's reply is an error with status 503."""
-        assert self._process is not None, "the process that has spawned the engine asks it"
-        if self.death is not None:
-            return self._reply_of_the_dead()
-        number, replied = self._asked.add()
-        self._send(msgspec.structs.replace(question, number=number))
-        reply = await replied
-        if reply.missing is not None:
-            self._missing = frozenset(reply.missing)
-        if reply.error is None and isinstance(question, wire.Pause | wire.Resume):
-            self.is_paused = isinstance(question, wire.Pause)
-        return reply
-
-    def _reply_of_the_dead(self) -> wire.Reply:
-        return wire.Reply(error=f"The engine has failed: {self.death}", status=503)
 
     async def wait_for_adapters(self, num_changes: int) -> None:
         """Waits until the engine has reported at least `num_changes` changes of the adapters, or is dead."""
@@ -245,23 +199,9 @@ class RemoteEngine(TwoPhaseEngine):
 
     def _on_event(self, event: wire.Event) -> None:
         match event:
-            case wire.Outputs(outputs=outputs):
-                for output in outputs:
-                    self.on_output(output)
-                self._receivers.take(event)
-            case wire.WeightVersion(version=version):
-                self.weight_version = version
-                for receiver in self._receivers.values():
-                    receiver.on_weight_version(version)
             case wire.Stats(stats=stats):
                 self.stats = stats
                 self.last_heartbeat = time.monotonic()
-            case wire.Adapters(adapters=adapters, num_changes=num_changes, num_loads=num_loads):
-                self.adapters = {adapter.name: adapter for adapter in adapters}
-                self.adapter_changes, self.num_adapter_loads = num_changes, num_loads
-                self._adapters_told.set()
-            case wire.Reply():
-                self._asked.close(event.number, event)
             case wire.Report(line=line):
                 self._report(line)
             case wire.Ready(info=info):
@@ -273,6 +213,10 @@ class RemoteEngine(TwoPhaseEngine):
             case wire.Ended():
                 self._stopping = True
                 self.died.set()
+            case _:
+                super()._on_event(event)
+                if isinstance(event, wire.Adapters):
+                    self._adapters_told.set()
 
     def _on_exit(self) -> None:
         process = self._process

@@ -110,7 +110,7 @@ class WeightChanges:
                 case wire.ChangePhase(phase=phase):
                     self._end(phase, answer)
         except (EngineClosedError, EngineDeadError) as error:
-            answer(ValueError(str(error)))
+            answer(error)
 
     def abandon_overdue(self) -> None:
         """Abandons a prepared change if the next phase has not come in time. The engine process calls it regularly."""
@@ -119,17 +119,17 @@ class WeightChanges:
                 self._end(wire.Phase.ABANDON, lambda error: None)
 
     def _answer(self, number: int, error: Exception | None) -> None:
-        told = None if error is None else described(error)
+        is_over = isinstance(error, EngineClosedError | EngineDeadError)
+        told = None if error is None else str(error) if is_over else described(error)
+        status = 503 if is_over else 400 if error is None or is_worded(error) else 500
         missing = None if self._prepared is not None else sorted(self._weights.missing)
-        self._put(wire.Reply(number=number, error=told, missing=missing))
+        self._put(wire.Reply(number=number, error=told, status=status, missing=missing))
 
     def _in_thread(self, work: Callable[[], None], answer: Answer) -> None:
         try:
             work()
-        except (EngineClosedError, EngineDeadError) as error:
-            answer(ValueError(str(error)))
         except Exception as error:
-            if not is_worded(error):
+            if not (is_worded(error) or isinstance(error, EngineClosedError | EngineDeadError)):
                 traceback.print_exc()
             answer(error)
 

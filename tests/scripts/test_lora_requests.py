@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from scripts.llm import CHAT, LoRARequest, RefusedError
-from tests.server.support.adapters import FakeStore, num_reads, write_adapter
+from tests.server.support.adapters import TEXT, FakeStore, num_reads, write_adapter
 from tests.server.support.tokenizers import EOT
 
 PARAMS = {"max_tokens": 50}
@@ -64,3 +67,20 @@ def test_what_names_no_adapter_is_refused(make_llm, tmp_path):
         assert missing.value.status == 404
     with make_llm() as llm, pytest.raises(RefusedError, match="enable_lora=True"):
         llm.generate("x", lora_request=LoRARequest("a", 1, one))
+
+
+def test_a_load_that_is_under_way_at_the_end_is_refused(make_llm, tmp_path):
+    slow = write_adapter(tmp_path / "slow", None)
+    os.mkfifo(slow / TEXT)
+    with ThreadPoolExecutor(2) as threads:
+        with make_llm(store=FakeStore()) as llm:
+            asked = [
+                threads.submit(llm.generate, "x", PARAMS, lora_request=LoRARequest(name, 1, str(slow)))
+                for name in ("first", "second")
+            ]
+            while not num_reads(slow):
+                pass
+        for answer in asked:
+            with pytest.raises((RefusedError, RuntimeError), match="closed"):
+                answer.result(timeout=60)
+        (slow / TEXT).write_text("read in vain")

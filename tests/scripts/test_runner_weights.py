@@ -9,7 +9,7 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.runner_weights import RunnerWeights, change
+from scripts.building.runner_weights import RunnerWeights
 from scripts.building.weights import ChosenWeights, choose_weights
 from scripts.flags.settings import EngineSettings
 from server.engine import wire
@@ -66,6 +66,11 @@ class Changed:
         self.first, self.state = self.values(), self.runner.state
         self.loader, settings = OtherModel(self.runner, fault), EngineSettings(device="cpu")
         self.weights = RunnerWeights(self.loader, settings, choose_weights(settings, "cpu"), "cpu")
+
+    def change(self, command: ChangeWeights) -> None:
+        self.weights.check(command)
+        self.weights.prepare()
+        self.weights.commit()
 
     def values(self) -> list[np.ndarray]:
         return [np.array(array) for array in self.runner.weights]
@@ -164,19 +169,19 @@ def test_what_is_prepared_is_undone_or_ended():
 def test_weights_that_were_dropped_are_loaded_while_the_pages_stay_away(fault):
     changed = Changed(fault)
     weights, runner = changed.weights, changed.runner
-    change(weights, DROP)
+    changed.change(DROP)
     with pytest.raises(ValueError, match=r"sleep\(level=2\) has dropped the weights: give others first"):
         weights.check(WAKE_UP)
-    change(weights, waking(WEIGHTS))  # brings nothing
+    changed.change(waking(WEIGHTS))  # brings nothing
     assert weights.missing == set(PARTS)
     if fault is not None:
         with pytest.raises(OSError, match="the disk has failed"):
-            change(weights, RELOAD)
+            changed.change(RELOAD)
         assert weights.missing == set(PARTS) and changed.are_away()
         return
-    change(weights, RELOAD)
+    changed.change(RELOAD)
     assert weights.missing == {KV_CACHE} and runner.state.slots.is_deleted()
-    change(weights, waking(KV_CACHE))
+    changed.change(waking(KV_CACHE))
     assert not weights.missing and not runner.state.slots.is_deleted()
     expected = runner.described.weights_of([tiny_model(seed=1)])
     assert all(map(np.array_equal, changed.values(), map(np.asarray, expected)))
@@ -184,12 +189,12 @@ def test_weights_that_were_dropped_are_loaded_while_the_pages_stay_away(fault):
 
 def test_weights_that_the_host_keeps_are_woken_up_before_others_are_loaded():
     changed = Changed()
-    change(changed.weights, SLEEP)
+    changed.change(SLEEP)
     with pytest.raises(ValueError, match="the engine sleeps: wake it up before other weights are loaded"):
         changed.weights.check(RELOAD)
-    change(changed.weights, waking(WEIGHTS))
+    changed.change(waking(WEIGHTS))
     assert changed.weights.missing == {KV_CACHE}
-    change(changed.weights, RELOAD)
+    changed.change(RELOAD)
     assert changed.weights.missing == {KV_CACHE}
     changed.weights.check(waking(KV_CACHE))
     changed.weights.prepare()
