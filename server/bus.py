@@ -39,11 +39,12 @@ class OpenQuestions[R]:
         """The number of a new question to a process, and its reply to come."""
         number, replied = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = to, replied
+        replied.add_done_callback(lambda _: self._open.pop(number, None))  # also if nobody waits any more
         return number, replied
 
     def close(self, number: int, reply: R) -> None:
         """Gives a question its reply. A reply that nobody waits for is dropped."""
-        _, replied = self._open.pop(number, (PARENT, None))
+        _, replied = self._open.get(number, (PARENT, None))
         if replied is not None and not replied.done():
             replied.set_result(reply)
 
@@ -92,6 +93,8 @@ class Bus:
                 outcome, body = await replied
         except TimeoutError as error:
             raise NoReplyError(f"{_name(to)} has not replied within {timeout_s:g} s") from error
+        finally:
+            replied.cancel()
         if outcome == _ERROR:
             raise NoReplyError(body.decode())
         return msgspec.msgpack.decode(body, type=kind)

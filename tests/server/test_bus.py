@@ -55,6 +55,7 @@ def test_either_end_asks_and_each_reply_finds_its_question(tmp_path: Path):
         assert "the parent process has not replied within 0.1 s" in await refusal(
             second.ask(Wait(), NoneType, timeout_s=0.1)
         )
+        assert not second._asked._open
         parent.forget(8)
         assert not waiting.done()
         parent.forget(7)
