@@ -56,7 +56,7 @@ logger = logging.getLogger("pallas_serve")
 
 
 def create_state(
-    settings: Settings, client: Engine, tokenizer: ByteLevelTokenizer, scratch: Path | None = None
+    settings: Settings, engine: Engine, tokenizer: ByteLevelTokenizer, scratch: Path | None = None
 ) -> ServerState:
     """The state that all routes share. The caller must close it. Without --batch-folder the database is in the folder
     `scratch`, or in memory.
@@ -72,7 +72,7 @@ def create_state(
         else None
         for source in (sources.default, sources.tool_use)
     )
-    engines: Sequence[Engine] = client.replicas if isinstance(client, EngineGroup) else [client]
+    engines: Sequence[Engine] = engine.replicas if isinstance(engine, EngineGroup) else [engine]
     folder = settings.batch_folder
     if folder is not None:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -82,13 +82,13 @@ def create_state(
         settings=settings,
         database=database,
         batches=None if folder is None else BatchStore(database, folder, round(settings.batch_folder_gib * 2**30)),
-        client=client,
+        engine=engine,
         engines=engines,
         tokenizer=tokenizer,
         chat_template=template,
         tool_template=tool_template or template,
         templates=TemplateRunner(timeout_s=settings.template_timeout_s),
-        history=StatsHistory(lambda: client.stats),
+        history=StatsHistory(lambda: engine.stats),
         call_format=FORMATS[_call_format(settings, sources.tool_use or sources.default or "")],
         reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),
         metrics=ServerMetrics(
@@ -102,7 +102,7 @@ def create_state(
         from server.api.prefills import RemotePrefills
 
         count = state.metrics.observe_prefill
-        state.prefills = RemotePrefills(settings, lambda: client.info, count)
+        state.prefills = RemotePrefills(settings, lambda: engine.info, count)
     if settings.lora_folder is not None:
         state.adapter_folder = AdapterFolder(settings.lora_folder, state.ask)
     return state

@@ -89,17 +89,17 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
 ) -> int:
     signalled = Signals()
-    client = spawn_engines(engine_target, engines, report=report, debug=settings.debug, router=router)
+    engine = spawn_engines(engine_target, engines, report=report, debug=settings.debug, router=router)
     try:
         from server.app import create_app
         from server.http.server import HttpServer
         from server.serve_until_end import EXIT_OK, load_state, serve
 
         max_connections = connection_limit(settings.max_connections)
-        starting = asyncio.create_task(client.start())
+        starting = asyncio.create_task(engine.start())
         starting.add_done_callback(_see)  # if the tokenizer fails too, only its error is raised
         # This runs while the engine loads and compiles, so its errors are raised now and not after minutes.
-        state = await asyncio.to_thread(load_state, settings, client)
+        state = await asyncio.to_thread(load_state, settings, engine)
         with contextlib.closing(state):
             await first_of(asyncio.wait([starting]), signalled.stop.wait())
             if not starting.done():
@@ -116,11 +116,11 @@ async def _serve(
                     if on_ready is not None:
                         on_ready(url_of(listener, settings))
 
-                return await serve(state, client, server, signalled, listener, on_started)
+                return await serve(state, engine, server, signalled, listener, on_started)
     except EngineFailedError as error:
         raise error.after("The engine could not start") from error
     finally:
-        await client.stop()
+        await engine.stop()
 
 
 def _tls(settings: Settings) -> TlsContext | None:

@@ -26,19 +26,19 @@ EXIT_ENGINE_FAILED = 1
 TICK_S = 0.02
 
 
-def load_state(settings: Settings, client: ServerEngine, scratch: Path | None = None) -> ServerState:
+def load_state(settings: Settings, engine: ServerEngine, scratch: Path | None = None) -> ServerState:
     """Loads the state that the routes share. This takes a second or more, so it is called in a thread. `scratch` is a
     folder of all HTTP processes.
 
     Raises ValueError for an unusable tokenizer or chat template.
     """
     tokenizer = ByteLevelTokenizer.from_folder(settings.tokenizer_folder, vocab_size=settings.vocab_size)
-    return create_state(settings, client, tokenizer, scratch=scratch)
+    return create_state(settings, engine, tokenizer, scratch=scratch)
 
 
 async def serve(
     state: ServerState,
-    client: ServerEngine,
+    engine: ServerEngine,
     server: HttpServer,
     ending: Shutdown,
     listener: socket.socket,
@@ -56,29 +56,29 @@ async def serve(
         await asyncio.sleep(TICK_S)
     if not serving.done():
         on_started()
-    await first_of(ending.stop.wait(), client.died.wait(), asyncio.wait([serving]))
+    await first_of(ending.stop.wait(), engine.died.wait(), asyncio.wait([serving]))
     if serving.done():
         await serving
         raise RuntimeError("the HTTP server has ended by itself")
     if batches is not None:
         batches.cancel()  # what they leave is done after the next start
-    if client.death is not None:
+    if engine.death is not None:
         # The engine's streams have ended with an error. For `death_linger_s`, /health shows load balancers the reason.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ending.stop.wait(), state.settings.death_linger_s)
-        await _abort_the_rest(state, client)
+        await _abort_the_rest(state, engine)
     else:
-        await _drain(state, client, ending, server)
+        await _drain(state, engine, ending, server)
     server.should_exit = True
     await serving
     if batches is not None:
         await asyncio.wait([batches])
     if recording is not None:
         recording.cancel()
-    return EXIT_OK if client.death is None else EXIT_ENGINE_FAILED
+    return EXIT_OK if engine.death is None else EXIT_ENGINE_FAILED
 
 
-async def _drain(state: ServerState, client: ServerEngine, ending: Shutdown, server: HttpServer) -> None:
+async def _drain(state: ServerState, engine: ServerEngine, ending: Shutdown, server: HttpServer) -> None:
     """Refuses new and incomplete requests and waits for the running ones, or a follower for its leader. Aborts them
     after the grace period or at a second signal."""
     state.draining = True
@@ -88,15 +88,15 @@ async def _drain(state: ServerState, client: ServerEngine, ending: Shutdown, ser
     while (
         (state.num_in_flight or state.settings.is_follower)
         and time.monotonic() < deadline
-        and not (ending.hurry.is_set() or client.died.is_set())
+        and not (ending.hurry.is_set() or engine.died.is_set())
     ):
         await asyncio.sleep(TICK_S)
-    await _abort_the_rest(state, client)
+    await _abort_the_rest(state, engine)
 
 
-async def _abort_the_rest(state: ServerState, client: ServerEngine) -> None:
+async def _abort_the_rest(state: ServerState, engine: ServerEngine) -> None:
     if state.num_in_flight:
-        client.abort_all()
+        engine.abort_all()
         deadline = time.monotonic() + FLUSH_S
         while state.num_in_flight and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)

@@ -107,18 +107,18 @@ class Replica:
         tokenizer = tokenizer_folder(args.tokenizer, source, Path(self._folder.name))
         settings = launch.server_settings(args, source, tokenizer)
         served = ServedSettings(engine=engine, tokenizer=tokenizer)
-        self._client = RemoteEngine.spawn(launch.ENGINE, served, report=logger.info)
-        await self._client.start()
+        self._engine = RemoteEngine.spawn(launch.ENGINE, served, report=logger.info)
+        await self._engine.start()
         text = ByteLevelTokenizer.from_folder(tokenizer, vocab_size=settings.vocab_size)
-        self._app = create_app(create_state(settings, self._client, text))
+        self._app = create_app(create_state(settings, self._engine, text))
         self._timeout_s = settings.heartbeat_timeout_s
         self._name = f"{serve.get_replica_context().replica_id.unique_id}/{os.getpid()}"
 
     def check_health(self) -> None:
         """Raises RuntimeError if the engine is dead or silent. Ray then replaces this replica."""
-        if self._client.death is not None:
-            raise RuntimeError(self._client.death)
-        if time.monotonic() - self._client.last_heartbeat > self._timeout_s:
+        if self._engine.death is not None:
+            raise RuntimeError(self._engine.death)
+        if time.monotonic() - self._engine.last_heartbeat > self._timeout_s:
             raise RuntimeError("the engine is silent")
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Any]:

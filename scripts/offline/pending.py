@@ -186,13 +186,13 @@ class Pending:
         asked: Sequence[EnqueuedPrompt],
         thread: LoopThread,
         generations: Mapping[str, Generation | Embeddings],
-        client: Engine,
+        engine: Engine,
     ) -> None:
         self._sent = sent
         self._asked = asked
         self._thread = thread
         self._generations = generations
-        self._client = client
+        self._engine = engine
         self._last: list[RequestOutput] | None = None  # at the end of those that were aborted
 
     @property
@@ -276,7 +276,7 @@ class Pending:
         return [
             request_output(answers[index], asked.prompt)
             if index in answers
-            else asked.so_far(self._running(asked), end, self._client.weight_version)
+            else asked.so_far(self._running(asked), end, self._engine.weight_version)
             for index, asked in enumerate(self._asked)
         ]
 

@@ -44,8 +44,8 @@ class ServerState:
     """The state that the routes share."""
 
     settings: Settings
-    client: Engine
-    engines: Sequence[Engine]  # the client, or the engines of its group
+    engine: Engine
+    engines: Sequence[Engine]  # the engine, or those of its group
     tokenizer: ByteLevelTokenizer
     chat_template: ChatTemplate | None  # None: the tokenizer has none
     tool_template: ChatTemplate | None  # for conversations with tools
@@ -73,7 +73,7 @@ class ServerState:
     def body_limits(self) -> BodyLimits:
         """The limits of a body. A conversation that fits the context has fewer marks, because the template writes some
         tokens for each message."""
-        max_marks = max(MIN_MARKS, 2 * self.client.info.max_model_len)
+        max_marks = max(MIN_MARKS, 2 * self.engine.info.max_model_len)
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
 
     def count_in_flight(self, change: int) -> None:
@@ -123,7 +123,7 @@ class ServerState:
         if necessary. Raises RequestError 404, or 400 if the adapter cannot be loaded."""
         if not name or name in self.settings.model_names:
             return Model(name or self.settings.model_names[0])
-        adapter = self.client.adapters.get(name)
+        adapter = self.engine.adapters.get(name)
         if adapter is None and self.adapter_folder is not None:
             adapter = await self.adapter_folder.load(name)
         if adapter is None:
@@ -133,7 +133,7 @@ class ServerState:
     async def ask(self, question: AnyQuestion) -> Reply:
         """Asks the engines, through the parent's process if there are several HTTP processes."""
         if self.peers is None:
-            return await self.client.ask(question)
+            return await self.engine.ask(question)
         return await self.peers.ask(question, Reply, timeout_s=None)
 
     async def change(self, question: AnyQuestion, problem: str = "") -> None:
@@ -145,7 +145,7 @@ class ServerState:
 
     async def engine_state(self) -> EngineState:
         """The state of the engines. This process may receive a new name of the weights a moment later."""
-        return state_of(self.client) if self.peers is None else await self.peers.ask(GetEngineState(), EngineState)
+        return state_of(self.engine) if self.peers is None else await self.peers.ask(GetEngineState(), EngineState)
 
 
 class OpenRequest:

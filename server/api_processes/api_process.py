@@ -115,16 +115,16 @@ class _ApiProcess:
             )
             for number, commands in enumerate(args.engines)
         ]
-        client: ServerEngine = engines[0]
+        engine: ServerEngine = engines[0]
         if len(engines) > 1:  # all processes choose engines by what all of them have sent there
-            client = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
+            engine = EngineGroup(engines, Router(PrefixTable(args.shared_counts)), self._row)
         try:
-            state = await asyncio.to_thread(load_state, settings, client, args.folder)
+            state = await asyncio.to_thread(load_state, settings, engine, args.folder)
             state.peers = peers.Peers(self.bus, self._row)
             state.tracer = tracer
             self._state = state
             app = create_app(state)
-            if not await self._engine_is_ready(client):
+            if not await self._engine_is_ready(engine):
                 return EXIT_OK
             server = HttpServer(app, settings, _max_connections(settings), tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
@@ -133,17 +133,17 @@ class _ApiProcess:
                 await self._tell(peers.Started(), timeout_s=None)  # answered when it may accept
                 counting = asyncio.create_task(self._count(state))
                 with contextlib.closing(state):
-                    code = await serve(state, client, server, self._ending, listener, lambda: None)
+                    code = await serve(state, engine, server, self._ending, listener, lambda: None)
                 counting.cancel()
             return code
         finally:
-            await client.stop()
+            await engine.stop()
             if tracer is not None:
                 tracer.close()
 
-    async def _engine_is_ready(self, client: ServerEngine) -> bool:
+    async def _engine_is_ready(self, engine: ServerEngine) -> bool:
         """Waits until the engine is ready. Returns False if this process must end before that."""
-        starting = asyncio.create_task(client.start())
+        starting = asyncio.create_task(engine.start())
         await first_of(asyncio.wait([starting]), self._ending.stop.wait())
         if not starting.done():
             starting.cancel()

@@ -57,12 +57,12 @@ async def _serve(
     num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
     shared_counts = SharedCounts.made(settings.api_server_count, len(engine_args), num_keys)
     router = Router(PrefixTable(shared_counts))
-    client = spawn_engines(target, engine_args, report=report, debug=settings.debug, router=router)
-    processes = ApiProcesses(settings, listener, folder, shared_counts, client)
+    engine = spawn_engines(target, engine_args, report=report, debug=settings.debug, router=router)
+    processes = ApiProcesses(settings, listener, folder, shared_counts, engine)
     watching: list[asyncio.Task[None]] = []
     try:
         stopped: asyncio.Future[Any] = asyncio.ensure_future(signals.stop.wait())
-        if not await _before(stopped, processes.failed, asyncio.gather(client.start(), processes.start())):
+        if not await _before(stopped, processes.failed, asyncio.gather(engine.start(), processes.start())):
             return EXIT_OK  # a signal came before the engine and the HTTP processes were ready
         watching = [asyncio.create_task(processes.watch(number)) for number in range(len(processes.engines))]
         watching.append(asyncio.create_task(processes.watch_all()))
@@ -72,12 +72,12 @@ async def _serve(
         processes.let_accept()
         if on_ready is not None:
             on_ready(url_of(listener, settings))
-        died = asyncio.ensure_future(client.died.wait())
+        died = asyncio.ensure_future(engine.died.wait())
         try:
             await _before(stopped, processes.failed, died)
         finally:
-            await processes.end(signals, is_dead=client.died.is_set())
-        return EXIT_ENGINE_FAILED if client.died.is_set() else EXIT_OK
+            await processes.end(signals, is_dead=engine.died.is_set())
+        return EXIT_ENGINE_FAILED if engine.died.is_set() else EXIT_OK
     except ApiServerFailedError:
         raise
     except EngineFailedError as error:
@@ -87,7 +87,7 @@ async def _serve(
         for task in watching:
             task.cancel()
         processes.bus.close()
-        await client.stop()
+        await engine.stop()
 
 
 async def _before(stopped: asyncio.Future[Any], failed: asyncio.Future[None], work: asyncio.Future[Any]) -> bool:

@@ -55,15 +55,15 @@ class ApiProcesses:
         listener: socket.socket,
         folder: Path,
         shared_counts: SharedCounts,
-        client: ServerEngine,
+        engine: ServerEngine,
     ) -> None:
         self._folder = folder
         self.bus = Bus(folder / api_process.BUS, PARENT, peers.ToParent, self.answer)
-        self.engines = client.replicas
+        self.engines = engine.replicas
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())  # seen
         self._settings = settings
-        self._client = client
+        self._engine = engine
         self._listener = listener
         self._shared_counts = shared_counts
         self._living: dict[int, _ApiProcess] = {}  # by API server
@@ -141,11 +141,11 @@ class ApiProcesses:
 
     async def watch_all(self) -> None:
         """Tells all processes when the engines must stop although they live, because their weights differ."""
-        client = self._client
-        await client.died.wait()
-        if isinstance(client, EngineGroup) and client.split is not None:
+        engine = self._engine
+        await engine.died.wait()
+        if isinstance(engine, EngineGroup) and engine.split is not None:
             for number in range(len(self.engines)):
-                await self._tell(peers.EngineDied(number, client.split))
+                await self._tell(peers.EngineDied(number, engine.split))
 
     async def end(self, signals: Signals, *, is_dead: bool) -> None:
         """Ends all processes. Running requests may finish, as in a server of one process. A second signal ends the
@@ -195,9 +195,9 @@ class ApiProcesses:
                 logger.setLevel(level)
                 await self._ask(question, NoneType)
             case peers.GetEngineState():
-                return peers.state_of(self._client)
+                return peers.state_of(self._engine)
             case _:
-                reply = await self._client.ask(question)
+                reply = await self._engine.ask(question)
                 if reply.adapter is not None:  # answered when all processes have heard of the change
                     await self._tell(peers.AdapterChanges([engine.adapter_changes for engine in self.engines]))
                 return reply

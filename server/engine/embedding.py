@@ -20,10 +20,10 @@ class Embeddings:
     `on_limit` is called with `deadline_waiting` or `deadline_running` if a deadline has ended them.
     """
 
-    def __init__(self, client: Engine, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
+    def __init__(self, engine: Engine, *, on_limit: Callable[[str], None] = lambda limit: None) -> None:
         self.num_cached_tokens = 0
         self.error: Exception | None = None  # why they have failed
-        self._client = client
+        self._engine = engine
         self._on_limit = on_limit
         self._waiting: deque[tuple[int, wire.WireRequest]] = deque()
         self._running: dict[str, int] = {}  # request id -> the number of its input
@@ -33,8 +33,8 @@ class Embeddings:
 
     def submit(self, requests: Sequence[wire.WireRequest], *, timeout_s: float | None = None) -> None:
         """Submits one request for each input, in order. After `timeout_s` all of them fail."""
-        if self._client.death is not None:
-            raise unavailable(f"The engine has failed: {self._client.death}")
+        if self._engine.death is not None:
+            raise unavailable(f"The engine has failed: {self._engine.death}")
         self._waiting.extend(enumerate(requests))
         self._vectors = [b""] * len(requests)
         if timeout_s is not None:
@@ -82,7 +82,7 @@ class Embeddings:
 
     def abort(self) -> None:
         self._waiting.clear()
-        self._client.abort(list(self._running))
+        self._engine.abort(list(self._running))
         self._running.clear()
         if self._deadline is not None:
             self._deadline.cancel()
@@ -97,4 +97,4 @@ class Embeddings:
         next_ones = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         self._running |= {request.request_id: number for number, request in next_ones}
         if next_ones:
-            self._client.submit([(request, self) for _, request in next_ones])
+            self._engine.submit([(request, self) for _, request in next_ones])

@@ -260,7 +260,7 @@ class Generation:
 
     def __init__(
         self,
-        client: Engine,
+        engine: Engine,
         request_id: str,
         *,
         stream: bool,
@@ -274,7 +274,7 @@ class Generation:
         self.error: Exception | None = None  # why it has failed
         self.on_limit = on_limit
         self._on_end = on_end
-        self._client = client
+        self._engine = engine
         self._stream = stream
         self._deadline: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
@@ -286,11 +286,11 @@ class Generation:
 
         Raises RequestError 503 if the engine is dead.
         """
-        death = self._client.death
+        death = self._engine.death
         if death is not None:
             raise unavailable(f"The engine has failed: {death}")
         self._num_open = len(self.choices)
-        self._client.submit(list(zip(requests, self.choices, strict=True)))
+        self._engine.submit(list(zip(requests, self.choices, strict=True)))
         if timeout_s is not None and self._num_open:
             self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._pass_deadline)
 
@@ -313,14 +313,14 @@ class Generation:
 
     def abort(self) -> None:
         """Aborts the choices that still run, if any. Their pages are free a step later."""
-        self._client.abort([choice.request_id for choice in self.choices if choice.finish_reason is None])
+        self._engine.abort([choice.request_id for choice in self.choices if choice.finish_reason is None])
         self._num_open = 0
         if self._deadline is not None:
             self._deadline.cancel()
 
     def stop_choice(self, choice: Choice, reason: FinishReason = FinishReason.STOP) -> None:
         """Ends a choice whose text is complete. The engine counts it as finished with `reason`."""
-        self._client.abort([choice.request_id], reason)
+        self._engine.abort([choice.request_id], reason)
 
     def _pass_deadline(self) -> None:
         for choice in self.choices:

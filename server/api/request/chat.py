@@ -117,7 +117,7 @@ async def check_chat(
         tools=usable_tools(state, body),
         conversation=Conversation.of(body),
         constraint=asked_constraint(body),
-        truncation=Truncation.of(body.truncate_prompt_tokens, body.truncation_side, state.client.info.max_model_len),
+        truncation=Truncation.of(body.truncate_prompt_tokens, body.truncation_side, state.engine.info.max_model_len),
         max_tokens=max_tokens,
         max_tokens_field=field,
         lowers_max_tokens=lowers_max_tokens,
@@ -170,7 +170,7 @@ def fit(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
     """Checks that prompt and output fit into the context, and the log-probabilities into the chat's share of the
     answer, which is one part in `share`."""
     generation = plan.generation
-    num_prompt, max_model_len = len(generation.prompts[0]), state.client.info.max_model_len
+    num_prompt, max_model_len = len(generation.prompts[0]), state.engine.info.max_model_len
     asked = plan.max_tokens
     if asked is not None and plan.lowers_max_tokens:
         asked = min(asked, max(1, max_model_len - num_prompt))

@@ -77,7 +77,7 @@ class Conversation:
 async def encode_conversation(state: ServerState, conversation: Conversation, tools: Tools | None = None) -> list[int]:
     """The token ids of the prompt. Raises RequestError 400 for messages or variables that the template cannot
     render."""
-    max_model_len = state.client.info.max_model_len
+    max_model_len = state.engine.info.max_model_len
     source = conversation.template
     if source and not state.settings.trust_request_chat_template:
         message = "is a program, and this server runs those of requests only with --trust-request-chat-template"

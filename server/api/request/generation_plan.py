@@ -69,7 +69,7 @@ async def check_generation(
 ) -> GenerationPlan:
     """Reads the model and the sampling fields of a body. Raises RequestError if one is unknown or invalid."""
     model = await state.find_model(body.model)
-    sampling = checked_sampling(body, state.settings.generation_defaults, vocab_size=state.client.info.vocab_size)
+    sampling = checked_sampling(body, state.settings.generation_defaults, vocab_size=state.engine.info.vocab_size)
     if body.bad_words:
         bad_words = await read_bad_words(state, body.bad_words)
         sampling = replace(sampling, values={**sampling.values, "bad_words": bad_words})
@@ -113,7 +113,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
         _log.warning("%s: a grammar cannot hold %s; answers may break it", plan.grammar_field, ", ".join(unenforced))
         note(UNENFORCED, unenforced)
     generation = Generation(
-        state.client,
+        state.engine,
         # An id that the request has chosen may come again while the engine still has outputs of the one before.
         f"{head.id}-{uuid.uuid4().hex}" if plan.has_own_id else head.id,
         stream=plan.stream,

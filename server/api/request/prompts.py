@@ -37,7 +37,7 @@ async def read_prompts(
         affixes: whether a text gets the tokens that the tokenizer adds around it.
         decodes: whether ids have a text.
     """
-    tokenizer, vocab_size = state.tokenizer, state.client.info.vocab_size
+    tokenizer, vocab_size = state.tokenizer, state.engine.info.vocab_size
 
     def read() -> list[Prompt]:
         encode = tokenizer.encode_marked if special else tokenizer.encode_plain

@@ -83,7 +83,7 @@ class Admin(Routes):
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _change_adapters(self, change: LoadAdapter | UnloadAdapter) -> None:
-        if not self._state.client.info.max_loras:
+        if not self._state.engine.info.max_loras:
             message = "This server has no LoRA adapters: start it with --enable-lora."
             raise RequestError(404, message, type=NOT_FOUND)
         await self._state.change(change)
@@ -95,7 +95,7 @@ class Admin(Routes):
         query = read_query(request.query_params, _ResetQuery)
         if query.reset_running_requests:
             raise invalid("reset_running_requests", "running requests keep their K/V: /abort_requests ends them")
-        self._state.client.reset_prefix_cache(reset_external=query.reset_external)
+        self._state.engine.reset_prefix_cache(reset_external=query.reset_external)
         if self._state.prefills is not None:
             self._state.prefills.forget()
         return JsonAnswer({"status": "ok"})

@@ -85,7 +85,7 @@ class Completions(Routes):
         for prompt in given:
             self._check_length(body, prompt)  # first: a prompt that is too long is not read
         check_kinds("prompt", body.prompt)
-        max_model_len = state.client.info.max_model_len
+        max_model_len = state.engine.info.max_model_len
         truncation = Truncation.of(body.truncate_prompt_tokens, body.truncation_side, max_model_len)
         kept = truncation.kept(least_output=body.max_tokens or 1)
         affixes = body.add_special_tokens is not False
@@ -113,7 +113,7 @@ class Completions(Routes):
     def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
         asked = body.max_tokens
         most = self._state.settings.generation_defaults.max_new_tokens
-        limit = output_limit(num_prompt, asked, self._state.client.info.max_model_len, param="max_tokens", most=most)
+        limit = output_limit(num_prompt, asked, self._state.engine.info.max_model_len, param="max_tokens", most=most)
         return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not body.fills_context else limit
 
     def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:
@@ -121,4 +121,4 @@ class Completions(Routes):
             if body.truncate_prompt_tokens is None:
                 self._limit(body, len(prompt))
         elif isinstance(prompt, str):
-            check_text_length(len(prompt), self._state.tokenizer, self._state.client.info.max_model_len)
+            check_text_length(len(prompt), self._state.tokenizer, self._state.engine.info.max_model_len)

@@ -63,7 +63,7 @@ class EmbeddingRoutes(Routes):
         return await self._vectors(request, body, kind="pooling", field="data")
 
     async def _vectors(self, request: Request, body: EmbeddingRequest, *, kind: str, field: str) -> Response:
-        _check_size(body, self._state.client.info.embedding_size)
+        _check_size(body, self._state.engine.info.embedding_size)
         started = await self._start(request, body, {"input": body.input})
         as_base64 = body.encoding_format == "base64"
 
@@ -118,7 +118,7 @@ class EmbeddingRoutes(Routes):
 
     def check_served(self) -> None:
         """Raises RequestError 404 if the engine makes no embeddings."""
-        if self._state.client.info.embedding_size is None:
+        if self._state.engine.info.embedding_size is None:
             message = "This server makes no embeddings: start it with --enable-embeddings."
             raise RequestError(404, message, type=NOT_FOUND)
 
@@ -150,7 +150,7 @@ class EmbeddingRoutes(Routes):
         prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
         packed = wire.packed_prompts(prompts)
         left_s, queue_s = times_left(state, deadline)
-        embeddings = Embeddings(state.client, on_limit=state.metrics.observe_limit)
+        embeddings = Embeddings(state.engine, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
         embeddings.submit(self._requests(id, body, packed, queue_s, model.adapter), timeout_s=left_s)
         state.generations[id] = embeddings
@@ -163,7 +163,7 @@ class EmbeddingRoutes(Routes):
         if len(given) > most:
             raise invalid(param, f"at most {most} inputs per request are allowed, got {len(given)}")
         check_kinds(param, inputs)
-        max_model_len = state.client.info.max_model_len
+        max_model_len = state.engine.info.max_model_len
         for prompt in given:
             if isinstance(prompt, str):
                 check_text_length(len(prompt), state.tokenizer, max_model_len, least_output=0)

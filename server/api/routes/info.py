@@ -81,8 +81,8 @@ class Info:
             raise unavailable("The server is shutting down.")
         if "verbose" not in request.query_params:
             return JsonAnswer({"status": "ok"})
-        attention = msgspec.structs.asdict(self._state.client.info.attention)
-        to_come = self._state.client.stats.num_programs_to_come
+        attention = msgspec.structs.asdict(self._state.engine.info.attention)
+        to_come = self._state.engine.stats.num_programs_to_come
         return JsonAnswer({"status": "ok", "attention": attention, "programs_to_come": to_come})
 
     @route("GET /live", access=Access.OPEN)
@@ -95,7 +95,7 @@ class Info:
         return JsonAnswer({"status": "ok"})
 
     def _check_engine(self) -> None:
-        fault = fault_of(self._state.client, self._state.settings.heartbeat_timeout_s)
+        fault = fault_of(self._state.engine, self._state.settings.heartbeat_timeout_s)
         if fault is not None:
             raise unavailable(fault)
 
@@ -119,7 +119,7 @@ class Info:
     def _served(self) -> dict[str, Adapter | None]:
         """The names of the model and of its adapters, each with its adapter; None: it is the model."""
         names: dict[str, Adapter | None] = dict.fromkeys(self._state.settings.model_names)
-        return names | {name: own for name, own in self._state.client.adapters.items() if name not in names}
+        return names | {name: own for name, own in self._state.engine.adapters.items() if name not in names}
 
     @route("POST /tokenize", TokenizeRequest)
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
@@ -130,7 +130,7 @@ class Info:
             tools = read_tools(body.tools, None, parallel=None)
             ids = await encode_conversation(state, Conversation.of(body), tools)
         elif body.prompt is not None and body.messages is None:
-            check_text_length(len(body.prompt), state.tokenizer, state.client.info.max_model_len)
+            check_text_length(len(body.prompt), state.tokenizer, state.engine.info.max_model_len)
             affixes = body.add_special_tokens is not False
             (prompt,) = await read_prompts(state, "prompt", [body.prompt], affixes=affixes)
             ids = prompt.ids
@@ -139,7 +139,7 @@ class Info:
         strings = list_of(map(state.tokenizer.vocabulary_string, ids), len(ids))
         answer = {
             "count": len(ids),
-            "max_model_len": state.client.info.max_model_len,
+            "max_model_len": state.engine.info.max_model_len,
             "tokens": list_of(ids, len(ids)),
             "token_strs": strings if body.return_token_strs else None,
         }
@@ -152,7 +152,7 @@ class Info:
         answer = {
             **tokenizer.template_variables,
             "tokenizer_class": type(tokenizer).__name__,
-            "model_max_length": self._state.client.info.max_model_len,
+            "model_max_length": self._state.engine.info.max_model_len,
             "vocab_size": len(tokenizer.token_bytes),
             "special_tokens": tokenizer.special_tokens,
             "chat_template": settings.chat_template or tokenizer.chat_templates.default,
@@ -164,7 +164,7 @@ class Info:
         """The text of token ids."""
         state = self._state
         await state.find_model(body.model)
-        check_ids("tokens", body.tokens, state.client.info.vocab_size)
+        check_ids("tokens", body.tokens, state.engine.info.vocab_size)
         text = await read_ids(state, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return JsonAnswer({"prompt": text})
 
@@ -185,7 +185,7 @@ class Info:
             "owned_by": "pallas-serve",
             "root": root,
             "parent": None if adapter is None else adapter.base_model or state.settings.model_names[0],
-            "max_model_len": state.client.info.max_model_len,
+            "max_model_len": state.engine.info.max_model_len,
             "permission": [_permission(name, state.created)],
         }
 

@@ -40,7 +40,7 @@ class PrefillRoute(Routes):
     async def create(self, request: Request, asked: PrefillRequest) -> Response:
         """Computes a prompt for another server (--kv-role prefill)."""
         state = self._state
-        info = state.client.info
+        info = state.engine.info
         if asked.identity != info.page_identity:
             names = differing(asked.identity, info.page_identity)
             raise RequestError(409, f"The pages of the two servers have not the same form or content: {names} differ.")
@@ -62,7 +62,7 @@ class PrefillRoute(Routes):
             adapter=asked.adapter,
             keep_as=token,
         )
-        prefill = _Prefill(state.client)
+        prefill = _Prefill(state.engine)
         prefill.submit([prompt])
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:

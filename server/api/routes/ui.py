@@ -81,23 +81,23 @@ class Dashboard(Routes):
         return JsonAnswer(self._snapshot(query.engine, query.after, query.history))
 
     def _snapshot(self, engine: int, last: int, seconds: int) -> dict[str, Any]:
-        state, stats = self._state, self._state.client.stats
+        state, stats = self._state, self._state.engine.stats
         steps = state.engines[engine].stats.recent_steps
         return {
             "model": state.settings.model_names[0],
             "version": state.settings.version,
-            "max_model_len": state.client.info.max_model_len,
+            "max_model_len": state.engine.info.max_model_len,
             "engines": len(state.engines),
-            "alive": state.client.death is None,
+            "alive": state.engine.death is None,
             **figures_of(stats),
             "prefix_cache_queries": stats.prefix_cache_queries,
             "prefix_cache_hits": stats.prefix_cache_hits,
             "draft_tokens": stats.speculation.num_draft_tokens,
             "draft_tokens_accepted": stats.speculation.num_accepted_tokens,
-            "max_loras": state.client.info.max_loras,
+            "max_loras": state.engine.info.max_loras,
             "adapters": {
                 "running": len(stats.running_of_adapters),
-                "loaded": len(state.client.adapters),
+                "loaded": len(state.engine.adapters),
                 "swaps": stats.num_adapter_loads,
             },
             "preemptions": stats.num_preemptions,

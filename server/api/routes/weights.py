@@ -232,7 +232,7 @@ class Weights:
         """
         state = self._state
         includes_all = read_query(request.query_params, _Flags).include_dp
-        chips = int(state.client.info.cache_config.get("tensor_parallel_size", "1"))
+        chips = int(state.engine.info.cache_config.get("tensor_parallel_size", "1"))
         return JsonAnswer({"world_size": chips * len(state.engines) if includes_all else chips})
 
 

@@ -36,7 +36,7 @@ def state_with_all_routes() -> ServerState:
     given = {"admin_api_keys": ("boss",), "trust_request_chat_template": True, "batch_folder": folder}
     given["computes_for_others"] = True
     state = state_of(StubClient(DONE), **given)
-    state.client.info = msgspec.structs.replace(state.client.info, embedding_size=4)
+    state.engine.info = msgspec.structs.replace(state.engine.info, embedding_size=4)
     return state
 
 
@@ -135,22 +135,22 @@ def test_a_field_of_many_lists_is_refused_by_name(route):
 
 def test_long_lists_that_may_be_are_decoded():
     state = state_of(StubClient(DONE), max_choices=64)
-    state.client.info = msgspec.structs.replace(state.client.info, max_model_len=200_000)
+    state.engine.info = msgspec.structs.replace(state.engine.info, max_model_len=200_000)
     for prompt in ([65] * 190_000, [[65] * 1000] * 64, ["a, b: [c] " * 1000] * 64):
         response = call(state, "POST", COMPLETIONS, json={"prompt": prompt, "max_tokens": 1, "user": "unknown"})
         assert response.status_code == 200, response.text[:500]
-    assert len(state.client.submitted[0].prompt) == 4 * 190_000
+    assert len(state.engine.submitted[0].prompt) == 4 * 190_000
 
 
 def test_the_allowed_ids_of_all_sequences_are_bounded():
     state = state_of(StubClient(DONE))
     call(state, "POST", COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "allowed_token_ids": [9, 8, 9]})
-    assert state.client.submitted[0].sampling.allowed_token_ids == (9, 8)
-    vocab_size = state.client.info.vocab_size
+    assert state.engine.submitted[0].sampling.allowed_token_ids == (9, 8)
+    vocab_size = state.engine.info.vocab_size
     body = {"prompt": "a", "max_tokens": 1, "allowed_token_ids": [*range(vocab_size)] * 2}
     message = call(state, "POST", COMPLETIONS, json=body).json()["error"]["message"]
     assert message.startswith(f"allowed_token_ids: at most {vocab_size} are allowed")
-    state.client.info = msgspec.structs.replace(state.client.info, vocab_size=100_000)
+    state.engine.info = msgspec.structs.replace(state.engine.info, vocab_size=100_000)
     body |= {"allowed_token_ids": [*range(100_000)], "n": 100}
     message = call(state, "POST", COMPLETIONS, json=body).json()["error"]["message"]
     assert message == "allowed_token_ids: at most 10485 are allowed for 100 sequences"

@@ -57,7 +57,7 @@ def test_the_template_for_tools_is_taken_if_there_are_tools():
     assert tokens_of(state, tools=TOOLS) == b"Thi|f"
     assert call(state, "POST", CHAT, json=HELLO | {"tools": TOOLS}).status_code == 200
     assert call(state, "POST", CHAT, json=HELLO | {"tools": TOOLS, "tool_choice": "none"}).status_code == 200
-    assert [bytes([*unpacked(request.prompt)][:2]) for request in state.client.submitted] == [b"Th", b"Dh"]
+    assert [bytes([*unpacked(request.prompt)][:2]) for request in state.engine.submitted] == [b"Th", b"Dh"]
 
 
 def test_the_template_for_tools_tells_the_format_of_calls():

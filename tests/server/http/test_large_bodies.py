@@ -77,5 +77,5 @@ def test_brackets_of_a_text_are_no_matter():
     for text in ("[{:,", '\\",\\'):
         body = {"prompt": text * 50_000, "max_tokens": 1}
         assert call(state, "POST", COMPLETIONS, json=body).json()["error"]["code"] == "context_length_exceeded"
-    state.client.info = msgspec.structs.replace(state.client.info, max_model_len=100_000)
+    state.engine.info = msgspec.structs.replace(state.engine.info, max_model_len=100_000)
     assert state.body_limits.max_marks == 200_000

@@ -122,7 +122,7 @@ class Batches(Routes):
         store, owner = self._store(), current_key.get()
         if body.endpoint not in URLS:
             raise invalid("endpoint", f"must be one of {', '.join(URLS)}, got {body.endpoint[:80]!r}")
-        if body.endpoint == EMBEDDINGS and self._state.client.info.embedding_size is None:
+        if body.endpoint == EMBEDDINGS and self._state.engine.info.embedding_size is None:
             raise invalid("endpoint", "this server makes no embeddings: start it with --enable-embeddings")
         if body.completion_window not in WINDOWS:
             raise invalid("completion_window", f"must be {', '.join(WINDOWS)}, got {body.completion_window[:40]!r}")

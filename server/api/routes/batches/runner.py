@@ -162,7 +162,7 @@ class BatchRunner:
                 self._log.exception("a request of a batch failed: %s", type(error).__name__)
                 status, answer = 500, internal("The server has failed on this request.").encode()
             self._state.end_request(record, "POST", asked.line.url, status)
-            if status not in BUSY and (status < 500 or self._state.client.death is None):
+            if status not in BUSY and (status < 500 or self._state.engine.death is None):
                 return status, answer
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_WAIT_S)
