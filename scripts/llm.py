@@ -288,7 +288,7 @@ class LLM(EngineForTraining):
 
     def on_loop[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the loop of the requests."""
-        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+        return self._thread.submit(work)
 
     def stats(self) -> EngineStats:
         """The engine's counters and gauges, as on the server's `/metrics`."""

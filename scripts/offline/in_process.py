@@ -98,9 +98,19 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="offline-loop", daemon=True)
         self._thread.start()
 
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine. Raises RuntimeError if the thread has ended."""
+        with self._lock:
+            if self.is_closed:
+                coroutine.close()
+                raise RuntimeError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Returns the coroutine's result. An interrupt cancels the coroutine and waits for its clean-up. Raises
-        RuntimeError if the thread has ended."""
+        """Returns the coroutine's result. An interrupt cancels the coroutine and waits for its clean-up."""
         ended = threading.Event()
 
         async def watched() -> T:
@@ -109,12 +119,7 @@ class LoopThread:
             finally:
                 ended.set()
 
-        with self._lock:
-            if self.is_closed:
-                coroutine.close()
-                raise RuntimeError(CLOSED)
-            future = asyncio.run_coroutine_threadsafe(watched(), self.loop)
-            self._running.add(future)
+        future = self.submit(watched())
         try:
             return future.result()
         except BaseException:
@@ -122,11 +127,9 @@ class LoopThread:
                 future.cancel()
                 ended.wait()
             raise
-        finally:
-            self._running.discard(future)
 
     def close(self) -> None:
-        """Ends the thread, after all that other threads run there. May be called again."""
+        """Ends the thread, after all that other threads have started there. May be called again."""
         with self._lock:
             if self.is_closed:
                 return

@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
 
 import msgspec
 
 from batcher.request import FinishReason
 from server.bus import OpenQuestions
 from server.engine import wire
-from server.engine.changes import TwoPhaseEngine
-from server.engine.protocol import Receiver, Receivers
+from server.engine.protocol import Engine, Receiver, Receivers
 
 
-class EngineClient(TwoPhaseEngine):
+class EngineClient(Engine):
     """An `Engine` that takes commands and sends events. All of it runs on the event loop's thread. Nothing awaits while
     an output goes to its receiver, so a client that reads slowly delays neither the engine nor other clients."""
 
     api_server = 0  # the number of this process in commands
+    info = wire.EngineInfo(max_model_len=0, vocab_size=0)
+    weight_version = wire.DEFAULT_VERSION  # of the tokens that come from now on
+    is_paused = False
+    missing: Set[str] = frozenset()
+    adapters: Mapping[str, wire.Adapter] = MappingProxyType({})  # by name
+    adapter_changes = num_adapter_loads = 0  # since the engine's start
 
     def __init__(self) -> None:
         super().__init__()
-        self.info = wire.EngineInfo(max_model_len=0, vocab_size=0)
-        self.weight_version = wire.DEFAULT_VERSION  # of the tokens that come from now on
-        self.is_paused = False
-        self.adapters: Mapping[str, wire.Adapter] = {}  # by name
-        self.adapter_changes = self.num_adapter_loads = 0  # since the engine's start
         self.on_output: Callable[[wire.Output], None] = lambda output: None  # gets each before the request's receiver
-        self._missing: Set[str] = frozenset()
         self._receivers = Receivers()
         self._asked = OpenQuestions[wire.Reply]()
 
-    @property
-    @abstractmethod
-    def death(self) -> str | None:
-        """The reason why the engine is dead; None while it lives."""
-
-    @abstractmethod
     def _send(self, command: wire.Command) -> None:
         """Sends a command to the engine."""
-
-    @property
-    def missing(self) -> Set[str]:
-        return self._missing
+        raise NotImplementedError
 
     @property
     def num_open(self) -> int:
@@ -72,7 +62,7 @@ class EngineClient(TwoPhaseEngine):
         self._send(msgspec.structs.replace(question, number=number))
         reply = await replied
         if reply.missing is not None:
-            self._missing = frozenset(reply.missing)
+            self.missing = frozenset(reply.missing)
         if reply.error is None and isinstance(question, wire.Pause | wire.Resume):
             self.is_paused = isinstance(question, wire.Pause)
         return reply

@@ -11,8 +11,7 @@ from itertools import zip_longest
 from batcher.request import FinishReason
 from batcher.stats import EngineStats, total_of
 from server.engine import wire
-from server.engine.changes import TwoPhaseEngine
-from server.engine.protocol import EngineFailedError, Receiver
+from server.engine.protocol import Engine, EngineFailedError, Receiver
 from server.engine.remote import RemoteEngine
 from server.engine.routing import Route, Router
 from server.shared_counts import Load, Row
@@ -33,7 +32,7 @@ class _Sent:
 type ServerEngine = RemoteEngine | EngineGroup
 
 
-class EngineGroup(TwoPhaseEngine):
+class EngineGroup(Engine):
     """An `Engine` over several engines that serve the same model. The engines may be groups.
 
     All requests of one HTTP request go to the same engine, so its choices share their prompt. When an engine dies, only

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence, Set
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from functools import wraps
+from typing import Any, Protocol
 
 from batcher.request import FinishReason
 from batcher.stats import EngineStats
@@ -70,10 +72,29 @@ class Receivers(dict[str, Receiver]):
             receiver.on_output(wire.failure(request_id, error, status=500))
 
 
+def to_its_end[**P, R](work: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """A decorator that completes a coroutine even if its caller is cancelled, because the engine completes a change
+    that it has begun."""
+
+    @wraps(work)
+    async def shielded(*args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.shield(work(*args, **kwargs))
+
+    return shielded
+
+
 class Engine(Protocol):
-    """An engine in another process (`RemoteEngine`), several engines (`EngineGroup`), or the engine of an `LLM`."""
+    """An engine in another process (`RemoteEngine`), several engines (`EngineGroup`), or the engine of an `LLM`.
+
+    Changes of the weights run one after the other, and so do those of adapters. The two do not wait for each other.
+    """
 
     info: wire.EngineInfo
+    _weight_changes: asyncio.Lock  # and of the steps of updates
+    _adapter_changes: asyncio.Lock
+
+    def __init__(self) -> None:
+        self._weight_changes, self._adapter_changes = asyncio.Lock(), asyncio.Lock()
 
     @property
     def stats(self) -> EngineStats: ...
@@ -105,9 +126,34 @@ class Engine(Protocol):
     def reset_prefix_cache(self, *, reset_external: bool) -> None:
         """Empties the prefix cache. `reset_external` also empties the tiers outside the device."""
 
+    @to_its_end
     async def ask(self, question: wire.AnyQuestion) -> wire.Reply:
         """Changes the weights or the adapters, pauses, or resumes. Returns when it is done or refused. If the caller is
-        cancelled, the change is completed nevertheless."""
+        cancelled, the change is completed nevertheless. A change whose PREPARE has failed is over."""
+        match question:
+            case wire.ChangeWeights():
+                async with self._weight_changes:
+                    if question.change is wire.WeightsChange.WAKE_UP and not self.missing:
+                        return wire.Reply()
+                    return await self._change(question)
+            case wire.LoadAdapter() | wire.UnloadAdapter():
+                async with self._adapter_changes:
+                    return await self._change(question)
+            case wire.UpdateWeights():
+                async with self._weight_changes:
+                    return await self._ask(question)
+        return await self._ask(question)
+
+    async def _ask(self, question: wire.EngineQuestion) -> wire.Reply:
+        """Asks one question."""
+        ...
+
+    async def _change(self, change: wire.Change) -> wire.Reply:
+        prepared = await self._ask(wire.ChangePhase(wire.Phase.PREPARE, change))
+        if prepared.error is not None:
+            return prepared
+        committed = await self._ask(wire.ChangePhase(wire.Phase.COMMIT, change))
+        return prepared if committed.error is None else committed
 
     @property
     def death(self) -> str | None:

@@ -49,6 +49,8 @@ class RemoteEngine(EngineClient):
     """
 
     death: str | None = None
+    stats = EngineStats()
+    last_heartbeat = 0.0
 
     def __init__(
         self,
@@ -59,7 +61,6 @@ class RemoteEngine(EngineClient):
         on_load: Callable[[int], None] = lambda num_open: None,
     ) -> None:
         super().__init__()
-        self.stats = EngineStats()
         self._adapters_told = asyncio.Event()
         self.died = asyncio.Event()  # also if it has ended as it should, without `death`
         self.last_heartbeat = time.monotonic()
