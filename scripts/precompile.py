@@ -25,10 +25,9 @@ from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 
 if TYPE_CHECKING:
+    from scripts.building.described_chips import GpuTopology, TpuTopology
     from scripts.building.device import Report
-    from scripts.building.gpu_topology import GpuTopology
     from scripts.building.runner import Built
-    from scripts.building.tpu_topology import TpuTopology
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from batcher.engine import Engine
 from scripts.building.adapter_store import loaded_adapters
-from scripts.building.compile_turn import CompileTurn
 from scripts.building.device import Report, find_device, phase
-from scripts.building.replicas import claim_chips
+from scripts.building.replicas import CompileTurn, claim_chips
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters
 from server.engine.process import BuiltEngine

@@ -32,7 +32,7 @@ from scripts.building.tracers import trace_ahead
 from scripts.building.weights import bits_of_a_weight
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import AdapterStore
-from server.engine.block_hashes import BlockHasher, HashAlgorithm
+from server.engine.kv_event_stream import BlockHasher, HashAlgorithm
 from server.engine.kv_events import KvEventPublisher
 from server.engine.wire import EngineInfo
 from server.grammar.matcher import TokenGrammars, vocabulary_of

@@ -12,13 +12,12 @@ from model.inputs.words import described
 from scripts.building.adapter_store import loaded_adapters
 from scripts.building.runner import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
 from scripts.flags.settings import EngineSettings, ServedSettings
-from server.engine.hosts.adapter_loading import AllAdapters
+from server.engine.hosts.all_hosts import AllAdapters, AllWeights
 from server.engine.hosts.cluster import LEADER, Cluster
 from server.engine.hosts.commands import Compile
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine, end_hosts
-from server.engine.hosts.weights import AllWeights
 from server.engine.process import BuiltEngine, Reporter
 from server.engine.weight_changes import WeightChanges
 from server.flag import flag_name

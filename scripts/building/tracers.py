@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 from batcher.step import Bucket, longest_first
 from model.inputs.words import described
 from pallas_kernels.chips import GPU_POOL_SHARE
-from scripts.building.described_chips import be_on, topology_named
-from scripts.building.tpu_topology import attached_topology
+from scripts.building.described_chips import attached_topology, be_on, topology_named
 from scripts.flags.settings import EngineSettings
 from server.engine.child_process import end_with_parent, start_without_main
 

@@ -21,8 +21,8 @@ from scripts.flags.lora import LoraModule, lora_modules
 from scripts.flags.parsing import KeywordParser, flag_words, json_object, parse_flags, structure
 from scripts.flags.speculation import EXAMPLE as SPECULATION_EXAMPLE
 from scripts.flags.speculation import SpeculativeConfig, merged
-from server.engine.block_hashes import HashAlgorithm
 from server.engine.hosts.cluster import Cluster
+from server.engine.kv_event_stream import HashAlgorithm
 from server.engine.kv_events import FLAG as KV_EVENTS
 from server.engine.kv_events import KvEventsConfig
 from server.flag import MOST_SECONDS, add_flags, check_flags, flag_name, setting, values_of

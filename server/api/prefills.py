@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -33,10 +32,10 @@ from server.engine.wire import EngineInfo
 from server.flag import MOST_SECONDS
 from server.logs import ThrottledLog
 from server.settings import Settings
+from server.shared_counts import PROMISED, PrefixTable
 
 PATH = "/kv/prefill"
 PAUSE_S = 5.0
-MOST_BLOCKS = 1 << 16  # blocks of earlier prompts that are remembered
 MOST_WORDS = 300  # characters of another server's error that are shown
 MOST_ANSWER_BYTES = 1 << 16  # the size limit of another server's answer
 _Digest = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -168,26 +167,17 @@ class RemotePrefills:
             raise PrefillError(f"{type(error).__name__}: {error}") from error
 
 
-class KnownBeginnings:
-    """The beginnings of earlier prompts, block by block. The least recently used ones are forgotten."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[int, None] = OrderedDict()
+class KnownBeginnings(PrefixTable):
+    """The beginnings of earlier prompts, block by block."""
 
     def count(self, digests: Sequence[int]) -> int:
         """The number of a prompt's beginnings that are known, from the first one on."""
-        return next((index for index, digest in enumerate(digests) if digest not in self._known), len(digests))
+        return next((index for index, digest in enumerate(digests) if not self.get(digest)), len(digests))
 
     def add(self, digests: Sequence[int]) -> None:
         """Adds the beginnings of a prompt."""
         for digest in digests:
-            self._known[digest] = None
-            self._known.move_to_end(digest)
-        while len(self._known) > MOST_BLOCKS:
-            self._known.popitem(last=False)
-
-    def clear(self) -> None:
-        self._known.clear()
+            self.put(digest, 0, PROMISED)
 
 
 def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:

@@ -126,7 +126,9 @@ class _ApiProcess:
             app = create_app(state)
             if not await self._engine_is_ready(engine):
                 return EXIT_OK
-            server = HttpServer(app, settings, _max_connections(settings), tls)
+            asked = settings.max_connections
+            own = None if asked is None else -(-asked // settings.api_server_count)
+            server = HttpServer(app, settings, connection_limit(own), tls)
             async with contextlib.nullcontext() if tls is None else tls.refreshed():
                 listener = listener_beside(args.listener)
                 listener.listen(BACKLOG)  # clients wait here until this process may accept
@@ -182,9 +184,3 @@ class _ApiProcess:
             case peers.SetLogLevel(level=level):
                 logger.setLevel(level)
         return None
-
-
-def _max_connections(settings: Settings) -> int:
-    """The most connections of clients of this process."""
-    asked = settings.max_connections
-    return connection_limit(None if asked is None else -(-asked // settings.api_server_count))

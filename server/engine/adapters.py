@@ -150,19 +150,12 @@ class Adapters:
         return adapter
 
     def _commit(self) -> None:
-        if self._prepared is not None:
-            name, adapter = self._prepared
-            self._num_loads += adapter is not None
-            self._set(name, adapter)
-
-    def _abandon(self) -> None:
-        if self._prepared is not None:
-            self._prepared = None
-            self._forget_unused()
-
-    def _set(self, name: str, adapter: wire.Adapter | None) -> None:
+        if self._prepared is None:
+            return
+        name, adapter = self._prepared
         with self._lock:
             self._num_changes += 1
+            self._num_loads += adapter is not None
             self._prepared = None
             if adapter is None:
                 del self._loaded[name]
@@ -171,6 +164,11 @@ class Adapters:
                 self._held[adapter.identity] = name
             self._tell(self._event())
         self._forget_unused()
+
+    def _abandon(self) -> None:
+        if self._prepared is not None:
+            self._prepared = None
+            self._forget_unused()
 
     def _event(self) -> wire.Adapters:
         return wire.Adapters(list(self._loaded.values()), self._num_changes, self._num_loads)

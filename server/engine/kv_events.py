@@ -27,10 +27,9 @@ import msgspec
 import zmq
 
 from batcher.page_events import PageEvent
-from server.engine.block_hashes import BlockHasher
 from server.engine.bounded_listener import BoundedListener
 from server.engine.curve import Keys, as_server, limit
-from server.engine.kv_event_stream import EventStream, KvEventBatch
+from server.engine.kv_event_stream import BlockHasher, EventStream, KvEventBatch
 
 FLAG = "--kv-events-config"
 END = b"\xff" * 8

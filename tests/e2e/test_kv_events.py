@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from server.engine.block_hashes import shown_hash
+from server.engine.kv_event_stream import shown_hash
 from tests.conftest import COMPILED
 from tests.e2e.conftest import ADMIN_KEY, DemoServer, serve
 from tests.server.engine.hosts.loopback import free_port

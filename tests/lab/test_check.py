@@ -18,7 +18,7 @@ from model.config import LlamaConfig
 from model.presets import preset
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import Backend
-from scripts.building.tpu_topology import name_of
+from scripts.building.described_chips import name_of
 from scripts.flags.errors import FailedError
 from scripts.lab import check
 from scripts.lab import dispatch as lab_dispatch

@@ -8,7 +8,7 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from scripts.building.compile_turn import CompileTurn
+from scripts.building.replicas import CompileTurn
 
 
 def compile_first(file: Path, steps: Connection) -> None:

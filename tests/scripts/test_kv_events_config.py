@@ -9,7 +9,7 @@ import pytest
 from scripts import launch
 from scripts.building.runner import make_publisher
 from scripts.flags.settings import EngineSettings
-from server.engine.block_hashes import BlockHasher, HashAlgorithm
+from server.engine.kv_event_stream import BlockHasher, HashAlgorithm
 
 ON = {"enable_kv_cache_events": True}
 

@@ -7,7 +7,7 @@ import pytest
 
 from model.execution.memory_plan import RunnerConfig
 from model.execution.runner import ModelRunner
-from scripts.building.sleep import RunnerSleep
+from scripts.building.runner_weights import RunnerSleep
 from server.engine.wire import KV_CACHE, PARTS, WEIGHTS
 from tests.model.driver import paged_attention, tiny_model
 

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scripts.building.gpu_topology import GpuTopology, gpu_topology
-from scripts.building.tpu_topology import TpuTopology, tpu_topology
+from scripts.building.described_chips import GpuTopology, TpuTopology, gpu_topology, tpu_topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ import jax
 
 from pallas_kernels.chips import GPUS
 from scripts.building.child import in_child
+from scripts.building.described_chips import FOLDER, attached_topology, save_topology
 from scripts.building.device import start_jax
-from scripts.building.gpu_topology import FOLDER, save_topology
-from scripts.building.tpu_topology import attached_topology
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import EngineSettings
 from scripts.lab.chip.parts import ROOT, Options, Result

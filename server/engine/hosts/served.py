@@ -18,7 +18,7 @@ from batcher.step import Bucket, Capacity, Runner, StagedPages, StepHandle, Step
 from model.inputs.words import described
 from server.engine.adapters import AdapterStore
 from server.engine.hosts import commands
-from server.engine.hosts.adapter_loading import AllAdapters
+from server.engine.hosts.all_hosts import AllAdapters
 from server.engine.hosts.cluster import HostsError
 from server.engine.hosts.follower import Follower
 from server.engine.hosts.leader import Leader

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.block_hashes import BlockHasher, HashAlgorithm, _CborDigest, shown_hash
+from server.engine.kv_event_stream import BlockHasher, HashAlgorithm, _CborDigest, shown_hash
 from tests.server.support.kv_reader import cbor
 
 # Of the root with the seed "42", and of pages: three of one prefix, two of an adapter and a salt, one of a long key.

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from batcher.page_events import Medium, PageCopied, PageEvent, PageRemoved, PagesCleared, PageStored
 from batcher.scheduling.digests import next_digest
 from server.engine import kv_event_stream
-from server.engine.block_hashes import BlockHasher, HashAlgorithm, shown_hash
-from server.engine.kv_event_stream import EventStream, KvEventBatch
+from server.engine.kv_event_stream import BlockHasher, EventStream, HashAlgorithm, KvEventBatch, shown_hash
 from tests.batcher.fake_runner import expected_tokens
 from tests.batcher.harness import EOS, Drive, make_capacity, make_request
 from tests.batcher.test_properties import Scenario, play, scenarios

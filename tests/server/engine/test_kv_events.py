@@ -16,8 +16,8 @@ import zmq
 import zmq.auth
 
 from batcher.page_events import Medium, PageEvent, PageRemoved, PageStored
-from server.engine.block_hashes import BlockHasher, HashAlgorithm
 from server.engine.curve import Keys
+from server.engine.kv_event_stream import BlockHasher, HashAlgorithm
 from server.engine.kv_events import KvEventPublisher, KvEventsConfig
 from tests.server.engine.hosts.loopback import free_port
 from tests.server.support.kv_reader import Message, Reader, replay

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batcher.step import AdapterWrite
-from server.engine.hosts.adapter_loading import AllAdapters
+from server.engine.hosts.all_hosts import AllAdapters
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
 from tests.server.support.adapters import FakeStore, num_reads, write_adapter

@@ -7,8 +7,8 @@ from queue import SimpleQueue
 import pytest
 
 from server.engine.hosts import commands
+from server.engine.hosts.all_hosts import AllWeights
 from server.engine.hosts.served import BroadcastRunner, FollowingEngine
-from server.engine.hosts.weights import AllWeights
 from server.engine.wire import ChangeWeights, InSharedMemory, WeightsChange
 from tests.server.engine.hosts.loopback import Exits, Hosts, RecordingRunner, step
 
