@@ -66,7 +66,15 @@ def run(
         return run_api_processes(
             settings, engine_target, [engine_args, *more_engines], report=report, on_ready=on_ready
         )
-    tls, tracer = _tls(settings), _tracer(settings)
+    tls = tracer = None
+    if settings.tls is not None:
+        from server.http.tls import TlsContext
+
+        tls = TlsContext(settings.tls)
+    if settings.otlp_traces_endpoint is not None:
+        from server.api.tracing import make_tracer
+
+        tracer = make_tracer(settings)
     try:
         with bind(settings) as listener, removed(settings.uds):
             engines = [engine_args, *more_engines]
@@ -121,22 +129,6 @@ async def _serve(
         raise error.after("The engine could not start") from error
     finally:
         await engine.stop()
-
-
-def _tls(settings: Settings) -> TlsContext | None:
-    if settings.tls is None:
-        return None
-    from server.http.tls import TlsContext
-
-    return TlsContext(settings.tls)
-
-
-def _tracer(settings: Settings) -> Tracer | None:
-    if settings.otlp_traces_endpoint is None:
-        return None
-    from server.api.tracing import make_tracer
-
-    return make_tracer(settings)
 
 
 def _see(task: asyncio.Task[Any]) -> None:

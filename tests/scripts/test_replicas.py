@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from scripts.building.replicas import claim_chips, replicas_of
+from scripts.building.replicas import CompileTurn, claim_chips, replicas_of
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.cluster import Cluster
 
@@ -99,3 +103,41 @@ def test_the_first_engine_compiles_for_all_where_programs_are_kept(tmp_path):
     assert [one.compile_turn for one in replicas_of(served(), 2, tmp_path)] == [file, file]
     assert [one.compile_turn for one in replicas_of(served(), 1, tmp_path)] == [None]
     assert [one.compile_turn for one in replicas_of(served(compile_cache="none"), 2, tmp_path)] == [None, None]
+
+
+def compile_first(file: Path, steps: Connection) -> None:
+    steps.recv()
+    with CompileTurn(file, is_first=True).compiling():
+        steps.send("compiling")
+        steps.recv()
+
+
+def wait_for_it(file: Path, steps: Connection) -> None:
+    steps.send("waiting")
+    CompileTurn(file, is_first=False).wait()
+    steps.send("compiled")
+
+
+def test_the_others_wait_until_the_first_has_compiled_or_has_ended(tmp_path):
+    spawning = multiprocessing.get_context("spawn")
+    for number, ends_well in enumerate((True, False)):
+        pipes, processes = [], []
+        for target in (compile_first, wait_for_it, wait_for_it):
+            ours, theirs = spawning.Pipe()
+            process = spawning.Process(target=target, args=(tmp_path / f"turn{number}", theirs))
+            process.start()
+            pipes.append(ours)
+            processes.append(process)
+        first, *others = pipes
+        for other in others:
+            assert other.recv() == "waiting"
+        first.send("go")
+        assert first.recv() == "compiling"
+        assert not any(other.poll(0.2) for other in others)
+        if ends_well:
+            first.send("end")
+        else:
+            os.kill(processes[0].pid, signal.SIGKILL)
+        assert [other.recv() for other in others] == ["compiled"] * 2
+        for process in processes:
+            process.join()
