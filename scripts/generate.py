@@ -26,7 +26,7 @@ from batcher.errors import EngineDeadError
 from model.inputs.json_file import json_argument
 from model.inputs.paths import Place, place_argument
 from model.inputs.remote import RemotePath
-from scripts.building.kept_folders import users_cache_folder
+from scripts.building.device import users_cache_folder
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags

@@ -135,7 +135,7 @@ class LLM(EngineForTraining):
             folder = tokenizer_folder(asked, source, spare.path)
             tokens = ByteLevelTokenizer.from_folder(folder, vocab_size=source.config.vocab_size)
             self._tokens = tokens
-            engine, built, adapters = build(self.settings, report, lambda _vocab_size: tokens, tokenizer_folder=folder)
+            engine, built, adapters = build(self.settings, report, lambda vocab_size: tokens, tokenizer_folder=folder)
         self._thread = LoopThread()
         super().__init__(engine, built, adapters, self._thread)
         # Twice the rows: the next request is waiting when one finishes.

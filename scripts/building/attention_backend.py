@@ -43,8 +43,7 @@ from pallas_kernels.cpu import four_bit, library, per_token, products
 from pallas_kernels.self_test import LONGEST, LONGEST_ON_GPUS, Program, SelfTest, SelfTestError
 from pallas_kernels.spec import AttentionSpec, Backend, UnavailableError
 from scripts.building.child import ChildError, in_child
-from scripts.building.device import start_jax
-from scripts.building.kept_folders import KeptFolders
+from scripts.building.device import KeptFolders, start_jax
 from scripts.building.kept_verdict import KeptVerdict
 from scripts.flags.settings import EngineSettings
 from server.engine.wire import AttentionInfo

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from batcher.engine import Engine
@@ -15,12 +16,12 @@ from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters
 from server.engine.process import BuiltEngine
 from server.engine.weight_changes import WeightChanges
+from server.text.tokenizer import ByteLevelTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from scripts.building.runner import Built
-    from server.text.tokenizer import ByteLevelTokenizer
 
 
 def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
@@ -30,7 +31,7 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
     if served.num_replicas > 1:
         settings = claim_chips(served, find_device() if settings.device == "auto" else settings.device)
     from scripts.building.offloading import give_pages
-    from scripts.building.runner import build_runner, make_publisher, served_tokenizer, warm_engine
+    from scripts.building.runner import build_runner, make_publisher, warm_engine
 
     publisher = make_publisher(settings, report, rank=served.replica)
     turn = None if served.compile_turn is None else CompileTurn(served.compile_turn, is_first=served.replica == 0)
@@ -41,7 +42,8 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
             with phase("wait", report) as say:
                 turn.wait()
                 say("for the programs of engine 0")
-        engine = warm_engine(built, report, served_tokenizer(served), read_tokens=True, publisher=publisher)
+        tokenizer = partial(ByteLevelTokenizer.from_folder, served.tokenizer)
+        engine = warm_engine(built, report, tokenizer, read_tokens=True, publisher=publisher)
     adapters = loaded_adapters(settings, built.adapter_store, engine, publisher)
     weights = WeightChanges(engine, built.runner_weights())
     info = give_pages(served, engine, built.info)
@@ -49,14 +51,14 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
 
 
 def build(
-    settings: EngineSettings, report: Report, tokenizer: Callable[[int], ByteLevelTokenizer], *, tokenizer_folder: Path
+    settings: EngineSettings, report: Report, tokenizer: Callable[..., ByteLevelTokenizer], *, tokenizer_folder: Path
 ) -> tuple[Engine, Built, Adapters | None]:
     """A warmed-up engine in this process, not started, with its `Built` and its LoRA adapters.
 
     Raises ValueError if a setting, the model or the device cannot be used.
 
     Args:
-        tokenizer: makes the tokenizer from the size of the vocabulary.
+        tokenizer: makes the tokenizer from `vocab_size`.
         tokenizer_folder: a folder or a GGUF file, whose end tokens end an answer.
     """
     if settings.kv_role != "both":

@@ -30,7 +30,7 @@ from scripts.building.runner_weights import RunnerWeights
 from scripts.building.step_times import choose_step_times
 from scripts.building.tracers import trace_ahead
 from scripts.building.weights import bits_of_a_weight
-from scripts.flags.settings import EngineSettings, ServedSettings
+from scripts.flags.settings import EngineSettings
 from server.engine.adapters import AdapterStore
 from server.engine.kv_event_stream import BlockHasher, HashAlgorithm
 from server.engine.kv_events import KvEventPublisher
@@ -101,19 +101,10 @@ class OtherHosts:
     """From the pages that this host has room for, and facts that must be equal on all hosts: the pages to use."""
 
 
-def served_tokenizer(served: ServedSettings) -> Callable[[int], ByteLevelTokenizer]:
-    """A function that makes the server's tokenizer from the size of the vocabulary."""
-
-    def tokenizer(vocab_size: int) -> ByteLevelTokenizer:
-        return ByteLevelTokenizer.from_folder(served.tokenizer, vocab_size=vocab_size)
-
-    return tokenizer
-
-
 def warm_engine(
     built: Built,
     report: Report,
-    tokenizer: Callable[[int], ByteLevelTokenizer] | None = None,
+    tokenizer: Callable[..., ByteLevelTokenizer] | None = None,
     *,
     read_tokens: bool = False,
     runner: Runner | None = None,
@@ -122,7 +113,7 @@ def warm_engine(
     """A warmed-up engine, not started.
 
     Args:
-        tokenizer: makes the tokenizer from the size of the vocabulary; None: the engine supports no grammars.
+        tokenizer: makes the tokenizer from `vocab_size`; None: the engine supports no grammars.
         read_tokens: reads the tokens while programs are compiled; otherwise the first grammar waits for them. This
             holds the interpreter's lock for most of a second; while serving, it would delay steps.
         runner: replaces the runner of `built`, which it wraps.
@@ -132,7 +123,7 @@ def warm_engine(
     ends = built.plan.weights.eos_token_ids
     if tokenizer is not None and ends:  # the text of a grammar ends with an end token
         size = built.info.vocab_size
-        grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(size), vocab_size=size, end_ids=ends))
+        grammars = TokenGrammars(lambda: vocabulary_of(tokenizer(vocab_size=size), vocab_size=size, end_ids=ends))
         if read_tokens:
             threading.Thread(target=grammars.load, name="vocabulary", daemon=True).start()
     engine = built.engine(grammars=grammars, runner=runner, page_events=publisher)

@@ -10,7 +10,7 @@ from functools import partial
 
 from model.inputs.words import described
 from scripts.building.adapter_store import loaded_adapters
-from scripts.building.runner import OtherHosts, build_runner, make_publisher, served_tokenizer, warm_engine
+from scripts.building.runner import OtherHosts, build_runner, make_publisher, warm_engine
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.all_hosts import AllAdapters, AllWeights
 from server.engine.hosts.cluster import LEADER, Cluster
@@ -21,6 +21,7 @@ from server.engine.hosts.served import BroadcastRunner, FollowingEngine, end_hos
 from server.engine.process import BuiltEngine, Reporter
 from server.engine.weight_changes import WeightChanges
 from server.flag import flag_name
+from server.text.tokenizer import ByteLevelTokenizer
 
 # JAX ends all processes when one of them has been silent for so long. ZeroMQ's heartbeats detect this earlier.
 JAX_SILENCE_S = 30
@@ -40,9 +41,8 @@ def build_leader(served: ServedSettings, report: Reporter) -> BuiltEngine:
         built = build_runner(served.engine, report, tokenizer=served.tokenizer, compile_meanwhile=True, others=others)
         store = None if built.adapter_store is None else AllAdapters(built.adapter_store, leader)
         runner = BroadcastRunner(built.runner, leader, store)
-        engine = warm_engine(
-            built, report, served_tokenizer(served), read_tokens=True, runner=runner, publisher=publisher
-        )
+        tokenizer = partial(ByteLevelTokenizer.from_folder, served.tokenizer)
+        engine = warm_engine(built, report, tokenizer, read_tokens=True, runner=runner, publisher=publisher)
         adapters = loaded_adapters(served.engine, store, engine, publisher)
     return BuiltEngine(
         engine=engine,

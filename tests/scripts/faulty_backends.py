@@ -19,7 +19,7 @@ from batcher.buckets import BucketConfig
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.spec import AttentionSpec, Backend
 from scripts.building.attention_backend import Backends, Chosen, choose_attention, paged_attention
-from scripts.building.kept_folders import KeptFolders
+from scripts.building.device import KeptFolders
 from scripts.building.runner import build_runner, warm_engine
 from scripts.flags.settings import EngineSettings
 from server.engine.process import BuiltEngine

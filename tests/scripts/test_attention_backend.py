@@ -18,7 +18,7 @@ from pallas_kernels.spec import Backend
 from pallas_kernels.tpu import blocks
 from scripts.building.attention_backend import Chosen, choose_attention
 from scripts.building.chips import ModelOnChips
-from scripts.building.kept_folders import KeptFolders
+from scripts.building.device import KeptFolders
 from scripts.building.step_times import attached_chip
 from scripts.building.weights import chip_products
 from scripts.flags.settings import EngineSettings

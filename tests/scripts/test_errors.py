@@ -16,7 +16,7 @@ from model.compiling.compile_cache import keep_compilations
 from model.inputs.words import MAX_LINE_CHARS
 from model.loading.source import DEMO_FOLDER
 from scripts import convert_checkpoint, generate, launch
-from scripts.building.kept_folders import compile_cache_folder
+from scripts.building.device import compile_cache_folder
 from scripts.flags.errors import failed
 from scripts.flags.settings import EngineSettings
 from scripts.lab import offline, plan, serving

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.building.kept_folders import kept_folders, users_cache_folder
+from scripts.building.device import kept_folders, users_cache_folder
 from scripts.flags.settings import EngineSettings
 
 
