@@ -56,7 +56,7 @@ class EngineForTraining:
         served = BuiltEngine(engine=engine, info=built.info, adapters=adapters, weights=weights)
         self._client = InProcessEngine(served, thread.loop)
         self._changing = threading.RLock()
-        self._has_others = False  # weights, which `update_weights` has given
+        self._has_others = False  # weights that `update_weights` has given, or has tried to give
         self._loaded: dict[str, np.ndarray] = {}
         # The path by which trainers of vLLM reach `load_weights`.
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load_weights))
@@ -137,11 +137,11 @@ class EngineForTraining:
             try:
                 self._weights.give(GivenWeights(arrays, self._built.plan.weights.config, names=names, donate=donate))
                 with self._paused(requests):
+                    self._has_others = True
                     self._ask(ChangeWeights(WeightsChange.UPDATE, version=version or ""))
             except BaseException:
                 self._ask(UpdateWeights(UpdateStep.ABANDON))
                 raise
-            self._has_others = True
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Keeps copies of some of the model's arrays, by their Hugging Face names. They replace the engine's weights
