@@ -22,20 +22,12 @@ from scripts.building.device import runs_on_tpu
 from scripts.building.replicas import replicas_of
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.flags.cluster import ClusterFlags, cluster_of
-from scripts.flags.compatibility import unread_variables
+from scripts.flags.compatibility import log_level, unread_variables
 from scripts.flags.config_file import CONFIG, with_config
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.lora import check_not_of_model, lora_modules
 from scripts.flags.parsing import PrintCompletion, add_grouped_help, parse_flags
-from scripts.flags.serve import (
-    KEY_VARIABLE,
-    ServeFlags,
-    api_keys,
-    batch_concurrency,
-    generation_defaults,
-    log_level,
-    tls_files,
-)
+from scripts.flags.serve import KEY_VARIABLE, ServeFlags, api_keys, batch_concurrency, generation_defaults, tls_files
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from server.engine.routing import Router
 from server.engine.scratch_folder import ScratchFolder
@@ -169,7 +161,7 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
     except (ValueError, OSError) as error:
         return failed("scripts/serve", error, debug=False)
     try:
-        configure_log(log_level(args, os.environ), args.log_format)
+        configure_log(log_level(args.log_level, os.environ), args.log_format)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         for line in unread_variables(os.environ):
             logger.info("%s", line)

@@ -1,5 +1,5 @@
-"""vLLM's flags, as `vllm.toml` lists them: those without a meaning here are taken with a warning, or refused with a
-reason, and values that have another name here are translated."""
+"""vLLM's flags, as `vllm.toml` lists them: those without a meaning here are taken with a line in the log, or refused
+with a reason, and values that have another name here are translated."""
 
 from __future__ import annotations
 
@@ -14,75 +14,63 @@ from typing import Any
 logger = logging.getLogger("pallas_serve")
 
 TABLE: dict[str, Any] = tomllib.loads((Path(__file__).parent / "vllm.toml").read_text(encoding="utf-8"))
-_NARGS = {"=": None, "+": "+", "?": "?"}  # by the end of a flag in the table; a switch has none of these
-_NOTHING = "|None|null|{}|[]".split("|")  # values that ask for nothing
-READ_VARIABLES = ("VLLM_API_KEY", "VLLM_LOGGING_LEVEL")
-
-
-def _name(flag: str) -> str:
-    return flag.rstrip("=+?")
+LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
+LEVELS = ("debug", "info", "warning", "error")
+_READ_VARIABLES = ("VLLM_API_KEY", LEVEL_VARIABLE)
+_NOTHING = (None, "", "None", "null", "{}", "[]")  # values that ask for nothing
 
 
 def _by_flag(section: Mapping[str, str]) -> dict[str, str]:
-    return {_name(flag): reason for reason, flags in section.items() for flag in flags.split()}
+    return {flag.rstrip("=+?"): reason for reason, flags in section.items() for flag in flags.split()}
 
 
-SERVED = tuple(map(_name, TABLE["served"].split()))
+def _nargs(*groups: str) -> dict[str, Any]:
+    """The `nargs` of argparse of each flag."""
+    by_end = {"=": None, "+": "+", "?": "?"}
+    return {flag.rstrip("=+?"): by_end.get(flag[-1], 0) for flags in groups for flag in flags.split()}
+
+
+SERVED = _nargs(TABLE["served"])
 WITHOUT_EFFECT, REFUSED = _by_flag(TABLE["taken"]), _by_flag(TABLE["refused"])
-NARGS: dict[str, Any] = {
-    _name(flag): _NARGS.get(flag[-1], 0)
-    for flags in (TABLE["served"], *TABLE["taken"].values(), *TABLE["refused"].values())
-    for flag in flags.split()
-}
+UNSERVED = _nargs(*TABLE["taken"].values(), *TABLE["refused"].values())
 
 
-class _Do(argparse.Action):
-    """Calls the function `const` with the parser, the namespace, the flag and its value."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
-    ) -> None:
-        self.const(parser, namespace, flag, values)
-
-
-def _warn(_parser: argparse.ArgumentParser, namespace: argparse.Namespace, flag: str, _value: Any) -> None:
-    warnings = vars(namespace).setdefault("compatibility_warnings", [])
-    warnings.append(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
+def without_effect(flag: str, value: str | None) -> list[str]:
+    """The line for the log about an unserved flag, if it needs one. Raises ValueError for a flag that is refused."""
+    if flag in WITHOUT_EFFECT:
+        return [f"{flag} has no effect: {WITHOUT_EFFECT[flag]}"]
+    if value in _NOTHING and UNSERVED[flag] is None:
+        return []
+    raise ValueError(f"{flag}: {REFUSED[flag]}")
 
 
-def _refuse(parser: argparse.ArgumentParser, _namespace: argparse.Namespace, flag: str, value: Any) -> None:
-    if value not in _NOTHING:
-        parser.error(f"{flag}: {REFUSED[flag]}")
-
-
-def add_compatibility_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags, hidden from the help. The namespace's `compatibility_warnings` has the warnings, if any."""
-    hidden: dict[str, Any] = {"action": _Do, "dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for flags, work in ((WITHOUT_EFFECT, _warn), (REFUSED, _refuse)):
-        for flag in flags:
-            parser.add_argument(flag, nargs=NARGS[flag], const=work, **hidden)
-
-
-def translated(flag: str, value: str) -> tuple[list[str], str | None] | None:
-    """The arguments that mean the same here, and a line for the log if that is not quite the same. None: the flag and
-    its value stay as they are."""
-    if re.fullmatch(TABLE["harmless"].get(flag, r"[^\s\S]"), value):
-        return [], None
+def translated(flag: str, value: str) -> tuple[list[str], list[str]] | None:
+    """The arguments that mean the same here, and lines for the log if it is not quite the same. None: the flag and its
+    value stay as they are."""
+    if flag in TABLE["harmless"] and re.fullmatch(TABLE["harmless"][flag], value):
+        return [], []
     for entry in TABLE["values"]:
         if entry["flag"] == flag and re.fullmatch(entry["matches"], value):
-            why = entry.get("why")
-            return entry["as"], why and f"{flag} {value}: {why}"
+            return entry["as"], [f"{flag} {value}: {entry['why']}"] if "why" in entry else []
     return None
 
 
 def log_warnings(args: argparse.Namespace) -> None:
-    """Logs the warnings of the flags of `add_compatibility_flags`, each once."""
+    """Logs the lines of `parse_flags`, each once."""
     for warning in vars(args).pop("compatibility_warnings", ()):
         logger.warning("%s", warning)
 
 
+def log_level(asked: str | None, environment: Mapping[str, str]) -> str:
+    """The name of logging's level. Raises ValueError for an unknown one in the environment."""
+    level = asked or environment.get(LEVEL_VARIABLE, "").lower().replace("critical", "error") or "info"
+    if level not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE} can be one of {', '.join(LEVELS)}, not {level!r}")
+    return level.upper()
+
+
 def unread_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """A line that names vLLM's variables in the environment that are not read here, if there are any."""
-    names = sorted(name for name in environment if name.startswith("VLLM_") and name not in READ_VARIABLES)
+    names = sorted(name for name in environment if name.startswith("VLLM_") and name not in _READ_VARIABLES)
     if names:
         yield f"{', '.join(names)} have no effect here: --host, --port and other flags say such things"

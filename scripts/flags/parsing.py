@@ -13,7 +13,7 @@ from typing import Any, Never, override
 import msgspec
 
 from model.inputs.words import shown
-from scripts.flags.compatibility import translated
+from scripts.flags.compatibility import TABLE, UNSERVED, translated, without_effect
 
 ALL = "all"  # the groups of `--help`
 _TRUTHS = {"true": True, "false": False}
@@ -115,7 +115,7 @@ class KeywordParser(argparse.ArgumentParser):
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The namespace of a command line that may have vLLM's forms of flags (`plain_flags`). An unknown flag is an error
+    """The namespace of a command line that may have vLLM's flags and forms (`plain_flags`). An unknown flag is an error
     that names the nearest one. The namespace's `compatibility_warnings` has lines for the log."""
     actions = parser._option_string_actions
     try:
@@ -123,92 +123,92 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     except ValueError as error:
         parser.error(str(error))
     args, unknown = parser.parse_known_args(words)
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    if flags:
-        nearest = get_close_matches(flags[0], actions, n=1)
+    if flags := [word.partition("=")[0] for word in unknown if word.startswith("-")]:
+        nearest = get_close_matches(flags[0], [*actions, *UNSERVED], n=1)
         parser.error(f"there is no {flags[0]}" + "".join(f"; the nearest is {flag}" for flag in nearest))
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    args.compatibility_warnings = [*vars(args).get("compatibility_warnings", ()), *notes]
+    args.compatibility_warnings = notes
     return args
 
 
 def plain_flags(argv: Sequence[str], actions: Mapping[str, argparse.Action]) -> tuple[list[str], list[str]]:
-    """The arguments in argparse's forms, and lines for the log.
+    """The arguments in argparse's forms, without vLLM's flags that have no meaning here, and lines for the log.
 
     Read are `--max_model_len`, counts such as 16k and 32K, `--switch=true`, `--no-switch`, JSON lists of texts, fields
-    such as `--speculative-config.method ngram`, and vLLM's names of values. Raises ValueError for a flag that is given
-    both with its fields and as a whole.
+    such as `--speculative-config.method ngram`, and vLLM's names of values. Raises ValueError for a refused flag, and
+    for one that is given both with its fields and as a whole.
 
     Args:
         actions: those of the parser, by their flags.
     """
-    rest, words, notes = [*reversed(argv)], [], list[str]()
+    rest, words, notes = [*reversed(argv)], list[str](), list[str]()
+    kinds = UNSERVED | {flag: action.nargs for flag, action in actions.items()}
     objects: dict[str, dict[str, Any]] = {}
+
+    def add(flag: str, value: str | None, *parts: str) -> None:
+        if value is not None and (known := translated(flag, value)) is not None:
+            words.extend(known[0])
+            notes.extend(known[1])
+        elif flag in actions:
+            words.extend(parts)
+        else:
+            notes.extend(without_effect(flag, value))
+
     while rest:
         word = rest.pop()
         name, equals, text = word.partition("=")
-        flag, dot, path = name.partition(".")
-        flag = flag.replace("_", "-") if flag.startswith("--") else flag
-        switch, action = _switch(flag, actions), actions.get(flag)
+        head, dot, path = name.partition(".")
+        flag = head.replace("_", "-") if head.startswith("--") else head
+        if flag in TABLE["fields"]:
+            flag, dot, path = TABLE["fields"][flag].partition(".")
+        flag = actions[flag].option_strings[0] if flag in actions else flag
         value = text if equals else rest[-1] if rest and not rest[-1].startswith("--") else None
+        switch = flag if kinds.get(flag, "") == 0 else None if flag in kinds else _opposite(flag, kinds)
         if switch is not None and (not equals or text.lower() in _TRUTHS):
             truth = _TRUTHS.get((value or "").lower())
             if truth is not None and not equals:
                 rest.pop()
-            _turn(words, switch[0], switch[1] is (truth is not False), actions)
-        elif action is None or value is None or action.nargs not in (None, "+"):
-            words.append(word if action is None else flag + equals + text)
-        elif action.nargs == "+" and not dot:
-            listed = _texts(value)
+            off = _opposite(switch, kinds)
+            if (switch == flag) is (truth is not False):
+                add(switch, None, switch)
+            elif off is not None:
+                add(off, None, off)
+            else:  # it is off by default
+                words = [word for word in words if word != switch]
+        elif flag not in kinds or (flag in actions and (value is None or kinds[flag] not in (None, "+"))):
+            words.append(word if flag not in kinds else flag + equals + text)
+        elif flag in actions and kinds[flag] == "+":
+            listed = _texts(value or "")
             if listed is not None and not equals:
                 rest.pop()
-            words += [flag + equals + text] if listed is None else [flag, *listed]
+            words.extend([flag + equals + text] if listed is None else [flag, *listed])
         else:
-            if not equals:
+            if value is None and kinds[flag] != "?":
+                raise ValueError(f"{flag}: expected one argument")
+            if value is not None and not equals:
                 rest.pop()
-            value = _counted(value) if action.type is int else value
-            if dot:
+            while kinds[flag] == "+" and rest and not rest[-1].startswith("-"):
+                rest.pop()  # of a flag without effect
+            if dot and value is not None:
                 _put(objects.setdefault(flag, {}), path.split("."), value)
                 continue
-            if action.choices and value not in action.choices and value.lower() in action.choices:
-                value = value.lower()
-            _add(words, notes, flag, value, as_one=bool(equals))
+            if flag in actions and value is not None:
+                value = _counted(value) if actions[flag].type is int else value
+                choices = actions[flag].choices or ()
+                value = value.lower() if value not in choices and value.lower() in choices else value
+            add(flag, value, *([f"{flag}={value}"] if equals else [flag, str(value)]))
     for flag, fields in objects.items():
         if any(word.partition("=")[0] == flag for word in words):
             raise ValueError(f"{flag} is given, and so are fields of it: give one form only")
-        _add(words, notes, flag, json.dumps(fields), as_one=False)
+        add(flag, json.dumps(fields), flag, json.dumps(fields))
     return words, notes
 
 
-def _add(words: list[str], notes: list[str], flag: str, value: str, *, as_one: bool) -> None:
-    """Adds a flag with its value, or the arguments that mean the same here."""
-    known = translated(flag, value)
-    words += known[0] if known else [f"{flag}={value}"] if as_one else [flag, value]
-    notes += [known[1]] if known and known[1] else []
-
-
-def _switch(flag: str, actions: Mapping[str, argparse.Action]) -> tuple[str, bool] | None:
-    """The switch that a flag turns on or off, and whether it turns it on; None: it is no switch."""
-    if flag in actions:
-        return (flag, True) if actions[flag].nargs == 0 else None
-    opposite = _opposite(flag, actions)
-    return None if opposite is None else (opposite, False)
-
-
-def _opposite(flag: str, actions: Mapping[str, argparse.Action]) -> str | None:
+def _opposite(flag: str, kinds: Mapping[str, Any]) -> str | None:
+    """The switch that turns off what this one turns on, or the other way round; None: there is none."""
     names = [other + flag.removeprefix(prefix) for prefix, other in _OPPOSITES if flag.startswith(prefix)]
-    return next((name for name in names if name in actions and actions[name].nargs == 0), None)
-
-
-def _turn(words: list[str], switch: str, is_on: bool, actions: Mapping[str, argparse.Action]) -> None:
-    """Adds the argument that turns a switch on or off. One that is off by default has none for the latter: earlier ones
-    are removed."""
-    off = _opposite(switch, actions)
-    if is_on or off is not None:
-        words.append(switch if is_on else str(off))
-    else:
-        words[:] = [word for word in words if word != switch]
+    return next((name for name in names if kinds.get(name, "") == 0), None)
 
 
 def _counted(text: str) -> str:
@@ -226,7 +226,7 @@ def _texts(value: str) -> list[str] | None:
 
 
 def _put(fields: dict[str, Any], path: list[str], text: str) -> None:
-    """Sets a field of a nested object. A name that ends in `+` adds to a list."""
+    """Sets a field of a nested object."""
     *parents, name = path
     for parent in parents:
         fields = fields.setdefault(parent, {})
@@ -234,10 +234,7 @@ def _put(fields: dict[str, Any], path: list[str], text: str) -> None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    if name.endswith("+"):
-        fields.setdefault(name[:-1], []).extend(text.split(","))
-    else:
-        fields[name] = value
+    fields[name] = value
 
 
 def flag_words(name: str, value: Any, where: str) -> list[str]:

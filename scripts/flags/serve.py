@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from model.inputs.paths import Place, local_path, place
 from model.loading.source import ModelSource, local_folder
+from scripts.flags.compatibility import LEVEL_VARIABLE, LEVELS
 from server.flag import MOST_COUNT, check_flags, flag_name, setting, values_of
 from server.settings import DEFAULT_BATCH_CONCURRENCY, MOST_BATCH_REQUESTS, GenerationDefaults, TlsFiles
 from server.text.reasoning import REASONING_FORMATS
@@ -22,8 +23,6 @@ logger = logging.getLogger("pallas_serve")
 
 KEY_VARIABLE = "PALLAS_SERVE_API_KEY"
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's variable with the default of --api-key
-LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
-LEVELS = ("debug", "info", "warning", "error")
 _of_server, _of_access, _of_requests = (partial(setting, group=group) for group in ("server", "access", "requests"))
 
 
@@ -103,14 +102,6 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
             if variable == VLLM_KEY_VARIABLE:
                 logger.info("requests need the key of the environment variable %s", variable)
     return tuple(keys)
-
-
-def log_level(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
-    """The name of logging's level. Raises ValueError for an unknown one in the environment."""
-    level = args.log_level or environment.get(LEVEL_VARIABLE, "").lower().replace("critical", "error") or "info"
-    if level not in LEVELS:
-        raise ValueError(f"{LEVEL_VARIABLE} can be one of {', '.join(LEVELS)}, not {level!r}")
-    return str(level).upper()
 
 
 def batch_concurrency(args: argparse.Namespace) -> int:

@@ -16,11 +16,12 @@ from model.inputs.paths import place
 from model.loading.source import DEMO
 from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import FORM_NAMES
-from scripts.flags.compatibility import add_compatibility_flags, log_warnings
+from scripts.flags.compatibility import TABLE, log_warnings
 from scripts.flags.lora import LoraModule, lora_modules
 from scripts.flags.parsing import KeywordParser, flag_words, json_object, parse_flags, structure
 from scripts.flags.speculation import EXAMPLE as SPECULATION_EXAMPLE
-from scripts.flags.speculation import SpeculativeConfig, merged
+from scripts.flags.speculation import FLAG as SPECULATION
+from scripts.flags.speculation import SpeculativeConfig
 from server.engine.hosts.cluster import Cluster
 from server.engine.kv_event_stream import HashAlgorithm
 from server.engine.kv_events import FLAG as KV_EVENTS
@@ -313,7 +314,7 @@ class EngineSettings:
     def from_namespace(cls, args: argparse.Namespace) -> EngineSettings:
         """The settings from parsed flags, whose warnings are logged. Raises ValueError if a value is out of range."""
         log_warnings(args)
-        return cls(**_asked(args))
+        return cls(**values_of(cls, args))
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> EngineSettings:
@@ -326,7 +327,7 @@ class EngineSettings:
         others = [(name.replace("_", "-"), value) for name, value in keywords.items() if name not in values]
         args = parse_flags(parser, [word for name, value in others for word in flag_words(name, value, "keywords")])
         log_warnings(args)
-        return cls(**_asked(args) | values)
+        return cls(**values_of(cls, args) | values)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -349,16 +350,8 @@ class ServedSettings:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of every command that runs an engine."""
     add_flags(parser, EngineSettings)
-    add_compatibility_flags(parser)
     batching = next(group for group in parser._action_groups if group.title == "batching")
-    for name, value_type in (("method", str), ("model", str), ("tokens", int)):
-        field = "num_speculative_tokens" if name == "tokens" else name
+    for flag, field in TABLE["fields"].items():
         batching.add_argument(
-            f"--spec-{name}", type=value_type, help=f"The `{field}` of --speculative-config, as a plain flag."
+            flag, metavar="VALUE", help=f"The `{field.rpartition('.')[2]}` of {SPECULATION}, as a plain flag."
         )
-
-
-def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    asked = values_of(EngineSettings, args)
-    plain = {name: getattr(args, f"spec_{name}", None) for name in ("method", "model", "tokens")}
-    return asked | {"speculative_config": merged(asked["speculative_config"], **plain)}

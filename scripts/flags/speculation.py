@@ -91,21 +91,3 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if least > most:
             raise ValueError(f"{FLAG}: prompt_lookup_min {least} is more than prompt_lookup_max {most}")
         return config
-
-
-def merged(
-    config: str | Mapping[str, Any] | None, *, method: str | None, model: str | None, tokens: int | None
-) -> str | Mapping[str, Any] | None:
-    """The config, or the config of the plain flags `--spec-method`, `--spec-model` and `--spec-tokens`. Raises
-    ValueError if both are given."""
-    plain = {"method": method, "model": model, "num_speculative_tokens": tokens}
-    plain = {name: value for name, value in plain.items() if value is not None}
-    if plain and config is not None:
-        raise ValueError(
-            f"{FLAG} is given, and so are --spec-method, --spec-model or --spec-tokens: give one form only"
-        )
-    if plain and method is None:
-        raise ValueError(f"--spec-model and --spec-tokens need --spec-method, one of {', '.join(_METHODS)}")
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"--spec-tokens must be at least 1, not {tokens}")
-    return plain or config

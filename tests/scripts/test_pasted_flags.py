@@ -10,15 +10,26 @@ import pytest
 from batcher.request import MAX_LOGPROBS
 from model.loading.source import resolve
 from scripts import launch
-from scripts.flags.compatibility import NARGS, REFUSED, SERVED, TABLE, WITHOUT_EFFECT, translated, unread_variables
+from scripts.building.weights import choose_weights
+from scripts.flags.compatibility import (
+    REFUSED,
+    SERVED,
+    TABLE,
+    UNSERVED,
+    WITHOUT_EFFECT,
+    log_level,
+    translated,
+    unread_variables,
+)
 from scripts.flags.parsing import parse_flags
-from scripts.flags.serve import log_level
 from scripts.flags.settings import EngineSettings
+from tests.model.loading.test_packed_checkpoints import FORMATS, write
 
 HERE = Path(__file__).parent
 VLLM = (HERE / "vllm_flags.txt").read_text().split()  # of 0.33; the endings are those of the table
 LINES = [(of, *line) for of, lines in tomllib.loads((HERE / "pasted_lines.toml").read_text()).items() for line in lines]
 PARSER = launch.parser()
+NARGS = SERVED | UNSERVED
 
 
 def refusal(*argv: str) -> None:
@@ -43,7 +54,6 @@ def words_of(flag: str) -> list[str]:
 
 def test_served_flags_are_ours():
     actions = PARSER._option_string_actions
-    assert [flag for flag in SERVED if actions[flag].dest == "==SUPPRESS=="] == []
     assert [flag for flag in SERVED if (actions[flag].nargs == 0) != (NARGS[flag] == 0)] == []
 
 
@@ -101,6 +111,8 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
         ("-sc.method ngram -sc.num_speculative_tokens=3", {"speculative_config": json.dumps(DRAFTS)}),
         ("--speculative_config.method ngram --speculative-config.num_speculative_tokens 3",
          {"speculative_config": json.dumps(DRAFTS)}),
+        ("-sc.method ngram --spec-tokens 3", {"speculative_config": json.dumps(DRAFTS)}),
+        ("-q gptq_marlin", {"quantization": "gptq", "weight_form": None}),
         ("--dtype float --quantization awq_marlin", {"dtype": "float32", "quantization": "awq", "weight_form": None}),
         ("--dtype BFLOAT16 -q int8", {"dtype": "bfloat16", "quantization": "int8", "weight_form": "int8"}),
         ("--device-memory-utilization 0.5 --max-num-queued-reqs 7", {"memory_utilization": 0.5, "max_queue": 7}),
@@ -198,7 +210,7 @@ def test_keywords_go_through_the_same_table(caplog):
         lora_modules=[{"name": "a", "path": "b"}], tensor_parallel_size=2,
     )  # fmt: skip
     told = [record.getMessage().split()[0] for record in caplog.records]
-    assert told == ["--enforce-eager", "--limit-mm-per-prompt", "--dtype"]
+    assert told == ["--dtype", "--enforce-eager", "--limit-mm-per-prompt"]
     for wrong, words in (
         ({"max_num_sequences": 4}, "there is no --max-num-sequences; the nearest is --max-num-seqs"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size: a model is shared by heads only"),
@@ -222,12 +234,12 @@ def test_vllms_variables_are_read_or_named():
     assert list(unread_variables(environment)) == []
     (line,) = unread_variables(environment | {"VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_HOST_IP": "10.0.0.1"})
     assert line.startswith("VLLM_HOST_IP, VLLM_PORT have no effect here")
-    assert log_level(launch.parse([]), environment) == "DEBUG"
-    assert log_level(launch.parse(["--log-level", "WARNING"]), environment) == "WARNING"
-    assert log_level(launch.parse(["--log-level", "CRITICAL"]), {}) == "ERROR"
-    assert log_level(launch.parse([]), {}) == "INFO"
+    assert log_level(launch.parse([]).log_level, environment) == "DEBUG"
+    assert log_level(launch.parse(["--log-level", "WARNING"]).log_level, environment) == "WARNING"
+    assert log_level(launch.parse(["--log-level", "CRITICAL"]).log_level, {}) == "ERROR"
+    assert log_level(launch.parse([]).log_level, {}) == "INFO"
     with pytest.raises(ValueError, match="VLLM_LOGGING_LEVEL can be one of debug, info"):
-        log_level(launch.parse([]), {"VLLM_LOGGING_LEVEL": "loud"})
+        log_level(launch.parse([]).log_level, {"VLLM_LOGGING_LEVEL": "loud"})
 
 
 def test_the_time_after_sigterm_and_the_documents_are_settings(model_folder):
@@ -236,3 +248,19 @@ def test_the_time_after_sigterm_and_the_documents_are_settings(model_folder):
     assert (settings.grace_period_s, settings.disable_fastapi_docs) == (0, True)
     args = launch.parse(["--model", str(model_folder), "--allowed-origins", '["https://a.example"]'])
     assert launch.server_settings(args, resolve(args.model), model_folder).allowed_origins == ["https://a.example"]
+
+
+def test_a_method_says_how_the_checkpoint_is_stored(tmp_path):
+    write(tmp_path / "awq", FORMATS["awq"])
+
+    def form(model: str, *flags: str):
+        settings = EngineSettings.from_namespace(launch.parse([model, *flags]))
+        return choose_weights(settings, "cpu").quantization
+
+    stored = str(tmp_path / "awq")
+    assert form(stored, "-q", "awq") == form(stored, "-q", "awq_marlin") == form(stored) is not None
+    assert form(stored, "-q", "int8") != form(stored, "-q", "int4")
+    with pytest.raises(ValueError, match="--quantization gptq: the checkpoint is awq"):
+        form(stored, "-q", "gptq_marlin")
+    with pytest.raises(ValueError, match="--quantization awq: the checkpoint is not quantised"):
+        form("demo", "-q", "awq")

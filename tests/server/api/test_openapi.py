@@ -66,3 +66,8 @@ def test_the_page_has_no_outside_address():
     assert "POST /v1/chat/completions" in page.text
     assert "max_completion_tokens" in page.text
     assert not re.search(r"https?://|//[a-z]|<script|<link|@import", page.text)
+
+
+def test_the_documents_can_be_left_out():
+    state = state_of(StubClient(DONE), disable_fastapi_docs=True)
+    assert [call(state, "GET", path).status_code for path in ("/docs", "/openapi.json", "/health")] == [404, 404, 200]
