@@ -15,7 +15,7 @@ import msgspec
 from huggingface_hub import constants
 
 from model import presets
-from model.config import GenerationFile, LlamaConfig, end_id_problems, end_ids
+from model.config import MODELOPT_CONFIG, GenerationFile, LlamaConfig, end_id_problems, end_ids
 from model.inputs.fetched import SMALL_FILES, fetched_folder, fetched_parts
 from model.inputs.gguf import GgufFile, is_gguf, parts_of
 from model.inputs.json_file import read_fields
@@ -68,7 +68,10 @@ class ModelSource:
         """How the checkpoint is quantised, in the words of its config.json, or `gguf`; None: it is not."""
         if self.kind is Kind.GGUF or self.path is None:
             return None if self.path is None else "gguf"
-        return (read_fields(self.path / "config.json", _QuantizedFile).quantization_config or {}).get("quant_method")
+        held = read_fields(self.path / "config.json", _QuantizedFile).quantization_config
+        if held is None and (self.path / MODELOPT_CONFIG).exists():
+            return "modelopt"
+        return (held or {}).get("quant_method")
 
 
 def resolve(name: str, *, revision: str | None = None, weights: bool = True) -> ModelSource:
