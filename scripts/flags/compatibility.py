@@ -73,4 +73,4 @@ def unread_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """A line that names vLLM's variables in the environment that are not read here, if there are any."""
     names = sorted(name for name in environment if name.startswith("VLLM_") and name not in _READ_VARIABLES)
     if names:
-        yield f"{', '.join(names)} have no effect here: --host, --port and other flags say such things"
+        yield f"variables without effect here: {', '.join(names)}; --host, --port and other flags say such things"

@@ -233,7 +233,7 @@ def test_vllms_variables_are_read_or_named():
     environment = {"VLLM_API_KEY": "k", "VLLM_LOGGING_LEVEL": "DEBUG", "PATH": "/bin"}
     assert list(unread_variables(environment)) == []
     (line,) = unread_variables(environment | {"VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_HOST_IP": "10.0.0.1"})
-    assert line.startswith("VLLM_HOST_IP, VLLM_PORT have no effect here")
+    assert line.startswith("variables without effect here: VLLM_HOST_IP, VLLM_PORT; ")
     assert log_level(launch.parse([]).log_level, environment) == "DEBUG"
     assert log_level(launch.parse(["--log-level", "WARNING"]).log_level, environment) == "WARNING"
     assert log_level(launch.parse(["--log-level", "CRITICAL"]).log_level, {}) == "ERROR"
