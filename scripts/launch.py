@@ -140,9 +140,10 @@ def curl_line(url: str, settings: Settings) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of the command line and of `--config`. The line may begin with the name of vLLM's program. Raises
     ValueError or OSError for an unreadable file."""
-    while len(argv) > 1 and _PROGRAM.fullmatch(argv[0]):
-        argv = argv[1:]
-    args = parse_flags(parser(), with_config(argv))
+    own, given = (argv[:2], argv[2:]) if argv[:1] == ["--device"] else ([], argv)  # of scripts/serve, of the user
+    while len(given) > 1 and _PROGRAM.fullmatch(given[0]):
+        given = given[1:]
+    args = parse_flags(parser(), with_config([*own, *given]))
     for kind in (ClusterFlags, ServeFlags):
         kind(**values_of(kind, args))  # checks the values
     if args.positional_model is not None:

@@ -320,8 +320,8 @@ class EngineSettings:
     def from_keywords(cls, **keywords: Any) -> EngineSettings:
         """The settings from keywords: the names of flags, also of vLLM's. Raises ValueError for an unknown keyword, and
         for one that is refused as a flag."""
-        values = {name: keywords[name] for name in cls.field_names() if name in keywords}
-        values = {name: value for name, value in values.items() if not isinstance(value, str)}
+        names = cls.field_names()
+        values = {name: value for name, value in keywords.items() if name in names and not isinstance(value, str)}
         parser = KeywordParser(allow_abbrev=False, add_help=False)
         add_engine_flags(parser)
         others = [(name.replace("_", "-"), value) for name, value in keywords.items() if name not in values]

@@ -181,6 +181,7 @@ def test_a_line_of_another_project_is_taken_or_refused_with_advice(line, capsys)
 def test_a_line_may_begin_with_the_name_of_vllms_program(program):
     assert launch.parse([*program.split(), "a/b", "--port", "1"]).model == "a/b"
     assert launch.parse([*program.split(), "--model", "a/b"]).model == "a/b"
+    assert launch.parse(["--device", "cpu", *program.split(), "a/b"]).model == "a/b"  # as scripts/serve does
     assert launch.parse(["serve"]).model == "serve"  # a model of that name is not the demo
 
 
