@@ -11,7 +11,8 @@ from scripts.flags.parsing import completion
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--max-num"], {"--max-num-seqs", "--max-num-batched-tokens", "--max-num-partial-prefills"}),
+        (["--max-num-p"], {"--max-num-partial-prefills"}),
+        (["--max-num-b"], {"--max-num-batched-tokens"}),
         (["--dtype", ""], {"auto", "bfloat16", "float32"}),
         (["--seed", "1", "--log-level", "w"], {"warning"}),
         (["--enforce"], set()),  # accepted from vLLM's command lines, and not offered
