@@ -5,6 +5,9 @@ Source: the `config.json` of each model's instruct checkpoint in Meta's reposito
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from model.config import Llama3Scaling, LlamaConfig
 
 PREFIX = "preset:"
@@ -47,36 +50,8 @@ def _llama(
     )
 
 
-PRESETS: dict[str, LlamaConfig] = {
-    "llama-3-8b": _llama(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        rope_factor=None,
-        max_position_embeddings=8192,
-    ),
-    "llama-3.1-8b": _llama(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, rope_factor=8.0),
-    "llama-3.1-70b": _llama(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, rope_factor=8.0),
-    "llama-3.2-1b": _llama(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        head_dim=64,
-        rope_factor=32.0,
-        tie_word_embeddings=True,
-    ),
-    "llama-3.2-3b": _llama(
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_layers=28,
-        num_heads=24,
-        rope_factor=32.0,
-        tie_word_embeddings=True,
-    ),
-    "llama-3.3-70b": _llama(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, rope_factor=8.0),
-}
+_SIZES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+PRESETS: dict[str, LlamaConfig] = {name: _llama(**sizes) for name, sizes in _SIZES.items()}
 
 
 def preset(name: str) -> LlamaConfig:

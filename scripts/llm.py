@@ -44,6 +44,7 @@ from scripts.flags.lora import check_not_of_model
 from scripts.flags.settings import EngineSettings
 from scripts.offline.arguments import (
     AllParams,
+    ChatOptions,
     LoRARequest,
     LoraRequests,
     Message,
@@ -61,7 +62,7 @@ from scripts.offline.arguments import (
     paired,
     prompts_of,
 )
-from scripts.offline.async_llm import AsyncLLM, EngineArgs
+from scripts.offline.async_llm import AsyncEngine, EngineArgs
 from scripts.offline.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from scripts.offline.in_process import LoopThread
 from scripts.offline.pending import EnqueuedPrompt, OnAnswer, Pending, RefusedError, RequestsInFlight
@@ -93,8 +94,7 @@ __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "EngineArg
 __all__ += ["PoolingParams", "RefusedError", "RequestOutput", "RequestOutputKind", "SamplingParams", "TokensPrompt"]
 __all__ += ["AsyncEngineArgs", "AsyncLLMEngine", "StructuredOutputsParams", "TextPrompt"]
 
-AsyncEngineArgs, AsyncLLMEngine = EngineArgs, AsyncLLM  # vLLM's older names
-
+__version__ = "0.33.0"  # of vLLM, whose names these are
 Results = list[RequestOutput]
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 TOKENIZE = "/tokenize"
@@ -182,27 +182,15 @@ class LLM(EngineForTraining):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: AllParams = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> Results:
-        """Answers one conversation, a list of messages, or several. Errors and options are those of `generate`.
+        """Answers one conversation, a list of messages, or several. Errors are those of `generate`.
 
         Args:
-            tools: a field of all request bodies, like the arguments after it.
+            options: see `scripts.offline.arguments.ChatOptions`.
         """
-        fields = {
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
         self._check_awake()
-        for_all = {name: value for name, value in fields.items() if value is not None} | _TOLD
-        items = [for_all | {"messages": conversation} for conversation in conversations_of(messages)]
+        items = [_TOLD | {"messages": conversation} for conversation in conversations_of(messages)]
         bodies = self._bodies(items, sampling_params, options, is_chat=True)
         return self._begin(CHAT, bodies, [None] * len(bodies), options).wait_or_end()
 
@@ -247,10 +235,8 @@ class LLM(EngineForTraining):
             raise ValueError(f"beam_search: logprobs_mode={self.settings.logprobs_mode} tells no log-probabilities")
         bodies = prompts_of(prompts, "prompt")
         self._tokenize(bodies)
-        room = [self._client.info.max_model_len - len(body["prompt"]) for body in bodies]
-        adapters = adapters_of(lora_request, len(bodies))
         search = BeamSearch(self.generate, partial(decode_text, self._tokens), params, self.engine.config.eos_token_ids)
-        return search.run(bodies, adapters, room)
+        return search.run(bodies, adapters_of(lora_request, len(bodies)))
 
     def get_tokenizer(self) -> FastTokenizer:
         """The tokenizer with its chat template, as a new object of transformers."""
@@ -258,9 +244,9 @@ class LLM(EngineForTraining):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a request that sets none: those of the model's generation_config.json."""
-        defaults = self._state.settings.generation_defaults
-        names = {entry.name for entry in dataclasses.fields(SamplingParams)}
-        return SamplingParams(**{name: value for name, value in vars(defaults).items() if name in names})
+        values = dataclasses.asdict(self._state.settings.generation_defaults)
+        del values["max_new_tokens"]
+        return SamplingParams(**values)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empties the prefix cache; with `reset_connector`, also those in the host's memory and in files."""
@@ -352,7 +338,7 @@ class LLM(EngineForTraining):
         self, items: Sequence[dict[str, Any]], params: AllParams, options: Options, *, is_chat: bool = False
     ) -> list[dict[str, Any]]:
         """The request bodies of these items with their parameters."""
-        fields = fields_of(options)
+        fields = fields_of(options, ChatOptions if is_chat else Options)
         bodies = [own | item | fields for item, own in paired(items, params, is_chat=is_chat)]
         return self._with_adapters(bodies, options.get("lora_request"))
 
@@ -430,3 +416,17 @@ class LLM(EngineForTraining):
 
 
 _TOLD = {"return_token_ids": True, "return_weight_versions": True, "return_logprobs_by_id": True}
+
+
+def random_uuid() -> str:
+    """A new id for a request."""
+    return uuid.uuid4().hex
+
+
+class AsyncLLM(AsyncEngine):
+    """An `LLM` for an event loop."""
+
+    make = LLM
+
+
+AsyncEngineArgs, AsyncLLMEngine = EngineArgs, AsyncLLM  # vLLM's older names

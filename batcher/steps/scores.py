@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from batcher.request import SamplingParams, TokenLogprobs
@@ -14,16 +12,11 @@ from batcher.step import StepOutput
 def token_logprobs(output: StepOutput, row: int, num_tokens: int, asked: SamplingParams) -> tuple[TokenLogprobs, ...]:
     """The log-probability and rank of each token that a row has drawn, with those of the tokens that are asked for, or
     of the most likely ones."""
-    ids, named, count = asked.logprob_token_ids, output.asked_logprobs, asked.logprobs or 0
-    found = [
-        _entry(output.logprobs, output.top_ids, output.top_logprobs, output.ranks, (row, i), count)
-        for i in range(num_tokens)
-    ]
-    if ids:
-        assert named is not None
-        values = (tuple(named[row, i, : len(ids)].tolist()) for i in range(num_tokens))
-        found = [replace(entry, top_ids=ids, top_logprobs=own) for entry, own in zip(found, values, strict=True)]
-    return tuple(found)
+    count, top_ids, top = asked.logprobs or 0, output.top_ids, output.top_logprobs
+    if asked.logprob_token_ids:
+        count, top = len(asked.logprob_token_ids), output.asked_logprobs
+        top_ids = np.broadcast_to(np.array(asked.logprob_token_ids), (*output.tokens.shape, count))
+    return tuple(_entry(output.logprobs, top_ids, top, output.ranks, (row, i), count) for i in range(num_tokens))
 
 
 def sampled_logprobs(output: StepOutput, row: int, num_tokens: int) -> tuple[float, ...]:

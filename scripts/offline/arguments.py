@@ -8,10 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Required, Self, TypedDict
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from typing import Any, Required, Self, TypedDict, get_type_hints
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -42,28 +39,23 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # the whole output, once
 
 
-@dataclass
-class StructuredOutputsParams:
+class StructuredOutputsParams(TypedDict, total=False):
     """The grammar of an output. One of the fields says which."""
 
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-    structural_tag: str | None = None
+    json: str | dict[str, Any] | None
+    regex: str | None
+    choice: list[str] | None
+    grammar: str | None
+    json_object: bool | None
+    structural_tag: str | None
 
 
-@dataclass
-class PoolingParams:
+class PoolingParams(TypedDict, total=False):
     """The parameters of a request for a vector."""
 
-    use_activation: bool | None = None
-    dimensions: int | None = None
-    task: str | None = None
+    use_activation: bool | None
+    dimensions: int | None
+    task: str | None
 
 
 @dataclass
@@ -91,8 +83,6 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # the number of most likely tokens that are reported with each token
     prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: list[list[int]] | None = None
-    prompt_logprob_start: int | None = None
     logprob_token_ids: list[int] | None = None  # the tokens that are reported with each token, instead
     flat_logprobs: bool = False
     detokenize: bool = True  # False: the results have no texts
@@ -102,13 +92,11 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
     skip_clone: bool = False
-    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None
     bad_words: list[str] | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
     best_of: int | None = None
     truncate_prompt_tokens: int | None = None
     sampled_logprobs: bool = False  # of each token, in the distribution from which it was drawn
@@ -121,23 +109,18 @@ class SamplingParams:
         """The fields of a request body. Raises ValueError for a chat with `detokenize` false."""
         if is_chat and not self.detokenize:
             raise ValueError("detokenize=False: a chat is answered with texts: give generate() token ids")
-        fields = _given(self, leaving=_OF_RESULTS) | {"max_tokens": self.max_tokens}
+        # Not `asdict`, which would copy long lists.
+        names = (entry.name for entry in dataclasses.fields(self) if entry.name not in _OF_RESULTS)
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        fields["max_tokens"] = self.max_tokens
         if self.detokenize:
             del fields["detokenize"]
-        if isinstance(self.structured_outputs, StructuredOutputsParams):
-            fields["structured_outputs"] = {k: v for k, v in _given(self.structured_outputs).items() if v is not False}
         if is_chat and self.logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
         return fields
 
 
 _OF_RESULTS = ("flat_logprobs", "output_kind", "skip_clone", "spaces_between_special_tokens", "stream_interval")
-
-
-def _given(params: DataclassInstance, *, leaving: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields that are not None. Not `asdict`, which would copy long lists."""
-    names = (entry.name for entry in dataclasses.fields(params) if entry.name not in leaving)
-    return {name: value for name in names if (value := getattr(params, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -153,7 +136,7 @@ class LoRARequest:
 
 
 Prompts = Prompt | Sequence[Prompt]
-Params = SamplingParams | PoolingParams | Mapping[str, Any]
+Params = SamplingParams | Mapping[str, Any]
 AllParams = Params | Sequence[Params | None] | None
 LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 
@@ -168,11 +151,21 @@ class Options(TypedDict, total=False):
     tokenization_kwargs: Mapping[str, Any] | None  # fields of all request bodies, such as `truncate_prompt_tokens`
 
 
-def fields_of(options: Options) -> dict[str, Any]:
+class ChatOptions(Options, total=False):
+    """Further arguments of `LLM.chat`: fields of all request bodies."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+def fields_of(options: Options | ChatOptions, known: type[Options]) -> dict[str, Any]:
     """The fields of request bodies in the options. Raises TypeError for an unknown one."""
-    for name in options.keys() - Options.__annotations__.keys():
-        raise TypeError(f"unknown argument {name!r}{nearest(name, Options.__annotations__)}")
-    own = {name: value for name in ("priority", "request_id") if (value := options.get(name)) is not None}
+    for name in options.keys() - get_type_hints(known).keys():
+        raise TypeError(f"unknown argument {name!r}{nearest(name, get_type_hints(known))}")
+    others = ("use_tqdm", "lora_request", "tokenization_kwargs")
+    own = {name: value for name, value in options.items() if name not in others and value is not None}
     return {**(options.get("tokenization_kwargs") or {}), **own}
 
 
@@ -202,16 +195,15 @@ def conversations_of(asked: Sequence[Message] | Sequence[Sequence[Message]]) -> 
     if not _is_list(several):
         raise ValueError(f"{_type(asked)} is no conversation: give a list of messages, or a list of such lists")
     for index, messages in enumerate(several):
-        wrong = messages if not _is_list(messages) else next((m for m in messages if not isinstance(m, Mapping)), None)
-        if wrong is not None:
-            raise ValueError(f"conversation {index}: {_type(wrong)} is no message: a message is a dict")
+        if not _is_list(messages):
+            raise ValueError(f"conversation {index}: {_type(messages)} is no list of messages")
     return [list(messages) for messages in several]
 
 
 def paired(items: Sequence[Any], params: AllParams, *, is_chat: bool) -> list[Any]:
     """Each item with the body fields of its parameters. There is one set of parameters for all items, or one for
     each."""
-    if params is None or isinstance(params, SamplingParams | PoolingParams | Mapping):
+    if params is None or isinstance(params, SamplingParams | Mapping):
         own = [_fields(params, is_chat)] * len(items)
     elif _is_list(params):
         own = [_fields(one, is_chat) for one in params]
@@ -267,8 +259,6 @@ def _ids(ids: Any, where: str) -> list[int]:
 def _fields(params: Any, is_chat: bool) -> dict[str, Any]:
     if isinstance(params, SamplingParams):
         return params.body(is_chat=is_chat)
-    if isinstance(params, PoolingParams):
-        return _given(params)
     if params is not None and not isinstance(params, Mapping):
         raise ValueError(f"{_type(params)} is no set of parameters: give SamplingParams, or a dict of body fields")
     fields = dict(params or {})

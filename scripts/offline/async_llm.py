@@ -8,15 +8,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Self
 
 from scripts.offline.arguments import LoRARequest, Options, Params, Prompt, RequestOutputKind
 from scripts.offline.pending import Pending
 from scripts.offline.results import CompletionOutput, RequestOutput
-
-if TYPE_CHECKING:
-    from scripts.llm import LLM
-    from server.text.transformers_parts import FastTokenizer
 
 
 class EngineArgs(SimpleNamespace):
@@ -26,24 +22,24 @@ class EngineArgs(SimpleNamespace):
 def _of_llm(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     """The method of this name of the LLM, in a thread."""
 
-    async def call(self: AsyncLLM, *args: Any, **keywords: Any) -> Any:
+    async def call(self: AsyncEngine, *args: Any, **keywords: Any) -> Any:
         return await asyncio.to_thread(getattr(self.llm, name), *args, **keywords)
 
     call.__doc__ = f"`LLM.{name}`, without blocking the event loop."
     return call
 
 
-class AsyncLLM:
+class AsyncEngine:
     """An LLM for an event loop. Its methods may be called from any loop; only the constructor blocks.
 
     Args:
         settings: the keywords of `LLM`.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        from scripts.llm import LLM
+    make: ClassVar[type[Any]]  # `LLM`
 
-        self.llm: LLM = LLM(**settings)
+    def __init__(self, **settings: Any) -> None:
+        self.llm = self.make(**settings)
         self._running: dict[str, Pending] = {}
 
     @classmethod
@@ -102,13 +98,13 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         """Whether a part is not on the device."""
-        return self.llm.is_sleeping
+        return bool(self.llm.is_sleeping)
 
     async def is_paused(self) -> bool:
         """Whether requests wait for `resume_generation`."""
-        return self.llm.is_paused
+        return bool(self.llm.is_paused)
 
-    def get_tokenizer(self) -> FastTokenizer:
+    def get_tokenizer(self) -> Any:
         """The tokenizer with its chat template, as a new object of transformers."""
         return self.llm.get_tokenizer()
 

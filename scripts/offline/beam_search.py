@@ -54,7 +54,7 @@ class BeamSearch:
         decode: the text of token ids.
 
     Raises:
-        ValueError: `beam_width` or `max_tokens` is out of range.
+        ValueError: `beam_width` is out of range.
     """
 
     generate: Callable[..., list[RequestOutput]]
@@ -63,23 +63,14 @@ class BeamSearch:
     eos_token_ids: Collection[int]
 
     def __post_init__(self) -> None:
-        most = MAX_LOGPROBS // 2
-        for name, value, bound in (
-            ("beam_width", self.params.beam_width, most),
-            ("max_tokens", self.params.max_tokens, None),
-        ):
-            if value < 1 or (bound is not None and value > bound):
-                raise ValueError(f"{name}: at least 1{'' if bound is None else f', at most {bound}'}, not {value}")
+        if not 1 <= self.params.beam_width <= MAX_LOGPROBS // 2:
+            raise ValueError(f"beam_width: 1 to {MAX_LOGPROBS // 2}, not {self.params.beam_width}")
 
     def run(
-        self, bodies: Sequence[Mapping[str, Any]], adapters: Sequence[LoRARequest | None], room: Sequence[int]
+        self, bodies: Sequence[Mapping[str, Any]], adapters: Sequence[LoRARequest | None]
     ) -> list[BeamSearchOutput]:
-        """The most likely continuations of each prompt.
-
-        Args:
-            bodies: the prompts as fields of request bodies. `prompt` is a list of ids.
-            room: the tokens that fit after each prompt.
-        """
+        """The most likely continuations of each prompt, given as fields of request bodies with lists of ids. Raises
+        RefusedError if one does not fit."""
         # Twice as many candidates as beams: half of them may end.
         one = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * self.params.beam_width, detokenize=False)
         beams = [
@@ -87,15 +78,12 @@ class BeamSearch:
             for body, adapter in zip(bodies, adapters, strict=True)
         ]
         ended: list[list[BeamSearchSequence]] = [[] for _ in bodies]
-        for number in range(self.params.max_tokens):
-            running = [place for place, most in enumerate(room) if number < most]
-            asked = [(bodies[place], beam) for place in running for beam in beams[place]]
-            if not asked:
-                break
+        for _ in range(self.params.max_tokens):
+            asked = [(body, beam) for body, own in zip(bodies, beams, strict=True) for beam in own]
             prompts = [{"prompt_token_ids": beam.tokens, "cache_salt": body.get("cache_salt")} for body, beam in asked]
             results = iter(self.generate(prompts, one, lora_request=[beam.lora_request for _, beam in asked]))
-            for place in running:
-                longer = [after for beam in beams[place] for after in _longer(beam, next(results))]
+            for place, own in enumerate(beams):
+                longer = [after for beam in own for after in _longer(beam, next(results))]
                 ended[place] += [replace(beam, finish_reason="stop") for beam in longer if self._ends(beam)]
                 beams[place] = self._best([beam for beam in longer if not self._ends(beam)])
         return [self._output([*over, *cut]) for over, cut in zip(ended, beams, strict=True)]

@@ -37,11 +37,6 @@ class CompletionOutput:
     weight_versions: list[tuple[str, int]]  # (version of the weights, number of tokens), in order
 
     @property
-    def weight_version(self) -> str:
-        """The version of the weights of the last token; without tokens, of the weights at the end."""
-        return self.weight_versions[-1][0]
-
-    @property
     def cumulative_logprob(self) -> float | None:
         """The sum of the log-probabilities of `token_ids`; None: they were not requested."""
         if self.logprobs is None:
@@ -64,26 +59,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]  # `n` of them
     num_cached_tokens: int  # tokens of the prompt that came from the prefix cache
     finished: bool = True
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The length of `prompt_token_ids`."""
-        return len(self.prompt_token_ids)
-
-    @property
-    def text(self) -> str:
-        """The text of the first output."""
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The token ids of the first output."""
-        return self.outputs[0].token_ids
-
-    @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls of the first output."""
-        return self.outputs[0].tool_calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +143,7 @@ def _completion_output(choice: Mapping[str, Any]) -> CompletionOutput:
         token_ids=choice["token_ids"],
         finish_reason=choice["finish_reason"],
         stop_reason=choice["stop_reason"],
-        logprobs=logprobs_of(choice["logprobs"]),
+        logprobs=logprobs_of(choice.get("logprobs_by_id")),
         sampled_logprobs=choice.get("sampled_logprobs"),
         tool_calls=message.get("tool_calls", []),
         weight_versions=[(span["version"], span["end"] - span["start"]) for span in choice["weight_versions"]]

@@ -47,4 +47,4 @@ def test_the_answers_of_one_batch_are_those_of_the_readme() -> None:
             {"temperature": 0, "max_tokens": 64},
             lora_request=[requests.get(name) for _, name, _ in lines],
         )
-    assert [result.text for result in results] == [answer for _, _, answer in lines]
+    assert [result.outputs[0].text for result in results] == [answer for _, _, answer in lines]

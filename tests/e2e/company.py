@@ -25,7 +25,7 @@ LIMITS = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 24
 def answers(llm: LLM, *, alone: bool) -> list[Any]:
     groups = [[prompt] for prompt in PROMPTS] if alone else [PROMPTS]
     results = [result for group in groups for result in llm.generate(group, GREEDY)]
-    return [(result.text, result.outputs[0].logprobs) for result in results]
+    return [(result.outputs[0].text, result.outputs[0].logprobs) for result in results]
 
 
 if __name__ == "__main__":

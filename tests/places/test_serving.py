@@ -25,7 +25,7 @@ PROMPT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
 def told() -> str:
     """The answer of the embedded demo."""
     with LLM(model="demo", device="cpu", compile_cache=os.environ["JAX_COMPILATION_CACHE_DIR"], **SMALL) as llm:
-        return llm.generate([PROMPT["prompt"]], {"max_tokens": 12, "temperature": 0})[0].text
+        return llm.generate([PROMPT["prompt"]], {"max_tokens": 12, "temperature": 0})[0].outputs[0].text
 
 
 def test_all_that_is_named_may_be_in_a_bucket(store, told, tmp_path):

@@ -56,7 +56,7 @@ def test_a_fine_tune_of_a_base_model_stops_at_the_eos_token_of_its_tokenizer(tmp
     folder = fine_tune(tmp_path / "m", config=config, eos="<|eot_id|>")
     with LLM(str(folder), device="cpu", compile_cache=str(COMPILED), **LIMITS) as llm:
         (answer,) = llm.chat([[{"role": "user", "content": "What is 47 + 35?"}]], {"temperature": 0})
-    assert (answer.text, answer.outputs[0].finish_reason) == ("47 + 35 = 82.", "stop")
+    assert (answer.outputs[0].text, answer.outputs[0].finish_reason) == ("47 + 35 = 82.", "stop")
 
 
 def test_without_end_tokens_answers_end_by_length_and_grammars_are_refused(tmp_path):
@@ -67,7 +67,7 @@ def test_without_end_tokens_answers_end_by_length_and_grammars_are_refused(tmp_p
         (answer,) = llm.chat(ask, {"temperature": 0, "max_tokens": 20})
         with pytest.raises(RefusedError, match="this engine serves no grammars"):
             llm.chat(ask, {"response_format": {"type": "json_object"}})
-    assert (len(answer.token_ids), answer.outputs[0].finish_reason) == (20, "length")
+    assert (len(answer.outputs[0].token_ids), answer.outputs[0].finish_reason) == (20, "length")
     assert "  end tokens        none: an answer ends at max_tokens or at a stop string" in report
 
 

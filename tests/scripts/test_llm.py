@@ -20,10 +20,10 @@ def test_results_come_in_order_and_do_not_depend_on_company(make_llm):
         together = llm.generate(prompts, GREEDY)
         alone = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
         assert llm.stats().num_pages_used == 0
-    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
-    assert len({tuple(result.token_ids) for result in together}) == 30
-    assert {len(result.token_ids) for result in together} == {12}
-    assert [result.num_prompt_tokens for result in together] == [1 + len(prompt) for prompt in prompts]
+    assert [result.outputs[0].token_ids for result in together] == [result.outputs[0].token_ids for result in alone]
+    assert len({tuple(result.outputs[0].token_ids) for result in together}) == 30
+    assert {len(result.outputs[0].token_ids) for result in together} == {12}
+    assert [len(result.prompt_token_ids) for result in together] == [1 + len(prompt) for prompt in prompts]
 
 
 def ids_of(model_folder, text: str) -> list[int]:
@@ -48,8 +48,8 @@ def test_every_form_of_a_prompt_is_the_same_prompt(make_llm, model_folder):
         for prompt in one_prompt:
             for several in (prompt, [prompt], [prompt, "abc"]):
                 results = llm.generate(several, GREEDY)
-                assert all(result.token_ids == expected.token_ids for result in results)
-                assert {result.outputs[0].text for result in results} == {expected.text}
+                assert all(result.outputs[0].token_ids == expected.outputs[0].token_ids for result in results)
+                assert {result.outputs[0].text for result in results} == {expected.outputs[0].text}
                 assert all(result.prompt_token_ids == ids for result in results)
                 for embedded in llm.embed(several):
                     assert embedded.outputs.embedding == vector.outputs.embedding and embedded.prompt_token_ids == ids
@@ -86,13 +86,13 @@ def test_sampling_params_have_vllms_names_and_defaults(make_llm):
     with make_llm() as llm:
         chat = [{"role": "user", "content": "hi"}]
         (result,) = llm.generate("abc", SamplingParams(seed=1))
-        assert len(result.token_ids) == 16
+        assert len(result.outputs[0].token_ids) == 16
         (whole,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
-        assert len(whole.token_ids) == 256 - len(whole.prompt_token_ids)
+        assert len(whole.outputs[0].token_ids) == 256 - len(whole.prompt_token_ids)
         for prompt, kept in (("abcdefgh", 3), ([5, 6, 7, 8, 9], 3), ("a" * 300, -1)):
             full = {"temperature": 0, "ignore_eos": True, "max_tokens": None, "truncate_prompt_tokens": kept}
             (cut,) = llm.generate(prompt, SamplingParams(**full))
-            assert len(cut.token_ids) + len(cut.prompt_token_ids) == 256
+            assert len(cut.outputs[0].token_ids) + len(cut.prompt_token_ids) == 256
             assert len(cut.prompt_token_ids) == (kept if kept > 0 else 255)
         params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1, n=2)
         same = {"temperature": 0, "max_tokens": 4, "n": 2, "prompt_logprobs": 1}
@@ -101,19 +101,20 @@ def test_sampling_params_have_vllms_names_and_defaults(make_llm):
         ]
         (told,) = llm.chat(chat, params)
         assert [told.outputs] == [r.outputs for r in llm.chat([chat], same | {"logprobs": True, "top_logprobs": 2})]
-        for token, found in zip(told.token_ids, told.outputs[0].logprobs, strict=True):
+        output = told.outputs[0]
+        for token, found in zip(output.token_ids, output.logprobs, strict=True):
             assert [*found] == [token, *sorted({0, 1} - {token})]  # the numpy runner's most likely ones are 0 and 1
             assert (found[0].rank, found[1].rank, found[token].rank) == (1, 2, 1 + token)
             assert found[token].decoded_token == llm.get_tokenizer().decode(token)
-        logprobs = [found[token].logprob for token, found in zip(told.token_ids, told.outputs[0].logprobs, strict=True)]
-        assert told.outputs[0].cumulative_logprob == sum(logprobs)
+        total = sum(found[id].logprob for id, found in zip(output.token_ids, output.logprobs, strict=True))
+        assert output.cumulative_logprob == total
         assert [output.index for output in told.outputs] == [0, 1]
         assert told.outputs[0].sampled_logprobs is None
         scored = SamplingParams(seed=1, max_tokens=4, n=2, sampled_logprobs=True)
         for (each,) in (llm.generate("abc", scored), llm.chat(chat, scored)):
             assert [len(output.sampled_logprobs) for output in each.outputs] == [4, 4]
-        stops = SamplingParams(temperature=0, max_tokens=50, stop_token_ids=[told.token_ids[2]])
-        assert llm.chat(chat, stops)[0].token_ids == told.token_ids[:3]
+        stops = SamplingParams(temperature=0, max_tokens=50, stop_token_ids=[told.outputs[0].token_ids[2]])
+        assert llm.chat(chat, stops)[0].outputs[0].token_ids == told.outputs[0].token_ids[:3]
         with pytest.raises(RefusedError, match="top_p"):
             llm.generate("abc", SamplingParams(top_p=2.0))
         with pytest.raises(RefusedError, match="best_of"):
@@ -128,7 +129,7 @@ def test_params_may_differ_by_prompt(make_llm):
         first, second = llm.generate(["abc", "abc"], params)
     assert len(first.outputs) == 1
     assert [len(output.token_ids) for output in second.outputs] == [5, 5]
-    assert second.outputs[0].token_ids[:3] == first.token_ids
+    assert second.outputs[0].token_ids[:3] == first.outputs[0].token_ids
     assert second.outputs[0].token_ids != second.outputs[1].token_ids
     assert first.outputs[0].finish_reason == "length"
 
@@ -137,9 +138,12 @@ def test_a_stop_string_ends_the_token_ids_also_inside_a_step_of_several(make_llm
     """The token in which the text ends is the last one."""
     with make_llm() as llm:
         (whole,) = llm.generate("abc", GREEDY)
-        stop = llm.get_tokenizer().decode(whole.token_ids[5])
+        stop = llm.get_tokenizer().decode(whole.outputs[0].token_ids[5])
         (cut,) = llm.generate("abc", GREEDY | {"stop": stop})
-    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[5]) + 1]
+    assert (
+        cut.outputs[0].token_ids
+        == whole.outputs[0].token_ids[: whole.outputs[0].token_ids.index(whole.outputs[0].token_ids[5]) + 1]
+    )
     assert cut.outputs[0].stop_reason == stop
 
 
@@ -155,17 +159,19 @@ def test_chat_goes_through_the_template(make_llm):
         header = "<|start_header_id|>{}<|end_header_id|>\n\n"
         raw = "".join((header.format("user"), "hi<|eot_id|>", header.format("assistant")))
         (same,) = llm.generate([raw], GREEDY)
-        assert [result.token_ids] == [r.token_ids for r in llm.chat([{"role": "user", "content": "hi"}], GREEDY)]
+        assert [result.outputs[0].token_ids] == [
+            r.outputs[0].token_ids for r in llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+        ]
         for messages, words in (
             ("hi", "a value of type str is no conversation"),
-            (["hi"], "conversation 0: a value of type str is no message"),
+            (["hi"], "conversation 0: a value of type str is no list of messages"),
             ([[]], "request 0: messages"),
-            ([[{"role": "user", "content": "hi"}], ["hi"]], "conversation 1: a value of type str is no message"),
+            ([[{"role": "user", "content": "hi"}], ["hi"]], "request 1: Expected `object`, got `str`"),
         ):
             with pytest.raises(ValueError, match=words):
                 llm.chat(messages, GREEDY)
         tokenizer = llm.get_tokenizer()
-    assert result.token_ids == same.token_ids
+    assert result.outputs[0].token_ids == same.outputs[0].token_ids
     assert result.prompt is None
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert rendered["input_ids"] == result.prompt_token_ids
@@ -179,7 +185,7 @@ def test_prompts_are_embedded_in_order_next_to_generation(make_llm, model_folder
     with make_llm(pooling=Pooling.LAST) as llm:
         embedded = llm.embed(texts)
         (ids,) = llm.embed([[9, 8, 7]])
-        assert llm.generate(["abc"], GREEDY)[0].token_ids
+        assert llm.generate(["abc"], GREEDY)[0].outputs[0].token_ids
         with pytest.raises(RefusedError, match="request 1: input"):
             llm.embed(["abc", []])
     prompts = [tokenizer.encode(text).ids for text in texts]

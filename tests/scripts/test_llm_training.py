@@ -69,7 +69,7 @@ def is_greedy(model, prompt, output, start: int = 0) -> bool:
 
 
 def tokens(llm) -> tuple[int, ...]:
-    return llm.generate([PROMPT], GREEDY)[0].token_ids
+    return llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_the_next_token_is_of_the_weights_that_were_given(llm):
     given = nnx.state(model_of(1))
     llm.update_weights(given, names="own", version="step-1")
     (result,) = llm.generate([PROMPT], GREEDY)
-    assert is_greedy(model_of(1), PROMPT, result.token_ids)
-    assert not is_greedy(model_of(0), PROMPT, result.token_ids)
-    assert llm.weight_version == result.outputs[0].weight_version == "step-1"
+    assert is_greedy(model_of(1), PROMPT, result.outputs[0].token_ids)
+    assert not is_greedy(model_of(0), PROMPT, result.outputs[0].token_ids)
+    assert llm.weight_version == result.outputs[0].weight_versions[-1][0] == "step-1"
     assert result.outputs[0].weight_versions == [("step-1", NUM_TOKENS)]
 
     model = model_of(2)
@@ -158,8 +158,8 @@ def test_rollouts_go_on_with_new_weights(llm, halted):
         (_, num_first), (_, num_second) = result.outputs[0].weight_versions
         assert [version for version, _ in result.outputs[0].weight_versions] == ["first", "second"]
         assert num_first > 0 and num_first + num_second == NUM_TOKENS
-        before = is_greedy(model_of(0), prompt, result.token_ids[:num_first])
-        assert before and is_greedy(model_of(1), prompt, result.token_ids, start=num_first)
+        before = is_greedy(model_of(0), prompt, result.outputs[0].token_ids[:num_first])
+        assert before and is_greedy(model_of(1), prompt, result.outputs[0].token_ids, start=num_first)
     assert llm.stats().num_pages_used == 0
 
 
@@ -168,7 +168,7 @@ def test_rollouts_end_with_the_old_weights_if_they_are_waited_for(llm, halted):
     llm.update_weights(nnx.state(model_of(1)), names="own", requests="wait", version="second")
     (result,) = pending.wait()
     assert result.outputs[0].weight_versions == [("first", NUM_TOKENS)]
-    assert is_greedy(model_of(0), PROMPT, result.token_ids)
+    assert is_greedy(model_of(0), PROMPT, result.outputs[0].token_ids)
     assert is_greedy(model_of(1), PROMPT, tokens(llm))
 
 
@@ -177,8 +177,8 @@ def test_rollouts_are_aborted_with_what_they_have(llm, halted):
     llm.update_weights(nnx.state(model_of(1)), names="own", version="second")
     (result,) = pending.wait()
     assert result.finished and result.outputs[0].finish_reason == "abort"
-    assert 0 < len(result.token_ids) < NUM_TOKENS and result.outputs[0].weight_version == "first"
-    assert is_greedy(model_of(0), PROMPT, result.token_ids)
+    assert 0 < len(result.outputs[0].token_ids) < NUM_TOKENS and result.outputs[0].weight_versions[-1][0] == "first"
+    assert is_greedy(model_of(0), PROMPT, result.outputs[0].token_ids)
     assert is_greedy(model_of(1), PROMPT, tokens(llm))
 
 
@@ -203,7 +203,7 @@ def test_sleep_lends_all_memory_and_takes_it_back_in_parts(llm):
     assert live_bytes() == awake - state
     assert llm.is_sleeping and not pending.is_done
     llm.wake_up(["kv_cache"])
-    assert pending.wait()[0].token_ids == before
+    assert pending.wait()[0].outputs[0].token_ids == before
     assert not llm.is_sleeping and live_bytes() == awake
 
     llm.sleep(level=2)

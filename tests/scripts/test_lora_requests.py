@@ -16,8 +16,8 @@ PARAMS = {"max_tokens": 50}
 
 def said(results: list) -> list[bytes]:
     """The tokens of the answers, whose ids are those of the text's bytes."""
-    assert all(result.token_ids[-1] == EOT for result in results)
-    return [bytes(result.token_ids[:-1]) for result in results]
+    assert all(result.outputs[0].token_ids[-1] == EOT for result in results)
+    return [bytes(result.outputs[0].token_ids[:-1]) for result in results]
 
 
 def test_prompts_name_their_adapters(make_llm, tmp_path):

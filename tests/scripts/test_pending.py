@@ -63,10 +63,10 @@ def test_what_is_aborted_keeps_what_it_has(held):
     go_on.set()
     assert {result.outputs[0].finish_reason for result in results} == {"abort"}
     assert all(result.finished for result in results)
-    counts = [len(result.token_ids) for result in results]
+    counts = [len(result.outputs[0].token_ids) for result in results]
     assert max(counts[:4]) > 0 and max(counts[8:]) == 0 and max(counts) < 40
     assert pending.abort() == pending.wait() == pending.outputs() == results
-    assert len(llm.generate(["a"], LONG)[0].token_ids) == 40
+    assert len(llm.generate(["a"], LONG)[0].outputs[0].token_ids) == 40
     assert llm.stats().num_pages_used == 0
 
 
@@ -81,11 +81,11 @@ def test_a_pause_that_aborts_ends_also_what_the_engine_was_not_given(held):
     opener.join()
     results = pending.wait()
     assert {(result.finished, result.outputs[0].finish_reason) for result in results} == {(True, "abort")}
-    counts = [len(result.token_ids) for result in results]
+    counts = [len(result.outputs[0].token_ids) for result in results]
     assert 0 < max(counts[:4]) < 40 and max(counts[8:]) == 0
     assert [result.prompt for result in results] == asked
     llm.resume()
-    assert len(llm.generate(["a"], LONG)[0].token_ids) == 40
+    assert len(llm.generate(["a"], LONG)[0].outputs[0].token_ids) == 40
     assert llm.stats().num_pages_used == 0
 
 
@@ -111,7 +111,7 @@ def test_an_answer_that_is_being_written_loses_no_token(slow_answers):
     pending = slow_answers.enqueue(["abc"], LONG | {"logprobs": 1})
     counts = [0]
     while not pending.is_done:
-        counts.append(len(pending.outputs()[0].token_ids))
+        counts.append(len(pending.outputs()[0].outputs[0].token_ids))
     assert counts == sorted(counts) and counts[-1] == 40
 
 
@@ -154,10 +154,10 @@ def test_a_pause_holds_what_comes(make_llm):
         assert llm.is_paused
         pending = llm.enqueue(["abc"], LONG)
         (result,) = pending.outputs()
-        assert (result.finished, result.text, result.token_ids) == (False, "", [])
+        assert (result.finished, result.outputs[0].text, result.outputs[0].token_ids) == (False, "", [])
         llm.resume()
         assert not llm.is_paused
-        assert pending.wait()[0].token_ids == llm.generate(["abc"], LONG)[0].token_ids
+        assert pending.wait()[0].outputs[0].token_ids == llm.generate(["abc"], LONG)[0].outputs[0].token_ids
         with pytest.raises(ValueError, match="mode: abort, wait, keep, not 'stop'"):
             llm.pause("stop")
 
@@ -173,7 +173,9 @@ def test_token_ids_are_not_decoded(make_llm, monkeypatch):
 
         monkeypatch.setattr(Detokenizer, "push", push)
         found = llm.generate(prompts, sampled)
-        assert [result.token_ids for result in llm.enqueue(prompts, sampled).wait()] == [r.token_ids for r in found]
+        assert [result.outputs[0].token_ids for result in llm.enqueue(prompts, sampled).wait()] == [
+            r.outputs[0].token_ids for r in found
+        ]
         (open_ended,) = llm.generate([[5] * 250], SamplingParams(max_tokens=None, ignore_eos=True, detokenize=False))
         assert len(open_ended.token_ids) == 6
         with pytest.raises(ValueError, match="detokenize=False: a chat is answered with texts"):

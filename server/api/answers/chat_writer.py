@@ -80,7 +80,7 @@ class ChatWriter(ChoicesWriter):
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": content, "refusal": None, **reasoning, **calls},
-            "logprobs": self._logprobs(choice, choice_delta.scored),
+            "logprobs": self._scores(choice, choice_delta.scored) if self._scores_shown else None,
             **self._ending(choice),
             **self._ids_fields(choice_delta),
         }

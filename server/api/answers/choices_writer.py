@@ -14,7 +14,6 @@ from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToke
 from server.http.encoding import (
     DONE,
     ChunkTemplate,
-    LongList,
     NestedList,
     encode_json,
     event,
@@ -50,11 +49,13 @@ class ChoicesWriter(ABC):
         self._generation = generation
         self._head = head
         self._tokenizer = tokenizer
-        self._scores_shown, self._num_top = num_top is not None, num_top or 0
+        self._num_top = num_top or 0
+        self._by_id = num_top is not None and head.logprobs_by_id
+        self._scores_shown = num_top is not None and not self._by_id
         self._hidden_tokens = hidden_tokens
         self._templates: dict[int, ChunkTemplate] = {}
         # if only the text of chunks changes, they are encoded from a template
-        self._plain = not (self._scores_shown or head.usage.in_every_chunk or head.token_ids or head.sampled_logprobs)
+        self._plain = not (num_top is not None or head.usage.in_every_chunk or head.token_ids or head.sampled_logprobs)
 
     # the fields of a choice
 
@@ -75,17 +76,7 @@ class ChoicesWriter(ABC):
 
     @abstractmethod
     def _scores(self, choice: Choice, scored: list[ScoredToken]) -> Fields:
-        """The log-probabilities of drawn tokens in the route's form."""
-
-    def _logprobs(self, choice: Choice, scored: list[ScoredToken]) -> Fields | list[Any] | LongList | None:
         """The field `logprobs` of drawn tokens."""
-        if not self._scores_shown:
-            return None
-        if not self._head.logprobs_by_id:
-            return self._scores(choice, scored)
-        of_token = partial(scores_by_id, self._tokenizer, num_top=self._num_top, ranked=not self._head.asked_ids)
-        entries = (of_token(token.token_id, token.scores) for token in scored if token.scores is not None)
-        return list_of(entries, len(scored))
 
     def _ending(self, choice: Choice) -> Fields:
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -101,6 +92,10 @@ class ChoicesWriter(ABC):
         fields: Fields = {}
         if self._head.token_ids:
             fields["token_ids"] = list_of(choice_delta.token_ids, len(choice_delta.token_ids))
+        if self._by_id:
+            of_token = partial(scores_by_id, self._tokenizer, num_top=self._num_top, ranked=not self._head.asked_ids)
+            entries = (of_token(token.token_id, token.scores) for token in choice_delta.scored if token.scores)
+            fields["logprobs_by_id"] = list_of(entries, len(choice_delta.scored))
         if self._head.sampled_logprobs:
             fields["sampled_logprobs"] = list_of(
                 map(finite, choice_delta.sampled_logprobs), len(choice_delta.sampled_logprobs)
@@ -136,7 +131,7 @@ class ChoicesWriter(ABC):
         chunks = [self._chunk(choice, fields) for fields in self._delta_fields(choice_delta)]
         first, last = chunks[0]["choices"][0], chunks[-1]["choices"][0]
         if self._scores_shown:
-            first["logprobs"] = self._logprobs(choice, choice_delta.scored)
+            first["logprobs"] = self._scores(choice, choice_delta.scored)
         first |= self._asked_fields(choice_delta)
         if ends:
             last |= self._ending(choice)

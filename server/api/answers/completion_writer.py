@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -69,11 +68,10 @@ class CompletionWriter(ChoicesWriter):
 
     def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> dict[str, Any]:
         options, prompt, shown = self._options, self._prompt(choice), self._shown(choice_delta)
-        scores = partial(self._scores, prompt=True) if options.echo and self._scores_shown else self._logprobs
         return {
             "index": choice.index,
             "text": prompt.text + shown.text if options.echo else shown.text,
-            "logprobs": scores(choice, shown.scored),
+            "logprobs": self._scores(choice, shown.scored, prompt=options.echo) if self._scores_shown else None,
             **self._ending(choice),
             **self._prompt_ids(prompt.ids),
             **self._ids_fields(shown),

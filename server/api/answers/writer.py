@@ -35,7 +35,7 @@ class AnswerHead:
     sampled_logprobs: bool = False  # whether the log-probabilities of the output's tokens are shown
     names_are_ids: bool = False  # whether log-probabilities name tokens as `token_id:97`
     asked_ids: bool = False  # whether log-probabilities are those of `logprob_token_ids`
-    logprobs_by_id: bool = False  # whether log-probabilities have the form of `prompt_logprobs`
+    logprobs_by_id: bool = False  # whether `logprobs_by_id`, in the form of `prompt_logprobs`, is shown for `logprobs`
     weight_versions: bool = False  # whether the versions of the weights of each choice's tokens are shown
 
 

@@ -72,9 +72,8 @@ class Completions(Routes):
         if body.prompt_logprobs is not None:
             check_top_logprobs("prompt_logprobs", body.prompt_logprobs)
         echo = bool(body.echo)
-        if echo and plan.logprobs is not None and (head.asked_ids or head.logprobs_by_id):
-            param = "logprob_token_ids" if head.asked_ids else "return_logprobs_by_id"
-            raise invalid(param, "is for tokens of the output: leave out `echo`, and ask for `prompt_logprobs`")
+        if echo and head.asked_ids:
+            raise invalid("logprob_token_ids", "is for tokens of the output: leave out `echo`")
         check_counts(body.max_tokens, body.min_tokens, param="max_tokens", least=0 if echo else 1)
 
         constraint = asked_constraint(body)

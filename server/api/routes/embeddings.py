@@ -66,6 +66,7 @@ class EmbeddingRoutes(Routes):
         _check_size(body, self._state.engine.info.embedding_size)
         started = await self._start(request, body, {"input": body.input})
         as_base64 = body.encoding_format == "base64"
+        shown = {"id": started.id} if body.return_token_ids else {}
 
         def data(vectors: Sequence[bytes]) -> NestedList:
             return NestedList(
@@ -74,7 +75,7 @@ class EmbeddingRoutes(Routes):
                 for index, vector in enumerate(vectors)
             )
 
-        return self._answer(started, lambda vectors: {"id": started.id, "object": "list", "data": data(vectors)})
+        return self._answer(started, lambda vectors: {"object": "list", "data": data(vectors)} | shown)
 
     @route("POST /score", ScoreRequest, generates=True)
     @route("POST /v1/score", ScoreRequest, generates=True)

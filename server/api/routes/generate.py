@@ -66,7 +66,6 @@ class GenerateRequest(Generates, kw_only=True):
     timeout_s: float | None = None
     return_token_ids: bool | None = None  # those of the prompt
     return_weight_versions: bool | None = None  # without effect: each choice has them
-    return_logprobs_by_id: bool | None = None
 
 
 class Generate:
@@ -131,7 +130,7 @@ class GenerateWriter(ChoicesWriter):
         return chunk
 
     def _whole_choice(self, choice: Choice, choice_delta: ChoiceDelta) -> Fields:
-        logprobs = self._logprobs(choice, choice_delta.scored)
+        logprobs = self._scores(choice, choice_delta.scored) if self._scores_shown else None
         return {"index": choice.index, "logprobs": logprobs, **self._ending(choice), **self._ids_fields(choice_delta)}
 
     def _text_fields(self, text: str) -> Fields:

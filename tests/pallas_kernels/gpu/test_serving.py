@@ -20,7 +20,7 @@ def greedy(attention_backend: str) -> list[tuple[str, tuple[int, ...]]]:
     with LLM(attention_backend=attention_backend, **ENGINE) as llm:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         results = llm.chat(chats, {"temperature": 0, "max_tokens": 10})
-    return [(result.text, result.token_ids) for result in results]
+    return [(result.outputs[0].text, result.outputs[0].token_ids) for result in results]
 
 
 @pytest.mark.slow

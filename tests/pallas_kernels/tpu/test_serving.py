@@ -42,7 +42,7 @@ def two_layers(tmp_path: Path) -> Path:
 def test_same_greedy_text_as_the_reference(two_layers: Path) -> None:
     options = {"dtype": "float32", "kv_cache_dtype": "int8", "compile_cache": "none", **LIMITS}
     with LLM(model=str(two_layers), attention_backend="reference", **options) as llm:
-        expected = [result.text for result in llm.generate(PROMPTS, GREEDY)]
+        expected = [result.outputs[0].text for result in llm.generate(PROMPTS, GREEDY)]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     flags += ["--model", str(two_layers), "--served-model-name", "demo", "--attention-backend", "tpu-interpret"]
     with serve(*flags) as server, server.http() as http:

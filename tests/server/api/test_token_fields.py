@@ -165,6 +165,51 @@ def test_tokens_are_named_by_their_ids_in_log_probabilities(scripted, stream):
     assert [name for part in parts for top in part["top_logprobs"] for name in top] == names
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["logprob_token_ids", "token_ids_logprob"])
+def test_the_tokens_that_are_asked_for_are_told_with_each_token(scripted, stream, name):
+    """In the scripted engine, an id has minus itself, and the drawn token -0.5."""
+    asked = {name: [7, 3, 7], "max_tokens": 2, "return_tokens_as_token_ids": True, "stream": stream}
+
+    def told(path: str, **more: object) -> list:
+        get = events if stream else lambda *args, **fields: [post(*args, **fields)]
+        choices = [choice for answer in get(scripted, path, **asked, **more) for choice in answer["choices"]]
+        name = "logprobs_by_id" if "return_logprobs_by_id" in more else "logprobs"
+        return [choice[name] for choice in choices if choice.get(name)]
+
+    entries = [entry for part in told(CHAT) for entry in part["content"]]
+    assert [[(top["token"], top["logprob"]) for top in entry["top_logprobs"]] for entry in entries] == [
+        [("token_id:7", -7.0), ("token_id:3", -3.0)]
+    ] * 2
+    tops = [top for part in told(COMPLETIONS, logprobs=3) for top in part["top_logprobs"]]
+    assert tops == [{f"token_id:{id}": -0.5, "token_id:7": -7.0, "token_id:3": -3.0} for id in REPLY_IDS[:2]]
+    places = [place for part in told(CHAT, return_logprobs_by_id=True) for place in part]
+    assert [{id: own["rank"] for id, own in place.items()} for place in places] == [
+        {str(id): 1, "7": None, "3": None} for id in REPLY_IDS[:2]
+    ]
+
+
+def test_the_tokens_that_are_asked_for_from_ids_to_ids(scripted):
+    body = {"token_ids": [1, 2], "sampling_params": {"logprob_token_ids": [7, 3], "max_tokens": 1}}
+    (entry,) = scripted.post(GENERATE, body).json()["choices"][0]["logprobs"]["content"]
+    told = [(top["token_id"], top["logprob"], top["rank"]) for top in entry["top_logprobs"]]
+    assert told == [(REPLY_IDS[0], -0.5, 1), (7, -7.0, None), (3, -3.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        *((CHAT, {"logprob_token_ids": ids}, "logprob_token_ids") for ids in ([0] * 129, [-1], [10**6])),
+        *((COMPLETIONS, {"logprob_token_ids": ids}, "logprob_token_ids") for ids in ([0] * 129, [-1], [10**6])),
+        (COMPLETIONS, {"logprob_token_ids": [1, 2, 3], "logprobs": 2}, "logprobs"),
+        (COMPLETIONS, {"logprob_token_ids": [1], "echo": True}, "logprob_token_ids"),
+        (CHAT, {"logprob_token_ids": [1, 2, 3], "logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+    ],
+)  # fmt: skip
+def test_tokens_that_cannot_be_told(scripted, path, fields, param):
+    assert param in post(scripted, path, status=400, **fields)["error"]["message"]
+
+
 @BOTH
 @pytest.mark.parametrize("kept", [1, 4, 1000])
 def test_a_prompt_is_cut_to_its_last_tokens(scripted, path, kept):

@@ -1,0 +1,211 @@
+"""What is written for vLLM's engines, with no change but the import: TRL's and OpenRLHF's calls, streams, beams."""
+
+from __future__ import annotations
+
+import asyncio
+from copy import deepcopy
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packaging import version
+
+import scripts.llm as vllm
+from batcher.request import Pooling
+from scripts.lab.demo.export import hf_tensors
+from scripts.llm import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams, TokensPrompt
+from tests.conftest import COMPILED
+from tests.model.driver import dense_logits
+from tests.model.loaded import flat
+from tests.scripts.test_llm_training import CONFIG, PROMPT, folder, model_of  # noqa: F401
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):  # noqa: F811
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 16, "num_pages": 24}
+    of_trl = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.3, "model_impl": "auto", "quantization": None}
+    of_openrlhf = {"enforce_eager": False, "distributed_executor_backend": "uni", "dtype": "float32", "max_logprobs": 1}
+    both = {"enable_sleep_mode": True, "seed": 1, "logprobs_mode": "processed_logprobs", "trust_remote_code": True}
+    keywords = of_trl | of_openrlhf | both | limits | {"enable_prefix_caching": True}
+    args = vllm.AsyncEngineArgs(model=str(folder), device="cpu", compile_cache=str(COMPILED), **keywords)
+    engine = vllm.AsyncLLMEngine.from_engine_args(args)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def llm(engine):
+    return engine.llm
+
+
+def scores(seed: int, ids: list[int], temperature: float = 1.0) -> np.ndarray:
+    """f64[n, V], the log-probabilities after each of the ids, without the engine."""
+    logits = np.asarray(dense_logits(model_of(seed), ids), np.float64) / temperature
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+def test_trl_syncs_weights_and_reads_ranked_log_probabilities(llm):
+    worker = llm.llm_engine.model_executor.driver_worker.model_runner
+    for seed in (1, 0):
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        params = {path: jnp.asarray(value) for path, value in flat(model_of(seed)).items()}
+        for name, array in hf_tensors(CONFIG, params, dtype=jnp.float32).items():
+            worker.model.load_weights([(name, array)])
+        llm.reset_prefix_cache()
+        with pytest.raises(NotImplementedError, match=r"reload_weights.*update_weights\(arrays\)"):
+            llm.collective_rpc("reload_weights")
+        llm.wake_up(tags=["kv_cache"])
+        asked = {"n": 1, "repetition_penalty": 1.0, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        params = SamplingParams(
+            **asked, max_tokens=6, logprobs=2, structured_outputs=StructuredOutputsParams(regex="[a-z]{6}")
+        )
+        (found,) = llm.generate([{"prompt_token_ids": PROMPT}], sampling_params=params, use_tqdm=False)
+        assert len(found.outputs[0].text) == 6
+        found, again = llm.generate([PROMPT] * 2, replace(params, structured_outputs=None, seed=3, top_k=-1))
+        for output in (found.outputs[0], again.outputs[0]):
+            exact = scores(seed, PROMPT + output.token_ids, 0.7)[len(PROMPT) - 1 : -1]
+            for row, token, place in zip(exact, output.token_ids, output.logprobs, strict=True):
+                ranked = sorted(place.items(), key=lambda item: item[1].rank)
+                order = [*np.argsort(-row)[:2].tolist()]
+                assert [id for id, _ in ranked] == (order if token in order else [*order, token])
+                assert [own.rank for _, own in ranked] == [1 + int((row > row[id]).sum()) for id, _ in ranked]
+                np.testing.assert_allclose([own.logprob for _, own in ranked], row[[id for id, _ in ranked]], atol=1e-4)
+
+
+def test_some_of_the_weights_are_refused_by_name(llm):
+    llm.load_weights([("model.norm.weight", np.ones(64, np.float32))])
+    with pytest.raises(ValueError, match="missing"):
+        llm.generate([PROMPT], GREEDY)
+    assert llm.generate([PROMPT], GREEDY)[0].token_ids
+
+
+def test_openrlhf_rolls_out(engine):
+    params = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9, min_tokens=1, skip_special_tokens=False, logprobs=1
+    )
+
+    async def rollout():
+        assert not await engine.is_sleeping()
+        await engine.reset_prefix_cache()
+        await engine.pause_generation(mode="keep")
+        await engine.resume_generation()
+        await engine.sleep(level=1)
+        for tag in ("weights", "kv_cache"):
+            await engine.wake_up(tags=[tag])
+        prompt, final = TokensPrompt(prompt_token_ids=PROMPT), None
+        async for output in engine.generate(prompt, deepcopy(params), request_id=vllm.random_uuid()):
+            final = output
+        with pytest.raises(NotImplementedError, match="update_weights"):
+            await engine.collective_rpc("init_process_group", args=("127.0.0.1", 1, 1, 2, "g", "nccl", False))
+        return final
+
+    final = asyncio.run(rollout())
+    assert version.parse(vllm.__version__) > version.parse("0.10.0")
+    assert engine.output_processor.get_num_unfinished_requests() == 0
+    (output,) = final.outputs
+    exact = scores(0, PROMPT + output.token_ids)[len(PROMPT) - 1 :]
+    exact[0, list(engine.llm.engine.config.eos_token_ids)] = -np.inf  # by min_tokens
+    exact[0] -= np.logaddexp.reduce(exact[0])
+    told = [place[token].logprob for token, place in zip(output.token_ids, output.logprobs, strict=True)]
+    np.testing.assert_allclose(told, exact[np.arange(len(told)), output.token_ids], atol=1e-4)
+
+
+def test_a_stream_is_the_result_in_parts_and_can_be_aborted(engine):
+    (whole,) = engine.llm.generate([PROMPT], replace(GREEDY, n=2))
+
+    async def heard(kind: RequestOutputKind, id: str) -> list[vllm.RequestOutput]:
+        params = replace(GREEDY, n=2, output_kind=kind)
+        return [output async for output in engine.generate({"prompt_token_ids": PROMPT}, params, id)]
+
+    async def aborted() -> vllm.RequestOutput:
+        async for output in engine.generate(PROMPT, replace(GREEDY, max_tokens=40, detokenize=False), "gone"):
+            await engine.abort("gone")
+            last = output
+        return last
+
+    for kind in RequestOutputKind:
+        outputs = asyncio.run(heard(kind, f"as-{kind.name}"))
+        assert {output.request_id for output in outputs} == {f"as-{kind.name}"}
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        for i, expected in enumerate(whole.outputs):
+            parts = outputs if kind is RequestOutputKind.DELTA else outputs[-1:]
+            assert "".join(part.outputs[i].text for part in parts) == expected.text
+            assert [id for part in parts for id in part.outputs[i].token_ids] == expected.token_ids
+            assert [place for part in parts for place in part.outputs[i].logprobs] == expected.logprobs
+        assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+    (output,) = asyncio.run(aborted()).outputs
+    assert (output.finish_reason, len(output.token_ids) < 40) == ("abort", True)
+
+
+def searched(width: int, num_tokens: int, penalty: float, ends: tuple[int, ...]) -> list[tuple[float, list[int]]]:
+    """(score, tokens) of the best answers, by a search over the exact log-probabilities."""
+    beams, over = [(0.0, [])], []
+    for _ in range(num_tokens):
+        longer = []
+        for total, tokens in beams:
+            row = scores(0, PROMPT + tokens)[-1]
+            longer += [(total + row[id], [*tokens, int(id)]) for id in np.argsort(-row)[: 2 * width]]
+        over += [beam for beam in longer if beam[1][-1] in ends]
+        beams = sorted((beam for beam in longer if beam[1][-1] not in ends), reverse=True)[:width]
+    return sorted(((total / len(tokens) ** penalty, tokens) for total, tokens in over + beams), reverse=True)[:width]
+
+
+@pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (3, 1.0), (3, 0.0)])
+def test_beam_search_finds_the_best_answers(llm, monkeypatch, width, penalty):
+    ends = tuple(np.argsort(-scores(0, PROMPT)[-1])[1:3].tolist())  # likely ones: some beams end early
+    monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, eos_token_ids=ends))
+    params = BeamSearchParams(beam_width=width, max_tokens=4, length_penalty=penalty)
+    prompts = [TokensPrompt(prompt_token_ids=PROMPT), "abc"]
+    found, other = llm.beam_search(prompts, params)
+    expected = searched(width, 4, penalty, ends)
+    assert [beam.tokens[len(PROMPT) :] for beam in found.sequences] == [tokens for _, tokens in expected]
+    for beam, (score, tokens) in zip(found.sequences, expected, strict=True):
+        assert beam.cum_logprob / len(tokens) ** penalty == pytest.approx(score, abs=1e-4)
+        assert beam.finish_reason == ("stop" if tokens[-1] in ends else "length")
+        assert beam.text == llm.get_tokenizer().decode(beam.tokens, skip_special_tokens=True)
+    assert len(other.sequences) == width
+    with pytest.raises(ValueError, match="beam_width: 1 to 10, not 11"):
+        llm.beam_search(prompts, replace(params, beam_width=11))
+
+
+def test_labels_have_the_log_probabilities_of_the_model(llm):
+    labels = [5, 500, 77, 5]
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprob_token_ids=labels)
+    (found,) = llm.generate([PROMPT], params)
+    exact = scores(0, PROMPT + found.token_ids)[len(PROMPT) - 1 :]
+    for row, token, place in zip(exact, found.token_ids, found.outputs[0].logprobs, strict=False):
+        assert [*place] == [token, *(id for id in (5, 500, 77) if id != token)] and place[token].rank == 1
+        np.testing.assert_allclose([own.logprob for own in place.values()], row[[*place]], atol=1e-4)
+    assert (
+        len(llm.generate([PROMPT], replace(params, logprob_token_ids=list(range(128))))[0].outputs[0].logprobs[0])
+        >= 128
+    )
+
+
+def test_what_else_is_called(llm, make_llm):
+    params = SamplingParams(2, 0.5, 0.25, 1.5, 0.7, None, 0.9, 7, 0.1, 3)
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.seed) == (2, 0.7, 0.9, 7, 3)
+    assert params.clone() == params and params.clone() is not params
+    assert llm.get_default_sampling_params() == SamplingParams()
+    (metric,) = [one for one in llm.get_metrics() if one.name == "pallas_serve:generation_tokens_total"]
+    assert metric.value > 0 and metric.labels["model_name"] == llm.model_name
+    with pytest.raises(TypeError, match="'use_tdqm': did you mean 'use_tqdm'"):
+        llm.generate([PROMPT], GREEDY, use_tdqm=True)
+    (cut,) = llm.generate("abcdef", GREEDY, priority=1, tokenization_kwargs={"truncate_prompt_tokens": 2})
+    assert len(cut.prompt_token_ids) == 2
+    with make_llm(pooling=Pooling.LAST) as other:
+        (one, two, same) = other.encode(["a", "b", "a"], vllm.PoolingParams(use_activation=True), pooling_task="embed")
+        scored = other.score("a", ["b", "a"])
+        assert [found.outputs.score for found in scored] == pytest.approx(
+            [one.outputs.data @ two.outputs.data, 1], abs=1e-6
+        )
+        assert one.outputs.data.tolist() == same.outputs.embedding
+        assert scored[0].prompt_token_ids == one.prompt_token_ids + two.prompt_token_ids
+        with pytest.raises(ValueError, match="data_1: one prompt, or as many as data_2, 1, not 2"):
+            other.score(["a", "b"], "a")
+        with pytest.raises(vllm.RefusedError, match="task: "):
+            other.encode("a", pooling_task="classify")
