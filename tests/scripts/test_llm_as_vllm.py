@@ -80,7 +80,7 @@ def test_some_of_the_weights_are_refused_by_name(llm):
     llm.load_weights([("model.norm.weight", np.ones(64, np.float32))])
     with pytest.raises(ValueError, match="missing"):
         llm.generate([PROMPT], GREEDY)
-    assert llm.generate([PROMPT], GREEDY)[0].token_ids
+    assert llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
 
 
 def test_openrlhf_rolls_out(engine):
@@ -175,9 +175,9 @@ def test_beam_search_finds_the_best_answers(llm, monkeypatch, width, penalty):
 def test_labels_have_the_log_probabilities_of_the_model(llm):
     labels = [5, 500, 77, 5]
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprob_token_ids=labels)
-    (found,) = llm.generate([PROMPT], params)
-    exact = scores(0, PROMPT + found.token_ids)[len(PROMPT) - 1 :]
-    for row, token, place in zip(exact, found.token_ids, found.outputs[0].logprobs, strict=False):
+    (output,) = llm.generate([PROMPT], params)[0].outputs
+    exact = scores(0, PROMPT + output.token_ids)[len(PROMPT) - 1 : -1]
+    for row, token, place in zip(exact, output.token_ids, output.logprobs, strict=True):
         assert [*place] == [token, *(id for id in (5, 500, 77) if id != token)] and place[token].rank == 1
         np.testing.assert_allclose([own.logprob for own in place.values()], row[[*place]], atol=1e-4)
     assert (
