@@ -200,13 +200,13 @@ def _gptq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:
 
 def _auto_round(raw: Mapping[str, Any]) -> tuple[StoredForm | None, list[str]]:
     """Reads AutoRound's formats with the tensors of GPTQ and AWQ: https://github.com/intel/auto-round."""
-    layouts = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}
+    layouts = {None: _gptq, "auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}
     problems = unsupported(raw, {"packing_format": tuple(layouts), "data_type": (None, "int")})
     extra = raw.get("extra_config") or {}
     own = extra.values() if isinstance(extra, Mapping) else [extra]
     if any(not isinstance(one, Mapping) or one.get("bits") != 16 for one in own):
         problems.append("extra_config: projections of different forms are not supported (only 16 bits)")
-    return (None, problems) if problems else layouts[raw["packing_format"]](raw)
+    return (None, problems) if problems else layouts[raw.get("packing_format")]({**raw, "backend": None})
 
 
 def _awq(raw: Mapping[str, Any]) -> tuple[PackedForm | None, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,10 +86,10 @@ FORMATS = {
 
 
 def write(
-    folder, format: Format, *, group: int = 32, source=None, packed_head=False, variant="gqa2", in_bfloat16=False
+    folder, format: Format, *, group=32, source=None, packed_head=False, variant="gqa2", in_bfloat16=False, left=""
 ):
     """A checkpoint, its tensors, and the values that these stand for. `in_bfloat16`: the float16 scales are in that
-    type, too."""
+    type, too. `left` matches modules that are not packed."""
     if source is None:
         checkpoints.write(folder, variant)
         given = checkpoints.tensors(variant)
@@ -101,7 +102,8 @@ def write(
     rng = np.random.default_rng(0)
     for key, weights in given.items():
         module, wide = key.removesuffix(".weight"), weights.astype(np.float32)
-        if module not in modules and not (packed_head and module == "lm_head"):
+        is_packed = module in modules and not re.fullmatch(left, module)
+        if not is_packed and not (packed_head and module == "lm_head"):
             stored[key], values[key] = weights, wide
             continue
         order = rng.permutation(wide.shape[1]) if format.ordered else None
@@ -124,6 +126,19 @@ def test_every_weight_is_the_one_that_was_packed(tmp_path, name, num_shards):
     for form in (None, EightBit.INT8):
         wanted = load_wide(tmp_path / "wide", values, form, num_shards)
         assert_equal(load(tmp_path / "packed", form, num_shards), wanted)
+
+
+@pytest.mark.parametrize("name", ["gptq sym", "awq", "compressed-tensors sym"])
+def test_projections_that_are_left_out_stay_next_to_4_bits(tmp_path, name):
+    stored, _ = write(tmp_path, FORMATS[name], left=r".*\.(down|v)_proj")
+    found = find_weights(tmp_path, LlamaConfig.from_file(tmp_path))
+    assert {path for path, _ in found.four_bit.others} == {
+        f"layers.{i}.{part}" for i in range(3) for part in ("mlp.down", "attention.qkv.v_proj")
+    }
+    for form in (found.four_bit, found.exact_form):
+        kept = load(tmp_path, form)
+        np.testing.assert_array_equal(kept["layers.1.mlp.down.kernel"], stored["model.layers.1.mlp.down_proj.weight"])
+        assert kept["layers.1.mlp.gate_up.kernel"].dtype == kept["layers.1.attention.qkv.q_proj.kernel"].dtype == "int4"
 
 
 @pytest.mark.parametrize("group", [16, 24, -1])  # 24 divides neither 64 inputs nor 160
