@@ -61,14 +61,14 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int",
               "packing_format": "auto_round:auto_gptq", "autoround_version": "0.8.0"}  # fmt: skip
+AUTO_AWQ = {"packing_format": "auto_round:auto_awq", "backend": "auto"}
+GPTQ_2 = {"sym": False, "checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1, "desc_act": True}
+STATIC = CheckpointForm(form=EightBit.FP8, activations=Activations.STATIC)
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 
-OF_GPTQ = PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.MIDDLE)
-
-
-def fp4(layout):
-    return PackedForm(layout=layout, bits=4, group=16, zeros=Zeros.MIDDLE)
+def words(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.MIDDLE, **more):
+    return PackedForm(layout=layout, bits=bits, group=group, zeros=zeros, **more)
 
 
 def two_groups(raw, **weights):
@@ -78,7 +78,7 @@ def two_groups(raw, **weights):
     return raw | {"config_groups": {"group_0": group | {"targets": ["re:.*self_attn.*"]}, "group_1": other}}
 
 
-BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "ignored_layers": ["lm_head"]}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 @pytest.mark.parametrize(
@@ -92,58 +92,31 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
         (compressed("int-quantized", type="int", actorder="static"), CheckpointForm(form=INT8)),
         (compressed("float-quantized", actorder="weight"), CheckpointForm(form=FP8)),
         (compressed("naive-quantized", ignore=["re:.*lm_head"]), CheckpointForm(form=FP8)),
-        (
-            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
-            CheckpointForm(form=FP8),
-        ),
-        (
-            {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-            CheckpointForm(form=FP8, activations=Activations.STATIC),
-        ),
-        (
-            BLOCKS | {"activation_scheme": "dynamic"},
-            CheckpointForm(form=FP8, scale="weight_scale_inv", block=(128, 128)),
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
-            CheckpointForm(form=FP8, activations=Activations.STATIC),
-        ),
-        (compressed("nvfp4-pack-quantized", **NVFP4), fp4(Layout.NVFP4)),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, fp4(Layout.MODELOPT)),
-        (two_groups(packed()), PackedForm(layout=Layout.ROWS, bits=4, group=128, zeros=Zeros.MIDDLE)),
-        (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}}, OF_GPTQ),
-        (
-            AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "backend": "auto"},
-            PackedForm(layout=Layout.AWQ, bits=4, group=128, zeros=Zeros.STORED),
-        ),
-        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, OF_GPTQ),
-        (GPTQ, OF_GPTQ),
-        (GPTQ | {"sym": False}, PackedForm(layout=Layout.GPTQ, bits=4, group=128, zeros=Zeros.LESS_ONE)),
-        (
-            GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1, "desc_act": True},
-            PackedForm(layout=Layout.GPTQ, bits=8, group=None, zeros=Zeros.STORED, is_ordered=True),
-        ),
-        (
-            AWQ | {"version": "GEMM", "modules_to_not_convert": None},
-            PackedForm(layout=Layout.AWQ, bits=4, group=128, zeros=Zeros.STORED),
-        ),
-        (packed(), PackedForm(layout=Layout.ROWS, bits=4, group=128, zeros=Zeros.MIDDLE)),
-        (
-            packed(strategy="channel", symmetric=False, actorder="weight"),
-            PackedForm(layout=Layout.ROWS, bits=4, group=None, zeros=Zeros.STORED),
-        ),
-        (
-            packed(actorder="group"),
-            PackedForm(layout=Layout.ROWS, bits=4, group=128, zeros=Zeros.MIDDLE, is_ordered=True),
-        ),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, CheckpointForm(form=FP8)),
+        ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, STATIC),
+        (BLOCKS, CheckpointForm(form=FP8, scale="weight_scale_inv", block=(128, 128))),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, STATIC),
+        (compressed("nvfp4-pack-quantized", **NVFP4), words(Layout.NVFP4, group=16)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, words(Layout.MODELOPT, group=16)),
+        (two_groups(packed()), words(Layout.ROWS)),
+        (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}}, words()),
+        (AUTO_ROUND | AUTO_AWQ, words(Layout.AWQ, zeros=Zeros.STORED)),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, words()),
+        (GPTQ, words()),
+        (GPTQ | {"sym": False}, words(zeros=Zeros.LESS_ONE)),
+        (GPTQ | GPTQ_2, words(bits=8, group=None, zeros=Zeros.STORED, is_ordered=True)),
+        (AWQ | {"version": "GEMM", "modules_to_not_convert": None}, words(Layout.AWQ, zeros=Zeros.STORED)),
+        (packed(), words(Layout.ROWS)),
+        (packed(strategy="channel", symmetric=False, actorder="weight"), words(Layout.ROWS, 4, None, Zeros.STORED)),
+        (packed(actorder="group"), words(Layout.ROWS, is_ordered=True)),
     ],
-)
+)  # fmt: skip
 def test_these_are_read(raw, wanted):
     assert read_form(raw) == (wanted, [])
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    ("raw", "said"),
     [
         ("fp8", "is not an object"),
         ({}, "quant_method=None is not supported"),
@@ -172,12 +145,12 @@ def test_these_are_read(raw, wanted):
         (compressed(strategy="block", block_structure=[1, 1 << 40]), "is not two integers"),
     ],
 )  # fmt: skip
-def test_others_are_refused_in_words(raw, words):
+def test_others_are_refused_in_words(raw, said):
     form, problems = read_form(raw)
     assert form is None
     assert len(problems) == 1
     assert problems[0].startswith("quantization_config")
-    assert words in problems[0]
+    assert said in problems[0]
 
 
 HOSTS = [AUTO_ROUND, compressed(strategy="block", block_structure=[8, 8]), BLOCKS, GPTQ, AWQ, packed(actorder="group")]
