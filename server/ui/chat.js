@@ -36,13 +36,9 @@ export function startChat() {
   $("stop").addEventListener("click", () => running?.abort());
   $("clear").addEventListener("click", () => open(newConversation()));
   $("settings").addEventListener("submit", (event) => event.preventDefault());
-  $("settings").addEventListener("input", () => {
-    showSettings();
-    keepTab();
-  });
+  $("settings").addEventListener("input", showSettings);
   $("asked-model").addEventListener("focus", offerModels);
-  $("asked-model").addEventListener("change", keepTab);
-  addEventListener("pagehide", () => running && keep(current)); // with what has come of the answer
+  addEventListener("pagehide", keepTab);
   addEventListener("storage", showList); // another tab has changed it
   const panels = [...document.querySelectorAll("details.panel")];
   const showPanels = () => panels.forEach((panel) => Object.assign(panel, { name: wide.matches ? "" : "panels", open: wide.matches }));
@@ -84,8 +80,9 @@ export function suggest(model) {
   }));
 }
 
-/** Keeps the settings, and which conversation this tab shows, for a reload. */
+/** Keeps for a reload what has come of an answer, the settings, and which conversation this tab shows. */
 function keepTab() {
+  if (running) keep(current);
   const fields = [...$("settings").elements, $("asked-model")].filter((field) => field.id);
   const tab = { id: current.id, settings: Object.fromEntries(fields.map((field) => [field.id, field.value])) };
   attempt(() => sessionStorage.setItem(STORED, JSON.stringify(tab)));
@@ -104,7 +101,6 @@ function keep(conversation) {
   const messages = conversation.messages.filter(isSaid);
   $("not-kept").hidden = !messages.length || save({ ...conversation, messages });
   showList();
-  keepTab();
 }
 
 /** Shows a conversation in place of the current one. */
@@ -121,7 +117,6 @@ function open(conversation) {
   setTimeout(() => ($("log").ariaLive = "polite"));
   $("not-kept").hidden = true;
   showList();
-  keepTab();
 }
 
 /** Shows the list of conversations, with buttons that open, rename and delete each. */
@@ -204,7 +199,7 @@ function parsed(id, name) {
 async function answer() {
   const conversation = current;
   const message = { role: "assistant", content: "" };
-  const outcome = { started: performance.now(), first: 0, usage: null, reason: "" };
+  const outcome = { started: performance.now(), first: 0, usage: null, reason: "", failure: "" };
   const mine = (running = new AbortController());
   setRunning(true);
   conversation.messages.push(message);
@@ -226,7 +221,7 @@ async function answer() {
     }
   } catch (error) {
     if (error.name === "AbortError") outcome.reason = "stopped";
-    else view.fail(error.message);
+    else outcome.failure = error.message;
   }
   view.finish(outcome);
   if (conversation.messages.includes(message)) keep(conversation); // it may have been deleted meanwhile

@@ -5,7 +5,7 @@
 const MOST_LEVELS = 12; // lists and quotes within each other
 const MOST_OPEN = 20; // brackets and emphases that wait for their end
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]|$)/;
+const HEADING = /^ {0,3}(#{1,6})(?:[ \t](.*))?$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})(?:[-*+]|(\d{1,9})[.)])(?: {1,4}|$)/;
@@ -31,6 +31,7 @@ function blocks(lines, level) {
     while (at < lines.length && isTaken(lines[at], at)) at++;
     return lines.slice(from, at);
   };
+  if (level > MOST_LEVELS) return [element("p", [lines.join("\n")])];
   while (at < lines.length) {
     const line = at;
     const block = blockAt(lines[at++]);
@@ -39,16 +40,15 @@ function blocks(lines, level) {
   return tree;
 
   function blockAt(first) {
-    const isNested = level < MOST_LEVELS;
     if (!first.trim()) return null;
     if (FENCE.test(first)) return fence(...FENCE.exec(first));
-    if (HEADING.test(first)) return heading(first.trim());
+    if (HEADING.test(first)) return heading(...HEADING.exec(first));
     if (RULE.test(first)) return element("hr");
-    if (isNested && QUOTE.test(first)) {
+    if (QUOTE.test(first)) {
       const quoted = [first, ...take((text) => QUOTE.test(text))].map((text) => text.replace(QUOTE, ""));
       return element("blockquote", blocks(quoted, level + 1));
     }
-    if (isNested && ITEM.test(first)) return list(ITEM.exec(first));
+    if (ITEM.test(first)) return list(ITEM.exec(first));
     if (startsTable(lines, at - 1)) return table(cells(first));
     return element("p", inline([first, ...take((text, i) => text.trim() && !interrupts(lines, i))].join("\n").trim()));
   }
@@ -90,9 +90,8 @@ function element(tag, children = [], properties = {}) {
   return { tag, children, ...properties };
 }
 
-function heading(text) {
-  const { length } = HEADING.exec(text)[1];
-  return element(`h${Math.min(length + 3, 6)}`, inline(text.slice(length).trim().replace(/\s#+$/, "")));
+function heading(line, marks, text = "") {
+  return element(`h${Math.min(marks.length + 3, 6)}`, inline(text.trim().replace(/\s#+$/, "")));
 }
 
 function interrupts(lines, i) {

@@ -31,7 +31,7 @@ export class MessageView {
     this.text = make("div", { className: "text" });
     this.growing = new GrowingText(this.text);
     this.thought = make("pre");
-    this.reasoning = make("details", { className: "reasoning", hidden: true }, make("summary", {}, "Thinking"), this.thought);
+    this.reasoning = make("details", { className: "reasoning" }, make("summary", {}, "Thinking"), this.thought);
     this.cards = make("div");
     this.notes = make("span", { className: "notes" });
     const buttons = [makeButton("Copy", ({ target }) => copy(target, message.content))];
@@ -40,11 +40,10 @@ export class MessageView {
     buttons.push(makeButton("Try again", on.retry, { className: "quiet retry" }));
     this.foot = make("div", { className: "foot" }, ...buttons, this.notes);
     const name = make("h3", {}, NAMES[message.role] ?? message.role);
-    this.root = make("article", { className: `message ${message.role}` }, name, this.reasoning, this.text, this.cards, this.foot);
+    this.root = make("article", { className: `message ${message.role}`, ariaBusy: String(message.role === "assistant") }, name, this.text, this.cards, this.foot);
     log.append(this.root);
-    this.pause = 0;
     this.draw();
-    this.root.scrollIntoView({ block: "end" });
+    log.scrollTop = log.scrollHeight;
   }
 
   /** Draws what has come since, soon. */
@@ -56,16 +55,18 @@ export class MessageView {
     clearTimeout(this.timer);
     this.timer = null;
     const started = performance.now();
-    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+    stayAtEnd(() => this.drawParts());
+    this.pause = PAUSES * (performance.now() - started);
+  }
+
+  drawParts() {
     const { role, content, reasoning_content: thought = "", tool_calls: calls = [] } = this.message;
-    this.reasoning.hidden = !thought;
     show(this.thought, [thought]);
+    if (thought && !this.reasoning.isConnected) this.text.before(this.reasoning);
     if (role === "assistant" && !isJson(content)) this.growing.show(content);
     else show(this.text, [content]);
     this.cards.replaceChildren(...calls.map(({ function: { name, arguments: values } }) =>
       make("div", { className: "card" }, make("b", {}, name), make("pre", {}, values))));
-    if (atEnd) log.scrollTop = log.scrollHeight;
-    this.pause = PAUSES * (performance.now() - started);
   }
 
   /** Shows one field for each call. `onResults` gets the tool messages when all fields are filled. */
@@ -80,29 +81,36 @@ export class MessageView {
         form.remove();
         if (results.size === calls.length) onResults(calls.map((_, j) => results.get(j)));
       });
-      card.append(form);
+      stayAtEnd(() => card.append(form));
     });
-    this.root.scrollIntoView({ block: "end" });
   }
 
-  fail(message) {
-    this.foot.before(make("p", { className: "error" }, message));
-  }
-
-  finish({ reason, usage, started, first } = {}) {
+  /** Shows how an answer has ended. */
+  finish(outcome = {}) {
     this.draw();
+    stayAtEnd(() => this.drawEnd(outcome));
+  }
+
+  drawEnd({ reason, failure, usage, started, first }) {
     const { role, content } = this.message;
     const value = role === "assistant" && isJson(content) && attempt(() => JSON.parse(content)); // false if it was cut off
     if (value) this.text.replaceChildren(make("div", { className: "card json" }, make("pre", {}, JSON.stringify(value, null, 2))));
+    if (failure) this.foot.before(make("p", { className: "error" }, failure));
     if (reason && reason !== "stop") this.notes.append(make("b", {}, reason), " ");
     if (usage && first) {
       const seconds = (performance.now() - first) / 1000;
       const rate = usage.completion_tokens >= LEAST_FOR_RATE ? `, ${((usage.completion_tokens - 1) / seconds).toFixed(0)}/s` : "";
       this.notes.append(`${usage.completion_tokens} tokens${rate}, first after ${(first - started).toFixed(0)} ms`);
     }
-    this.root.setAttribute("aria-busy", "false");
-    this.root.scrollIntoView({ block: "end" });
+    this.root.setAttribute("aria-busy", "false"); // shows the buttons
   }
+}
+
+/** Makes a change. If the log was scrolled to its end, it stays there. */
+function stayAtEnd(change) {
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+  change();
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
 /** Whether an answer is shown as it is: known from its first character on. */

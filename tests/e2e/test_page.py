@@ -42,7 +42,7 @@ COLOURED = """() => {
 CANVAS = "document.querySelector('#{}').toDataURL()"
 # In the page itself: on a busy machine the answer may end before a click from outside arrives.
 STOP_AT_FIRST_TEXT = """() => new MutationObserver((_, observer) => {
-    if (!document.querySelector(".message.assistant .text:not(:empty)")) return;
+    if (!document.querySelector(".message.assistant[aria-busy=true] .text:not(:empty)")) return;
     observer.disconnect();
     document.querySelector("#stop").click();
 }).observe(document.body, {subtree: true, childList: true, characterData: true})"""
@@ -89,8 +89,8 @@ def test_a_message_is_answered_and_a_second_turn_follows(server: RunningServer, 
     assert page.locator(".message.user").count() == 2
 
 
-def test_an_answer_is_stopped(server: RunningServer, page: sync_api.Page) -> None:
-    """The answer is as long as the context unless it is stopped; what came until then stays."""
+def answers_without_an_end(page: sync_api.Page) -> list[dict[str, object]]:
+    """Lets answers be as long as the context; returns the requests to come."""
     requests: list[dict[str, object]] = []
 
     def without_an_end(route: sync_api.Route) -> None:
@@ -99,6 +99,30 @@ def test_an_answer_is_stopped(server: RunningServer, page: sync_api.Page) -> Non
         route.continue_(post_data=json.dumps(body))
 
     page.route("**/v1/chat/completions", without_an_end)
+    return requests
+
+
+def test_an_answer_in_progress_stays_in_its_conversation(server: RunningServer, page: sync_api.Page) -> None:
+    answers_without_an_end(page)
+    page.goto(server.url)
+    page.get_by_label("Message").fill("Count from 4 to 9.")
+    page.keyboard.press("Enter")
+    text = page.locator(".message.assistant .text:not(:empty)")
+    text.wait_for()
+    page.reload()
+    assert text.count() == 1
+    page.get_by_role("button", name="Try again").click()
+    text.wait_for()
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_role("button", name="Send").wait_for()
+    send(page, "What is 47 + 35?")
+    page.reload()
+    assert page.locator(".message").count() == 2
+
+
+def test_an_answer_is_stopped(server: RunningServer, page: sync_api.Page) -> None:
+    """The answer is as long as the context unless it is stopped; what came until then stays."""
+    requests = answers_without_an_end(page)
     page.goto(server.url)
     page.evaluate(STOP_AT_FIRST_TEXT)
     page.get_by_label("Message").fill("Count from 4 to 9.")
@@ -169,44 +193,10 @@ def test_reasoning_is_shown_folded(browser: sync_api.Browser, tmp_path: Path) ->
         page.close()
 
 
-MARKDOWN = """# One *head*
-text with `code`, ``a`b``, **strong *and em***, ***both***, ~~gone~~, snake_case_name, 2 * 3 * 4, \\*no\\*
-second line of [a link](https://a.example/x_(y) "title") and [a *second*](mailto:a@b.example)
-## Two
-
-1. first
-   - nested `x`
-     - deeper
-   - again
-
-     ```py
-     def f():
-     \treturn "```"
-     ```
-2. second
-
-7) seven
-> quoted **text**
-> - item
->
-> > inner
-
-| a | b |
-|:--|--:|
-| `x` \\| y | **z** |
-| 1 | <i>2</i> |
-
----
-~~~
-unclosed <b>
-"""
-HOSTILE = """<script>window.hacked = 1</script> <img src=x onerror="window.hacked = 1">
-[a](javascript:window.hacked=1) ![b](JavaScript:window.hacked=1) [c](data:text/html,x) [d](https://a.example/"onclick="x)
-
-| <b onclick="window.hacked=1">x</b> | y |\n|---|---|\n| [e](vbscript:x) | ![picture](https://a.example/x.png) |
-"""
+MARKDOWN, HOSTILE = ((Path(__file__).parent / "answers" / f"{name}.txt").read_text() for name in ("all", "hostile"))
 HOSTILE += "\n\n".join([">" * 5000 + " deep", "\n".join(" " * 2 * i + "- n" for i in range(300)), "*a **b " * 3000])
 HOSTILE += "\n\n" + "[" * 5000 + "x" * 30_000 + "\n\n```html\n<script>window.hacked = 1</script>\n" + "y" * 20_000
+ELEMENTS = set("p a em strong ul li blockquote div table thead tbody tr th td figure figcaption pre code".split())
 # A DOM as a text, without what differs by choice: levels of headings, paragraphs of items, frames of code and tables.
 NORMAL = """function normal(node) {
     if (node.nodeType === 3) return node.data.trim() ? node.data : "";
@@ -215,7 +205,7 @@ NORMAL = """function normal(node) {
     if (["div", "figure", "body"].includes(tag) || (tag === "p" && node.parentNode.localName === "li")) return inner;
     const level = tag.match(/^h([1-6])$/) && (node.closest(".text") ? tag[1] - 3 : tag[1]);
     const marks = [node.getAttribute("href"), node.start > 1 && node.start].filter(Boolean);
-    return `<${level || tag} ${marks}>${tag === "code" ? inner.trimEnd() : inner}</>`;
+    return `<${level || tag.replace(/^s$/, "del")} ${marks}>${tag === "code" ? inner.trimEnd() : inner}</>`;
 }"""
 SHOWN_IN_PIECES = """async text => {
     const { GrowingText } = await import("/ui/markdown.js"), root = document.createElement("div");
@@ -236,45 +226,38 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def test_markdown_is_shown_as_its_reference_renders_it(writer: RunningServer, page: sync_api.Page) -> None:
     markdown_it = pytest.importorskip("markdown_it", reason="markdown-it-py renders the reference")
+    reference = markdown_it.MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    html = re.sub(r' style="[^"]*"|\n(?=<)', "", reference.render(MARKDOWN))
     page.goto(writer.url)
     page.get_by_label("Seed").fill("1")
     send(page, "Show all")
-    reference = markdown_it.MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-    html = re.sub(r' style="[^"]*"|\n(?=<)', "", reference.render(MARKDOWN))
-    parsed = "html => normal(new DOMParser().parseFromString(html, 'text/html').body).replaceAll('<s >', '<del >')"
-    expected = page.evaluate(f"html => {{ {NORMAL}; return ({parsed})(html); }}", html)
     text = page.locator(".message.assistant .text")
-    assert text.evaluate(f"root => {{ {NORMAL}; return normal(root); }}") == expected
-    shown = text.evaluate("root => root.innerHTML")
-    pieces, num_first, rest = page.evaluate(SHOWN_IN_PIECES, MARKDOWN)
-    assert pieces == shown
+    parsed = f"html => ({NORMAL})(new DOMParser().parseFromString(html, 'text/html').body)"
+    assert text.evaluate(NORMAL) == page.evaluate(parsed, html)
+    pieces, num_first, _ = page.evaluate(SHOWN_IN_PIECES, MARKDOWN)
+    assert pieces == text.evaluate("root => root.innerHTML")
     assert num_first == 1  # what was shown has stayed
-    _, _, rest = page.evaluate(SHOWN_IN_PIECES, "A line.\n\n- an item\n\n" * 100)
+    *_, rest = page.evaluate(SHOWN_IN_PIECES, "A line.\n\n- an item\n\n" * 100)
     assert rest < 40  # only so much is read again with the next piece
 
 
 def test_a_hostile_answer_is_text(writer: RunningServer, browser: sync_api.Browser) -> None:
-    with browser.new_context(viewport={"width": 390, "height": 740}) as context:
-        page = context.new_page()
-        page.goto(writer.url)
-        page.locator("#seed").evaluate("field => field.value = 2")
-        send(page, "Attack")
-        text = page.locator(".message.assistant .text")
-        tags = set(text.evaluate("root => [...root.querySelectorAll('*')].map(one => one.localName)"))
-        assert tags <= set("p a em strong ul li blockquote div table thead tbody tr th td".split()) | set(
-            "figure figcaption span button pre code".split()
-        )
-        links = text.locator("a").evaluate_all("all => all.map(one => [one.protocol, one.rel, one.textContent])")
-        assert links == [["https:", "noopener noreferrer", "d"], ["https:", "noopener noreferrer", "picture"]]
-        names = "root => [...root.querySelectorAll('*')].flatMap(one => one.getAttributeNames())"
-        assert set(text.evaluate(names)) <= {"class", "href", "rel", "target", "type"}
-        assert page.evaluate("window.hacked === undefined && document.documentElement.scrollWidth <= innerWidth")
-        again, notes = (
-            page.get_by_role("button", name="Try again").bounding_box(),
-            page.locator(".notes").last.bounding_box(),
-        )
-        assert again["y"] + again["height"] <= notes["y"] or again["x"] + again["width"] <= notes["x"]
-        assert notes["y"] + notes["height"] <= page.locator("#composer").bounding_box()["y"]
+    page = browser.new_page(viewport={"width": 390, "height": 740})
+    page.goto(writer.url)
+    page.locator("#seed").evaluate("field => field.value = 2")
+    send(page, "Attack")
+    parts = page.locator(".message.assistant .text *")
+    assert set(parts.evaluate_all("all => all.map(one => one.localName)")) <= ELEMENTS | {"button", "span"}
+    attributes = set(parts.evaluate_all("all => all.flatMap(one => one.getAttributeNames())"))
+    assert attributes <= {"class", "href", "rel", "target", "type"}
+    links = page.locator(".text a").evaluate_all("all => all.map(one => [one.protocol, one.rel, one.textContent])")
+    assert links == [["https:", "noopener noreferrer", "d"], ["https:", "noopener noreferrer", "picture"]]
+    assert page.evaluate("window.hacked === undefined && document.documentElement.scrollWidth <= innerWidth")
+    again, notes = page.get_by_role("button", name="Try again"), page.locator(".message.assistant .notes")
+    again, notes, composer = (part.bounding_box() for part in (again, notes, page.locator("#composer")))
+    assert again["y"] + again["height"] <= notes["y"] or again["x"] + again["width"] <= notes["x"]
+    assert notes["y"] + notes["height"] <= composer["y"]
+    page.close()
 
 
 @pytest.mark.parametrize("is_secure", [True, False], ids=["secure", "plain HTTP"])
@@ -295,30 +278,24 @@ def test_answers_and_code_are_copied(writer: RunningServer, page: sync_api.Page,
 
 def test_questions_are_edited_and_messages_deleted(writer: RunningServer, page: sync_api.Page) -> None:
     page.goto(writer.url)
-    asked: list[list[str]] = []
-    page.on(
-        "request",
-        lambda request: (
-            asked.append([one["content"] for one in request.post_data_json["messages"]])
-            if request.url.endswith("/chat/completions")
-            else None
-        ),
-    )
+    field = page.get_by_label("Message")
     send(page, "first")
     send(page, "second")
     page.get_by_role("button", name="Edit").first.click()
-    assert page.get_by_label("Message").input_value() == "first"
-    page.keyboard.press("Escape")
-    assert page.get_by_label("Message").input_value() == ""
+    assert field.input_value() == "first"
+    field.press("Escape")
+    assert field.input_value() == ""
     page.get_by_role("button", name="Edit").nth(1).click()
-    page.get_by_label("Message").fill("changed")
-    page.keyboard.press("Enter")
+    field.fill("changed")
+    with page.expect_request("**/chat/completions") as changed:
+        field.press("Enter")
     sync_api.expect(page.locator(DONE)).to_have_count(2)
     page.locator(".message.assistant").first.get_by_role("button", name="Delete").click()
     page.reload()
-    assert page.locator(".message .text").all_inner_texts() == ["first", "changed", "an answer"]
-    send(page, "third")
-    assert asked[2:] == [["first", "an answer", "changed"], ["first", "changed", "an answer", "third"]]
+    with page.expect_request("**/chat/completions") as third:
+        send(page, "third")
+    asked = [[one["content"] for one in made.value.post_data_json["messages"]] for made in (changed, third)]
+    assert asked == [["first", "an answer", "changed"], ["first", "changed", "an answer", "third"]]
 
 
 def test_conversations_are_kept_in_the_browser(writer: RunningServer, browser: sync_api.Browser) -> None:

@@ -85,7 +85,6 @@ class Dashboard(Routes):
         steps = state.engines[engine].stats.recent_steps
         return {
             "model": state.settings.model_names[0],
-            "version": state.settings.version,
             "max_model_len": state.engine.info.max_model_len,
             "engines": len(state.engines),
             "alive": state.engine.death is None,
@@ -104,7 +103,6 @@ class Dashboard(Routes):
             "compiles_after_warm_up": stats.num_compiles_after_warm_up,
             "step_tokens": stats.step_tokens,
             "step_tokens_padded": stats.step_tokens_padded,
-            "finished": stats.finished,
             "time_to_first_token": stats.time_to_first_token,
             "inter_token_latency": stats.inter_token_latency,
             "history": state.history.last(seconds),
