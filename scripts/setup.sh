@@ -3,6 +3,24 @@
 # The Pythons for which every pinned package has a wheel, newest first.
 PYTHONS="3.14 3.13 3.12"
 STAMP=.venv/.setup-stamp
+# The packages and folders that a start imports, and folders in them that it does not.
+IMPORTED="absl aiohappyeyeballs aiohttp aiosignal anyio attr click etils filelock flatbuffers flax frozenlist h11 httptools
+httpx2 httpcore2 huggingface_hub idna jax jax_cuda13_plugin jax_plugins jaxlib jinja2 libtpu markupsafe ml_dtypes msgpack
+msgspec multidict numpy opt_einsum optax packaging prometheus_client propcache python_multipart regex rich sniffio
+starlette tokenizers tqdm transformers/convert_slow_tokenizer transformers/utils treescope truststore typing_extensions
+uvicorn uvloop xxhash yaml yarl zmq"
+UNUSED="/(_?tests?|internal_test_util|jax2tf|f2py)/"
+# The variables of uv for settings of pip.
+UV_NAMES="UV_DEFAULT_INDEX index-url
+UV_INDEX extra-index-url
+UV_FIND_LINKS find-links
+UV_OFFLINE no-index
+UV_INSECURE_HOST trusted-host
+UV_HTTP_TIMEOUT timeout
+UV_HTTP_TIMEOUT default-timeout
+SSL_CERT_FILE cert
+SSL_CLIENT_CERT client-cert
+ALL_PROXY proxy"
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -72,7 +90,7 @@ make_venv() {
     local python uv
     if python=$(find_python); then
         say "set-up: .venv with $("$python" --version) ($python)"
-        "$python" -m venv --clear .venv
+        "$python" -m venv --clear --without-pip .venv
     elif uv=$(find_uv); then
         say "set-up: no Python 3.12 to 3.14 with its venv module here: uv makes the .venv"
         "$uv" venv --quiet --clear --seed --python '>=3.12,<3.15' .venv
@@ -83,10 +101,55 @@ make_venv() {
     fi
 }
 
-# pip compiles one module after the other; here all cores do. Nothing imports the models of transformers, a third of the
-# work. A module that does not compile is one that nothing imports; pip passes over such modules, too.
+# The uv that installs: one that is here, or one that pip brings. It needs a third of pip's time.
+installing_uv() {
+    find_uv && return
+    [ -x .venv/bin/uv ] || run_pip install --constraint scripts/constraints.txt --only-binary :all: uv >&2 || return 1
+    [ -x .venv/bin/uv ] && echo .venv/bin/uv
+}
+
+# The Python whose pip installs into .venv: that of .venv, or the one which has made it.
+pip_python() {
+    local python
+    for python in .venv/bin/python "$(readlink -f .venv/bin/python)"; do
+        "$python" -m pip --version >/dev/null 2>&1 && echo "$python" && return
+    done
+    .venv/bin/python -m ensurepip >/dev/null && echo .venv/bin/python
+}
+
+run_pip() {
+    local python
+    python=$(pip_python) && "$python" -m pip --python .venv/bin/python "$1" -qq --disable-pip-version-check "${@:2}"
+}
+
+# Exports pip's settings under uv's names: uv does not read them. Variables of uv that are set count first.
+obey_pip() {
+    local settings section variable name value
+    settings=$("$(pip_python)" -m pip config list 2>/dev/null) || settings=""
+    while read -r variable name; do
+        value=$(for section in :env: install global; do
+            sed -n "s/^$section\.$name='\(.*\)'\$/\1/p" <<<"$settings"
+        done)
+        value=${value%%$'\n'*} value=${value//\\n/ }
+        [ "$variable" != UV_FIND_LINKS ] || value=${value// /,}
+        [ -z "$value" ] || [ -n "${!variable:-}" ] || export "$variable=$value"
+    done <<<"$UV_NAMES"
+    # As pip does: of all indexes the best version, and the system's certificates.
+    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true}
+}
+
+# install_with COMMAND...: installs the checkout with its `extras`. pip is there afterwards, too.
+install_with() {
+    "$@" --constraint scripts/constraints.txt --build-constraint scripts/constraints.txt \
+        pip --editable ".${extras:+[$extras]}"
+}
+
+# Compiles on all cores what a start imports. Python compiles other modules when they are imported first. A module that
+# does not compile is one that nothing imports.
 compile_modules() {
-    .venv/bin/python -m compileall -qq -j 0 -x 'transformers/models/(?!(auto|llama|encoder_decoder)/)' .venv/lib || true
+    local own="batcher/|model/|pallas_kernels/|server/|scripts/(?!lab/)" packages="${IMPORTED//[[:space:]]/|}"
+    .venv/bin/python -m compileall -qq -j 0 \
+        -x "^\./(?!$own|\.venv/lib/[^/]*/site-packages/($packages)[/.])|$UNUSED" . || true
 }
 
 digest() { { sha256sum 2>/dev/null || shasum -a 256; } | cut -d' ' -f1; }
@@ -114,13 +177,16 @@ setup() {
     set -- $all
     say "set-up: installing the pinned packages (extras: ${*:-none}); minutes the first time"
     rm -f "$STAMP"
-    .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^pip==' scripts/constraints.txt)" || return 1
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-compile \
-        --constraint scripts/constraints.txt --build-constraint scripts/constraints.txt \
-        --editable ".$([ $# -eq 0 ] || (IFS=, && echo "[$*]"))" || {
-        say "set-up: pip could not install the packages (see above)"
-        return 1
-    }
+    local extras uv
+    extras=$(IFS=, && echo "$*")
+    if ! { uv=$(installing_uv) && (obey_pip && install_with "$uv" pip install --quiet --python .venv/bin/python); }; then
+        say "set-up: uv cannot install the packages here (see above): pip does, which takes longer"
+        # Only a new pip knows --build-constraint.
+        { run_pip install "$(grep '^pip==' scripts/constraints.txt)" && install_with run_pip install --no-compile; } || {
+            say "set-up: pip could not install the packages (see above)"
+            return 1
+        }
+    fi
     compile_modules
     printf '%s\ncore %s\n' "$wanted" "$*" >"$STAMP"
     say "set-up: done in $((SECONDS - started)) s"

@@ -15,7 +15,7 @@ def machine(tmp_path):
     """A made-up machine: a PATH of its own, a home, a /sys and a /proc, and a checkout."""
     for name in ("bin", "home", "root", "checkout/scripts"):
         (tmp_path / name).mkdir(parents=True)
-    for tool in ("bash", "sh", "cat", "sort", "ls", "sed", "head", "cut", "grep", "sha256sum", "rm", "env"):
+    for tool in ("bash", "sh", "cat", "sort", "ls", "sed", "head", "cut", "grep", "sha256sum", "rm", "env", "readlink"):
         found = next(p for d in ("/bin", "/usr/bin") if (p := Path(d) / tool).exists())
         (tmp_path / "bin" / tool).symlink_to(found)
     for name in ("pyproject.toml", "scripts/setup.sh", "scripts/constraints.txt"):
@@ -158,23 +158,88 @@ def test_packages_are_installed_once_and_extras_add_up(machine):
         assert installed(machine) == expected
 
 
-def test_modules_are_compiled_by_all_cores_after_the_installation(machine):
-    fake_command(
-        machine / "checkout/.venv/bin/python",
-        f'echo "$@" >> {machine}/pip-calls; case "$*" in *compileall*) exit 1 ;; esac',
-    )
+PIP_CONFIG = """:env:.find-links='/wheels /more'
+:env:.index-url='file:///of-the-environment'
+global.cert='/etc/ca.crt'
+global.extra-index-url='\\nfile:///a\\nfile:///b'
+global.index-url='file:///of-the-file'
+global.timeout='60'
+install.timeout='90'"""
+
+
+def test_uv_installs_from_where_pip_does(machine):
+    """A variable of pip's comes before its files, its section of one command before the general one, and uv's own
+    variables before both."""
+    fake_command(machine / "checkout/.venv/bin/python", f'case "$*" in *"config list"*) cat {machine}/config ;; esac')
+    (machine / "config").write_text(PIP_CONFIG)
+    names = "UV_DEFAULT_INDEX UV_INDEX UV_FIND_LINKS UV_HTTP_TIMEOUT SSL_CERT_FILE UV_INDEX_STRATEGY UV_OFFLINE".split()
+    shown = " ".join(f'"${{{name}-unset}}"' for name in names)
+    fake_command(machine / "bin/uv", f'for word in {shown} "$@"; do echo "$word"; done >{machine}/uv-call')
+    result = shell(machine, 'setup dev targets && echo "${UV_INDEX-unset}"', SSL_CERT_FILE="/own.crt")
+    assert (result.returncode, result.stdout) == (0, "unset\n"), result.stderr  # the server does not see them
+    call = (machine / "uv-call").read_text().splitlines()
+    assert call[:4] == ["file:///of-the-environment", " file:///a file:///b", "/wheels,/more", "90"]
+    assert call[4:7] == ["/own.crt", "unsafe-best-match", "unset"]
+    pins = "--constraint scripts/constraints.txt --build-constraint scripts/constraints.txt"
+    install = f"pip install --quiet --python .venv/bin/python {pins} pip --editable .[dev,targets]"
+    assert call[7:] == install.split()
+
+
+def test_pip_brings_uv_and_does_what_uv_cannot(machine):
+    uv, python = machine / "checkout/.venv/bin/uv", machine / "checkout/.venv/bin/python"
+    fake_command(machine / "uv", f'echo "$@" >>{machine}/uv-calls; exit "${{UV_EXIT:-0}}"')
+    fake_command(python, f'echo "$@" >>{machine}/pip-calls; case "$*" in *" uv") cp {machine}/uv {uv} ;; esac')
+    (machine / "bin/cp").symlink_to("/bin/cp")
     assert shell(machine, "setup").returncode == 0
-    *_, install, compiled = (machine / "pip-calls").read_text().splitlines()
-    assert "--no-compile" in install
-    assert compiled.startswith("-m compileall -qq -j 0 ")
-    skipped = re.compile(compiled.split()[6])
-    assert skipped.search("lib/transformers/models/bert/modeling_bert.py")
-    for used in (
-        "transformers/models/auto/auto_factory.py",
-        "transformers/models/llama/__init__.py",
-        "jax/__init__.py",
+    (brought,) = [call for call in (machine / "pip-calls").read_text().splitlines() if call.endswith(" uv")]
+    assert "--constraint scripts/constraints.txt --only-binary :all: uv" in brought
+    assert "uv==" in (ROOT / "scripts/constraints.txt").read_text()
+    assert (len((machine / "uv-calls").read_text().splitlines()), installed(machine)) == (1, [])
+    result = shell(machine, "setup dev", UV_EXIT="2")
+    assert result.returncode == 0
+    assert "uv cannot install the packages here (see above): pip does" in result.stderr
+    assert (len((machine / "uv-calls").read_text().splitlines()), installed(machine)) == (2, [".[dev]"])
+    calls = (machine / "pip-calls").read_text().splitlines()
+    assert sum("pip==" in call for call in calls) == 1
+    assert sum(call.endswith(" uv") for call in calls) == 1  # it is there already
+    assert "--no-compile" in next(call for call in calls if "--editable" in call)
+
+
+IMPORTS = """
+import sys, types
+import server.main, server.app, server.http.server, server.serve_until_end, server.text.transformers_parts
+import scripts.launch, scripts.building.build, scripts.building.runner
+from pathlib import Path
+for module in [m for m in sys.modules.values() if isinstance(m, types.ModuleType) and getattr(m, "__file__", None)]:
+    print(module.__file__)
+"""
+
+
+def test_what_a_start_imports_is_compiled_and_little_else(machine):
+    python = machine / "checkout/.venv/bin/python"
+    fake_command(python, f'for word; do echo "$word"; done >{machine}/call; exit 1')
+    assert (
+        shell(machine, "compile_modules").returncode == 0
+    )  # a module that does not compile is one that nobody imports
+    call = (machine / "call").read_text().splitlines()
+    assert (call[:6], call[7:]) == (["-m", "compileall", "-qq", "-j", "0", "-x"], ["."])
+    skipped = re.compile(call[6])
+    found = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    packages = {Path(line.split("/site-packages/")[1]) for line in found.stdout.split() if "/site-packages/" in line}
+    own = {Path(line).relative_to(ROOT) for line in found.stdout.split() if Path(line).is_relative_to(ROOT)} - packages
+    site = f"./.venv/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    modules = {f"{site}/{path}" for path in packages if path.suffix == ".py"}
+    modules |= {f"./{path}" for path in own if ".venv" not in path.parts}
+    assert len(modules) > 800
+    skipped_of_a_start = [m for m in modules if skipped.search(m) and "/PIL/" not in m]  # of a package of clients
+    assert sum((ROOT / m).stat().st_size for m in skipped_of_a_start) < 250_000, skipped_of_a_start
+    for unused in (
+        "transformers/models/bert/modeling_bert.py",
+        "scipy/stats/_stats.py",
+        "numpy/tests/test_ctypeslib.py",
     ):
-        assert not skipped.search(f"lib/{used}")
+        assert skipped.search(f"{site}/{unused}")
+    assert skipped.search("./tests/conftest.py") and skipped.search("./scripts/lab/step.py")
 
 
 def test_changed_pins_are_installed_anew(machine):

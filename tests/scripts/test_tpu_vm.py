@@ -256,7 +256,8 @@ def host(machine):  # noqa: F811
 
 def test_a_host_with_python_3_10_gets_another_through_uv(host):
     uv = host / "home/.local/bin/uv"
-    fake_command(host / "uv", f'case "$*" in "venv "*) install -D -m 755 {host}/python3.13 .venv/bin/python ;; esac')
+    venv = f'"venv "*) install -D -m 755 {host}/python3.13 .venv/bin/python'
+    fake_command(host / "uv", f'case "$*" in {venv} ;; *) echo "$@" >>{host}/pip-calls ;; esac')
     fake_command(host / "python3.13", f'echo "$@" >>{host}/pip-calls')
     fake_command(
         host / "bin/python3",
