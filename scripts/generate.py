@@ -26,6 +26,7 @@ from batcher.errors import EngineDeadError
 from model.inputs.json_file import json_argument
 from model.inputs.paths import Place, place_argument
 from model.inputs.remote import RemotePath
+from model.inputs.words import report_lines
 from scripts.building.device import users_cache_folder
 from scripts.flags.errors import add_debug_flag, failed
 from scripts.flags.parsing import parse_flags
@@ -177,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         def load() -> LLM:
             keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
             keywords |= {"tokenizer": args.tokenizer, "served_model_name": args.served_model_name}
-            return LLM(report=lambda line: tqdm.write(line, file=sys.stderr), **keywords)
+            return LLM(report=lambda line: tqdm.write(report_lines(line), file=sys.stderr), **keywords)
 
         answering = {flag_name(EngineSettings, name): getattr(settings, name) for name in ANSWERING} | {
             "--params": args.params,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from model.inputs.json_file import read_text
 from model.inputs.limits import MAX_TEMPLATE_BYTES
+from model.inputs.words import report_lines
 from model.loading.source import DEMO, Kind, ModelSource, resolve
 from scripts.building.device import runs_on_tpu
 from scripts.building.replicas import replicas_of
@@ -134,7 +135,8 @@ def curl_line(url: str, settings: Settings) -> str:
     if settings.uds is not None:
         scheme = "http" if settings.tls is None else "https"
         url = f"--unix-socket {shlex.quote(str(settings.uds))} {scheme}://localhost"
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    header = "-H 'Content-Type: application/json'"
+    return f"curl {url}/v1/chat/completions {header}{key} \\\n    -d '{json.dumps(body)}'"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -184,12 +186,15 @@ def main(argv: list[str] | None = None, router: Router | None = None) -> int:
                 where = url if settings.uds else f"{url}/v1"
                 say(f"ready after {time.perf_counter() - started:.1f} s: {where}\ntry:\n  {curl_line(url, settings)}")
 
+            def tell(line: str) -> None:
+                say(report_lines(line, verbose=logger.isEnabledFor(logging.DEBUG)))
+
             first, *others = replicas_of(served, args.data_parallel_size, spare.path)
             if cluster is None:
-                return run(settings, ENGINE, first, more_engines=others, router=router, report=say, on_ready=on_ready)
+                return run(settings, ENGINE, first, more_engines=others, router=router, report=tell, on_ready=on_ready)
             if not cluster.is_leader:
                 settings = follower_settings(settings)
-            return run(settings, LEADER if cluster.is_leader else FOLLOWER, served, report=say, on_ready=on_ready)
+            return run(settings, LEADER if cluster.is_leader else FOLLOWER, served, report=tell, on_ready=on_ready)
     except (Exception, KeyboardInterrupt) as error:
         return failed("scripts/serve", error, debug=args.debug)
 

@@ -19,6 +19,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from model.inputs.words import report_lines
 from scripts.building.described_chips import be_on, topology_named
 from scripts.flags.errors import add_debug_flag, run_command
 from scripts.flags.parsing import parse_flags
@@ -112,7 +113,7 @@ def _precompile(args: argparse.Namespace) -> int:
     if args.compile_cache == "none":
         raise ValueError("--compile-cache none: it names the folder that is filled")
     args.device = topology.backend
-    precompile(EngineSettings.from_namespace(args), topology, print)
+    precompile(EngineSettings.from_namespace(args), topology, lambda line: print(report_lines(line, verbose=True)))
     return 0
 
 

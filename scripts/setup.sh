@@ -3,24 +3,6 @@
 # The Pythons for which every pinned package has a wheel, newest first.
 PYTHONS="3.14 3.13 3.12"
 STAMP=.venv/.setup-stamp
-# The packages and folders that a start imports, and folders in them that it does not.
-IMPORTED="absl aiohappyeyeballs aiohttp aiosignal anyio attr click etils filelock flatbuffers flax frozenlist h11 httptools
-httpx2 httpcore2 huggingface_hub idna jax jax_cuda13_plugin jax_plugins jaxlib jinja2 libtpu markupsafe ml_dtypes msgpack
-msgspec multidict numpy opt_einsum optax packaging prometheus_client propcache python_multipart regex rich sniffio
-starlette tokenizers tqdm transformers/convert_slow_tokenizer transformers/utils treescope truststore typing_extensions
-uvicorn uvloop xxhash yaml yarl zmq"
-UNUSED="/(_?tests?|internal_test_util|jax2tf|f2py)/"
-# The variables of uv for settings of pip.
-UV_NAMES="UV_DEFAULT_INDEX index-url
-UV_INDEX extra-index-url
-UV_FIND_LINKS find-links
-UV_OFFLINE no-index
-UV_INSECURE_HOST trusted-host
-UV_HTTP_TIMEOUT timeout
-UV_HTTP_TIMEOUT default-timeout
-SSL_CERT_FILE cert
-SSL_CLIENT_CERT client-cert
-ALL_PROXY proxy"
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -133,23 +115,18 @@ obey_pip() {
         value=${value%%$'\n'*} value=${value//\\n/ }
         [ "$variable" != UV_FIND_LINKS ] || value=${value// /,}
         [ -z "$value" ] || [ -n "${!variable:-}" ] || export "$variable=$value"
-    done <<<"$UV_NAMES"
+    done <scripts/uv_variables.txt
     # As pip does: of all indexes the best version, and the system's certificates.
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true}
-}
-
-# install_with COMMAND...: installs the checkout with its `extras`. pip is there afterwards, too.
-install_with() {
-    "$@" --constraint scripts/constraints.txt --build-constraint scripts/constraints.txt \
-        pip --editable ".${extras:+[$extras]}"
 }
 
 # Compiles on all cores what a start imports. Python compiles other modules when they are imported first. A module that
 # does not compile is one that nothing imports.
 compile_modules() {
-    local own="batcher/|model/|pallas_kernels/|server/|scripts/(?!lab/)" packages="${IMPORTED//[[:space:]]/|}"
+    local own="batcher/|model/|pallas_kernels/|server/|scripts/(?!lab/)" packages
+    packages=$(grep -v '^#' scripts/imported.txt)
     .venv/bin/python -m compileall -qq -j 0 \
-        -x "^\./(?!$own|\.venv/lib/[^/]*/site-packages/($packages)[/.])|$UNUSED" . || true
+        -x "^\./(?!$own|\.venv/lib/[^/]*/site-packages/(${packages//$'\n'/|})[/.])|/(_?tests?|jax2tf|f2py)/" . || true
 }
 
 digest() { { sha256sum 2>/dev/null || shasum -a 256; } | cut -d' ' -f1; }
@@ -157,7 +134,7 @@ digest() { { sha256sum 2>/dev/null || shasum -a 256; } | cut -d' ' -f1; }
 # setup EXTRA...: a .venv that has at least these extras of pyproject.toml. Run from the checkout's root.
 setup() {
     local wanted have extra missing="" started=$SECONDS
-    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh | digest)
+    wanted=$(cat pyproject.toml scripts/*.txt scripts/setup.sh | digest)
     have=" "
     if [ -x .venv/bin/python ] && [ -f "$STAMP" ] && [ "$(head -n 1 "$STAMP")" = "$wanted" ]; then
         have=" $(sed -n 2p "$STAMP") "
@@ -177,12 +154,13 @@ setup() {
     set -- $all
     say "set-up: installing the pinned packages (extras: ${*:-none}); minutes the first time"
     rm -f "$STAMP"
-    local extras uv
+    local uv extras pins=scripts/constraints.txt
     extras=$(IFS=, && echo "$*")
-    if ! { uv=$(installing_uv) && (obey_pip && install_with "$uv" pip install --quiet --python .venv/bin/python); }; then
+    local packages=(--constraint $pins --build-constraint $pins pip --editable ".${extras:+[$extras]}")
+    if ! { uv=$(installing_uv) && (obey_pip && "$uv" pip install -q --python .venv/bin/python "${packages[@]}"); }; then
         say "set-up: uv cannot install the packages here (see above): pip does, which takes longer"
         # Only a new pip knows --build-constraint.
-        { run_pip install "$(grep '^pip==' scripts/constraints.txt)" && install_with run_pip install --no-compile; } || {
+        run_pip install "$(grep '^pip==' $pins)" && run_pip install --no-compile "${packages[@]}" || {
             say "set-up: pip could not install the packages (see above)"
             return 1
         }

@@ -22,6 +22,7 @@ from model.execution import dequantized_copies, memory_plan
 from model.execution.device_memory import device_memory, return_freed_memory
 from model.execution.step_programs import BRING_MASKS, PATCH, RESET_HISTORY, WRITE_ADAPTER, StepPrograms
 from model.inputs.paths import Place
+from model.inputs.words import detail
 
 _PACKAGES = [Path(__file__).parents[2] / name for name in ("batcher", "model", "pallas_kernels")]  # the programs' code
 
@@ -241,9 +242,7 @@ class CompiledPrograms:
         if self._loaded:
             before += f", {len(self._loaded)} more were exported before"
             num_compiled -= len(self._loaded)
-        later = f"; {len(self.left)} more come while serving" if self.left else ""
-        return (
-            f"compiled {num_compiled} programs in {now - compilation.started_s:.1f} s{early} "
-            f"({len(self._compiled_before)} came from the disk; tracing took {compilation.tracing_s:.1f} s{before})"
-            f"{later}"
-        )
+        later = f"; {len(self.left)} more come while serving (--compile-all-first waits for them)" if self.left else ""
+        origins = f"{len(self._compiled_before)} came from the disk; tracing took {compilation.tracing_s:.1f} s{before}"
+        took = f"{now - compilation.started_s:.1f} s"
+        return f"compiled {num_compiled} programs in {took}{detail(f'{early} ({origins})')}{later}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import reprlib
+import textwrap
 from typing import Any
 
 MAX_LINE_CHARS = 4000
+_DETAIL = "\t"  # around the details of a line of a report
+_REPORT_WIDTH = 120
 
 _REPR = reprlib.Repr(maxlevel=4, maxdict=12, maxlist=12, maxset=12, maxtuple=12, maxstring=100, maxother=100)
 
@@ -20,6 +23,20 @@ def one_line(text: str) -> str:
     line = " ".join(stripped for part in text.splitlines() if (stripped := part.strip()))
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line[: MAX_LINE_CHARS + 1])
     return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..."
+
+
+def detail(text: str) -> str:
+    """A part of a line of a report that `report_lines` leaves out by default."""
+    return f"{_DETAIL}{text}{_DETAIL}"
+
+
+def report_lines(line: str, *, verbose: bool = False) -> str:
+    """A line of a report as it is printed: broken into lines of 120 characters, and with details if `verbose`."""
+    parts = line.split(_DETAIL)
+    text = "".join(parts if verbose else parts[::2])
+    return textwrap.fill(
+        text, _REPORT_WIDTH, subsequent_indent=" " * 20, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def is_worded(error: BaseException) -> bool:

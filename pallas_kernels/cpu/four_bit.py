@@ -117,7 +117,7 @@ def multiply(
     _check("scale", scale, scale_unit, panels, depth, block)
     if offset is not None:
         _check("offset", offset, scale if offset_unit is None else offset_unit, panels, depth, block)
-    library.load(None)  # an engine has loaded it already, from its folder
+    library.load(None, four_bit=True)  # an engine has loaded it already, from its folder
     rows, like, parts = inputs.shape[0], jax.ShapeDtypeStruct, -(-depth // PART)
     # what the C code works in: sums of steps, and the rounded inputs with their scales and what sums begin with
     of_steps = (parts, rows, PART // block)

@@ -1,9 +1,9 @@
 """Compiles the C sources for this machine's CPU, and registers their functions with XLA.
 
-The library is compiled on the machine on which it runs, for the instructions of its CPU. This takes a few seconds once;
+A library is compiled on the machine on which it runs, for the instructions of its CPU. This takes a few seconds once;
 later starts find the library in its folder. Its name begins with a digest of all that decides its content, so a folder
 that moves to another CPU gets another library. Its name ends with a digest of its content, so a damaged file is never
-loaded.
+loaded. The products in 4 and 6 bits, which take half of the compiler's time, are a library of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,38 +40,49 @@ ZEROS = "pallas_serve_zeros"
 NAMES = (
     ATTEND, MULTIPLY, MULTIPLY_ROUNDED, MULTIPLY_FOUR_BIT, NORM, GATE, ROTATE, ADD_ADAPTERS, LOG_SUM_EXP, TEMPER, ZEROS,
 )  # fmt: skip
-COMPILE_TIMEOUT_S = 300
+COMPILE_TIMEOUT_S = 300  # for one file
 SOURCES = Path(__file__).parent
+FILES = sorted(SOURCES.glob("*.c"))
 
 _lock = threading.Lock()
-_loaded: ctypes.CDLL | None = None
+_loaded: dict[bool, ctypes.CDLL] = {}  # by whether it is the library of the products in 4 and 6 bits
 
 
-def load(folder: Path | None) -> None:
-    """Registers the functions with XLA, once per process. Compiles the library if `folder` does not have it.
+def load(folder: Path | None, *, four_bit: bool = False) -> None:
+    """Registers the functions with XLA, once per process. Compiles what `folder` does not have, in parallel.
 
     Args:
         folder: the folder that keeps libraries. Only its owner may write to it, because a library is code. If it is
-            None or cannot be written to, the library is compiled for this process only.
+            None or cannot be written to, libraries are compiled for this process only.
+        four_bit: also loads the products in 4 and 6 bits.
 
     Raises:
         UnavailableError: there is no compiler, or it fails.
+        ValueError: the compiler takes too long.
     """
-    global _loaded
     with _lock:
-        if _loaded is not None:
+        missing = [part for part in (False, True)[: 1 + four_bit] if part not in _loaded]
+        if not missing:
             return
         compiler = find_compiler()
-        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary:
-            library = _open(_built(compiler, folder, Path(temporary)))
-        for name in NAMES:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
-        _loaded = library
+        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary, ThreadPoolExecutor() as pool:
+            built = list(pool.map(lambda part: _built(compiler, folder, Path(temporary), four_bit=part), missing))
+            for part, path in zip(missing, built, strict=True):
+                library = _open(path)
+                for name in NAMES:
+                    if (name == MULTIPLY_FOUR_BIT) == part:
+                        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+                _loaded[part] = library
+
+
+def has_four_bit() -> bool:
+    """Whether the products in 4 and 6 bits are loaded."""
+    return True in _loaded
 
 
 def content_digest() -> str:
-    """A digest of the loaded library's code; "" if no library is loaded."""
-    return "" if _loaded is None else Path(_loaded._name).stem
+    """A digest of the code of the loaded libraries; "" if none is loaded."""
+    return " ".join(sorted(Path(library._name).stem for library in _loaded.values()))
 
 
 def find_compiler() -> str:
@@ -83,34 +96,51 @@ def find_compiler() -> str:
     raise UnavailableError(f"{where}: install one, such as gcc")
 
 
-def compile_library(compiler: str, path: Path, *options: str, sources: Path = SOURCES) -> None:
-    """Compiles the library, and renames it to `path` when it is complete. Raises UnavailableError if this fails.
+def compile_library(compiler: str, path: Path, *options: str, sources: Iterable[Path] = FILES) -> None:
+    """Compiles the library, all files at once, and renames it to `path` when it is complete.
 
     Args:
         options: options of the compiler, such as the one for the CPU.
-        sources: the folder of the C files.
+        sources: the C files.
+
+    Raises:
+        UnavailableError: it cannot be compiled.
+        ValueError: the compiler takes too long.
     """
     part = path.with_suffix(f".{os.getpid()}")  # several servers may start at once
-    files = [str(source) for source in sorted(sources.glob("*.c"))]
-    command = [compiler, *FLAGS, *options, f"-I{jax.ffi.include_dir()}", *files, "-lm", "-o", str(part)]
-    try:
+
+    def run(*arguments: str) -> None:
+        command = [compiler, *FLAGS, *options, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[0]
             raise UnavailableError(f"{compiler} could not compile the C code: {said[:300]}")
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as temporary, ThreadPoolExecutor() as pool:
+            objects = {str(source): f"{temporary}/{source.stem}.o" for source in sources}
+            include = f"-I{jax.ffi.include_dir()}"
+            list(pool.map(lambda source: run(include, "-c", source, "-o", objects[source]), objects))
+            run(*objects.values(), "-lm", "-o", str(part))
         part.chmod(0o700)
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(path)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"{compiler} has not compiled the C code in {COMPILE_TIMEOUT_S} s: name another compiler by the variable "
+            "CC, or choose --attention-backend reference, which needs none and is several times slower"
+        ) from error
+    except OSError as error:
         raise UnavailableError(f"{compiler} could not compile the C code into {path.parent}: {error}") from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def _built(compiler: str, folder: Path | None, temporary: Path) -> Path:
-    """The path of the library. It is compiled if `folder` does not have it or has a damaged file."""
-    made_from = _digest(compiler)
+def _built(compiler: str, folder: Path | None, temporary: Path, *, four_bit: bool) -> Path:
+    """The path of a library. It is compiled if `folder` does not have it or has a damaged file."""
+    sources = [file for file in FILES if (file.stem == "four_bit") == four_bit]
+    made_from = _digest(compiler, sources)
     for path in () if folder is None else folder.glob(f"{made_from}-*.so"):
         with suppress(OSError):
             if path == _named(path, made_from):
@@ -124,7 +154,7 @@ def _built(compiler: str, folder: Path | None, temporary: Path) -> Path:
             logger.warning("%s cannot be written to: the C code is compiled for this process alone", folder)
             folder = None
     made = (folder or temporary) / f"{made_from}.{os.getpid()}.so"
-    compile_library(compiler, made, _native())
+    compile_library(compiler, made, _native(), sources=sources)
     return made.replace(_named(made, made_from))
 
 
@@ -140,10 +170,10 @@ def _open(path: Path) -> ctypes.CDLL:
         raise UnavailableError(f"{path} cannot be loaded: {error}") from error
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, sources: Iterable[Path] = FILES) -> str:
     """The digest of the sources, the compiler, its options and this CPU's instructions, in hexadecimal."""
     digest = hashlib.sha256()
-    for path in sorted((*SOURCES.glob("*.[ch]"), *(Path(jax.ffi.include_dir()) / "xla/ffi/api").glob("*.h"))):
+    for path in sorted((*sources, *SOURCES.glob("*.h"), *(Path(jax.ffi.include_dir()) / "xla/ffi/api").glob("*.h"))):
         digest.update(path.name.encode() + path.read_bytes())
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)

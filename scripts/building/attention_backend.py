@@ -117,6 +117,7 @@ def choose_attention(
     make_tested: Callable[[Backend], PagedAttention] | None = None,
     limit_s: float = LIMIT_S,
     is_here: bool = True,
+    needs_four_bit: bool = False,
 ) -> Chosen:
     """The attention of the first of `candidates` that can be used and passes its self-test.
 
@@ -126,16 +127,17 @@ def choose_attention(
         make_tested: returns the attention that is tested in place of that of `make`; None: `make` is used.
         limit_s: the seconds that a test may take.
         is_here: whether the device can run a test; otherwise every test passes.
+        needs_four_bit: whether weights have 4 or 6 bits, which C code of its own multiplies on CPUs.
 
     Raises:
-        ValueError: no candidate passes.
+        ValueError: no candidate passes, or the compiler of the C code takes too long.
     """
     requested, failures = settings.attention_backend, dict[str, str]()
     for backend in candidates:
         try:
             attention = make(backend)
             if backend is Backend.CPU:
-                library.load(folders.native)
+                library.load(folders.native, four_bit=needs_four_bit)
             test = _Test(
                 attention=attention if make_tested is None else make_tested(backend),
                 settings=settings,
@@ -287,7 +289,9 @@ class _Test:
         """Runs the test in this process and thread, and returns its remark. Raises SelfTestError if it fails."""
         started, attention = time.perf_counter(), self.attention
         test = self.made()
-        in_c = (products, four_bit, per_token) if attention.backend is Backend.CPU else ()
+        in_c: tuple[Any, ...] = (products, per_token) if attention.backend is Backend.CPU else ()
+        if in_c and library.has_four_bit():
+            in_c += (four_bit,)
         if fault := next(filter(None, (part.fault() for part in in_c)), None):
             raise SelfTestError(fault)
         passed = test.run(self_test_programs(self.buckets, self.platform))

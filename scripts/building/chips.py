@@ -15,7 +15,7 @@ from model.network.eagle import EagleHead
 from model.network.llama import Llama
 from model.network.packed import pack_for_cpu, pack_for_tpu, use_cpu_products
 from model.network.sharding import abstract_model, make_mesh
-from model.quantization.forms import Rounding, WeightForm
+from model.quantization.forms import EightBit, Rounding, WeightForm
 from pallas_kernels.api import PagedAttention
 from pallas_kernels.chips import arch_converts_fp8
 from pallas_kernels.layout import default_page_size
@@ -61,6 +61,7 @@ class ModelOnChips:
         self.form: dict[str, Any] = {
             "dtype": dtype, "mesh": self.mesh, "quantization": quantization, "rounding": rounding
         }  # fmt: skip
+        self.has_few_bits = quantization is not None and not isinstance(quantization, EightBit)
         self.planned: Any = abstract_model(config, **self.form) if plan is None else plan(self.form)
         self.config = self.planned.config  # with KV heads repeated if there are more chips than heads
         self.candidates = backends.candidates(settings.attention_backend, platform)

@@ -16,7 +16,7 @@ from model.compiling.program import fingerprint
 from model.execution.device_memory import return_freed_memory
 from model.execution.kv_range import measured_range
 from model.execution.runner import ModelRunner
-from model.inputs.words import one_line
+from model.inputs.words import detail, one_line
 from model.loading import prepared_weights
 from model.loading.given_tensors import GivenWeights
 from model.loading.prepared_weights import SUFFIX
@@ -95,9 +95,8 @@ class Loader:
             if keeps and file is not None and prepared_weights.keep(model, file):
                 kept = f"kept for the next start in {file}"
         size, *others = weights.remarks()
-        say(f"{sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / GIB:.2f} GiB {size}")
-        for line in filter(None, (*others, kept)):
-            say(line)
+        size = f"{sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / GIB:.2f} GiB {size}"
+        say("; ".join([size, *filter(None, others)]) + ("" if kept is None else detail(f"; {kept}")))
         return model
 
     def place(self, loaded: Loaded, *, with_state: bool = True) -> None:

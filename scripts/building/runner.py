@@ -239,6 +239,7 @@ def _choose_runner(
                 # A host cannot read the results of the other hosts' chips.
                 make_tested=None if others is None else chips.share_of_a_chip,
                 is_here=is_here,
+                needs_four_bit=any(model.has_few_bits for model in (chips, chips.draft) if model is not None),
             )
             say("; ".join(chosen.remarks))
         if chosen.attention.backend is first.backend:

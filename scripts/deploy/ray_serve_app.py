@@ -30,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Scope
 
+from model.inputs.words import report_lines
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.stand_in_tokenizer import tokenizer_folder
@@ -107,7 +108,7 @@ class Replica:
         tokenizer = tokenizer_folder(args.tokenizer, source, Path(self._folder.name))
         settings = launch.server_settings(args, source, tokenizer)
         served = ServedSettings(engine=engine, tokenizer=tokenizer)
-        self._engine = RemoteEngine.spawn(launch.ENGINE, served, report=logger.info)
+        self._engine = RemoteEngine.spawn(launch.ENGINE, served, report=lambda line: logger.info(report_lines(line)))
         await self._engine.start()
         text = ByteLevelTokenizer.from_folder(tokenizer, vocab_size=settings.vocab_size)
         self._app = create_app(create_state(settings, self._engine, text))

@@ -83,7 +83,7 @@ def test_the_reference_on_a_cpu_is_not_compared_with_itself(settings):
 
 def test_a_machine_without_a_c_compiler_serves_with_the_reference(settings, monkeypatch):
     monkeypatch.setenv("CC", "/nowhere/cc")
-    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "_loaded", {})
     reason = "CC=/nowhere/cc is not a program: install one, such as gcc"
     said: list[str] = []
     info = build_runner(settings, said.append).info.attention

@@ -18,8 +18,8 @@ def machine(tmp_path):
     for tool in ("bash", "sh", "cat", "sort", "ls", "sed", "head", "cut", "grep", "sha256sum", "rm", "env", "readlink"):
         found = next(p for d in ("/bin", "/usr/bin") if (p := Path(d) / tool).exists())
         (tmp_path / "bin" / tool).symlink_to(found)
-    for name in ("pyproject.toml", "scripts/setup.sh", "scripts/constraints.txt"):
-        (tmp_path / "checkout" / name).write_bytes((ROOT / name).read_bytes())
+    for path in (ROOT / "pyproject.toml", ROOT / "scripts/setup.sh", *(ROOT / "scripts").glob("*.txt")):
+        (tmp_path / "checkout" / path.relative_to(ROOT)).write_bytes(path.read_bytes())
     return tmp_path
 
 
@@ -181,7 +181,7 @@ def test_uv_installs_from_where_pip_does(machine):
     assert call[:4] == ["file:///of-the-environment", " file:///a file:///b", "/wheels,/more", "90"]
     assert call[4:7] == ["/own.crt", "unsafe-best-match", "unset"]
     pins = "--constraint scripts/constraints.txt --build-constraint scripts/constraints.txt"
-    install = f"pip install --quiet --python .venv/bin/python {pins} pip --editable .[dev,targets]"
+    install = f"pip install -q --python .venv/bin/python {pins} pip --editable .[dev,targets]"
     assert call[7:] == install.split()
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from model.compiling.program_store import ProgramStore
+from scripts.building import runner as building
+from scripts.building.load import Loader
 from scripts.building.runner import build_runner, warm_engine
 from scripts.building.tracers import GIB, num_tracers, start_tracers, trace_ahead
 from scripts.flags.settings import EngineSettings
@@ -87,3 +92,31 @@ def test_there_are_as_many_as_have_room_and_are_worth_their_start(platform, core
 
 def test_a_pool_that_leaves_little_leaves_room_for_none():
     assert num_tracers("gpu", cores=16, pool_bytes=int(77.5 * GIB), num_programs=29, pool_share=0.98) == 0
+
+
+def test_a_gpus_kept_programs_are_loaded_while_the_weights_load(settings, monkeypatch):
+    """Nothing is compiled on a GPU before the weights are there, but nothing waits for them that is only read."""
+    start = partial(build_runner, replace(settings, compile_all_first=True), compile_meanwhile=True)
+    warm_engine(start(report=say_nothing), say_nothing)
+    num_kept = len(list((Path(settings.compile_cache) / "executables").rglob("*.exe")))
+    as_started = building._start_compiling
+    monkeypatch.setattr(building, "_start_compiling", lambda *of, **_: as_started(*of, only_trace=True))
+    read, load, found, all_found = ProgramStore.load, Loader.load, [], threading.Event()
+
+    def counted(*of: Any) -> Any:
+        program = read(*of)
+        found.append(program is not None)
+        if sum(found) == num_kept:
+            all_found.set()
+        return program
+
+    def after_programs(*of: Any) -> None:
+        assert all_found.wait(60), "the programs wait for the weights"
+        load(*of)
+
+    monkeypatch.setattr(ProgramStore, "load", counted)
+    monkeypatch.setattr(Loader, "load", after_programs)
+    lines: list[str] = []
+    warm_engine(start(report=lines.append), lines.append)
+    assert len(found) == num_kept > 5
+    assert any(line.startswith("  compiled 0 programs") for line in lines)

@@ -40,7 +40,7 @@ def run(options: Options, result: Result) -> None:
         flags = [*limits, "--tensor-parallel-size", "1", "--compile-cache", cache]
         command = [sys.executable, "-m", "scripts.precompile", "--target", target, *flags]
         subprocess.run(command, cwd=ROOT, check=True)
-        with launched("--device", options.device, *flags) as server:
+        with launched("--device", options.device, "--log-level", "debug", *flags) as server:
             assert server.stdout is not None
             read(server.stdout, target, result, only_traced=options.device == "cuda")
 

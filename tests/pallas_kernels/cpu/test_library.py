@@ -9,19 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.cpu import library
 from tests.c_compiler import compiler
 
 CC = compiler()
 
 LOAD = """
-import sys
+import os, sys
 from pathlib import Path
 from pallas_kernels.cpu import library
 from pallas_kernels.spec import UnavailableError
+library.COMPILE_TIMEOUT_S = float(os.environ.get("LIMIT_S", library.COMPILE_TIMEOUT_S))
 try:
-    library.load(Path(sys.argv[1]) if sys.argv[1:] else None)
+    library.load(Path(sys.argv[1]) if sys.argv[1:] else None, four_bit=bool(sys.argv[2:]))
 except UnavailableError as error:
     print(error)
+except ValueError as error:
+    print("ends the start:", error)
 else:
     print("loaded")
 """
@@ -57,6 +61,43 @@ def test_a_library_is_made_once(tmp_path):
     assert load(str(tmp_path / "other"), CC=str(own)) == f"{own} could not compile the C code: no message"
 
 
+def test_the_products_in_four_bits_are_compiled_where_weights_need_them(tmp_path):
+    folder, calls = tmp_path / "native", tmp_path / "calls"
+    own = script(tmp_path / "cc", f'echo "$@" >>{calls}; exec {CC} "$@" -O0')
+    assert load(str(folder), CC=own) == "loaded"
+    assert "products.c" in calls.read_text() and "four_bit.c" not in calls.read_text()
+    calls.write_text("")
+    assert load(str(folder), "four bits", CC=own) == "loaded"
+    assert "four_bit.c" in calls.read_text() and "products.c" not in calls.read_text()  # which is there
+    assert len(list(folder.iterdir())) == 2
+    calls.write_text("")
+    assert load(str(folder), "four bits", CC=own) == "loaded"
+    assert ".c " not in calls.read_text()
+
+
+def test_the_files_are_compiled_at_once(tmp_path):
+    """Each compiler ends only after all of them have begun."""
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    own = script(
+        tmp_path / "cc",
+        rf"""case "$*" in *.c\ *)
+touch {begun}/$$; while [ "$(ls {begun} | wc -l)" -lt {len(library.FILES)} ]; do sleep 0.05; done ;;
+esac
+exec {CC} "$@" -O0""",
+    )
+    assert load(str(tmp_path / "native"), "four bits", CC=own) == "loaded"
+
+
+def test_a_compiler_that_takes_too_long_is_a_choice_and_no_slow_start(tmp_path):
+    own = script(tmp_path / "cc", rf'case "$*" in *.c\ *) exec sleep 60 ;; esac; exec {CC} "$@"')
+    said = load(str(tmp_path / "native"), CC=own, LIMIT_S="0.5")
+    assert said.startswith(
+        f"ends the start: {own} has not compiled the C code in 0.5 s: name another compiler by the variable CC"
+    )
+    assert "or choose --attention-backend reference" in said
+
+
 def test_without_a_folder_nothing_is_kept(tmp_path):
     quickly = script(tmp_path / "cc", f'exec {CC} "$@" -O0')
     (tmp_path / "empty").mkdir()
@@ -81,17 +122,17 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cc"]
 
 
-def cut(library: Path) -> None:
-    os.truncate(library, library.stat().st_size // 2)
+def cut(kept: Path) -> None:
+    os.truncate(kept, kept.stat().st_size // 2)
 
 
-def empty(library: Path) -> None:
-    os.truncate(library, 0)
+def empty(kept: Path) -> None:
+    os.truncate(kept, 0)
 
 
-def foreign(library: Path) -> None:
+def foreign(kept: Path) -> None:
     """A library of other functions."""
-    subprocess.run([CC, "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=b"int other;", check=True)
+    subprocess.run([CC, "-shared", "-fPIC", "-x", "c", "-", "-o", kept], input=b"int other;", check=True)
 
 
 @pytest.mark.parametrize("damage", [cut, empty, foreign])
