@@ -41,7 +41,8 @@ class ServeFlags:
         unset=f"{DEFAULT_BATCH_CONCURRENCY}, and no more than half of --max-queue", least=1, most=MOST_BATCH_REQUESTS,
     )  # fmt: skip
     log_level: str | None = _of_server(
-        None, "The least severe lines of the log", unset=f"the environment's {LEVEL_VARIABLE}, or info", choices=LEVELS,
+        None, "The least severe lines of the log; debug also shows the details of the start",
+        unset=f"the environment's {LEVEL_VARIABLE}, or info", choices=LEVELS,
     )  # fmt: skip
     api_key: Sequence[str] = _of_access(
         (), "The keys that open the routes, all but probes, /metrics and /docs",
