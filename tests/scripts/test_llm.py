@@ -166,7 +166,7 @@ def test_chat_goes_through_the_template(make_llm):
             ("hi", "a value of type str is no conversation"),
             (["hi"], "conversation 0: a value of type str is no list of messages"),
             ([[]], "request 0: messages"),
-            ([[{"role": "user", "content": "hi"}], ["hi"]], "request 1: Expected `object`, got `str`"),
+            ([[{"role": "user", "content": "hi"}], ["hi"]], "request 1: messages.0: Expected `object`, got `str`"),
         ):
             with pytest.raises(ValueError, match=words):
                 llm.chat(messages, GREEDY)
