@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from server.api.adapter_folder import AdapterFolder
 from server.api.answers.errors import Refusals
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics
+from server.api.record import NOTES
 from server.api.routes.admin import Admin
 from server.api.routes.batches.routes import Batches
 from server.api.routes.batches.runner import BatchRunner
@@ -157,7 +159,7 @@ def create_app(state: ServerState) -> Starlette:
         allow_origins=list(state.settings.allowed_origins),
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id"],
+        expose_headers=["X-Request-Id", *NOTES],
     )
     app = Starlette(
         routes=[route.starlette_route() for route in routes],
@@ -181,25 +183,27 @@ def _exception_handlers(refusals: Refusals) -> dict[Any, Callable[[Request, Any]
     async def on_http_exception(request: Request, error: HTTPException) -> Response:
         """Starlette's own errors: unknown route, wrong method."""
         message = f"{error.detail}: {request.method} {request.url.path}"
-        kind = NOT_FOUND if error.status_code == 404 else BAD_REQUEST
+        kind = BAD_REQUEST
+        if error.status_code == 404:
+            kind, near = NOT_FOUND, get_close_matches(request.url.path, [route.path for route in request.app.routes])
+            message += f". Routes with such a name: {', '.join(near)}" if near else ""
+            message += ". /openapi.json lists all routes."
         response = refusals.response(request.scope, RequestError(error.status_code, message, type=kind))
         if error.status_code == 405:  # the exception names the methods of one route, and the path may have several
             response.headers["Allow"] = ", ".join(_methods(request))
         return response
 
-    async def on_not_implemented(request: Request, error: NotImplementedError) -> Response:
-        refusal = RequestError(501, str(error) or "Not implemented.", type="NotImplementedError")
-        return refusals.response(request.scope, refusal)
+    def answered(status: int, kind: str, code: str | None = None) -> Callable[[Request, Any], Awaitable[Response]]:
+        async def on_error(request: Request, error: Exception) -> Response:
+            return refusals.response(request.scope, RequestError(status, str(error), type=kind, code=code))
 
-    async def on_full(request: Request, error: FullError) -> Response:
-        refusal = RequestError(507, str(error), type="InsufficientStorageError", code="storage_full")
-        return refusals.response(request.scope, refusal)
+        return on_error
 
     return {
         RequestError: on_request_error,
-        FullError: on_full,
+        FullError: answered(507, "InsufficientStorageError", "storage_full"),
         HTTPException: on_http_exception,
-        NotImplementedError: on_not_implemented,
+        NotImplementedError: answered(501, "NotImplementedError"),
     }
 
 

@@ -41,6 +41,7 @@ class SharedCounts:
     num_keys: int
     cells: Any  # Cells: a row for each process
     words: Any  # Words: the contents of a `PrefixTable`
+    drained: Any  # ctypes.c_bool: whether an administrator has closed the server for new requests
 
     @classmethod
     def made(cls, num_processes: int, num_engines: int, num_keys: int) -> SharedCounts:
@@ -53,6 +54,7 @@ class SharedCounts:
             num_keys=num_keys,
             cells=context.RawArray(ctypes.c_int64, num_processes * width),
             words=context.RawArray(ctypes.c_uint64, NUM_WORDS + MOST_ENGINES if num_engines > 1 else 1),
+            drained=context.RawValue(ctypes.c_bool, False),
         )
 
     @property

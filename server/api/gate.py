@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
@@ -20,6 +21,7 @@ from server.logs import ThrottledLog, current_request_id
 logger = logging.getLogger("pallas_serve")
 
 MAX_ID_CHARS = 200
+LOAD = b"endpoint-load-metrics"
 
 
 class Gate:
@@ -53,6 +55,8 @@ class Gate:
         current_key.set(b"" if key is None else self._keys.digests[key])
         current_record.set(record)
         current_request_id.set(record.id)
+        counted = scope["path"] in self._generating_paths
+        refusal = self._refusal(scope, counted)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -60,11 +64,9 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 own = (b"x-request-id", record.id.encode("latin-1"))
-                message["headers"] = [*message.get("headers", ()), own, *record.headers()]
+                load = self._load_headers(headers) if counted else ()
+                message["headers"] = [*message.get("headers", ()), own, *record.headers(), *load]
             await send(message)
-
-        counted = scope["path"] in self._generating_paths
-        refusal = self._refusal(scope, counted)
 
         def end() -> None:
             if self._state.tracer is not None and counted:
@@ -103,6 +105,18 @@ class Gate:
                     seconds=time.monotonic() - record.started_s,
                 )
 
+    def _load_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
+        """The engines' load for a balancer that asks for it, in the form of ORCA and with vLLM's names."""
+        form = dict(headers).get(b"endpoint-load-metrics-format", b"").upper()
+        if form in (b"JSON", b"TEXT"):
+            stats = self._state.engine.stats
+            load = {
+                "kv_cache_usage_perc": stats.kv_cache_usage,
+                "num_requests_waiting": float(stats.num_requests_waiting),
+            }
+            text = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+            yield LOAD, form + b" " + (text if form == b"TEXT" else json.dumps({"named_metrics": load})).encode()
+
     def _refusal(self, scope: Scope, counted: bool) -> RequestError | None:
         if scope["method"] == "OPTIONS" or scope["path"] in self._open_paths:
             return None
@@ -112,8 +126,8 @@ class Gate:
             message = "This route is for administrators, and the server was started without --admin-api-key."
             return RequestError(403, message, type="PermissionError")
         refusal = self._keys.check(scope["headers"])
-        if refusal is None and counted and self._state.draining:
-            return unavailable("The server is shutting down.", retry_after_s=5)
+        if refusal is None and counted and (reason := self._state.closed) is not None:
+            return unavailable(reason, retry_after_s=5)
         return refusal
 
 

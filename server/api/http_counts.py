@@ -16,7 +16,6 @@ CPU_SECONDS = "process_cpu_seconds"
 
 # the deadline passed in the queue, or during the output; the key already had its share of requests
 LIMITS = ("deadline_waiting", "deadline_running", "key_share")
-USAGE = ("requests", "prompt_tokens", "generation_tokens")
 MOST_KEY_NAMES = 100  # the usage of the other keys is counted under OTHER_KEYS
 OTHER_KEYS = "others"
 
@@ -40,8 +39,15 @@ class HttpCounts:
     prefills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Prefill, 0))
     responses: dict[tuple[str, str, str], int] = field(default_factory=dict)  # handler, method, status -> count
     durations: dict[tuple[str, str], Histogram] = field(default_factory=dict)  # handler, method -> seconds
-    usage: dict[tuple[str, str], int] = field(default_factory=dict)  # one of USAGE, name of an API key -> count
+    key_requests: dict[str, int] = field(default_factory=dict)  # by the name of an API key, as the next two
+    key_prompt_tokens: dict[str, int] = field(default_factory=dict)
+    key_generation_tokens: dict[str, int] = field(default_factory=dict)
     process: dict[str, float] = field(default_factory=dict)  # figures of the process -> value, for sums
+
+    def add_usage(self, key: str, **counts: int) -> None:
+        """Counts a request of the API key of this name, and its tokens."""
+        for name, count in {"requests": 1, **counts}.items():
+            _add(getattr(self, f"key_{name}"), {key: count})
 
     def retire(self) -> None:
         """Removes the present values of a process that has ended. Its CPU time stays counted."""

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
@@ -19,10 +20,9 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily as Histograms
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector, CollectorRegistry
 
 from batcher.stats import Histogram
-from server.api.http_counts import HTTP_BOUNDS, MOST_KEY_NAMES, OTHER_KEYS, USAGE, HttpCounts, Prefill
+from server.api.http_counts import HTTP_BOUNDS, MOST_KEY_NAMES, OTHER_KEYS, HttpCounts, Prefill
 from server.engine.protocol import Engine
 
 Kind = type[Counter] | type[Gauge] | type[Histograms]
@@ -69,8 +69,7 @@ class ServerMetrics:
     def observe_usage(self, key: str, num_prompt_tokens: int, num_tokens: int) -> None:
         """Counts a request of the API key of this name, and its tokens."""
         name = key if key in self._key_names else OTHER_KEYS
-        for figure, count in zip(USAGE, (1, num_prompt_tokens, num_tokens), strict=True):
-            self._counts.usage[figure, name] = self._counts.usage.get((figure, name), 0) + count
+        self._counts.add_usage(name, prompt_tokens=num_prompt_tokens, generation_tokens=num_tokens)
 
     def observe_prefill(self, outcome: Prefill) -> None:
         """Counts a prompt that another server was to compute."""
@@ -90,8 +89,7 @@ class ServerMetrics:
 
     def render(self, others: HttpCounts | None = None) -> bytes:
         """The text of all metrics. `others` are the counts of the other HTTP processes."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(lambda: self._collect(others)))
+        registry: Any = SimpleNamespace(collect=lambda: self._collect(others))  # no more of one is used
         return prometheus_client.generate_latest(registry)
 
     def _collect(self, others: HttpCounts | None) -> Iterator[Metric]:
@@ -102,7 +100,7 @@ class ServerMetrics:
             counts.add(others)
         yield from self._figures("engine")
         # vLLM's gauge; here all wait for capacity
-        name, waiting = "num_requests_waiting_by_reason", _figure("num_requests_waiting")
+        name, waiting = "num_requests_waiting_by_reason", attrgetter("stats.num_requests_waiting")
         yield self._each(Gauge, name, "As it says.", lambda s: {"capacity": waiting(s), "deferred": 0}, "reason")
         yield self._each(Gauge, "engine_alive", "1 while the engine serves.", lambda s: s.death is None)
         yield self._cache_config()
@@ -112,30 +110,14 @@ class ServerMetrics:
         yield self._each(Gauge, "attention_backend", doc, _backends, "backend")
         doc = "1: the engine is in this state."
         yield self._each(Gauge, "engine_sleep_state", doc, lambda s: {"awake": not s.missing}, "sleep_state")
-        name, doc = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the row."
-        accepted = _figure("speculation.num_accepted_tokens_per_pos")
-        yield self._each(Counter, name, doc, lambda s: dict(enumerate(accepted(s))), "position")
         if any(source.info.max_loras for source in self._sources):
             yield from self._adapters()
         if any(source.stats.offloading.num_places for source in self._sources):
             yield from self._figures("offloading")
         none = dict.fromkeys(("abort", "error", "length", "stop"), 0)
-        ended = _figure("finished")
+        ended = attrgetter("stats.finished")
         yield self._each(Counter, "request_success", "Finished requests.", lambda s: none | ended(s), "finished_reason")
-        for name, doc, count in (
-            ("request_max_num_generation_tokens", "Of a request's longest choice.", counts.max_generation_tokens),
-            ("request_params_n", "Choices asked for.", counts.params_n),
-            ("request_params_max_tokens", "Output limits of requests.", counts.params_max_tokens),
-        ):
-            yield self._metric(Histograms, name, doc, [(self._labels, count)])
-        for name, doc, label, found in (
-            ("requests_limited", "Requests cut short or refused.", "limit", counts.limited),
-            ("remote_prefills", "Long prompts that other servers were to compute.", "outcome", counts.prefills),
-        ):
-            yield self._metric(Counter, name, doc, [((*self._labels, key), n) for key, n in found.items()], label)
-        for figure in USAGE:
-            rows = [((*self._labels, key), n) for (name, key), n in sorted(counts.usage.items()) if name == figure]
-            yield self._metric(Counter, f"key_{figure}", f"The {figure} of an API key's answers.", rows, "key")
+        yield from self._figures("http", [(self._labels, counts)])
         requests = Counter("http_requests", "Responses.", labels=["handler", "method", "status"])
         yield _filled(requests, sorted(counts.responses.items()))
         doc = "Until the last byte of the response."
@@ -183,31 +165,30 @@ class ServerMetrics:
             Counter, "lora_slot_written_bytes", doc, lambda s: s.stats.num_adapter_loads * s.info.adapter_bytes
         )
 
-    def _figures(self, part: str) -> Iterator[Metric]:
+    def _figures(self, part: str, sources: Sequence[tuple[tuple[str, str], Any]] = ()) -> Iterator[Metric]:
+        """The figures of a part. `sources` have them, with their labels; by default the engines' statistics."""
+        sources = sources or [(labels, source.stats) for labels, source in self._engines()]
         for kind, figures in FIGURES[part].items():
             for name, (place, doc, *label) in figures.items():
-                yield self._each(KINDS[kind], name, doc, _figure(place), *label)
+                read = _figure(place)
+                yield self._family(KINDS[kind], name, doc, [(ls, read(source)) for ls, source in sources], *label)
 
     def _each(
         self, kind: Kind, name: str, doc: str, value_of: Callable[[Engine], Any], label: str | None = None
     ) -> Metric:
-        """A figure of each engine. With a further label, `value_of` returns a mapping from the label's values."""
+        """A figure of each engine."""
+        return self._family(kind, name, doc, [(labels, value_of(source)) for labels, source in self._engines()], label)
+
+    def _family(self, kind: Kind, name: str, doc: str, rows: Iterable[Row], label: str | None = None) -> Metric:
+        """With a further label, each figure is a list, or a mapping from the label's values."""
         if label is None:
-            return self._metric(kind, name, doc, [(labels, value_of(source)) for labels, source in self._engines()])
-        rows = [((*ls, key), value) for ls, source in self._engines() for key, value in value_of(source).items()]
-        return self._metric(kind, name, doc, rows, label)
+            return self._metric(kind, name, doc, rows)
+        split = [((*labels, key), value) for labels, figure in rows for key, value in _items(figure)]
+        return self._metric(kind, name, doc, split, label)
 
     def _metric(self, kind: Kind, name: str, doc: str, rows: Iterable[Row], *more: str) -> Metric:
         """A family with the labels of an engine, and `more`."""
         return _filled(kind(f"{self._prefix}{name}", doc, labels=["model_name", "engine", *more]), rows)
-
-
-class _Collector(Collector):
-    def __init__(self, source: Callable[[], Iterator[Metric]]) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[Metric]:
-        return self._source()
 
 
 def _filled(family: Any, rows: Iterable[Row]) -> Metric:
@@ -238,10 +219,13 @@ def _backends(source: Engine) -> dict[str, int]:
     return dict.fromkeys(info.failures, 0) | ({info.backend: 1} if info.backend else {})
 
 
-def _figure(place: str | Mapping[str, str]) -> Callable[[Engine], Any]:
-    """Reads the figure at this place of an engine's statistics, or those at several places, by the same keys."""
+def _items(figure: Mapping[Any, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    return figure.items() if isinstance(figure, Mapping) else enumerate(figure)
+
+
+def _figure(place: str | Mapping[str, str]) -> Callable[[Any], Any]:
+    """Reads the figure at this place, or those at several places, by the same keys."""
     if isinstance(place, str):
-        read = attrgetter(place)
-        return lambda source: read(source.stats)
-    reads = {key: _figure(each) for key, each in place.items()}
+        return attrgetter(place)
+    reads = {key: attrgetter(each) for key, each in place.items()}
     return lambda source: {key: read(source) for key, read in reads.items()}

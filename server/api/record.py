@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,11 @@ from server.engine.generation import Generation
 logger = logging.getLogger("pallas_serve.requests")
 
 MAX_HEADER_CHARS = 1000
+# Headers of answers: keywords of schemas that the grammar does not enforce, fields without effect, the tokens that were
+# cut from each prompt, and the limit of output in place of a larger one.
+NOTES = UNENFORCED, IGNORED, TRUNCATED, LOWERED = (
+    "x-unenforced-keywords", "x-ignored-fields", "x-truncated-prompt-tokens", "x-lowered-max-tokens",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -70,21 +75,14 @@ def begun(work: Generation | Embeddings, **fields: Any) -> None:
             setattr(record, name, value)
 
 
-def note(header: str, values: Sequence[str]) -> None:
-    """Adds to a header of the answer to the current request, if it has an answer of its own."""
+def note(header: str, *values: str | int) -> None:
+    """Adds to one of NOTES in the answer to the current request."""
     if values and (record := current_record.get()) is not None:
-        record.notes.setdefault(header, []).extend(values)
+        record.notes.setdefault(header, []).extend(map(str, values))
 
 
-def log_request(record: RequestRecord, *, method: str, path: str, status: int) -> None:
-    """Logs a request that has ended, with its answer's status; 0: there was no answer."""
-    fields = {
-        "request_id": record.id,
-        "key": record.key,
-        "method": method,
-        "path": path,
-        "status": status,
-        **record.usage(),
-        "duration_s": round(time.monotonic() - record.started_s, 6),
-    }
-    logger.info("request", extra={"fields": fields})
+def log_request(record: RequestRecord, **fields: Any) -> None:
+    """Logs a request that has ended, with these fields."""
+    head = {"request_id": record.id, "key": record.key, **fields, **record.usage()}
+    duration_s = round(time.monotonic() - record.started_s, 6)
+    logger.info("request", extra={"fields": head | {"duration_s": duration_s}})

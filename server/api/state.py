@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -61,6 +62,7 @@ class ServerState:
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
+    drained: ctypes.c_bool = field(default_factory=ctypes.c_bool)  # by an administrator; shared by all processes
     num_in_flight: int = 0  # requests on the counted routes, of this process
     keys_in_flight: Counter[int] = field(default_factory=Counter)  # by the number of the key, in this process
     peers: Peers | None = None  # None: there is one HTTP process
@@ -75,6 +77,13 @@ class ServerState:
         tokens for each message."""
         max_marks = max(MIN_MARKS, 2 * self.engine.info.max_model_len)
         return BodyLimits(max_bytes=self.settings.max_body_bytes, max_marks=max_marks)
+
+    @property
+    def closed(self) -> str | None:
+        """Why new requests are refused; None: they are not."""
+        if self.draining:
+            return "The server is shutting down."
+        return "The server takes no new requests: an administrator drains it." if self.drained.value else None
 
     def count_in_flight(self, change: int) -> None:
         """Adds `change` to the requests that are being answered."""

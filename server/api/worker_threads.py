@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 
 LONG_WORK = 4096  # characters or tokens: about a millisecond of work; longer work is done in a thread
@@ -26,7 +27,8 @@ async def in_thread[**P, R](size: int, function: Callable[P, R], *args: P.args, 
     event loop."""
     if size < LONG_WORK:
         return function(*args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))
+    own = copy_context()  # of the request
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(own.run, function, *args, **kwargs))
 
 
 async def blocks(pieces: Iterator[bytes]) -> AsyncIterator[tuple[bytes, bool]]:

@@ -121,7 +121,7 @@ class _ApiProcess:
         try:
             state = await asyncio.to_thread(load_state, settings, engine, args.folder)
             state.peers = peers.Peers(self.bus, self._row)
-            state.tracer = tracer
+            state.tracer, state.drained = tracer, args.shared_counts.drained
             self._state = state
             app = create_app(state)
             if not await self._engine_is_ready(engine):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from uuid import uuid4
 
+from batcher.request import FinishReason, SamplingParams
 from server.engine import wire
 from server.engine.generation import error_of
 from server.engine.protocol import Engine
-from server.http.request_error import unavailable
+from server.http.request_error import RequestError, unavailable
 
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+MOST_URGENT = -(2**31)  # a priority
+POLL_S = 0.1  # between two looks at the engine's statistics
 AT_ONCE = 64  # inputs of one HTTP request that the engine has at a time, so that they do not fill its queue
 
 
@@ -98,3 +104,36 @@ class Embeddings:
         self._running |= {request.request_id: number for number, request in next_ones}
         if next_ones:
             self._engine.submit([(request, self) for _, request in next_ones])
+
+
+class ComputedPrompt(Embeddings):
+    """A prompt that the engine computes instead of embedding it. Its result is empty."""
+
+    def result_of(self, output: wire.Output) -> bytes | None:
+        """An empty result; None: the prompt was not computed."""
+        return None if output.error is not None or output.finish_reason == FinishReason.ABORT else b""
+
+
+async def fault_of_steps(engine: Engine, timeout_s: float) -> str | None:
+    """The reason why the engine computes no step; None: it does. A token is generated, before all waiting requests. If
+    the engine has no room for it now, a step for others is enough."""
+    if engine.missing or engine.is_paused:
+        return "The engine sleeps or is paused."
+    before, deadline = engine.stats.num_steps, time.monotonic() + timeout_s
+    probe = ComputedPrompt(engine)
+    waiting = asyncio.ensure_future(probe.wait())
+    try:
+        probe.submit([wire.WireRequest(f"health-{uuid4().hex}", wire.packed([0]), ONE_TOKEN, MOST_URGENT)])
+        while engine.stats.num_steps == before:
+            if waiting.done():
+                error = waiting.exception()
+                if not isinstance(error, RequestError) or error.status != 429:
+                    return None if error is None else str(error)
+            if time.monotonic() >= deadline:
+                return f"The engine has computed no step for {timeout_s:g} s."
+            await (asyncio.sleep(POLL_S) if waiting.done() else asyncio.wait([waiting], timeout=POLL_S))
+        return None
+    except RequestError as error:
+        return error.message
+    finally:
+        probe.abort()

@@ -23,8 +23,8 @@ BEYOND_SCHEMAS = "positive_data_acceptance,negative_data_rejection"
 
 
 ADMIN = (
-    r"^/(log_level|abort_requests|reset_prefix_cache|admin/reload|sleep|wake_up|is_sleeping|pause|resume|is_paused|"
-    r"init_weight|start_weight|update_weights|finish_weight|get_weight|weight_info|get_world)"
+    r"^/(drain|server_info|log_level|abort_requests|reset_prefix_cache|admin/reload|sleep|wake_up|is_sleeping|pause|resume|"
+    r"is_paused|init_weight|start_weight|update_weights|finish_weight|get_weight|weight_info|get_world)"
 )
 CONFIG = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503]\n'
 WITHOUT_A_MODEL = rf"^/(v1/models|v1/messages/count|load|tokenizer_info)|{ADMIN}"

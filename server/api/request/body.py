@@ -20,6 +20,7 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import Request
 
+from server.api.record import IGNORED, note
 from server.api.request.fields import HARMLESS, SYNONYMS, is_ignored, refusal, served_name
 from server.api.request.schemas import Generates
 from server.api.worker_threads import in_thread
@@ -154,12 +155,13 @@ class BodyReader[T: msgspec.Struct]:
             raise RequestError(400, message, param=param, code="unknown_parameter")
         self._note(name, "the unknown field %r is ignored (--strict-fields refuses such fields)", param)
 
-    def _note(self, name: str, message: str, *args: object) -> None:
+    def _note(self, name: str, message: str, param: str, *args: object) -> None:
+        note(IGNORED, param)
         if name in self._warned or len(self._warned) >= MAX_NAMES:
             return
         self._warned.add(name)
-        note = "" if len(self._warned) < MAX_NAMES else "; further fields are ignored without a warning"
-        logger.warning(message + note, *args)
+        more = "" if len(self._warned) < MAX_NAMES else "; further fields are ignored without a warning"
+        logger.warning(message + more, param, *args)
 
 
 def _renamed(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct], path: str) -> dict[str, msgspec.Raw]:

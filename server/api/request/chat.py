@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 
 from server.api.answers.chat_writer import ChatOptions
+from server.api.record import LOWERED, TRUNCATED, note
 from server.api.request.conversation import Conversation, content_text, encode_conversation
 from server.api.request.generation_plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
 from server.api.request.grammars import Constraint, after_reasoning, asked_constraint, make_grammar, with_calls
@@ -137,7 +138,9 @@ async def count_tokens(state: ServerState, body: ChatRequest) -> int:
 async def render(state: ServerState, plan: ChatPlan) -> None:
     """Renders the conversation to the prompt."""
     prompt = await encode_conversation(state, plan.conversation, plan.tools)
-    plan.generation.prompts = [prompt[plan.truncation.kept(least_output=plan.max_tokens or 1)]]
+    kept = prompt[plan.truncation.kept(least_output=plan.max_tokens or 1)]
+    note(TRUNCATED, *filter(None, [len(prompt) - len(kept)]))
+    plan.generation.prompts = [kept]
 
 
 async def constrain(state: ServerState, plan: ChatPlan) -> None:
@@ -185,6 +188,8 @@ def fit(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
         fixed=plan.max_tokens is not None,
         most=state.settings.max_request_logprobs // share,
     )
+    if plan.max_tokens is not None and limit < plan.max_tokens:
+        note(LOWERED, limit)
     check_min_tokens(generation.sampling.values.get("min_tokens"), limit)
 
 

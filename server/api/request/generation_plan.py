@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from batcher.page_store import PageSource
 from server.api.answers.writer import AnswerHead, UsageOptions
-from server.api.record import begun, note
+from server.api.record import UNENFORCED, begun, note
 from server.api.request.prompts import read_bad_words
 from server.api.request.sampling import Sampling, checked_sampling
 from server.api.request.schemas import SamplingFields
@@ -31,7 +31,6 @@ from server.text.tool_calls.parser import CallParser
 _log = ThrottledLog(logging.getLogger("pallas_serve"))
 
 MAX_ID_CHARS = 200
-UNENFORCED = "x-unenforced-keywords"  # the header with keywords of the request's JSON schemas
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_ALLOWED_IDS = 2**20  # the most allowed token ids of all sequences of a request
 LEAST_LEFT_S = 0.001  # the time that is left if the deadline has passed while the prompt was encoded
@@ -111,7 +110,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     unenforced = () if plan.grammar is None else plan.grammar.unenforced
     if unenforced:
         _log.warning("%s: a grammar cannot hold %s; answers may break it", plan.grammar_field, ", ".join(unenforced))
-        note(UNENFORCED, unenforced)
+        note(UNENFORCED, *unenforced)
     generation = Generation(
         state.engine,
         # An id that the request has chosen may come again while the engine still has outputs of the one before.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from server.api.answers.completion_writer import Prompt
+from server.api.record import TRUNCATED, note
 from server.api.request.sampling import check_ids
 from server.api.state import ServerState
 from server.api.worker_threads import in_thread
@@ -54,7 +55,8 @@ async def read_prompts(
                     continue
             else:
                 check_ids(param, prompt, vocab_size)
-                ids = prompt[kept]
+                whole, ids = prompt, prompt[kept]
+            note(TRUNCATED, *filter(None, [len(whole) - len(ids)]))
             text = decode_text(tokenizer, ids, skip_special_tokens=False) if decodes else ""
             prompts.append(Prompt(ids=ids, text=text, shown=range(len(ids))))
         return prompts

@@ -21,6 +21,8 @@ from server.http.request_error import NOT_FOUND, RequestError, invalid, unavaila
 
 logger = logging.getLogger("pallas_serve")
 
+SECRET = ("api_keys", "admin_api_keys", "tls", "page_key", "planner", "prefill_url", "otlp_traces_endpoint")
+
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to abort others."""
@@ -109,6 +111,21 @@ class Admin(Routes):
             ended += await state.peers.ask(AbortRequests(body.request_ids), list[str])
         logger.info("%d requests were aborted by the administrator", len(ended))
         return JsonAnswer({"aborted": ended})
+
+    @route("POST /drain")
+    @route("DELETE /drain", summary="Takes new requests again.")
+    async def drain(self, request: Request) -> Response:
+        """Refuses new requests with 503, also those of /health. Those that run go on."""
+        self._state.drained.value = request.method == "POST"
+        return JsonAnswer({"draining": self._state.drained.value, "server_load": self._state.load})
+
+    @route("GET /server_info")
+    async def server_info(self, request: Request) -> Response:
+        """The server's settings, without secrets, and the engine's properties."""
+        settings = msgspec.to_builtins(self._state.settings, enc_hook=str)
+        engine = msgspec.to_builtins(self._state.engine.info)
+        shown, told = ({k: v for k, v in each.items() if k not in SECRET} for each in (settings, engine))
+        return JsonAnswer({"version": settings["version"], "settings": shown, "engine": told})
 
     @route("GET /log_level")
     async def log_level(self, request: Request) -> Response:

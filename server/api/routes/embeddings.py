@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from batcher.request import SamplingParams
 from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
 from server.api.record import begun
 from server.api.request.generation_plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
@@ -30,12 +29,10 @@ from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, 
 from server.api.routes.endpoints import Routes, route
 from server.api.worker_threads import in_thread
 from server.engine import wire
-from server.engine.embedding import Embeddings
+from server.engine.embedding import ONE_TOKEN, Embeddings
 from server.http.auth import current_client
 from server.http.encoding import NestedList, list_of
 from server.http.request_error import NOT_FOUND, RequestError, invalid, too_long
-
-_NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
 Fields = dict[str, Any]
 
@@ -117,6 +114,12 @@ class EmbeddingRoutes(Routes):
 
         return self._answer(started, results)
 
+    @route("POST /classify")
+    async def classify(self, request: Request) -> Response:
+        """Is not supported: it answers 404."""
+        message = "The model has no classes. /score and /rerank compare texts (--enable-embeddings)."
+        raise RequestError(404, message, type=NOT_FOUND)
+
     def check_served(self) -> None:
         """Raises RequestError 404 if the engine makes no embeddings."""
         if self._state.engine.info.embedding_size is None:
@@ -191,7 +194,7 @@ class EmbeddingRoutes(Routes):
             wire.WireRequest(
                 f"{id}-{number}",
                 prompt,
-                _NOTHING_DRAWN,
+                ONE_TOKEN,
                 body.priority or 0,
                 salt,
                 queue_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from server.api.request.tools import read_tools
 from server.api.route import Access, ApiRoute
 from server.api.routes.endpoints import route, routes_of
 from server.api.state import ServerState
+from server.engine.embedding import fault_of_steps
 from server.engine.protocol import fault_of
 from server.engine.wire import Adapter
 from server.http.auth import KeyRing
+from server.http.body import read_query
 from server.http.encoding import list_of
 from server.http.request_error import RequestError, model_not_found, unavailable
 
@@ -39,11 +42,16 @@ def info_routes(state: ServerState) -> list[ApiRoute]:
     return [each for each in routes_of(Info(state), state) if shows_tokenizer or each.path != TOKENIZER_INFO]
 
 
+class _HealthQuery(msgspec.Struct):
+    generate: bool = False
+
+
 class Info:
     """Answers the routes of `info_routes`."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._steps: asyncio.Future[list[str | None]] | None = None  # the check that runs, or the last one
         self._administrators = KeyRing(state.settings.admin_api_keys)
 
     @route("GET /v1/models")
@@ -74,11 +82,14 @@ class Info:
         """Whether requests are served.
 
         With `?verbose`, the answer has the attention backend, the result of its self-test, and how many programs are
-        still to be compiled. Raises RequestError 503 if the engine is dead or silent, or in a shutdown.
+        still to be compiled. With `?generate=true` each engine computes a step, except on a follower host. Raises
+        RequestError 503 if an engine is dead or silent, or computes no step, and if new requests are refused.
         """
         self._check_engine()
-        if self._state.draining:
-            raise unavailable("The server is shutting down.")
+        if (reason := self._state.closed) is not None:
+            raise unavailable(reason)
+        if read_query(request.query_params, _HealthQuery).generate and not self._state.settings.is_follower:
+            await self._check_steps()
         if "verbose" not in request.query_params:
             return JsonAnswer({"status": "ok"})
         attention = msgspec.structs.asdict(self._state.engine.info.attention)
@@ -98,6 +109,15 @@ class Info:
         fault = fault_of(self._state.engine, self._state.settings.heartbeat_timeout_s)
         if fault is not None:
             raise unavailable(fault)
+
+    async def _check_steps(self) -> None:
+        """Raises RequestError 503 if an engine computes no step. Requests that come during a check share it."""
+        if self._steps is None or self._steps.done():
+            timeout_s = self._state.settings.heartbeat_timeout_s
+            self._steps = asyncio.gather(*(fault_of_steps(engine, timeout_s) for engine in self._state.engines))
+        for fault in await asyncio.shield(self._steps):
+            if fault is not None:
+                raise unavailable(fault)
 
     @route("GET /version", access=Access.OPEN)
     async def version(self, request: Request) -> Response:
@@ -190,19 +210,12 @@ class Info:
         }
 
 
+_ALLOWED = dict.fromkeys("sampling logprobs view".split(), True)
+_ALLOWED |= dict.fromkeys("create_engine search_indices fine_tuning".split(), False)
+
+
 def _permission(name: str, created: int) -> dict[str, Any]:
     """The permission object of OpenAI's first API, which some clients still read."""
-    return {
-        "id": f"modelperm-{name}",
-        "object": "model_permission",
-        "created": created,
-        "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
-        "organization": "*",
-        "group": None,
-        "is_blocking": False,
-    }
+    head = {"id": f"modelperm-{name}", "object": "model_permission", "created": created}
+    allowed = {f"allow_{action}": is_allowed for action, is_allowed in _ALLOWED.items()}
+    return head | allowed | {"organization": "*", "group": None, "is_blocking": False}

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from batcher.request import FinishReason, SamplingParams
 from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
 from server.api.prefills import PATH, Prefilled, PrefillRequest, differing
 from server.api.request.sampling import check_ids
@@ -20,12 +19,10 @@ from server.api.route import ApiRoute
 from server.api.routes.endpoints import Routes, route, routes_of
 from server.api.state import ServerState
 from server.engine import wire
-from server.engine.embedding import Embeddings
+from server.engine.embedding import ONE_TOKEN, ComputedPrompt
 from server.engine.page_server import TOKEN_BYTES
 from server.http.auth import current_client
 from server.http.request_error import RequestError, invalid
-
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 
 
 def prefill_routes(state: ServerState) -> list[ApiRoute]:
@@ -54,7 +51,7 @@ class PrefillRoute(Routes):
         prompt = wire.WireRequest(
             f"prefill-{token.hex()}",
             asked.tokens,
-            _ONE_TOKEN,
+            ONE_TOKEN,
             asked.priority,
             asked.cache_salt,
             state.settings.queue_timeout_s,
@@ -62,7 +59,7 @@ class PrefillRoute(Routes):
             adapter=asked.adapter,
             keep_as=token,
         )
-        prefill = _Prefill(state.engine)
+        prefill = ComputedPrompt(state.engine)
         prefill.submit([prompt])
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,11 +74,3 @@ class PrefillRoute(Routes):
                 await JsonAnswer(done)(scope, receive, send)
 
         return AsgiResponse(answer)
-
-
-class _Prefill(Embeddings):
-    """A prompt that the engine computes instead of embedding it. Its result is empty."""
-
-    def result_of(self, output: wire.Output) -> bytes | None:
-        """An empty result; None: the prompt was not computed."""
-        return None if output.error is not None or output.finish_reason == FinishReason.ABORT else b""

@@ -18,7 +18,8 @@ ADMIN_ROUTES = [
     *(("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/init_weight_transfer_engine")),
     *(("POST", "/start_weight_update"), ("POST", "/update_weights"), ("POST", "/finish_weight_update")),
     *(("GET", "/get_weight_version"), ("GET", "/weight_info"), ("GET", "/get_world_size")),
-    *(("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")),
+    *(("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"), ("POST", "/drain"), ("DELETE", "/drain")),
+    ("GET", "/server_info"),
 ]
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

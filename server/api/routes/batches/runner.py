@@ -142,6 +142,8 @@ class BatchRunner:
 
     async def _answer_some(self, work: BatchWork) -> None:
         while True:
+            while self._state.closed is not None:
+                await asyncio.sleep(POLL_S)
             async with self._room:  # before the line is read: its body may be long
                 asked = await self._in_thread(work.next)
                 if asked is None:
