@@ -107,6 +107,21 @@ def test_70b_on_eight_gpus_reduces_twice_a_layer_between_graphs():
     check_moving(result)
 
 
+@needs_plugin
+@pytest.mark.targets
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [512, 1024])
+def test_a_step_of_many_rows_is_one_graph_and_its_temporaries_are_the_logits(rows):
+    """For `--max-num-seqs` above the default."""
+    flags = ["--rows", str(rows), "--max-num-seqs", str(rows), "--layers", "2"]
+    result = compiled("--target", "h100", "--preset", "llama-3.1-8b", *flags)
+    assert (result["command_buffers"], result["outside"]) == (1, {})
+    assert (result["spill_bytes"], result["copies"], result["copied_arguments"]) == (0, {}, [])
+    assert result["kv_writes"] == 2
+    assert result["temp_bytes"] < rows * 128256 * 4 * 1.1
+    check_moving(result)
+
+
 BUFFERS = """\
 BufferAssignment:
 allocation 0: size 2097152, page 0, parameter 1, shape |bf16[1024,1,1024]| at ShapeIndex {}, maybe-live-out:
