@@ -177,7 +177,7 @@ def test_token_ids_are_not_decoded(make_llm, monkeypatch):
             r.outputs[0].token_ids for r in found
         ]
         (open_ended,) = llm.generate([[5] * 250], SamplingParams(max_tokens=None, ignore_eos=True, detokenize=False))
-        assert len(open_ended.token_ids) == 6
+        assert len(open_ended.outputs[0].token_ids) == 6
         with pytest.raises(ValueError, match="detokenize=False: a chat is answered with texts"):
             llm.chat([{"role": "user", "content": "hi"}], sampled)
     for result, same in zip(found, expected, strict=True):
