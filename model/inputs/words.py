@@ -31,11 +31,12 @@ def detail(text: str) -> str:
 
 
 def report_lines(line: str, *, verbose: bool = False) -> str:
-    """A line of a report as it is printed: broken into lines of 120 characters, and with details if `verbose`."""
+    """A line of a report as it is printed: whole and with details if `verbose`, else in lines of 120 characters."""
     parts = line.split(_DETAIL)
-    text = "".join(parts if verbose else parts[::2])
+    if verbose:
+        return "".join(parts)
     return textwrap.fill(
-        text, _REPORT_WIDTH, subsequent_indent=" " * 20, break_long_words=False, break_on_hyphens=False
+        "".join(parts[::2]), _REPORT_WIDTH, subsequent_indent=" " * 20, break_long_words=False, break_on_hyphens=False
     )
 
 
