@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.c_compiler import compiler
+from tests.conftest import AS_FOR_USERS
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,9 @@ def test_without_avx_512(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *CHOSEN],
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_cpu_max_isa=AVX2", "CC": str(for_haswell)},
+        env=os.environ
+        | {"XLA_FLAGS": f"{AS_FOR_USERS['XLA_FLAGS']} --xla_cpu_max_isa=AVX2", "COMPILE_AS_FOR_USERS": "1"}
+        | {"CC": str(for_haswell)},
         capture_output=True,
         text=True,
     )

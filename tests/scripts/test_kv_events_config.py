@@ -71,9 +71,9 @@ def test_events_need_a_prefix_cache():
 
 def test_flags_are_read(capsys):
     args = launch.parse(["--kv-events-config", json.dumps(ON), "--prefix-caching-hash-algo", "sha256"])
+    assert args.compatibility_warnings == []
     settings = EngineSettings.from_namespace(args)
     assert settings.kv_events is not None and settings.prefix_caching_hash_algo == "sha256"
-    assert args.compatibility_warnings == []
     with pytest.raises(SystemExit):
         launch.parse(["--prefix-caching-hash-algo", "xxhash"])
     assert "invalid choice: 'xxhash' (choose from" in capsys.readouterr().err
