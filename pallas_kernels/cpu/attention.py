@@ -46,9 +46,8 @@ def append_and_attend(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """Appends the step's K/V to the pages, and attends over them. Returns the output [T, N, H] and the pages."""
-    library.load(None)  # an engine has loaded it already, from its folder
     results = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in (queries, kv_pages))
-    call = jax.ffi.ffi_call(ATTEND, results, input_output_aliases={3: 1})
+    call = library.function(ATTEND, results, input_output_aliases={3: 1})
     out, kv_pages = call(
         queries,
         keys,

@@ -117,14 +117,13 @@ def multiply(
     _check("scale", scale, scale_unit, panels, depth, block)
     if offset is not None:
         _check("offset", offset, scale if offset_unit is None else offset_unit, panels, depth, block)
-    library.load(None, four_bit=True)  # an engine has loaded it already, from its folder
     rows, like, parts = inputs.shape[0], jax.ShapeDtypeStruct, -(-depth // PART)
     # what the C code works in: sums of steps, and the rounded inputs with their scales and what sums begin with
     of_steps = (parts, rows, PART // block)
     used = [like(of_steps, jnp.float32)]
     if round_inputs:
         used += [like((parts, rows, PART), jnp.int8), like((parts, rows), jnp.float32), like(of_steps, jnp.int32)]
-    call = jax.ffi.ffi_call(MULTIPLY_FOUR_BIT, (like((rows, panels.shape[0] * PANEL), out_dtype), *used))
+    call = library.function(MULTIPLY_FOUR_BIT, (like((rows, panels.shape[0] * PANEL), out_dtype), *used))
     given = [jnp.zeros(0, jnp.float32) if x is None else x for x in (scale, scale_unit, offset, offset_unit, high)]
     return call(inputs if round_inputs else inputs.astype(jnp.float32), panels, *given)[0]
 

@@ -17,10 +17,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -73,6 +74,12 @@ def load(folder: Path | None, *, four_bit: bool = False) -> None:
                     if (name == MULTIPLY_FOUR_BIT) == part:
                         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
                 _loaded[part] = library
+
+
+def function(name: str, results: Any, **options: Any) -> Callable[..., Any]:
+    """The function of this name, with results like these. The options are those of `jax.ffi.ffi_call`."""
+    load(None, four_bit=name == MULTIPLY_FOUR_BIT)  # an engine has loaded it already, from its folder
+    return jax.ffi.ffi_call(name, results, **options)
 
 
 def has_four_bit() -> bool:

@@ -6,7 +6,7 @@ Shape legend: `T` tokens, `D` embed, `F` mlp, `N` query heads, `K` KV heads, `H`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,12 @@ TOLERANCE = {jnp.dtype(jnp.float32): 2e-6, jnp.dtype(jnp.bfloat16): 2e-2}  # of 
 def norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """The root-mean-square norm of x [T, D], rounded to its type and multiplied with scale [D] of that type, float32 or
     bfloat16. Statistics are in float32."""
-    return _call(NORM, _like(x.shape, x))(x, scale.astype(x.dtype), epsilon=np.float32(epsilon))
+    return library.function(NORM, _like(x.shape, x))(x, scale.astype(x.dtype), epsilon=np.float32(epsilon))
 
 
 def norm_of_sum(x: jax.Array, added: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     """x + added, and the `norm` of the sum, [T, D] each."""
-    call = _call(NORM, (_like(x.shape, x), _like(x.shape, x)))
+    call = library.function(NORM, (_like(x.shape, x), _like(x.shape, x)))
     normed, sums = call(x, scale.astype(x.dtype), added.astype(x.dtype), epsilon=np.float32(epsilon))
     return sums, normed
 
@@ -37,7 +37,7 @@ def norm_of_sum(x: jax.Array, added: jax.Array, scale: jax.Array, epsilon: float
 def gate(columns: jax.Array) -> jax.Array:
     """silu of the first half of each row of [T, 2 F], times the second half: [T, F] of the same type, float32 or
     bfloat16, computed in float32."""
-    return _call(GATE, _like((columns.shape[0], columns.shape[1] // 2), columns))(columns)
+    return library.function(GATE, _like((columns.shape[0], columns.shape[1] // 2), columns))(columns)
 
 
 def rotate(
@@ -53,7 +53,8 @@ def rotate(
     dim, rows = 2 * cos.shape[-1], columns.shape[0]
     num_kv_heads = (columns.shape[1] // dim - num_heads) // 2
     keys = _like((rows, num_kv_heads, dim), columns)
-    queries, keys, values = _call(ROTATE, (_like((rows, num_heads, dim), columns), keys, keys))(columns, cos, sin)
+    call = library.function(ROTATE, (_like((rows, num_heads, dim), columns), keys, keys))
+    queries, keys, values = call(columns, cos, sin)
     return queries, keys, values
 
 
@@ -71,7 +72,7 @@ def add_adapters(
         rank: at most 512.
     """
     groups = jax.ShapeDtypeStruct((2, len(inputs) + 1), jnp.int32)  # what the C code works in
-    call = _call(ADD_ADAPTERS, (_like(outputs.shape, outputs), groups), input_output_aliases={1: 0})
+    call = library.function(ADD_ADAPTERS, (_like(outputs.shape, outputs), groups), input_output_aliases={1: 0})
     added, _ = call(inputs.astype(outputs.dtype), outputs, slots, a, *bs, rank=np.int32(rank))
     return added
 
@@ -80,14 +81,14 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
     """The logarithm f32[S] of the sum of e^logit over logits f32[S, V]."""
     rows, chunks = logits.shape[0], -(-logits.shape[1] // LOGITS_OF_CHUNK)
     of_chunks = _like((rows, chunks), logits)  # what the C code works in
-    found, *_ = _call(LOG_SUM_EXP, (_like((rows,), logits), of_chunks, of_chunks))(logits)
+    found, *_ = library.function(LOG_SUM_EXP, (_like((rows,), logits), of_chunks, of_chunks))(logits)
     return found
 
 
 def temper(logits: jax.Array, greatest: jax.Array, temperature: jax.Array) -> jax.Array:
     """exp((logit - greatest) / temperature), f32[S, V]; `greatest` and `temperature` are f32[S]. Below e^-87 it is
     0."""
-    return _call(TEMPER, _like(logits.shape, logits))(logits, greatest, temperature)
+    return library.function(TEMPER, _like(logits.shape, logits))(logits, greatest, temperature)
 
 
 def fault(shapes: Sequence[tuple[int, int]] = TESTED) -> str | None:
@@ -132,11 +133,6 @@ def _tested(x: Any, added: Any, scale: Any, columns: Any, cos: Any, sin: Any) ->
         return norm_of_sum(x, added, scale, 0)[1], gate(x), keys, log_sum_exp(logits), weights, adapted
 
     return jax.jit(compute)(x, added, scale, columns)
-
-
-def _call(name: str, results: Any, **options: Any) -> Callable[..., Any]:
-    library.load(None)  # an engine has loaded it already, from its folder
-    return jax.ffi.ffi_call(name, results, **options)
 
 
 def _like(shape: tuple[int, ...], x: jax.Array) -> jax.ShapeDtypeStruct:

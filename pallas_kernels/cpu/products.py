@@ -55,12 +55,11 @@ def multiply(
         out_dtype: float32 or bfloat16.
         scale: f32[out]; the outputs are multiplied by it before they are rounded.
     """
-    library.load(None)  # an engine has loaded it already, from its folder
     of_inputs = jnp.bfloat16 if panels.dtype == jnp.bfloat16 else jnp.float32
     inputs = inputs.astype(of_inputs)
     out = jax.ShapeDtypeStruct((inputs.shape[0], panels.shape[0] * PANEL), out_dtype)
     scales = () if scale is None else (scale,)
-    return jax.ffi.ffi_call(MULTIPLY, (out, _gapped(inputs.shape, inputs.dtype)))(inputs, panels, *scales)[0]
+    return library.function(MULTIPLY, (out, _gapped(inputs.shape, inputs.dtype)))(inputs, panels, *scales)[0]
 
 
 def multiply_rounded(
@@ -80,7 +79,6 @@ def multiply_rounded(
         input_scale: the scale f32[] of all inputs; larger inputs are clipped. None: each row has its own scale.
         out_dtype: float32 or bfloat16.
     """
-    library.load(None)  # an engine has loaded it already, from its folder
     rows, like = inputs.shape[0], jax.ShapeDtypeStruct
     results = (
         like((rows, panels.shape[0] * PANEL), out_dtype),
@@ -91,7 +89,7 @@ def multiply_rounded(
         _gapped(inputs.shape, jnp.dtype(jnp.int8)),
     )
     stored = jnp.zeros(0, jnp.float32) if input_scale is None else input_scale.reshape(1)
-    return jax.ffi.ffi_call(MULTIPLY_ROUNDED, results)(inputs, panels, scale, stored)[0]
+    return library.function(MULTIPLY_ROUNDED, results)(inputs, panels, scale, stored)[0]
 
 
 def _gapped(shape: Sequence[int], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:

@@ -12,5 +12,4 @@ from pallas_kernels.cpu.library import ZEROS
 
 def zeros(likes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Zeros of these shapes, of int8, bfloat16, float32 or int32."""
-    library.load(None)  # an engine has loaded it already, from its folder
-    return list(jax.ffi.ffi_call(ZEROS, [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in likes])())
+    return list(library.function(ZEROS, [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in likes])())
