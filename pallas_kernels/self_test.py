@@ -208,23 +208,18 @@ class SelfTest:
         Raises:
             SelfTestError: a program does not compile or run, or its numbers are wrong.
         """
-        self._rng = np.random.default_rng(seed)
+        self._begin(seed)
         steps = plan_steps(programs, num_sequences=self._num_sequences, longest=self._longest, rng=self._rng)
-        ids = 1 + self._rng.permutation(self._num_pages - 1).astype(np.int32)
-        owned = ids[: self._num_sequences * self._pages_each].reshape(self._num_sequences, -1)
-        self._sequences = [_Sequence(pages=pages) for pages in owned]
-        self._free = np.append(ids[owned.size :], 0)
-        self._scales = _kv_scales(self._attention.spec, self._rng)
         pages, largest = self._poisoned_pages(), 0.0
         for number, step in enumerate(steps):
             poisoned = number % 2 == 0
             arrays = self._operands(step, poisoned=poisoned)
-            program = self._program(step.program, self._placed(arrays), pages)
+            program = self._program(step.program, jax.device_put(arrays, self._sharding), pages)
             results = []
             for kv_pages in (pages, jnp.copy(pages)) if repeat else (pages,):
                 before_step()
                 try:
-                    output, pages = program(*self._placed(arrays), kv_pages)
+                    output, pages = program(*jax.device_put(arrays, self._sharding), kv_pages)
                     results.append((np.asarray(output), np.asarray(self._own_pages(pages))))
                 except Exception as error:
                     raise SelfTestError(f"{step.program} does not run: {_first_line(error)}") from error
@@ -232,38 +227,30 @@ class SelfTest:
             first, last = ([_bits(output[:real]), _bits(after)] for output, after in (results[0], results[-1]))
             if not all(map(np.array_equal, first, last)):
                 raise SelfTestError(f"{step.program} gives other bits when it is run again")
-            expected = self._expected(step, arrays[1])
-            largest = max(largest, self._compare(step, results[0][0], expected, padding_is_finite=not poisoned))
+            of_step = self._compare(step, arrays[1], results[0][0], padding_is_finite=not poisoned)
+            largest = max(largest, of_step)
             self._check_free_pages(step, results[0][1])
         self._check_other_layers(pages)
         return Passed(num_steps=len(steps), largest_error=largest)
 
+    def _begin(self, seed: int) -> None:
+        """Divides the pages among sequences without tokens."""
+        self._rng = np.random.default_rng(seed)
+        ids = 1 + self._rng.permutation(self._num_pages - 1).astype(np.int32)
+        owned = ids[: self._num_sequences * self._pages_each].reshape(self._num_sequences, -1)
+        self._sequences = [_Sequence(pages=pages) for pages in owned]
+        self._free = np.append(ids[owned.size :], 0)
+        self._scales = _kv_scales(self._attention.spec, self._rng)
+
     def compile(self, programs: Sequence[Program]) -> None:
         """Compiles the programs that `run` runs. The devices may be descriptions. Raises SelfTestError if a program
         does not compile."""
+        self._begin(seed=0)
         for program in programs:
             pages = self._attention.kv_pages(self._first_page + self._num_pages)
-            self._program(program, self._described(program), pages)
-
-    def _described(self, program: Program) -> tuple[Any, ...]:
-        """The shapes, dtypes and shardings of the placed operands."""
-        spec, mesh = self._attention.spec, self._attention.mesh
-        sharding = None if mesh is None else NamedSharding(mesh, P())
-
-        def like(*shape: int, dtype: Any = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-        batch = RaggedBatch(
-            page_table=like(program.num_rows, self._pages_per_seq),
-            kv_lens=like(program.num_rows),
-            query_starts=like(program.num_rows + 1),
-            num_singles=like(),
-            num_rows=like(),
-        )
-        queries = like(program.num_tokens, spec.num_query_heads, spec.head_dim, dtype=spec.dtype)
-        keys = like(program.num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
-        scales = like(2, spec.num_kv_heads, dtype=jnp.float32) if spec.has_kv_scales else None
-        return batch, queries, keys, keys, scales, like()
+            arrays = self._operands(Step(program=program, rows=()), poisoned=False)
+            described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), arrays)
+            self._program(program, described, pages)
 
     def _program(self, program: Program, placed: tuple[Any, ...], pages: Any) -> Any:
         if program in self._compiled:
@@ -291,10 +278,11 @@ class SelfTest:
             raise SelfTestError(f"{program} does not compile: {_first_line(error)}") from error
         return self._compiled[program]
 
-    def _placed(self, arrays: tuple[Any, ...]) -> Any:
-        """The operands on the device, or on all chips of the mesh."""
+    @property
+    def _sharding(self) -> NamedSharding | None:
+        """The operands are on the device, or on all chips of the mesh."""
         mesh = self._attention.mesh
-        return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
+        return None if mesh is None else NamedSharding(mesh, P())
 
     def _poisoned_pages(self) -> jax.Array:
         """Pages that are filled with poison. They are made on the device, because a pool of serving size does not fit
@@ -354,35 +342,30 @@ class SelfTest:
         if poisoned:
             for x in (queries, keys, values):
                 x[num_real:] = np.nan
-        batch = RaggedBatch(
-            page_table=jnp.asarray(table),
-            kv_lens=jnp.asarray(kv_lens),
-            query_starts=jnp.asarray(starts),
-            num_singles=jnp.int32(sum(row.count == 1 for row in step.rows)),
-            num_rows=jnp.int32(len(step.rows)),
-        )
+        on_host: dict[str, Any] = {
+            "page_table": table,
+            "kv_lens": kv_lens,
+            "query_starts": starts,
+            "num_singles": np.int32(sum(row.count == 1 for row in step.rows)),
+            "num_rows": np.int32(len(step.rows)),
+        }
+        batch = RaggedBatch(**on_host)
         validate.page_table(batch, num_pages=self._num_pages, page_size=spec.page_size)
         return batch, queries, keys, values, self._scales, np.int32(self._first_page)
 
-    def _expected(self, step: Step, queries: np.ndarray) -> list[np.ndarray]:
-        """The expected output of each row, f32[Q, N, H]."""
-        spec, outputs, begin = self._attention.spec, [], 0
+    def _compare(self, step: Step, queries: np.ndarray, output: np.ndarray, *, padding_is_finite: bool) -> float:
+        """The largest error of a row. Raises SelfTestError if one is too large."""
+        spec, begin, largest = self._attention.spec, 0, 0.0
         group = spec.num_query_heads // spec.num_kv_heads
         per_head = None if self._scales is None else np.repeat(self._scales, group, axis=1)[..., None]
         for row in step.rows:
-            sequence, own = self._sequences[row.sequence], queries[begin : begin + row.count]
+            tokens, sequence = slice(begin, begin + row.count), self._sequences[row.sequence]
+            own, found = queries[tokens], output[tokens].astype(np.float32)
             if per_head is not None:
                 own = (own.astype(np.float32) * per_head[0]).astype(queries.dtype)
-            output = dense.attend(own, np.stack(sequence.keys), np.stack(sequence.values), scale=spec.scale)
-            outputs.append(output if per_head is None else output * per_head[1])
-            begin += row.count
-        return outputs
-
-    def _compare(self, step: Step, output: np.ndarray, expected: list[np.ndarray], *, padding_is_finite: bool) -> float:
-        """The largest error of a row. Raises SelfTestError if one is too large."""
-        begin, largest = 0, 0.0
-        for row, wanted in zip(step.rows, expected, strict=True):
-            found = output[begin : begin + row.count].astype(np.float32)
+            wanted = dense.attend(own, np.stack(sequence.keys), np.stack(sequence.values), scale=spec.scale)
+            if per_head is not None:
+                wanted = wanted * per_head[1]
             error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
             if not error <= TOLERANCE:  # also true for NaN
                 kind = "a single token" if row.count == 1 else f"a chunk of {row.count} tokens"
