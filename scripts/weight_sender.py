@@ -15,10 +15,9 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.shared_memory import SharedMemory
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -35,8 +34,7 @@ class SendError(RuntimeError):
     """The server has refused the weights and keeps the old ones. The message has its reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
+class _Named(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +63,7 @@ class WeightSender:
         self._key = admin_api_key
         self._piece_bytes = piece_bytes
         self._timeout_s = timeout_s
-        self._block = _Block()
+        self._block: SharedMemory | None = None  # as large as the largest piece so far; all engines read it
 
     def send(self, arrays: Arrays, version: str | None = None) -> None:
         """Updates the server's weights. It serves them when this returns.
@@ -85,15 +83,12 @@ class WeightSender:
         try:
             for piece in _pieces(arrays, self._piece_bytes):
                 named = [_Named(name, str(array.dtype), tuple(array.shape)) for name, array in piece.items()]
-                info = {
-                    "names": [one.name for one in named],
-                    "dtype_names": [one.dtype for one in named],
-                    "shapes": [one.shape for one in named],
-                    "shared_memory": self._block.put(list(piece.values()), named),
-                }
-                self._ask("/update_weights", {"update_info": info})
+                names, dtypes, shapes = zip(*named, strict=True)
+                info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+                block = self._put(piece.values(), named)
+                self._ask("/update_weights", {"update_info": info | {"shared_memory": block}})
         except SendError:
-            self._block.close()  # the server may still read what is there
+            self.close()  # the server may still read what is there
             raise
         self._ask("/finish_weight_update", {} if version is None else {"weight_version": version})
 
@@ -119,13 +114,26 @@ class WeightSender:
 
     def close(self) -> None:
         """Frees the shared memory."""
-        self._block.close()
+        if self._block is not None:
+            self._block.close()
+            self._block.unlink()
+            self._block = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _put(self, arrays: Iterable[Array], named: Sequence[_Named]) -> str:
+        """Copies arrays into the block of shared memory. Returns its name."""
+        starts, size = places(named)
+        if self._block is None or self._block.size < size:
+            self.close()
+            self._block = SharedMemory(create=True, size=max(1, size))
+        for array, one, start in zip(arrays, named, starts, strict=True):
+            np.ndarray(one.shape, DTYPES[one.dtype], self._block.buf, start)[...] = np.asarray(array)
+        return self._block.name
 
     def _ask(self, target: str, body: Mapping[str, Any] | None = None, method: str = "POST") -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
@@ -139,29 +147,6 @@ class WeightSender:
             raise SendError(f"{target}: {_words(error)}") from error
         except OSError as error:
             raise SendError(f"{target}: the server at {self._base_url} does not answer: {error}") from error
-
-
-class _Block:
-    """A block of shared memory, as large as the largest piece so far. All engines read it."""
-
-    def __init__(self) -> None:
-        self._block: SharedMemory | None = None
-
-    def put(self, arrays: Sequence[np.ndarray | jax.Array], named: Sequence[_Named]) -> str:
-        """Copies arrays into the block. Returns the block's name."""
-        starts, size = places(named)
-        if self._block is None or self._block.size < size:
-            self.close()
-            self._block = SharedMemory(create=True, size=max(1, size))
-        for array, one, start in zip(arrays, named, starts, strict=True):
-            np.ndarray(one.shape, DTYPES[one.dtype], self._block.buf, start)[...] = np.asarray(array)
-        return self._block.name
-
-    def close(self) -> None:
-        if self._block is not None:
-            self._block.close()
-            self._block.unlink()
-            self._block = None
 
 
 def _pieces(arrays: Arrays, most: int) -> Iterator[Arrays]:
