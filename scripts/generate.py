@@ -11,6 +11,7 @@ only when the new one is complete. Input and output may be in a bucket.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import stat
@@ -28,7 +29,7 @@ from model.inputs.paths import Place, place_argument
 from model.inputs.remote import RemotePath
 from model.inputs.words import report_lines
 from scripts.building.device import users_cache_folder
-from scripts.flags.errors import add_debug_flag, failed
+from scripts.flags.errors import FailedError, add_debug_flag, failed
 from scripts.flags.parsing import parse_flags
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.llm import LLM
@@ -148,7 +149,8 @@ def begin(journal: Journal, output: Output, run: Header, keys: Sequence[Key], *,
         if run.replaces is not None and not overwrite:
             print(f"{output.place} is there already: nothing to do (--overwrite does it again)", file=sys.stderr)
             return False
-        output.check_way_is_free()
+        if output.ordered.exists():  # no interrupted run has left it there
+            raise ValueError(f"{output.ordered} is in the way: move it, or name another --output")
     elif not overwrite:
         journal.check_belongs_to(run)
         if not _is_complete(journal, keys):  # else it may be the output that this run has just written
@@ -176,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         partial = output.partial
 
         def load() -> LLM:
-            keywords = {name: getattr(settings, name) for name in EngineSettings.field_names()}
+            keywords = dataclasses.asdict(settings)
             keywords |= {"tokenizer": args.tokenizer, "served_model_name": args.served_model_name}
             return LLM(report=lambda line: tqdm.write(report_lines(line), file=sys.stderr), **keywords)
 
@@ -203,11 +205,9 @@ def main(argv: list[str] | None = None) -> int:
                 with output.kept(journal):
                     num_errors = generate(batch, keys, output, journal, args.params, load)
     except BlockingIOError:
-        print(f"generate: another run is writing {partial}", file=sys.stderr)
-        return 2
+        return failed("generate", ValueError(f"another run is writing {partial}"), debug=False)
     except EngineDeadError as error:
-        print(f"generate: {error}; what is finished is in {partial}", file=sys.stderr)
-        return 1
+        return failed("generate", FailedError(f"{error}; what is finished is in {partial}"), debug=False)
     except KeyboardInterrupt:
         command = "the same command without --overwrite" if args.overwrite else "the same command"
         kept = f"; {command} goes on from {partial}" if partial is not None and partial.exists() else ""
@@ -234,28 +234,17 @@ class BatchInput:
     """
 
     def __init__(self, path: Place) -> None:
-        self._path = path
-        if isinstance(path, RemotePath):
-            self._file: BinaryIO = _downloaded(path)
-            self._status, self._start = os.fstat(self._file.fileno()), 0
-            return
         if path != STDIN and path.is_dir():
             raise ValueError(f"--input {path} is a folder: name a file of JSON lines")
-        self._file = open(0, "rb", closefd=False) if path == STDIN else path.open("rb")  # noqa: SIM115
-        status = os.fstat(self._file.fileno())
-        self._status = status
-        if not stat.S_ISREG(status.st_mode):
-            try:
-                self._file = _copied(self._file)
-            except BaseException:
-                self._file.close()
-                raise
+        self._path = path
+        self._file = _opened(path)
         self._start = self._file.tell()  # the shell may have read a part of the standard input
 
     def check_is_none_of(self, paths: Iterable[Path]) -> None:
         """Raises ValueError if one of the output `paths` is this file, directly or through links."""
+        own = os.fstat(self._file.fileno())
         for path in paths:
-            if path.exists() and os.path.samestat(self._status, path.stat()):
+            if path.exists() and os.path.samestat(own, path.stat()):
                 raise ValueError(f"--input {self._path} is the file {path}, which this run would write: name another")
 
     def numbered_lines(self) -> Iterator[tuple[int, str]]:
@@ -270,25 +259,24 @@ class BatchInput:
         self._file.close()
 
 
-def _downloaded(file: RemotePath) -> BinaryIO:
-    if file.is_dir():
-        raise ValueError(f"--input {file} is a folder: name a file of JSON lines")
-    with tempfile.TemporaryDirectory(prefix="pallas-serve-") as folder:
-        copy = Path(folder) / "input"
-        file.copy_to(copy)
-        return copy.open("rb")  # readable to its end without a name
-
-
-def _copied(pipe: BinaryIO) -> BinaryIO:
-    os.set_blocking(pipe.fileno(), True)  # another program may have left a shared terminal non-blocking
-    copy = tempfile.TemporaryFile("w+b", prefix="pallas-serve-")  # noqa: SIM115
-    try:
-        with pipe:
-            shutil.copyfileobj(pipe, copy)
-        copy.seek(0)
-    except BaseException:
-        copy.close()
-        raise
+def _opened(path: Place) -> BinaryIO:
+    """The file, or a copy of it if it is not one of this machine that can be read again."""
+    if isinstance(path, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="pallas-serve-") as folder:
+            path.copy_to(Path(folder) / "input")
+            return (Path(folder) / "input").open("rb")  # readable to its end without a name
+    file: BinaryIO = open(0, "rb", closefd=False) if path == STDIN else path.open("rb")  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    with file:
+        os.set_blocking(file.fileno(), True)  # another program may have left a shared terminal non-blocking
+        copy = tempfile.TemporaryFile("w+b", prefix="pallas-serve-")  # noqa: SIM115
+        try:
+            shutil.copyfileobj(file, copy)
+            copy.seek(0)
+        except BaseException:
+            copy.close()
+            raise
     return copy
 
 

@@ -14,6 +14,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+_EITHER = "'prompt' (a text) or 'prompt_token_ids' (a list of ids)"
 
 
 class TextPrompt(TypedDict, total=False):
@@ -239,10 +240,10 @@ def _prompt(prompt: Any, index: int, name: str) -> dict[str, Any]:
         return {name: _ids(prompt, f"prompt {index}")}
     others = [field for field, value in prompt.items() if field not in _PROMPT_FIELDS and value is not None]
     if others:
-        raise ValueError(f"prompt {index}: {', '.join(map(repr, others))} cannot be served: use {_either()}")
+        raise ValueError(f"prompt {index}: {', '.join(map(repr, others))} cannot be served: use {_EITHER}")
     ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if ids is None and not isinstance(text, str):
-        raise ValueError(f"prompt {index}: a dict holds {_either()}, not {_type(text)} as its prompt")
+        raise ValueError(f"prompt {index}: a dict holds {_EITHER}, not {_type(text)} as its prompt")
     found = {name: text if ids is None else _ids(ids, f"prompt {index}: prompt_token_ids")}
     return found if prompt.get("cache_salt") is None else found | {"cache_salt": prompt["cache_salt"]}
 
@@ -273,7 +274,3 @@ def _is_list(value: Any) -> bool:
 
 def _type(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
-
-
-def _either() -> str:
-    return "'prompt' (a text) or 'prompt_token_ids' (a list of ids)"

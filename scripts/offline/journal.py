@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -44,7 +45,7 @@ class Journal:
         self._places: dict[int, tuple[int, int]] = {}  # a line's number -> offset, size of its record
         self._errors: set[int] = set()  # the lines whose records are errors
         self._end = 0
-        self._is_finished = False
+        self.is_finished = False  # whether the output has been written
         self._objection: str | None = None  # why this run must not go on
         self._is_new = True  # the header is not in the file, where records of another run may still be
         try:
@@ -63,11 +64,6 @@ class Journal:
     def is_empty(self) -> bool:
         """Whether no answer is written yet."""
         return not self._places
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the output has been written."""
-        return self._is_finished
 
     def __contains__(self, number: int) -> bool:
         return number in self._places
@@ -139,7 +135,7 @@ class Journal:
 
     def finish(self) -> None:
         """Removes the journal, whose records are now in the output."""
-        self._is_finished = True
+        self.is_finished = True
         self._close(remove=True)
 
     def __enter__(self) -> Self:
@@ -191,16 +187,6 @@ class Journal:
         return ValueError(f"{self._name} is in the way: it holds something else than the records of an interrupted run")
 
 
-def partial_path(output: Path) -> Path:
-    """The path of the journal of a run that writes `output`."""
-    return Path(f"{output}.partial")
-
-
-def ordered_path(output: Path) -> Path:
-    """The path of the file that collects the ordered records before it becomes `output`."""
-    return Path(f"{output}.ordered")
-
-
 _START = b'{"input":"'  # of a header
 _TAIL = b"}\n"  # of an entry
 
@@ -233,16 +219,10 @@ def _open_locked(path: Path) -> BinaryIO:
         file = path.open("a+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):
-                return file
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
         except BaseException:
             file.close()
             raise
         file.close()  # the run that held the file removed it between our open and our lock
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False

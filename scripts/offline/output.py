@@ -24,7 +24,7 @@ from pathlib import Path
 
 from model.inputs.paths import Place
 from model.inputs.remote import RemotePath
-from scripts.offline.journal import Journal, ordered_path, partial_path
+from scripts.offline.journal import Journal
 
 SECONDS_BETWEEN_COPIES = 60.0  # at least
 _SHARE_OF_COPYING = 0.05  # at most, of the time
@@ -53,8 +53,8 @@ class Output:
             local = folder / self.place.name
         else:
             local = self.place
-        self.partial = partial_path(local)
-        self.ordered = ordered_path(local)
+        self.partial = Path(f"{local}.partial")  # the journal
+        self.ordered = Path(f"{local}.ordered")  # collects the ordered records before it becomes the output
 
     def version(self) -> str | None:
         """A text that changes when the output changes; None: there is no output."""
@@ -85,12 +85,6 @@ class Output:
         """Lets this run replace the copy in the bucket."""
         copy = self._copy()
         self._copy_version = None if copy is None else _version(copy)
-
-    def check_way_is_free(self) -> None:
-        """Raises ValueError if the path of the ordered records is in use and no interrupted run has left the file
-        there."""
-        if self.ordered.exists():
-            raise ValueError(f"{self.ordered} is in the way: move it, or name another --output")
 
     def check_may_go_on(self, replaces: str | None) -> None:
         """Raises ValueError if an output exists that is not the version `replaces`."""

@@ -93,7 +93,7 @@ class RequestsInFlight:
             EngineDeadError: the engine has died.
         """
         if not self.is_done:
-            self._thread.run(_ended(self._task))
+            self._thread.run(asyncio.wait([self._task]))  # the task goes on if this is interrupted
         self.check()
 
     def wait_or_end(self) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ class RequestsInFlight:
     async def cancel(self) -> None:
         """Ends the requests without an answer. Runs on the loop's thread. Their pages are free a step later."""
         self._task.cancel()
-        await _ended(self._task)
+        await asyncio.wait([self._task])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,8 +287,3 @@ class Pending:
 
 async def _begun[T](coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return asyncio.create_task(coroutine)
-
-
-async def _ended(task: asyncio.Task[Any]) -> None:
-    """Waits for the task, which goes on if this is interrupted."""
-    await asyncio.wait([task])
