@@ -33,15 +33,14 @@ from model.inputs.paths import Place, place_argument, write_whole
 from model.inputs.remote import RemotePath
 from model.loading.gguf_config import hf_config
 from model.loading.source import CONVERTED, UNFINISHED, Kind, ModelSource, resolve
+from model.quantization.forms import FORM_NAMES
 from scripts.flags.errors import add_debug_flag, failed
-from scripts.flags.settings import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from model.config import LlamaConfig
     from model.loading.stored_weights import StoredWeights
     from model.quantization.forms import WeightForm
 
-DTYPES = ("bfloat16", "float32")
 EXACT = "int4-exact"
 CONFIG = "config.json"
 # The index names files that are not copied; the configuration is written again.
@@ -55,10 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", help="a folder, a GGUF file or a hub name")
     parser.add_argument("folder", type=place_argument, help="where to write, also gs://bucket/folder: new, or empty")
     parser.add_argument("--revision", help="of a hub model")
-    parser.add_argument("--dtype", choices=DTYPES, help="what to store (default: what keeps every value exactly)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="what to store (default: what keeps every value exactly)"
+    )
     parser.add_argument(
         "--quantization",
-        choices=(*QUANTIZATIONS, EXACT),
+        choices=(*FORM_NAMES, EXACT),
         help=f"8 or 4 bits a weight, for projections and head; {EXACT}: a checkpoint's own 4 and 6 bits, for CPUs",
     )
     add_debug_flag(parser)

@@ -66,9 +66,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("positional_model", nargs="?", metavar="MODEL", help="The model, as --model names it.")
     p.add_argument(CONFIG, metavar="FILE", help="A YAML file of `flag: value` lines; the command line counts first.")
     add_debug_flag(p)
-    p.add_argument(
-        "--print-completion", action=PrintCompletion, help="Prints a completion of flags for bash and zsh to `eval`."
-    )
+    completion = "Prints a completion of flags for bash and zsh to `eval`."
+    p.add_argument("--print-completion", action=PrintCompletion, nargs=0, help=completion)
     add_engine_flags(p)
     for declared in DECLARED:
         add_flags(p, declared)

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from model.inputs.json_file import read_text
-from scripts.flags.parsing import flag_words
+from scripts.flags.parsing import KeywordParser, flag_words
 
 CONFIG = "--config"
 MAX_CONFIG_BYTES = 2**20
@@ -20,22 +20,17 @@ def with_config(argv: Sequence[str]) -> list[str]:
     A key is a flag's name, with `-` or `_`: `max-model-len: 512`, `served_model_name: [a, b]`, `strict-fields: true`.
     Raises ValueError or OSError for an invalid file.
     """
-    arguments, files = [], []
-    rest = iter(argv)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name != CONFIG:
-            arguments.append(argument)
-            continue
-        file = value if equals else next(rest, None)
-        if not file:
-            raise ValueError("--config wants the path of a YAML file")
-        files.append(Path(file))
+    parser = KeywordParser(allow_abbrev=False, add_help=False)
+    parser.add_argument(CONFIG, nargs="?", const="", action="append", default=[])
+    found, arguments = parser.parse_known_args(argv)
+    files = found.config
+    if "" in files:
+        raise ValueError("--config wants the path of a YAML file")
     if len(files) > 1:
         raise ValueError(f"--config was given {len(files)} times: one file is read")
     # They replace those of the file, lists too.
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    from_file = [argument for file in files for argument in _arguments(file, given)]
+    from_file = [argument for file in files for argument in _arguments(Path(file), given)]
     num_first = 1 if arguments and not arguments[0].startswith("-") else 0  # the model stays before lists of the file
     return arguments[:num_first] + from_file + arguments[num_first:]
 

@@ -37,37 +37,32 @@ complete -o default -F _pallas_serve {command}
 def add_grouped_help(parser: argparse.ArgumentParser, *, common: Sequence[str]) -> None:
     """Adds `--help [GROUP]` to a parser without help. `common` are the flags that it shows without a group."""
     parser.add_argument(
-        "-h", "--help", nargs="?", const="", metavar="GROUP", action=_PrintHelp, common=common, dest=argparse.SUPPRESS,
+        "-h", "--help", nargs="?", const=common, metavar="GROUP", action=_PrintHelp, dest=argparse.SUPPRESS,
         help="Prints the most important flags, those of one group, or `all` (default: the most important ones).",
     )  # fmt: skip
 
 
 class _PrintHelp(argparse.Action):
-    """Prints help and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, *, common: Sequence[str], **options: Any) -> None:
-        super().__init__(option_strings, dest, **options)
-        self._common = common
+    """Prints help and exits. Without a group it is about the flags `const`."""
 
     @override
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
     ) -> None:
         groups = {group.title: group for group in parser._action_groups if group.description is not None}
-        if values == ALL:
+        if values is self.const:
+            by_flag = parser._option_string_actions
+            text = _formatted(parser, "the most important flags", [by_flag[flag] for flag in values])
+            width = max(len(str(title)) for title in groups)
+            lines = [f"  {title:{width}}  {group.description}" for title, group in groups.items()]
+            text += "\n".join(["", "more flags, by `--help GROUP`:", *lines, f"  {ALL:{width}}  Everything.", ""])
+        elif values == ALL:
             text = parser.format_help()
         elif values in groups:
             group = groups[values]
             text = _formatted(parser, f"{values}: {str(group.description).rstrip('.')}", group._group_actions)
-        elif values:
-            parser.error(f"{flag} {values}: there are {', '.join(map(str, groups))} and {ALL}")
         else:
-            shown = [action for action in parser._actions if set(action.option_strings) & set(self._common)]
-            by_place = sorted(shown, key=lambda action: self._common.index(action.option_strings[0]))
-            text = _formatted(parser, "the most important flags", by_place)
-            width = max(len(str(title)) for title in groups)
-            lines = [f"  {title:{width}}  {group.description}" for title, group in groups.items()]
-            text += "\n".join(["", "more flags, by `--help GROUP`:", *lines, f"  {ALL:{width}}  Everything.", ""])
+            parser.error(f"{flag} {values}: there are {', '.join(map(str, groups))} and {ALL}")
         print(text, end="")
         parser.exit()
 
@@ -83,10 +78,7 @@ def _formatted(parser: argparse.ArgumentParser, heading: str, actions: Sequence[
 
 
 class PrintCompletion(argparse.Action):
-    """A flag that prints the completion of its parser's flags and exits, as `--help` does."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **options)
+    """Prints the completion of its parser's flags and exits, as `--help` does. The flag has `nargs=0`."""
 
     @override
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:

@@ -29,11 +29,7 @@ from server.engine.kv_events import KvEventsConfig
 from server.flag import MOST_SECONDS, add_flags, check_flags, flag_name, setting, values_of
 
 DEVICES = ("auto", "cpu", "tpu", "cuda")
-DTYPES = ("auto", "bfloat16", "float32")
-QUANTIZATIONS = FORM_NAMES
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
-SELF_TESTS = ("always", "kept", "never")
-LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 _GROUPS = {
     "model": "The checkpoint, and the types it is computed in.",
     "batching": "What the requests of one step share.",
@@ -43,7 +39,6 @@ _GROUPS = {
 }
 _of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in _GROUPS)
 _KV_EVENTS_EXAMPLE = """'{"enable_kv_cache_events": true, "topic": "kv@POD@MODEL"}'"""
-ROLES = ("both", "prefill", "decode")
 # The limit of counts that have no other limit. No machine has so many. A larger number is a typing error, and would
 # cause an error of memory.
 _MANY = 2**31 - 1
@@ -64,14 +59,15 @@ class EngineSettings:
     )  # fmt: skip
     load_format: str = _of_model(
         "auto", "The form of the weights. `auto` finds it, `dummy` draws random weights on the device",
-        choices=LOAD_FORMATS,
+        choices=("auto", "safetensors", "orbax", "dummy"),
     )  # fmt: skip
     dtype: str = _of_model(
-        "auto", "The type of the computation. `auto` is the checkpoint's own, and float32 on a CPU", choices=DTYPES,
+        "auto", "The type of the computation. `auto` is the checkpoint's own, and float32 on a CPU",
+        choices=("auto", "bfloat16", "float32"),
     )  # fmt: skip
     quantization: str | None = _of_model(
         None, "The weights are quantised at load (int8, fp8, int4), or must be stored in this form (the others)",
-        unset="they stay as they are stored", choices=(*QUANTIZATIONS, *STORED_METHODS), also=("-q",),
+        unset="they stay as they are stored", choices=(*FORM_NAMES, *STORED_METHODS), also=("-q",),
     )  # fmt: skip
     kv_cache_dtype: str = _of_model(
         "auto", "The type of the K/V pages. 8 bits hold twice the tokens; `auto` is that of the computation",
@@ -173,7 +169,8 @@ class EngineSettings:
     )  # fmt: skip
     self_test: str = _of_device(
         "kept", "When a start compares the attention kernels with float32: `always`, `never`, or unless they have "
-        "passed before with the same code, versions, chip and shapes (`kept`)", choices=SELF_TESTS, metavar="WHEN",
+        "passed before with the same code, versions, chip and shapes (`kept`)",
+        choices=("always", "kept", "never"), metavar="WHEN",
     )  # fmt: skip
     compile_cache: str | None = _of_device(
         None, "The folder of compiled programs; `none` keeps none", unset="in the user's cache folder", metavar="DIR",
@@ -193,7 +190,7 @@ class EngineSettings:
     )  # fmt: skip
     kv_role: str = _of_offloading(
         "both", "A server can compute prompts for others (`prefill`), or have long prompts computed by others "
-        "(`decode`, with --prefill-url)", choices=ROLES,
+        "(`decode`, with --prefill-url)", choices=("both", "prefill", "decode"),
     )  # fmt: skip
     kv_port: int = _of_offloading(
         0, "The port at which a `prefill` server gives pages to those that ask with the token of a prompt; 0: any free "
@@ -320,7 +317,7 @@ class EngineSettings:
     def from_keywords(cls, **keywords: Any) -> EngineSettings:
         """The settings from keywords: the names of flags, also of vLLM's. Raises ValueError for an unknown keyword, and
         for one that is refused as a flag."""
-        names = cls.field_names()
+        names = {field.name for field in dataclasses.fields(cls)}
         values = {name: value for name, value in keywords.items() if name in names and not isinstance(value, str)}
         parser = KeywordParser(allow_abbrev=False, add_help=False)
         add_engine_flags(parser)
@@ -328,10 +325,6 @@ class EngineSettings:
         args = parse_flags(parser, [word for name, value in others for word in flag_words(name, value, "keywords")])
         log_warnings(args)
         return cls(**values_of(cls, args) | values)
-
-    @classmethod
-    def field_names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(cls))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,7 +337,9 @@ class ServedSettings:
     replica: int = 0  # the engine's number among `num_replicas` engines, which divide this host's chips
     num_replicas: int = 1
     host: str = "127.0.0.1"  # the address at which pages are given to other servers
-    compile_turn: Path | None = None  # the file of `CompileTurn`; None: there is one engine, or no cache of programs
+    compile_turn: Path | None = (
+        None  # the file of `compiling_first`; None: there is one engine, or no cache of programs
+    )
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

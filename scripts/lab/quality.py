@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
+from model.quantization.forms import FORM_NAMES
 from scripts.flags.errors import add_debug_flag, run_command
-from scripts.flags.settings import QUANTIZATIONS
 from scripts.lab.tables import Table, say, say_head
 from server.flag import EachCounts
 
@@ -19,7 +19,7 @@ CPU_FORMS = ("int4-g32-f16", "int4-g32-q4_1")  # of GGUF files: Q4_0 and Q4_1
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m scripts.lab quality", description=__doc__.splitlines()[0])
-    forms = (*QUANTIZATIONS, *CPU_FORMS)
+    forms = (*FORM_NAMES, *CPU_FORMS)
     p.add_argument("--quantization", nargs="*", action=EachCounts, default=list(forms), choices=forms)
     p.add_argument("--no-kv", dest="kv", action="store_false", help="leave out K/V in int8, alone and with each")
     p.add_argument("--num-stories", type=int, help="of new text, for the divergence (default: 500)")

@@ -1,6 +1,7 @@
 """The serving command's flags: what they are called, what they refuse, what they become."""
 
 import argparse
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -215,7 +216,7 @@ def test_every_setting_has_its_flag():
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)
     plain = {"spec_method", "spec_model", "spec_tokens"}  # fields of the speculative config, which is one setting
-    assert vars(parser.parse_args([])).keys() == set(EngineSettings.field_names()) | plain
+    assert vars(parser.parse_args([])).keys() == {field.name for field in dataclasses.fields(EngineSettings)} | plain
 
 
 def test_the_curl_line_is_a_request(model_folder, tmp_path):

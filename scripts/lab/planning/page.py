@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from model.inputs.words import one_line
+from model.quantization.forms import FORM_NAMES
 from pallas_kernels.chips import TPUS
 from scripts.flags.errors import FailedError
-from scripts.flags.settings import KV_CACHE_DTYPES, QUANTIZATIONS
+from scripts.flags.settings import KV_CACHE_DTYPES
 from scripts.lab.load.presets import TRAFFIC
 from scripts.lab.planning.compiled import slice_name
 from scripts.lab.planning.cost import ApiPrice, listed
@@ -77,7 +78,7 @@ def options(served: str | None) -> dict[str, Any]:
         "models": {**({} if served is None else {SERVED: served}), **NAMES},
         "targets": targets(),
         "workloads": LIMITS,
-        "quantizations": QUANTIZATIONS,
+        "quantizations": FORM_NAMES,
         "kv_cache_dtypes": KV_CACHE_DTYPES,
         "apis": listed()["apis"],
     }
@@ -98,7 +99,7 @@ def flags(choice: PlanRequest, served: Sequence[str]) -> list[str]:
         workload = f"{choice.prompt_tokens}/{choice.output_tokens}"
     elif workload not in TRAFFIC:
         raise ValueError(f"workload: there are {', '.join(TRAFFIC)} and {CUSTOM}, not {workload!r}")
-    for field, known in (("quantization", QUANTIZATIONS), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+    for field, known in (("quantization", FORM_NAMES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
         if getattr(choice, field) not in (None, *known):
             raise ValueError(f"{field}: there are {', '.join(known)}, not {getattr(choice, field)!r}")
     limits = [f"{name}={value:g}" for name in ("ttft_ms", "tpot_ms") if (value := getattr(choice, name)) is not None]
