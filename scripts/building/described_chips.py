@@ -2,7 +2,7 @@
 
 libtpu describes TPUs by the name of a topology. XLA compiles for GPUs with the CUDA plug-in, without a driver. The
 description of a GPU is made from the chip's figures, or is what XLA itself has said of an attached one
-(`save_topology`), in a file in `topologies/`.
+(`scripts/check`), in a file in `topologies/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from model.inputs.paths import write_whole
 from pallas_kernels.chips import GPUS, TPUS, GpuChip, TpuChip
 
 if TYPE_CHECKING:
@@ -41,14 +40,6 @@ class TpuTopology:
 
     backend: ClassVar = "tpu"
     environment: ClassVar = ENVIRONMENT
-
-    def check(self) -> None:
-        """Raises ValueError if the chips are on several hosts."""
-        if (most := self.chip.max_host_chips) < math.prod(self.bounds):
-            raise ValueError(
-                f"--target {self.name}: a host has at most {most} of these chips, and programs of several hosts are "
-                "made by their own start"
-            )
 
     def devices(self) -> list[jax.Device]:
         """Descriptions of the chips. jax raises RuntimeError if libtpu is missing or does not know the topology."""
@@ -106,9 +97,6 @@ class GpuTopology:
         """The argument of `gpu_topology`."""
         return self.chip.name if self.count == 1 else f"{self.count}x{self.chip.name}"
 
-    def check(self) -> None:
-        """Raises nothing: any number of GPUs may be in one host."""
-
     def devices(self) -> list[jax.Device]:
         """Descriptions of the chips. jax raises RuntimeError or NotImplementedError if the CUDA plug-in is missing."""
         from jax.experimental import topologies
@@ -121,7 +109,7 @@ class GpuTopology:
         saved = FOLDER / f"{self.name}.bin"
         if not saved.exists():
             return described
-        return list(_topology_of(described).deserialize(saved.read_bytes())._make_compile_only_devices())
+        return list(topology_of(described).deserialize(saved.read_bytes())._make_compile_only_devices())
 
     def _figures(self) -> str:
         """XLA's GpuTargetConfigProto. Without a driver version XLA keeps most calls out of CUDA graphs."""
@@ -157,23 +145,8 @@ def gpu_topology(name: str) -> GpuTopology:
     return GpuTopology(chip=GPUS[match[2]], count=int(match[1] or 1))
 
 
-def save_topology(folder: Path = FOLDER) -> Path | None:
-    """Stores XLA's description of the attached GPUs, unless there is one. Returns its path; None: these GPUs are not in
-    the table."""
-    import jax
-
-    devices = jax.local_devices()
-    names = {chip.device_kind: name for name, chip in GPUS.items()}
-    if (name := names.get(devices[0].device_kind)) is None:
-        return None
-    path = folder / f"{name if len(devices) == 1 else f'{len(devices)}x{name}'}.bin"
-    if not path.exists():
-        os.makedirs(folder, exist_ok=True)
-        write_whole(path, _topology_of(devices).serialize())
-    return path
-
-
-def _topology_of(devices: list[jax.Device]) -> Any:
+def topology_of(devices: list[jax.Device]) -> Any:
+    """XLA's description of GPUs."""
     from jaxlib import xla_client
 
     return xla_client.get_topology_for_devices(devices)
@@ -194,7 +167,11 @@ def be_on(topology: TpuTopology | GpuTopology) -> None:
     Raises:
         ValueError: the chips are on several hosts, or their compiler is missing or does not know them.
     """
-    topology.check()
+    if isinstance(topology, TpuTopology) and (most := topology.chip.max_host_chips) < math.prod(topology.bounds):
+        raise ValueError(
+            f"--target {topology.name}: a host has at most {most} of these chips, and programs of several hosts are "
+            "made by their own start"
+        )
     os.environ |= topology.environment
     from jax._src import hardware_utils, xla_bridge  # private: JAX has no public API for described devices
 

@@ -285,13 +285,15 @@ SAVED = """
 import sys
 from pathlib import Path
 from scripts.building import described_chips
-described_chips.be_on(described_chips.topology_named("h100"))
+from scripts.building.described_chips import be_on, topology_named
+be_on(topology_named("h100"))
 import jax
 from jaxlib import xla_client
 jax.config.update("jax_platforms", "cuda,cpu")
+from scripts.lab.chip.made_elsewhere import save_topology
 described_chips.FOLDER = Path(sys.argv[1])
-path = described_chips.save_topology(described_chips.FOLDER)
-(device,) = described_chips.gpu_topology("h100").devices()
+path = save_topology("h100", described_chips.FOLDER)
+(device,) = topology_named("h100").devices()
 identities = {xla_client.get_topology_for_devices([d]).fingerprint() for d in (device, jax.devices()[0])}
 print(path.name, device.device_kind, device.core_count, device.compute_capability, len(identities))
 """

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 
+from model.inputs.paths import write_whole
 from pallas_kernels.chips import GPUS
 from scripts.building.child import in_child
-from scripts.building.described_chips import FOLDER, attached_topology, save_topology
+from scripts.building.described_chips import FOLDER, attached_topology, topology_of
 from scripts.building.device import start_jax
 from scripts.flags.errors import FailedError
 from scripts.flags.settings import EngineSettings
@@ -73,5 +75,15 @@ def attached_target(device: str) -> str:
     known = next((name for name, chip in GPUS.items() if chip.device_kind == kind), None)
     if known is None:
         raise FailedError(f"{kind} is not in the table of pallas_kernels/chips.py")
-    save_topology()
+    save_topology(known)
     return known
+
+
+def save_topology(name: str, folder: Path = FOLDER) -> Path:
+    """Stores XLA's description of the attached GPUs of this name, unless there is one. Returns its path."""
+    devices = jax.local_devices()
+    path = folder / f"{name if len(devices) == 1 else f'{len(devices)}x{name}'}.bin"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, topology_of(devices).serialize())
+    return path
