@@ -73,30 +73,30 @@ def fill(built: Built, target: str, report: Report) -> None:
         raise ValueError("--compile-cache: there is no folder in which programs can be kept; name one of your own")
     plan, attention = built.plan, built.loader.attention
     facts, buckets = program_facts(built.runner, plan.facts(attention)), plan.ladder.buckets()
-    count = len(buckets) if only_traced(plan.device.platform) else len(buckets) + len(built.runner.described.updates())
+    is_traced = only_traced(plan.device.platform)
+    count = len(buckets) if is_traced else len(buckets) + len(built.runner.described.updates())
     if is_made(folder, facts):
         report(f"{folder} has these {count} programs for {target} already")
         return
-    if only_traced(plan.device.platform):
+    if is_traced:
         programs = built.runner.programs
         programs.trace(buckets)
         if programs.untraced(buckets):
             raise OSError(f"--compile-cache: {folder} cannot be written to")
-        Made(target=target, facts=facts, programs=count).write(folder)
-        report(f"{folder} has {count} traced programs for {target}, made in {time.perf_counter() - started:.1f} s")
-        return
-    with filling():
-        built.runner.compile(buckets, lambda line: report(f"  {line}"))
-        num_tests = compile_self_test(
-            plan.settings,
-            attention,
-            plan.ladder.config,
-            platform=plan.device.platform,
-            max_model_len=built.info.max_model_len,
-        )
+        kind = "traced programs"
+    else:
+        with filling():
+            built.runner.compile(buckets, lambda line: report(f"  {line}"))
+            num_tests = compile_self_test(
+                plan.settings,
+                attention,
+                plan.ladder.config,
+                platform=plan.device.platform,
+                max_model_len=built.info.max_model_len,
+            )
+        kind = f"programs and {num_tests} of the self-test" if num_tests else "programs"
     Made(target=target, facts=facts, programs=count).write(folder)
-    tests = f" and {num_tests} of the self-test" if num_tests else ""
-    report(f"{folder} has {count} programs{tests} for {target}, made in {time.perf_counter() - started:.1f} s")
+    report(f"{folder} has {count} {kind} for {target}, made in {time.perf_counter() - started:.1f} s")
 
 
 def main(argv: list[str] | None = None) -> int:

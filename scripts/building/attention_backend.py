@@ -155,9 +155,8 @@ def choose_attention(
             logger.warning("the attention backend %s cannot be used: %s", backend, failures[str(backend)])
             continue
         info = AttentionInfo(requested=requested, backend=str(backend), self_test=result, failures=failures)
-        if failures:
-            return Chosen(attention=attention, info=info, remarks=(_warning(info, candidates[0]), remark))
-        return Chosen(attention=attention, info=info, remarks=(remark,))
+        warnings = (_warning(info, candidates[0]),) if failures else ()
+        return Chosen(attention=attention, info=info, remarks=(*warnings, remark))
     raise ValueError(none_can_be_used(requested, failures))
 
 
@@ -167,13 +166,7 @@ def none_can_be_used(requested: str, failures: Mapping[str, str]) -> str:
     return f"--attention-backend {requested} cannot be used here: {_reasons(failures)}{instead}"
 
 
-def is_tested_by_a_child(backend: Backend, candidates: Sequence[Backend]) -> bool:
-    """Whether the test of the backend, the first of the candidates that computes the model's attention, leaves this
-    process idle."""
-    return _can_a_child_test(backend, may_fail=backend is not candidates[-1])
-
-
-def _can_a_child_test(backend: Backend, *, may_fail: bool) -> bool:
+def can_a_child_test(backend: Backend, *, may_fail: bool) -> bool:
     """Whether a second process can test the backend. This requires that another backend could replace it."""
     may_have_children = not multiprocessing.current_process().daemon
     return may_fail and may_have_children and backend in (Backend.GPU, Backend.GPU_MMA)
@@ -264,16 +257,11 @@ class _Test:
         """Runs the test in the right process, and returns its remark."""
         backend = self.attention.backend
         with _warning_after(LONG_S, f"the self-test of the attention backend {backend} takes long: {HANGS}"):
-            if _can_a_child_test(backend, may_fail=may_fail):
+            if can_a_child_test(backend, may_fail=may_fail):
                 without_mesh = replace(self, attention=replace(self.attention, mesh=None))
                 try:
-                    outcome = in_child(
-                        _in_this_child,
-                        without_mesh,
-                        self.attention.num_shards,
-                        limit_s=limit_s,
-                        numpy_threads=NUMPY_THREADS,
-                    )
+                    given = without_mesh, self.attention.num_shards
+                    outcome = in_child(_in_this_child, *given, limit_s=limit_s, numpy_threads=NUMPY_THREADS)
                 except ChildError as error:
                     raise SelfTestError(str(error)) from error
                 if isinstance(outcome, SelfTestError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from batcher.engine import Engine
 from scripts.building.adapter_store import loaded_adapters
 from scripts.building.device import Report, find_device, phase
-from scripts.building.replicas import CompileTurn, claim_chips
+from scripts.building.replicas import claim_chips, compiling_first, wait_for_first
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.adapters import Adapters
 from server.engine.process import BuiltEngine
@@ -34,13 +34,12 @@ def build_served(served: ServedSettings, report: Report) -> BuiltEngine:
     from scripts.building.runner import build_runner, make_publisher, warm_engine
 
     publisher = make_publisher(settings, report, rank=served.replica)
-    turn = None if served.compile_turn is None else CompileTurn(served.compile_turn, is_first=served.replica == 0)
-    with turn.compiling() if turn is not None and turn.is_first else nullcontext():
-        meanwhile = turn is None or turn.is_first
-        built = build_runner(settings, report, tokenizer=served.tokenizer, compile_meanwhile=meanwhile)
-        if turn is not None and not turn.is_first:
+    turn, is_first = served.compile_turn, served.compile_turn is None or served.replica == 0
+    with compiling_first(turn) if turn is not None and is_first else nullcontext():
+        built = build_runner(settings, report, tokenizer=served.tokenizer, compile_meanwhile=is_first)
+        if turn is not None and not is_first:
             with phase("wait", report) as say:
-                turn.wait()
+                wait_for_first(turn)
                 say("for the programs of engine 0")
         tokenizer = partial(ByteLevelTokenizer.from_folder, served.tokenizer)
         engine = warm_engine(built, report, tokenizer, read_tokens=True, publisher=publisher)

@@ -26,6 +26,9 @@ from scripts.building.weights import ChosenWeights, choose_weights, listed
 from scripts.flags.settings import EngineSettings
 
 STEP_TIMEOUT_S = 30.0  # on a chip; programs have been run once before the first step
+_CHIP = BucketConfig(
+    max_num_seqs=256, max_num_batched_tokens=2048, min_decode_rows=8, min_mixed_tokens=128, half_steps=True
+)
 # Per platform: the default limits, and the shapes that are worth a program.
 _DEFAULTS = {
     # A CPU takes about as long to read the weights as to compute one token, so long steps only delay other requests.
@@ -40,24 +43,10 @@ _DEFAULTS = {
     ),
     # Tracing a program takes the host of an H100 up to 5 s, one after the other. The chip's products of 64 tokens take
     # 1.1 times as long as those of one, and those of 256 tokens 1.3 times (`scripts/lab/results/2026-11-26-h100.md`).
-    "gpu": BucketConfig(
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        min_decode_rows=8,
-        min_mixed_tokens=128,
-        half_steps=True,
-        min_half_step=256,
-    ),
+    "gpu": replace(_CHIP, min_half_step=256),
     # A program takes half a minute of its compiler. Up to 128 tokens take as long as one on every generation, and on
     # v6e up to 512 at most a fifth longer (`scripts/lab/results/2026-11-26-ladder.md`).
-    "tpu": BucketConfig(
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        min_decode_rows=8,
-        min_mixed_tokens=128,
-        half_steps=True,
-        min_half_step=512,
-    ),
+    "tpu": replace(_CHIP, min_half_step=512),
 }
 
 # Rows of the largest program with drafts. The table of step times (`step_times`) decides which steps have drafts: on a

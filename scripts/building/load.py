@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +65,9 @@ class Loader:
     attention: PagedAttention
     report: Report
 
-    def load(self, weights: ChosenWeights) -> None:
-        """Reads and places the weights. Weights that this start has prepared are kept for the next one."""
-        self.place(self.read(weights, keeps=True))
-
     def read(self, weights: ChosenWeights, *, keeps: bool = False) -> Loaded:
-        """Reads the weights of this host's chips, or maps the file that an earlier start has kept.
+        """Reads the weights of this host's chips, or maps the file that an earlier start has kept. With `keeps`,
+        weights that are prepared here are kept for the next start.
 
         Raises ValueError or OSError if they cannot be read.
         """
@@ -131,7 +127,7 @@ class Loader:
         Raises:
             ValueError: these are not weights of the model, or the device has no room to make one module of them.
         """
-        packed = self._packed()
+        packed = packer(self.plan.chips.planned)
         try:
             with self.runner.expecting_compiles():
                 for module, values in given.modules(self.plan.chips.form, rehearses=True):
@@ -149,7 +145,7 @@ class Loader:
             RuntimeError: some modules have new weights, and others have old ones.
         """
         given.check(self.plan.chips.form)
-        packed = self._packed()
+        packed = packer(self.plan.chips.planned)
         try:
             for module, values in given.modules(self.plan.chips.form):
                 before = f"{module}." if module else ""
@@ -158,9 +154,6 @@ class Loader:
                 self.runner.replace_kv_scales(find_kv_scales(self.runner.model(), None, self.attention.spec)[0])
         except (ValueError, OSError) as error:
             raise RuntimeError("an update of the weights has failed half way") from error
-
-    def _packed(self) -> Callable[[str, Mapping[str, jax.Array]], dict[str, jax.Array]]:
-        return packer(self.plan.chips.planned)
 
     def kv_ranges(self, weights: ChosenWeights) -> np.ndarray | None:
         """The checkpoint's ranges for 8-bit pages. None: the pages need none, or the ranges are to be measured."""

@@ -20,7 +20,7 @@ from batcher.step import Runner
 from model.execution.runner import ModelRunner
 from pallas_kernels.api import PagedAttention
 from scripts.building.adapter_store import RunnersStore
-from scripts.building.attention_backend import BACKENDS, Backends, Chosen, choose_attention, is_tested_by_a_child
+from scripts.building.attention_backend import BACKENDS, Backends, Chosen, can_a_child_test, choose_attention
 from scripts.building.device import Report, phase, start_device
 from scripts.building.limits import EnginePlan, choose_limits, choose_step_timeout, even_context, long_prompts
 from scripts.building.load import Loader
@@ -192,7 +192,7 @@ def build_runner(
     loader = Loader(runner=runner, plan=plan, attention=chosen.attention, report=report)
     if not only_programs:
         try:
-            loader.load(plan.weights)
+            loader.place(loader.read(plan.weights, keeps=True))
         except BaseException:
             runner.stop_compiling()
             raise
@@ -222,7 +222,11 @@ def _choose_runner(
     """
     chips, platform = plan.chips, plan.device.platform
     first, early = chips.first_attention(), None
-    if compiles and others is None and is_tested_by_a_child(first.backend, chips.candidates):
+    if (
+        compiles
+        and others is None
+        and can_a_child_test(first.backend, may_fail=first.backend is not chips.candidates[-1])
+    ):
         early = make(first)
         _start_compiling(plan, early, first, others, only_trace=True)
     used = None

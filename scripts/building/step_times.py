@@ -68,11 +68,12 @@ class Products:
 
     def products_seconds(self, num_tokens: int, num_rows: int) -> float:
         """The seconds of a step of padded sizes."""
+        sent = 2 * (self.num_devices - 1) / self.num_devices * num_tokens * self.hidden_bytes  # by one sum
         last = num_rows * self.last_flops / self._speed(num_rows)
         return (
             self._part(self.layers_bytes, num_tokens * self.layers_flops / self._speed(num_tokens) + last, num_rows)
             + self._part(self.head_bytes, num_rows * self.head_flops / self._speed(num_rows, is_head=True), num_rows)
-            + self.num_reduces * self._reduce(num_tokens * self.hidden_bytes)
+            + self.num_reduces * (self.link_latency_s + sent / self.link_bytes_per_s)
         )
 
     def _speed(self, num_rows: int, *, is_head: bool = False) -> float:
@@ -85,10 +86,6 @@ class Products:
 
     def _part(self, num_bytes: float, flops: float, num_rows: int) -> float:
         return max(num_bytes / self._read_bytes_per_s(num_rows), flops / self.flops_per_s)
-
-    def _reduce(self, num_bytes: float) -> float:
-        sent = 2 * (self.num_devices - 1) / self.num_devices * num_bytes
-        return self.link_latency_s + sent / self.link_bytes_per_s
 
 
 def products(

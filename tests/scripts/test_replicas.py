@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.building.replicas import CompileTurn, claim_chips, replicas_of
+from scripts.building.replicas import claim_chips, compiling_first, replicas_of, wait_for_first
 from scripts.flags.settings import EngineSettings, ServedSettings
 from server.engine.hosts.cluster import Cluster
 
@@ -107,14 +107,14 @@ def test_the_first_engine_compiles_for_all_where_programs_are_kept(tmp_path):
 
 def compile_first(file: Path, steps: Connection) -> None:
     steps.recv()
-    with CompileTurn(file, is_first=True).compiling():
+    with compiling_first(file):
         steps.send("compiling")
         steps.recv()
 
 
 def wait_for_it(file: Path, steps: Connection) -> None:
     steps.send("waiting")
-    CompileTurn(file, is_first=False).wait()
+    wait_for_first(file)
     steps.send("compiled")
 
 
