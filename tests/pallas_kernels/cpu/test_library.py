@@ -108,7 +108,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"PATH": "/nowhere", "CC": ""}, "there is no C compiler (cc, gcc, clang) on the PATH: install one, such as gcc"),
+        ({"PATH": "/", "CC": ""}, "there is no C compiler (cc, gcc, clang) on the PATH: install one, such as gcc"),
         ({"CC": "/nowhere/cc"}, "CC=/nowhere/cc is not a program: install one, such as gcc"),
     ],
 )
