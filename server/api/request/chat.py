@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from server.api.answers.chat_writer import ChatOptions
 from server.api.record import LOWERED, TRUNCATED, note
-from server.api.request.conversation import Conversation, content_text, encode_conversation
-from server.api.request.generation_plan import TIMEOUT_HEADER, GenerationPlan, check_generation, submit
+from server.api.request.conversation import check_conversation, content_text, encode_conversation
+from server.api.request.generation_plan import GenerationPlan, check_generation, submit
 from server.api.request.grammars import Constraint, after_reasoning, asked_constraint, make_grammar, with_calls
-from server.api.request.limits import Truncation, check_min_tokens, limit_scores, output_limit
+from server.api.request.limits import check_min_tokens, kept_part, limit_scores, output_limit
 from server.api.request.sampling import check_counts, check_num_choices, check_top_logprobs, num_logprobs
 from server.api.request.schemas import ChatRequest
 from server.api.request.tools import ToolChoice, Tools, usable_tools
@@ -35,10 +35,10 @@ class ChatPlan:
     """The plan of a chat, which the steps fill in."""
 
     generation: GenerationPlan
-    conversation: Conversation
+    body: ChatRequest  # whose conversation is rendered
     tools: Tools | None  # the tools that the model may call
     constraint: Constraint | None  # on an answer without calls
-    truncation: Truncation
+    kept: slice  # the part of the prompt
     max_tokens: int | None  # None: up to the end of the context
     max_tokens_field: str
     echo: str
@@ -49,8 +49,8 @@ class ChatPlan:
 
     def about(self, body: ChatRequest) -> ChatPlan:
         """The plan of a body that differs in its messages only. Raises RequestError."""
-        own = replace(self.generation)
-        return replace(self, generation=own, conversation=Conversation.of(body), echo=_echo(body))
+        check_conversation(body)
+        return replace(self, generation=replace(self.generation), body=body, echo=_echo(body))
 
     @property
     def options(self) -> ChatOptions:
@@ -87,10 +87,7 @@ async def start_chats(
     lowers_max_tokens: bool = False,
 ) -> tuple[Generation, list[ChatPlan]]:
     """Starts one generation for several chats whose bodies differ in their messages only. Raises RequestError."""
-    header = request.headers.get(TIMEOUT_HEADER)
-    first = await check_chat(
-        state, bodies[0], id_prefix=id_prefix, timeout_header=header, lowers_max_tokens=lowers_max_tokens
-    )
+    first = await check_chat(state, bodies[0], request, id_prefix=id_prefix, lowers_max_tokens=lowers_max_tokens)
     plans = [first, *(first.about(body) for body in bodies[1:])]
     for plan in plans:
         await render(state, plan)
@@ -100,10 +97,10 @@ async def start_chats(
 
 
 async def check_chat(
-    state: ServerState, body: ChatRequest, *, id_prefix: str, timeout_header: str | None, lowers_max_tokens: bool
+    state: ServerState, body: ChatRequest, request: Request, *, id_prefix: str, lowers_max_tokens: bool
 ) -> ChatPlan:
     """Reads all fields of the body. Raises RequestError for the first that is invalid."""
-    generation = await check_generation(state, body, id_prefix=id_prefix, timeout_header=timeout_header)
+    generation = await check_generation(state, body, request, id_prefix=id_prefix)
     generation.logprobs = _top_logprobs(body)
     generation.prompt_logprobs = body.prompt_logprobs
     if body.prompt_logprobs is None and body.echo and not (body.stream or body.logprob_token_ids):
@@ -113,12 +110,15 @@ async def check_chat(
     check_counts(max_tokens, body.min_tokens, param=field)
     budget = body.thinking_token_budget
     check_num_choices(1, body.n, most=state.settings.max_choices)
+    tools = usable_tools(state, body)
+    check_conversation(body)
+    wanted, side, max_model_len = body.truncate_prompt_tokens, body.truncation_side, state.engine.info.max_model_len
     return ChatPlan(
         generation=generation,
-        tools=usable_tools(state, body),
-        conversation=Conversation.of(body),
+        tools=tools,
+        body=body,
         constraint=asked_constraint(body),
-        truncation=Truncation.of(body.truncate_prompt_tokens, body.truncation_side, state.engine.info.max_model_len),
+        kept=kept_part(wanted, side, max_model_len, least_output=max_tokens or 1),
         max_tokens=max_tokens,
         max_tokens_field=field,
         lowers_max_tokens=lowers_max_tokens,
@@ -131,14 +131,13 @@ async def check_chat(
 
 async def count_tokens(state: ServerState, body: ChatRequest) -> int:
     """The number of tokens of the body's prompt. Raises RequestError."""
-    tools = usable_tools(state, body)
-    return len(await encode_conversation(state, Conversation.of(body), tools))
+    return len(await encode_conversation(state, body, usable_tools(state, body)))
 
 
 async def render(state: ServerState, plan: ChatPlan) -> None:
     """Renders the conversation to the prompt."""
-    prompt = await encode_conversation(state, plan.conversation, plan.tools)
-    kept = prompt[plan.truncation.kept(least_output=plan.max_tokens or 1)]
+    prompt = await encode_conversation(state, plan.body, plan.tools)
+    kept = prompt[plan.kept]
     note(TRUNCATED, *filter(None, [len(prompt) - len(kept)]))
     plan.generation.prompts = [kept]
 
@@ -147,7 +146,9 @@ async def constrain(state: ServerState, plan: ChatPlan) -> None:
     """Makes the grammar of the output and the parser of tool calls."""
     generation, tools, reasoning = plan.generation, plan.tools, state.reasoning
     if state.settings.reasoning_parser is None and reasoning is None:
-        reasoning = reasoning_format_asked(plan.conversation.system_texts)
+        reasoning = reasoning_format_asked(
+            content_text(message) for message in plan.body.messages if message.role in ("system", "developer")
+        )
     answer = await make_grammar(state, plan.constraint)
     grammar = called = await with_calls(state, tools, answer)
     field = "thinking_token_budget" if tools is None else "tools"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import starmap
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from server.api.request.body import RawField, is_deeper_than, read_raw
+from server.api.request.body import is_deeper_than, read_raw
 from server.api.request.limits import check_num_messages, check_text_length
 from server.api.request.schemas import ChatRequest, ContentPart, Message, TokenizeRequest
 from server.api.request.tools import MAX_DEPTH, Tools
@@ -35,72 +34,46 @@ _variables = msgspec.json.Decoder(dict[str, Any] | None)
 _documents = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversation:
-    """The fields of a request from which its prompt is rendered."""
-
-    messages: Sequence[Message]
-    generates: bool  # the template opens the assistant's message
-    continues: bool  # the prompt ends within the last message
-    template: str | None  # the request's own template
-    variables: RawField
-    documents: RawField
-    adds_affixes: bool  # templates write their own; this adds the tokenizer's, too
-
-    @classmethod
-    def of(cls, body: ChatRequest | TokenizeRequest) -> Self:
-        """The conversation of a body. Raises RequestError 400 if there are no messages, or fields contradict each
-        other."""
-        if not body.messages:
-            raise invalid("messages", "must not be empty")
-        continues = bool(body.continue_final_message)
-        generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        if continues and generates:
-            raise invalid("continue_final_message", "cannot be combined with `add_generation_prompt`")
-        return cls(
-            messages=body.messages,
-            generates=generates,
-            continues=continues,
-            template=body.chat_template or None,
-            variables=body.chat_template_kwargs,
-            documents=body.documents,
-            adds_affixes=bool(body.add_special_tokens),
-        )
-
-    @property
-    def system_texts(self) -> list[str]:
-        """The texts of the system and developer messages. `template_message` must accept the messages."""
-        roles = ("system", "developer")
-        return [content_text(message) for message in self.messages if message.role in roles]
+def check_conversation(body: ChatRequest | TokenizeRequest) -> None:
+    """Raises RequestError 400 if there are no messages, or fields contradict each other."""
+    if not body.messages:
+        raise invalid("messages", "must not be empty")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid("continue_final_message", "cannot be combined with `add_generation_prompt`")
 
 
-async def encode_conversation(state: ServerState, conversation: Conversation, tools: Tools | None = None) -> list[int]:
+async def encode_conversation(
+    state: ServerState, body: ChatRequest | TokenizeRequest, tools: Tools | None
+) -> list[int]:
     """The token ids of the prompt. Raises RequestError 400 for messages or variables that the template cannot
     render."""
+    check_conversation(body)
+    given_messages = body.messages or ()
+    continues, opens = bool(body.continue_final_message), body.add_generation_prompt
     max_model_len = state.engine.info.max_model_len
-    source = conversation.template
+    source = body.chat_template
     if source and not state.settings.trust_request_chat_template:
         message = "is a program, and this server runs those of requests only with --trust-request-chat-template"
         raise invalid("chat_template", message)
-    check_num_messages(len(conversation.messages), max_model_len)
+    check_num_messages(len(given_messages), max_model_len)
     templates, tokenizer = state.templates, state.tokenizer
 
     def call() -> dict[str, Any]:
         """The arguments of `ChatTemplate.render`."""
-        messages = [*starmap(template_message, enumerate(conversation.messages))]
+        messages = [*starmap(template_message, enumerate(given_messages))]
         check_text_length(sum(map(num_characters, messages)), tokenizer, max_model_len)
         return {
             "messages": messages,
-            "add_generation_prompt": conversation.generates,
-            "continue_final_message": conversation.continues,
-            "extra": template_variables(conversation) | ({} if tools is None else {"tools": tools.for_template()}),
+            "add_generation_prompt": not continues if opens is None else opens,
+            "continue_final_message": continues,
+            "extra": template_variables(body) | ({} if tools is None else {"tools": tools.for_template()}),
             "max_chars": tokenizer.max_token_chars * max_model_len,
         }
 
     def encoded(parts: Sequence[Part]) -> list[int]:
         check_text_length(sum(len(part.text) for part in parts), tokenizer, max_model_len)
         ids = tokenizer.encode_parts(parts)
-        return tokenizer.with_affixes(ids, again=True) if conversation.adds_affixes else ids
+        return tokenizer.with_affixes(ids, again=True) if body.add_special_tokens else ids
 
     def rendered(template: ChatTemplate) -> list[int]:
         given = call()
@@ -110,7 +83,7 @@ async def encode_conversation(state: ServerState, conversation: Conversation, to
             parts = template.render(timeout_s=templates.timeout_s, **given)
         return encoded(parts)
 
-    if source is None:
+    if not source:
         return await templates.run(rendered, _of_the_model(state, tools))
     given = await templates.run(call)
     with _template_errors("chat_template", limits_param="chat_template"):
@@ -159,13 +132,13 @@ def _template_errors(param: str, limits_param: str) -> Iterator[None]:
         raise unavailable(f"No process can be started to render the conversation: {reason}") from error
 
 
-def template_variables(conversation: Conversation) -> dict[str, Any]:
+def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """`chat_template_kwargs` and `documents`. Raises RequestError 400 if they are not valid."""
-    variables = read_raw("chat_template_kwargs", conversation.variables, _variables, max_bytes=MAX_VARIABLES_BYTES)
+    variables = read_raw("chat_template_kwargs", body.chat_template_kwargs, _variables, max_bytes=MAX_VARIABLES_BYTES)
     reserved = RESERVED_VARIABLES.intersection(variables or ())
     if reserved:
         raise invalid("chat_template_kwargs", f"must not set {', '.join(sorted(reserved))}")
-    documents = read_raw("documents", conversation.documents, _documents, max_bytes=MAX_DOCUMENTS_BYTES)
+    documents = read_raw("documents", body.documents, _documents, max_bytes=MAX_DOCUMENTS_BYTES)
     if is_deeper_than(MAX_DEPTH, documents):
         raise invalid("documents", f"are nested more than {MAX_DEPTH} deep")
     return (variables or {}) | ({"documents": documents} if documents else {})

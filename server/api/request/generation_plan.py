@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from starlette.requests import Request
+
 from batcher.page_store import PageSource
 from server.api.answers.writer import AnswerHead, UsageOptions
 from server.api.record import UNENFORCED, begun, note
@@ -64,7 +66,7 @@ class GenerationPlan:
 
 
 async def check_generation(
-    state: ServerState, body: SamplingFields, *, id_prefix: str, timeout_header: str | None
+    state: ServerState, body: SamplingFields, request: Request, *, id_prefix: str
 ) -> GenerationPlan:
     """Reads the model and the sampling fields of a body. Raises RequestError if one is unknown or invalid."""
     model = await state.find_model(body.model)
@@ -78,7 +80,7 @@ async def check_generation(
         created=int(time.time()),
         n=body.n or 1,
         usage=_usage_options(state, body),
-        deadline=deadline_of(body.timeout_s, timeout_header),
+        deadline=deadline_of(body.timeout_s, request),
         every_token=bool(body.ignore_eos),
         token_ids=bool(body.return_token_ids),
         sampled_logprobs=bool(body.sampled_logprobs),
@@ -209,8 +211,9 @@ def _own_id(id: str | None) -> str:
     return id
 
 
-def deadline_of(timeout_s: float | None, header: str | None) -> float | None:
+def deadline_of(timeout_s: float | None, request: Request) -> float | None:
     """The earlier deadline of the field and the header, which are in seconds. Raises RequestError 400."""
+    header = request.headers.get(TIMEOUT_HEADER)
     given = {} if timeout_s is None else {"timeout_s": timeout_s}
     if header is not None:
         try:

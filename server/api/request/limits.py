@@ -9,8 +9,7 @@ ends at the limit, as with a full context.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self, cast
+from typing import cast
 
 from server.api.request.schemas import Side
 from server.http.request_error import RequestError, given, invalid, too_long
@@ -62,34 +61,23 @@ def check_num_messages(count: int, max_model_len: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """The part of a prompt that is kept: `wanted` tokens, all of them (None), or as many as fit (-1).
+def kept_part(
+    wanted: int | None, side: Side | None, max_model_len: int, *, least_output: int, default: Side = "left"
+) -> slice:
+    """The part of a prompt that is kept: `wanted` tokens, all of them (None), or as many as fit (-1), so that
+    `least_output` tokens of output can follow.
 
-    `side` is the end that is cut.
+    `side` is the end that is cut. Raises RequestError 400.
     """
-
-    wanted: int | None
-    side: Side
-    max_model_len: int
-
-    @classmethod
-    def of(cls, wanted: int | None, side: Side | None, max_model_len: int, *, default: Side = "left") -> Self:
-        """The truncation that the fields of a request ask for. Raises RequestError 400."""
-        if wanted is not None and (wanted < -1 or wanted == 0):
-            raise invalid("truncate_prompt_tokens", f"must be at least 1, or -1 for as many as fit, got {wanted}")
-        if wanted is not None and wanted > max_model_len:
-            raise invalid(
-                "truncate_prompt_tokens", f"must not be above the context of {max_model_len} tokens, got {wanted}"
-            )
-        return cls(wanted, side or default, max_model_len)
-
-    def kept(self, *, least_output: int) -> slice:
-        """The slice of the prompt. With -1, `least_output` tokens of output fit after it."""
-        if self.wanted is None:
-            return slice(None)
-        kept = max(1, self.max_model_len - least_output) if self.wanted == -1 else self.wanted
-        return slice(kept) if self.side == "right" else slice(-kept, None)
+    if wanted is None:
+        return slice(None)
+    if wanted < -1 or wanted == 0:
+        raise invalid("truncate_prompt_tokens", f"must be at least 1, or -1 for as many as fit, got {wanted}")
+    if wanted > max_model_len:
+        message = f"must not be above the context of {max_model_len} tokens, got {wanted}"
+        raise invalid("truncate_prompt_tokens", message)
+    kept = max(1, max_model_len - least_output) if wanted == -1 else wanted
+    return slice(kept) if (side or default) == "right" else slice(-kept, None)
 
 
 def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, param: str, most: int | None = None) -> int:

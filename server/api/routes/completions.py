@@ -16,13 +16,13 @@ from starlette.responses import Response
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
 from server.api.answers.writer import AnswerHead
-from server.api.request.generation_plan import TIMEOUT_HEADER, check_generation, submit
+from server.api.request.generation_plan import check_generation, submit
 from server.api.request.grammars import asked_constraint, compiled
 from server.api.request.limits import (
-    Truncation,
     check_kinds,
     check_min_tokens,
     check_text_length,
+    kept_part,
     limit_scores,
     listed,
     output_limit,
@@ -57,16 +57,11 @@ class Completions(Routes):
         return GenerationAnswer(generation, writer, stream=bool(body.stream))
 
     async def start(
-        self,
-        body: CompletionRequest,
-        request: Request,
-        *,
-        id_prefix: str,
+        self, body: CompletionRequest, request: Request, *, id_prefix: str
     ) -> tuple[Generation, AnswerHead, list[Prompt]]:
         """Makes the checks, encodes the prompts and submits them. Raises RequestError."""
         state = self._state
-        header = request.headers.get(TIMEOUT_HEADER)
-        plan = await check_generation(state, body, id_prefix=id_prefix, timeout_header=header)
+        plan = await check_generation(state, body, request, id_prefix=id_prefix)
         head = plan.head
         plan.logprobs = num_logprobs("logprobs", body.logprobs, body.logprob_token_ids)
         if body.prompt_logprobs is not None:
@@ -85,8 +80,8 @@ class Completions(Routes):
             self._check_length(body, prompt)  # first: a prompt that is too long is not read
         check_kinds("prompt", body.prompt)
         max_model_len = state.engine.info.max_model_len
-        truncation = Truncation.of(body.truncate_prompt_tokens, body.truncation_side, max_model_len)
-        kept = truncation.kept(least_output=body.max_tokens or 1)
+        wanted, side = body.truncate_prompt_tokens, body.truncation_side
+        kept = kept_part(wanted, side, max_model_len, least_output=body.max_tokens or 1)
         affixes = body.add_special_tokens is not False
         prompts = await read_prompts(state, "prompt", given, kept, affixes=affixes, decodes=echo)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities

@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.answers.answer import AsgiResponse, JsonAnswer, while_connected
 from server.api.record import begun
-from server.api.request.generation_plan import TIMEOUT_HEADER, cache_salt_of, deadline_of, times_left
-from server.api.request.limits import Given, Truncation, check_kinds, check_text_length, listed
+from server.api.request.generation_plan import cache_salt_of, deadline_of, times_left
+from server.api.request.limits import Given, check_kinds, check_text_length, kept_part, listed
 from server.api.request.prompts import read_prompts
 from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
 from server.api.routes.endpoints import Routes, route
@@ -147,7 +147,7 @@ class EmbeddingRoutes(Routes):
         """Submits the inputs of the fields, one after the other. Raises RequestError."""
         state = self._state
         model = await state.find_model(body.model)
-        deadline = deadline_of(body.timeout_s, request.headers.get(TIMEOUT_HEADER))
+        deadline = deadline_of(body.timeout_s, request)
         for param, value in (("normalize", body.normalize), ("use_activation", body.use_activation)):
             if value is False:
                 raise invalid(param, "vectors always have the length 1")
@@ -172,7 +172,7 @@ class EmbeddingRoutes(Routes):
             if isinstance(prompt, str):
                 check_text_length(len(prompt), state.tokenizer, max_model_len, least_output=0)
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
-        kept = Truncation.of(wanted, side, max_model_len, default="right").kept(least_output=0)
+        kept = kept_part(wanted, side, max_model_len, least_output=0, default="right")
         affixes = body.add_special_tokens is not False
         prompts = await read_prompts(state, param, given, kept, special=False, affixes=affixes)
         for number, ids in enumerate(prompt.ids for prompt in prompts):

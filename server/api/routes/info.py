@@ -15,7 +15,7 @@ from server.api.answers.answer import JsonAnswer
 from server.api.http_counts import HttpCounts
 from server.api.metrics import CONTENT_TYPE
 from server.api.peers import Counted
-from server.api.request.conversation import Conversation, encode_conversation
+from server.api.request.conversation import encode_conversation
 from server.api.request.limits import check_text_length
 from server.api.request.prompts import read_ids, read_prompts
 from server.api.request.sampling import check_ids
@@ -148,7 +148,7 @@ class Info:
         await state.find_model(body.model)
         if body.messages is not None and body.prompt is None:
             tools = read_tools(body.tools, None, parallel=None)
-            ids = await encode_conversation(state, Conversation.of(body), tools)
+            ids = await encode_conversation(state, body, tools)
         elif body.prompt is not None and body.messages is None:
             check_text_length(len(body.prompt), state.tokenizer, state.engine.info.max_model_len)
             affixes = body.add_special_tokens is not False
