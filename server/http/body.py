@@ -101,13 +101,13 @@ def _too_large(max_bytes: int) -> RequestError:
     return RequestError(413, f"The body is larger than {max_bytes} bytes.")
 
 
-def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, *, field: str = "") -> T:
-    """Decodes JSON. `field` names the field that it is the value of, if it is not the whole body.
+def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
+    """Decodes JSON.
 
     Raises RequestError 400 with the dotted path of the first wrong field. Raises UnknownFieldError if the type forbids
     unknown fields and the JSON has one.
     """
-    return _worded(lambda: decoder.decode(body), field)
+    return _worded(lambda: decoder.decode(body))
 
 
 def read_query[T](query: Mapping[str, str], kind: type[T]) -> T:
@@ -115,13 +115,14 @@ def read_query[T](query: Mapping[str, str], kind: type[T]) -> T:
     return _worded(lambda: msgspec.convert(dict(query), kind, strict=False))
 
 
-def _worded[T](decode: Callable[[], T], field: str = "") -> T:
+def _worded[T](decode: Callable[[], T]) -> T:
     try:
         return decode()
     except msgspec.ValidationError as error:
         message = str(error)
         where = _AT.search(message)
-        param = _dotted(f"{field}{where['path'] if where else ''}")
+        # `.messages[0].content` -> `messages.0.content`
+        param = where["path"].replace("[", ".").replace("]", "").strip(".") or None if where else None
         text = _LENGTH.sub(r"at most \1 entries are allowed", message[: where.start()] if where else message)
         kind = UnknownFieldError if text.startswith("Object contains unknown field `") else RequestError
         if text.startswith("Object missing required field `"):
@@ -131,8 +132,3 @@ def _worded[T](decode: Callable[[], T], field: str = "") -> T:
         raise RequestError(400, "The JSON body is nested too deeply.") from error
     except ValueError as error:  # malformed JSON, or text that is not UTF-8
         raise RequestError(400, f"The body is not valid JSON: {error}") from error
-
-
-def _dotted(path: str) -> str | None:
-    """`.messages[0].content` -> `messages.0.content`."""
-    return path.replace("[", ".").replace("]", "").strip(".") or None

@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +63,18 @@ class TemplateRunner:
         variables = dict(tokenizer.template_variables)
         job = Job(source, list(tokenizer.special_tokens), variables, self.timeout_s, call)
         frame = msgspec.json.encode(job)
-        with self._waiting():
-            async with self._processes:
-                reply = await self._answer(frame)
-        if reply.error is not None:
-            kind, message = reply.error
-            raise ERRORS[kind](message)
-        return reply.parts, reply.variables_read
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
         if self._num_waiting >= MAX_WAITING:
             raise TooManyTemplatesError
         self._num_waiting += 1
         try:
-            yield
+            async with self._processes:
+                reply = await self._answer(frame)
         finally:
             self._num_waiting -= 1
+        if reply.error is not None:
+            kind, message = reply.error
+            raise ERRORS[kind](message)
+        return reply.parts, reply.variables_read
 
     async def _answer(self, frame: bytes) -> Reply:
         paths = [str(Path(__file__).parents[2]), *map(os.path.abspath, sys.path)]

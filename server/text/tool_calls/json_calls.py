@@ -9,7 +9,7 @@ arguments may be a string with the JSON of an object. They are then sent when th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 from server.text.tool_calls.literals import Expects, LiteralReader, as_json
@@ -43,7 +43,7 @@ class JsonCallParser(CallParser):
     def __init__(self, names: Collection[str], **options: Any) -> None:
         super().__init__(names, **options)
         self._value = LiteralReader(max_depth=MAX_DEPTH)  # of the arguments
-        self._early_parts: list[str] = []  # its JSON up to now, before the call is certain
+        self._early_json = ""  # its JSON up to now, before the call is certain
         self._begin()
         self._read = self._read_gap
 
@@ -132,13 +132,14 @@ class JsonCallParser(CallParser):
             self._commit(self._name)
             self._read = self._read_arguments
         else:
-            self._early_parts = []
+            self._early_json = ""
             self._read = self._read_early_arguments
         return at
 
     def _read_arguments(self, text: str, at: int) -> int:
         """Reads the arguments of a call that has begun, up to their closing brace."""
-        end = self._read_value(text, at, self._pieces.add_arguments)
+        end, json_text = self._value.read_on(text, at)
+        self._pieces.add_arguments(json_text)
         if self._value.broken:
             self._break(text[at:end])
         elif self._value.done:
@@ -149,7 +150,8 @@ class JsonCallParser(CallParser):
 
     def _read_early_arguments(self, text: str, at: int) -> int:
         """Reads arguments before the call is certain: its name is not known, or they are in a string."""
-        end = self._read_value(text, at, self._early_parts.append)
+        end, json_text = self._value.read_on(text, at)
+        self._early_json += json_text
         if self._value.done:
             self._scanner.skip_value()
             self._arguments = self._early_arguments()
@@ -167,17 +169,10 @@ class JsonCallParser(CallParser):
 
     def _early_arguments(self) -> str | None:
         """The arguments' JSON; None if they are not an object."""
-        json_text: str | None = "".join(self._early_parts)
+        json_text: str | None = self._early_json
         if json_text and json_text.startswith('"'):
             json_text = as_json(json.loads(json_text), max_depth=MAX_DEPTH)
         return json_text if json_text and json_text.startswith("{") else None
-
-    def _read_value(self, text: str, at: int, add: Callable[[str], None]) -> int:
-        value = self._value
-        while at < len(text) and not (value.done or value.broken):
-            at, json_text = value.read(text, at)
-            add(json_text)
-        return at
 
     def _add_whole_call(self, name: str, arguments: str) -> None:
         self._commit(name)

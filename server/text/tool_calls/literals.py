@@ -92,6 +92,14 @@ class LiteralReader:
             return at, ""
         return at + (self.expects is not Expects.SCALAR), json_text
 
+    def read_on(self, text: str, at: int) -> tuple[int, str]:
+        """Reads up to the end of the literal or of the text."""
+        parts = []
+        while at < len(text) and not (self.done or self.broken):
+            at, part = self.read(text, at)
+            parts.append(part)
+        return at, "".join(parts)
+
     @property
     def depth(self) -> int:
         """The number of open lists and objects."""
@@ -254,11 +262,9 @@ class LiteralReader:
 def as_json(text: str, *, max_depth: int) -> str | None:
     """The JSON of a whole text that is one literal, in JSON's form, with white space around it. None if it is none."""
     text = text.strip()
-    reader, at, parts = LiteralReader(max_depth=max_depth, keeps_json=True), 0, []
-    while at < len(text) and not (reader.done or reader.broken):
-        at, part = reader.read(text, at)
-        parts.append(part)
-    return "".join(parts) if reader.done and at == len(text) else None
+    reader = LiteralReader(max_depth=max_depth, keeps_json=True)
+    end, json_text = reader.read_on(text, 0)
+    return json_text if reader.done and end == len(text) else None
 
 
 def escaped(text: str) -> str:

@@ -89,15 +89,13 @@ class PythonicCallParser(CallParser):
         return at + 1
 
     def _read_value(self, text: str, at: int) -> int:
-        start, value = at, self._value
-        while at < len(text) and not value.done and not value.broken:
-            at, json_text = value.read(text, at)
-            self._pieces.add_arguments(json_text)
-        if value.broken:
-            self._break(text[start:at])
-        elif value.done:
+        end, json_text = self._value.read_on(text, at)
+        self._pieces.add_arguments(json_text)
+        if self._value.broken:
+            self._break(text[at:end])
+        elif self._value.done:
             self._read = self._read_next_argument
-        return at
+        return end
 
     def _read_next_argument(self, text: str, at: int) -> int:
         char = text[at]

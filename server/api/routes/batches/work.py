@@ -32,6 +32,10 @@ SAVE_INTERVAL_S = 1.0  # between two writes of a batch's counts
 
 VALIDATING, IN_PROGRESS, FINALIZING = "validating", "in_progress", "finalizing"
 COMPLETED, FAILED, CANCELLED, EXPIRED = "completed", "failed", "cancelled", "expired"
+_UNSET = (  # the fields that a new batch has without a value
+    "errors output_file_id error_file_id in_progress_at finalizing_at completed_at failed_at expired_at cancelling_at "
+    "cancelled_at"
+).split()
 _UNANSWERED = {
     CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was answered."),
     EXPIRED: ("batch_expired", "The completion window ended before this request was answered."),
@@ -213,25 +217,15 @@ class BatchWork:
 def new_batch(id: str, input_file_id: str, endpoint: str, window: str, seconds: int, metadata: Any) -> Fields:
     """The fields of a new batch, whose lines are not checked yet."""
     created = _now()
-    return {
+    return dict.fromkeys(_UNSET) | {
         "id": id,
         "object": "batch",
         "endpoint": endpoint,
-        "errors": None,
         "input_file_id": input_file_id,
         "completion_window": window,
         "status": VALIDATING,
-        "output_file_id": None,
-        "error_file_id": None,
         "created_at": created,
-        "in_progress_at": None,
         "expires_at": created + seconds,
-        "finalizing_at": None,
-        "completed_at": None,
-        "failed_at": None,
-        "expired_at": None,
-        "cancelling_at": None,
-        "cancelled_at": None,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": metadata,
     }
