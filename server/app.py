@@ -193,18 +193,11 @@ def _exception_handlers(refusals: Refusals) -> dict[Any, Callable[[Request, Any]
             response.headers["Allow"] = ", ".join(_methods(request))
         return response
 
-    def answered(status: int, kind: str, code: str | None = None) -> Callable[[Request, Any], Awaitable[Response]]:
-        async def on_error(request: Request, error: Exception) -> Response:
-            return refusals.response(request.scope, RequestError(status, str(error), type=kind, code=code))
+    async def on_full(request: Request, error: FullError) -> Response:
+        refusal = RequestError(507, str(error), type="InsufficientStorageError", code="storage_full")
+        return refusals.response(request.scope, refusal)
 
-        return on_error
-
-    return {
-        RequestError: on_request_error,
-        FullError: answered(507, "InsufficientStorageError", "storage_full"),
-        HTTPException: on_http_exception,
-        NotImplementedError: answered(501, "NotImplementedError"),
-    }
+    return {RequestError: on_request_error, FullError: on_full, HTTPException: on_http_exception}
 
 
 def _methods(request: Request) -> list[str]:

@@ -68,7 +68,8 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
     for name in MAPS:
         inner = schema.get(name)
         if isinstance(inner, Mapping):
-            yield from ((f"{name}/{_escaped(key)}", s) for key, s in inner.items() if isinstance(s, Mapping))
+            escaped = ((key.replace("~", "~0").replace("/", "~1"), s) for key, s in inner.items())
+            yield from ((f"{name}/{key}", s) for key, s in escaped if isinstance(s, Mapping))
     for name in (*LISTS, "items"):
         inner = schema.get(name)
         if isinstance(inner, list):
@@ -77,10 +78,6 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
         inner = schema.get(name)
         if isinstance(inner, Mapping):
             yield name, inner
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _numbers(value: Any) -> Iterator[float]:

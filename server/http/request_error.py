@@ -89,6 +89,12 @@ def model_not_found(name: str) -> RequestError:
     return RequestError(404, message, type=NOT_FOUND, param="model", code="model_not_found")
 
 
+def not_kept(kind: str, id: str, param: str) -> RequestError:
+    """404: the client has no response, item or conversation with this id."""
+    message = f"{kind} with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
+    return RequestError(404, message, type=NOT_FOUND, param=param)
+
+
 def too_long(message: str, param: str) -> RequestError:
     """400: the request does not fit the model's context."""
     return RequestError(400, message, param=param, code="context_length_exceeded")

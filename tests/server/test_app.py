@@ -71,16 +71,15 @@ def test_an_output_that_makes_no_sense_fails_its_request():
     assert response.json()["error"]["type"] == "InternalServerError"
 
 
-@pytest.mark.parametrize(("error", "status"), [(RuntimeError("boom"), 500), (NotImplementedError("not yet"), 501)])
-def test_an_unexpected_exception_is_an_error_object(monkeypatch, error, status):
+def test_an_unexpected_exception_is_an_error_object(monkeypatch):
     client = StubClient(DONE)
 
     def fail(requests):
-        raise error
+        raise RuntimeError("boom")
 
     monkeypatch.setattr(client, "submit", fail)
     response = call(state_of(client), "POST", COMPLETIONS, json={"prompt": "a"}, headers={"x-request-id": "mine"})
-    assert response.status_code == status
+    assert response.status_code == 500
     assert response.headers["x-request-id"] == "mine"
     assert "boom" not in response.text  # what went wrong inside is not the client's to read
 

@@ -11,15 +11,7 @@ from typing import Any, ClassVar
 from server.api.answers.logprobs import finite, scores_by_id
 from server.api.answers.writer import AnswerHead
 from server.engine.generation import Choice, ChoiceDelta, Generation, ScoredToken
-from server.http.encoding import (
-    DONE,
-    ChunkTemplate,
-    NestedList,
-    encode_json,
-    event,
-    event_pieces,
-    list_of,
-)
+from server.http.encoding import DONE, ChunkTemplate, NestedList, encode_json, event, event_pieces, list_of
 from server.http.request_error import RequestError
 from server.text.tokenizer import ByteLevelTokenizer
 

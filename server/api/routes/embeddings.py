@@ -60,7 +60,10 @@ class EmbeddingRoutes(Routes):
         return await self._vectors(request, body, kind="pooling", field="data")
 
     async def _vectors(self, request: Request, body: EmbeddingRequest, *, kind: str, field: str) -> Response:
-        _check_size(body, self._state.engine.info.embedding_size)
+        size = self._state.engine.info.embedding_size
+        if body.dimensions not in (None, size):
+            message = f"this model's vectors have {size} numbers, and it was not trained for fewer"
+            raise invalid("dimensions", message)
         started = await self._start(request, body, {"input": body.input})
         as_base64 = body.encoding_format == "base64"
         shown = {"id": started.id} if body.return_token_ids else {}
@@ -156,7 +159,23 @@ class EmbeddingRoutes(Routes):
         left_s, queue_s = times_left(state, deadline)
         embeddings = Embeddings(state.engine, on_limit=state.metrics.observe_limit)
         id = f"embd-{uuid.uuid4().hex}"
-        embeddings.submit(self._requests(id, body, packed, queue_s, model.adapter), timeout_s=left_s)
+        salt = cache_salt_of(state, body.cache_salt)
+        requests = [
+            wire.WireRequest(
+                f"{id}-{number}",
+                prompt,
+                ONE_TOKEN,
+                body.priority or 0,
+                salt,
+                queue_s,
+                embeds=True,
+                client=current_client(),
+                group=id,
+                adapter=model.adapter,
+            )
+            for number, prompt in enumerate(packed)
+        ]
+        embeddings.submit(requests, timeout_s=left_s)
         state.generations[id] = embeddings
         begun(embeddings, answer_id=id, model=model.name, num_prompt_tokens=sum(map(len, prompts)))
         return Started(embeddings, id, model.name, prompts)
@@ -186,26 +205,6 @@ class EmbeddingRoutes(Routes):
                 )
         return [prompt.ids for prompt in prompts]
 
-    def _requests(
-        self, id: str, body: EmbedFields, packed: Sequence[bytes], queue_s: float | None, adapter: int
-    ) -> list[wire.WireRequest]:
-        salt = cache_salt_of(self._state, body.cache_salt)
-        return [
-            wire.WireRequest(
-                f"{id}-{number}",
-                prompt,
-                ONE_TOKEN,
-                body.priority or 0,
-                salt,
-                queue_s,
-                embeds=True,
-                client=current_client(),
-                group=id,
-                adapter=adapter,
-            )
-            for number, prompt in enumerate(packed)
-        ]
-
 
 def _numbers(vector: bytes) -> array[float]:
     numbers = array("f", vector)
@@ -219,10 +218,3 @@ def _encoded(vector: bytes, *, as_base64: bool) -> Any:
         return base64.b64encode(vector).decode()
     numbers = _numbers(vector)
     return list_of(numbers, len(numbers))
-
-
-def _check_size(body: EmbeddingRequest, size: int | None) -> None:
-    """Raises RequestError 400 for a size of vectors that is not supported."""
-    if body.dimensions not in (None, size):
-        message = f"this model's vectors have {size} numbers, and it was not trained for fewer"
-        raise invalid("dimensions", message)

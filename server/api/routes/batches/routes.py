@@ -21,17 +21,7 @@ from server.api.route import FORM
 from server.api.routes.batches.work import new_batch
 from server.api.routes.endpoints import Routes, route
 from server.batches.batch_file import EMBEDDINGS, URLS
-from server.batches.store import (
-    BATCH,
-    FILE,
-    INPUT,
-    MAX_FILE_BYTES,
-    MAX_FILES,
-    OVER,
-    BatchStore,
-    Fields,
-    new_id,
-)
+from server.batches.store import BATCH, FILE, INPUT, MAX_FILE_BYTES, MAX_FILES, OVER, BatchStore, Fields, new_id
 from server.http.auth import current_key
 from server.http.body import read_form, read_query
 from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported

@@ -15,19 +15,14 @@ from server.api.answers.answer import JsonAnswer
 from server.api.request.kept_objects import ListQuery
 from server.api.routes.endpoints import route
 from server.api.routes.responses.items import Item, items_list, items_page, new_items
-from server.api.routes.responses.schemas import (
-    ConversationChange,
-    InputItem,
-    NewConversation,
-    NewItems,
-)
+from server.api.routes.responses.schemas import ConversationChange, InputItem, NewConversation, NewItems
 from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import check_included, item_messages
 from server.api.state import ServerState
 from server.http.auth import current_key
 from server.http.body import read_query
 from server.http.encoding import encode_json
-from server.http.request_error import NOT_FOUND, RequestError, invalid
+from server.http.request_error import invalid, not_kept
 
 CONVERSATIONS_PATH = "/v1/conversations"
 ONE = f"{CONVERSATIONS_PATH}/{{id}}"
@@ -60,7 +55,7 @@ class Conversations:
     @route(f"GET {ONE}")
     async def retrieve(self, request: Request) -> Response:
         """A conversation, without its items."""
-        return _shown(await self._find(request))
+        return JsonAnswer(msgspec.Raw((await self._find(request)).fields))
 
     @route(f"POST {ONE}", ConversationChange)
     async def update(self, request: Request, body: ConversationChange) -> Response:
@@ -104,16 +99,16 @@ class Conversations:
         check_included(request.query_params)
         id = request.path_params["item_id"]
         for item in await self._run(self._store.items, (await self._find(request)).id, id):
-            return Response(item.fields, media_type="application/json")
-        raise _no_item(id)
+            return JsonAnswer(msgspec.Raw(item.fields))
+        raise not_kept("Item", id, "item_id")
 
     @route(f"DELETE {ONE}/items/{{item_id}}")
     async def delete_item(self, request: Request) -> Response:
         """Removes an item from a conversation."""
         conversation, id = await self._find(request), request.path_params["item_id"]
         if not await self._run(self._store.remove_item, conversation.id, id):
-            raise _no_item(id)
-        return _shown(conversation)
+            raise not_kept("Item", id, "item_id")
+        return JsonAnswer(msgspec.Raw(conversation.fields))
 
     async def _translated(self, items: list[InputItem], num_earlier: int) -> list[Item]:
         check_room(num_earlier + len(items), "items")
@@ -133,8 +128,7 @@ async def find_conversation(store: ResponseStore, id: str, param: str) -> Kept:
     """The conversation with this id. Raises RequestError 404, which names the field `param`, if there is none."""
     conversation = await store.database.run(store.find, id, current_key.get()) if id.startswith(PREFIX) else None
     if conversation is None:
-        message = f"Conversation with id {id[:100]!r} not found. It is not kept, or not any more."
-        raise RequestError(404, message, type=NOT_FOUND, param=param)
+        raise not_kept("Conversation", id, param)
     return conversation
 
 
@@ -142,12 +136,3 @@ def check_room(num_items: int, param: str) -> None:
     """Raises RequestError 400 if a conversation has no room for so many items in all."""
     if num_items > MAX_ITEMS:
         raise invalid(param, f"a conversation has at most {MAX_ITEMS} items")
-
-
-def _shown(conversation: Kept) -> Response:
-    return Response(conversation.fields, media_type="application/json")
-
-
-def _no_item(id: str) -> RequestError:
-    message = f"Item with id {id[:100]!r} not found in the conversation."
-    return RequestError(404, message, type=NOT_FOUND, param="item_id")

@@ -42,25 +42,26 @@ class Item(NamedTuple):
     fields: bytes
 
 
-class _Identified(msgspec.Struct):
+class _ItemFields(msgspec.Struct):
     id: str
+    type: str
+    status: str = ""
 
 
-class _Output(msgspec.Struct):
+class ResponseFields(msgspec.Struct):
+    """The fields of a response's JSON that are read again."""
+
+    status: str
+    background: bool
     output: list[msgspec.Raw]
 
 
-class _CallStatus(msgspec.Struct):
-    type: str
-    status: str
-
-
-_identified = msgspec.json.Decoder(_Identified).decode
-_call_status = msgspec.json.Decoder(_CallStatus).decode
+_item_fields = msgspec.json.Decoder(_ItemFields).decode
+response_fields = msgspec.json.Decoder(ResponseFields).decode
 
 
 def _items(raw: Iterable[msgspec.Raw]) -> list[Item]:
-    return [Item(_identified(fields).id, bytes(fields)) for fields in raw]
+    return [Item(_item_fields(fields).id, bytes(fields)) for fields in raw]
 
 
 def items_of(array: bytes) -> list[Item]:
@@ -75,9 +76,9 @@ def array_of(items: Iterable[Item]) -> bytes:
 
 def output_items(response: bytes) -> list[Item]:
     """The items of the answer in a response's JSON. A call that was cut is left out: it cannot have a result."""
-    items = _items(msgspec.json.decode(response, type=_Output).output)
+    items = _items(response_fields(response).output)
     if items:
-        last = _call_status(items[-1].fields)
+        last = _item_fields(items[-1].fields)
         if last.type in CALLS and last.status == INCOMPLETE:
             items.pop()
     return items

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -23,28 +23,21 @@ from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 CANCELLED, FAILED = "cancelled", "failed"
+Logprobs = Callable[..., list[Any] | LongList]
 LIMIT_REACHED = {"reason": "max_output_tokens"}
 
 
-class ScoreWriter:
-    """Writes scored tokens with their `num_top` most likely ones."""
+def logprobs(
+    tokenizer: ByteLevelTokenizer, num_top: int, scored: Sequence[ScoredToken], *, in_event: bool = False
+) -> list[Any] | LongList:
+    """The field `logprobs` of a text. In an event the entries have no bytes of tokens."""
+    entries = chat_entries(tokenizer, scored, num_top)
+    return list_of(map(_without_bytes, entries) if in_event else entries, len(scored))
 
-    def __init__(self, tokenizer: ByteLevelTokenizer, num_top: int) -> None:
-        self._tokenizer = tokenizer
-        self.num_top = num_top
 
-    def whole(self, scored: Sequence[ScoredToken]) -> list[Any] | LongList:
-        """The field `logprobs` of a whole text."""
-        return list_of(chat_entries(self._tokenizer, scored, self.num_top), len(scored))
-
-    def in_event(self, scored: Sequence[ScoredToken]) -> list[Any] | LongList:
-        """The field `logprobs` of an event, without the bytes of tokens."""
-        return list_of(self._without_bytes(scored), len(scored))
-
-    def _without_bytes(self, scored: Sequence[ScoredToken]) -> Iterator[dict[str, Any]]:
-        for entry in chat_entries(self._tokenizer, scored, self.num_top):
-            top = [{"token": each["token"], "logprob": each["logprob"]} for each in entry["top_logprobs"]]
-            yield {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
+def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+    top = [{"token": each["token"], "logprob": each["logprob"]} for each in entry["top_logprobs"]]
+    return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
 
 
 class _GrowingItem:
@@ -70,10 +63,10 @@ class TextItem(_GrowingItem):
 
     ID_PREFIX = "msg"
 
-    def __init__(self, index: int, response_id: str, start: int, scores: ScoreWriter) -> None:
+    def __init__(self, index: int, response_id: str, start: int, logprobs: Logprobs) -> None:
         super().__init__(index, response_id)
         self.start = self.end = start  # in the whole text of the answer, including calls
-        self._scores = scores
+        self.logprobs = logprobs
         self.scored: list[ScoredToken] = []
 
     def add(self, text: str) -> None:
@@ -81,12 +74,7 @@ class TextItem(_GrowingItem):
         self.end += len(text)
 
     def part(self) -> dict[str, Any]:
-        logprobs = self._scores.whole(self.scored)
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
-
-    def logprobs_in_event(self, scored: Sequence[ScoredToken]) -> Any:
-        """The log-probabilities of new tokens, as an event of a stream has them."""
-        return self._scores.in_event(scored)
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs(self.scored)}
 
     def fields(self, status: str) -> dict[str, Any]:
         """The item's fields in the API."""
@@ -172,7 +160,7 @@ class ResponseRecord:
 
     Args:
         fields: the fields of the response that repeat the request.
-        scores: writes the log-probabilities of the text.
+        logprobs: the function of this name, for the request's tokens.
         tools: the tools that the model may call, by the names that it sees.
         is_background: whether it is made without a connection. It begins as `queued`.
     """
@@ -181,7 +169,7 @@ class ResponseRecord:
         self,
         id: str,
         fields: dict[str, Any],
-        scores: ScoreWriter,
+        logprobs: Logprobs,
         tools: Mapping[str, SeenTool] = MappingProxyType({}),
         *,
         is_background: bool = False,
@@ -191,7 +179,7 @@ class ResponseRecord:
         self.status = QUEUED if is_background else IN_PROGRESS
         self.items: list[Item] = []
         self._fields = fields
-        self._scores = scores
+        self._logprobs = logprobs
         self._tools = tools
         self._unclaimed: deque[ScoredToken] = deque()  # tokens whose text has not been added
         self._ends_in_half_call = False
@@ -215,26 +203,19 @@ class ResponseRecord:
 
     def add(self, piece: Piece) -> Added:
         """Adds a piece to the last item, or to a new one."""
-        kind = {CallDelta: CallItem, Reasoning: ReasoningItem, Content: TextItem}[type(piece)]
-        is_new = not self.items or not isinstance(self.items[-1], kind)
-        if isinstance(piece, CallDelta):
-            text = piece.arguments
-            if piece.name is not None:
-                is_new = True
-                tool = self._tools[piece.name]
+        last, index = self.items[-1] if self.items else None, len(self.items)
+        match piece:
+            case CallDelta(name=str(name)):
+                tool = self._tools[name]
                 of_call = CustomCallItem if tool.function.type == "custom" else CallItem
-                self.items.append(of_call(len(self.items), self.id, tool))
-        elif isinstance(piece, Reasoning):
-            text = piece.text
-            if is_new:
-                self.items.append(ReasoningItem(len(self.items), self.id))
-        else:
-            text = piece.text
-            if is_new:
-                self.items.append(TextItem(len(self.items), self.id, piece.start, self._scores))
-        item = self.items[-1]
+                self.items.append(of_call(index, self.id, tool))
+            case Reasoning() if not isinstance(last, ReasoningItem):
+                self.items.append(ReasoningItem(index, self.id))
+            case Content() if not isinstance(last, TextItem):
+                self.items.append(TextItem(index, self.id, piece.start, self._logprobs))
+        item, text = self.items[-1], piece.arguments if isinstance(piece, CallDelta) else piece.text
         item.add(text)
-        return Added(item, text, self._claim(item) if isinstance(item, TextItem) else [], is_new)
+        return Added(item, text, self._claim(item) if isinstance(item, TextItem) else [], item is not last)
 
     def _claim(self, item: TextItem) -> list[ScoredToken]:
         """Gives the item the tokens of its text up to now. Tokens before it are those of calls, and are dropped."""

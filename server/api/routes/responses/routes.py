@@ -39,8 +39,9 @@ from server.api.routes.responses.items import (
     joined,
     new_items,
     output_items,
+    response_fields,
 )
-from server.api.routes.responses.record import CANCELLED, COMPLETED, QUEUED, ResponseRecord, ScoreWriter
+from server.api.routes.responses.record import CANCELLED, COMPLETED, QUEUED, ResponseRecord, logprobs
 from server.api.routes.responses.schemas import ConversationName, FunctionTool, ResponsesRequest
 from server.api.routes.responses.store import Kept, ResponseStore
 from server.api.routes.responses.translation import (
@@ -58,7 +59,7 @@ from server.api.state import OpenRequest, ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
 from server.http.body import read_query
-from server.http.request_error import NOT_FOUND, RequestError, internal, invalid
+from server.http.request_error import NOT_FOUND, RequestError, internal, invalid, not_kept
 from server.logs import ThrottledLog
 
 logger = logging.getLogger("pallas_serve")
@@ -74,13 +75,6 @@ def responses_routes(state: ServerState) -> list[ApiRoute]:
     return [*routes_of(Conversations(state, responses.store), state), *routes_of(responses, state)]
 
 
-class _Shown(msgspec.Struct):
-    """The fields of a response that are read here."""
-
-    status: str
-    background: bool
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Making:
     """A response that this process makes."""
@@ -89,9 +83,6 @@ class _Making:
     log: EventLog | None  # of a stream in the background
     conversation: str | None  # the id of the conversation to which it is added
     new: Sequence[Item]  # of the input
-
-
-_read_shown = msgspec.json.Decoder(_Shown).decode
 
 
 class Responses:
@@ -123,7 +114,7 @@ class Responses:
         record = ResponseRecord(
             head.id,
             _repeated(body, tools, head.model, state, conversation),
-            ScoreWriter(state.tokenizer, plan.generation.logprobs or 0),
+            partial(logprobs, state.tokenizer, plan.generation.logprobs or 0),
             {tool.function.name or "": tool for tool in seen},
             is_background=in_background,
         )
@@ -243,7 +234,7 @@ class Responses:
         first = first_event(request.query_params)
         kept = await self._find(request)
         if first is None:
-            return _shown(kept)
+            return JsonAnswer(msgspec.Raw(kept.fields))
         if not kept.has_events:
             raise invalid("stream", "only a response made with `background` and `stream` keeps its events")
         making = self._kept.get(kept.id)
@@ -274,17 +265,17 @@ class Responses:
         """
         kept = await self._find(request)
         if kept.is_over:
-            shown = _read_shown(kept.fields)
+            shown = response_fields(kept.fields)
             if shown.status != CANCELLED and not shown.background:
                 raise RequestError(400, f"The response is over: {shown.status}.", code="response_not_cancellable")
-            return _shown(kept)
+            return JsonAnswer(msgspec.Raw(kept.fields))
         await self._run(self.store.cancel, kept.id)
         if (making := self._kept.get(kept.id)) is not None:
             self._stop(making.record)
         while not kept.is_over:  # the process that makes it saves it
             await asyncio.sleep(CANCEL_POLL_S)
             kept = await self._find(request)
-        return _shown(kept)
+        return JsonAnswer(msgspec.Raw(kept.fields))
 
     def _stop(self, record: ResponseRecord) -> None:
         generation = self._state.generations.get(record.id)
@@ -299,8 +290,7 @@ class Responses:
         id = request.path_params["id"]
         kept = await self._kept_response(id)
         if kept is None:
-            message = f"Response with id {id[:100]!r} not found. It is not stored, or not any more."
-            raise RequestError(404, message, type=NOT_FOUND, param="response_id")
+            raise not_kept("Response", id, "response_id")
         return kept
 
     async def _end(self, making: _Making, events: Sequence[tuple[int, bytes]] = ()) -> None:
@@ -389,10 +379,6 @@ class Responses:
             if log is not None:
                 log.wake()
             place.release()
-
-
-def _shown(kept: Kept) -> Response:
-    return Response(kept.fields, media_type="application/json")
 
 
 def _repeated(

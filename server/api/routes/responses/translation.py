@@ -25,7 +25,8 @@ from server.api.routes.responses.schemas import (
     TextFormat,
 )
 from server.http.body import read_query
-from server.http.request_error import NOT_FOUND, RequestError, given, invalid, unsupported
+from server.http.encoding import encode_json
+from server.http.request_error import RequestError, given, invalid, not_kept, unsupported
 
 # chat's names -> the names of this route
 _OTHER_NAMES = {
@@ -157,6 +158,9 @@ def chat_request(body: ResponsesRequest, tools: Sequence[SeenTool], messages: Se
     """The chat request for this request. `messages` are the conversation without the instructions. Raises RequestError
     400."""
     instructions = [] if body.instructions is None else [Message("system", body.instructions)]
+    fields = {name: getattr(body, name) for name in _SAME}
+    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
+        fields["truncate_prompt_tokens"] = -1  # the beginning of a prompt that is too long is cut off
     return ChatRequest(
         messages=[*instructions, *messages],
         continue_final_message=_continues(body.input),
@@ -166,13 +170,8 @@ def chat_request(body: ResponsesRequest, tools: Sequence[SeenTool], messages: Se
         tools=_chat_tools(body, tools),
         tool_choice=_tool_choice(body.tool_choice, has_tools=body.tools is not msgspec.UNSET),
         response_format=_response_format(body.text.format if body.text else None),
-        **{name: getattr(body, name) for name in _SAME} | _truncation(body),
+        **fields,
     )
-
-
-def _truncation(body: ResponsesRequest) -> dict[str, int]:
-    """Chat's field for `truncation`. With `auto` the beginning of a prompt that is too long is cut off."""
-    return {"truncate_prompt_tokens": -1} if body.truncation == "auto" and body.truncate_prompt_tokens is None else {}
 
 
 def _continues(items: str | list[InputItem]) -> bool:
@@ -287,8 +286,7 @@ def _referenced(where: str, id: str | None, kept: Mapping[str, Item]) -> Message
     """The message of a kept item; None: the template shows nothing of it."""
     id = given(where, id)
     if id not in kept:
-        message = f"Item with id {id[:100]!r} not found. It is not kept, or not any more, or not complete."
-        raise RequestError(404, message, type=NOT_FOUND, param=where)
+        raise not_kept("Item", id, where)
     return next(kept_messages([kept[id]]), None)
 
 
@@ -300,14 +298,6 @@ def kept_messages(items: Iterable[Item]) -> Iterator[Message]:
             yield _message("", item)
 
 
-def call_message(id: str, name: str, arguments: str, namespace: str | None) -> Message:
-    """A message of the assistant with one call."""
-    function = FunctionCall(name, arguments)
-    if namespace is not None:
-        function = NamespacedCall(seen_name(name, namespace), arguments, namespace=namespace)
-    return Message("assistant", tool_calls=[ToolCall(function, id)])
-
-
 def _message(where: str, item: InputItem) -> Message:
     kind = item.type or "message"
     match kind:
@@ -315,20 +305,22 @@ def _message(where: str, item: InputItem) -> Message:
             role = given(f"{where}.role", item.role)
             check_role(f"{where}.role", role)
             return Message(role, _content(f"{where}.content", item.content))
-        case "function_call":
-            if item.name is None or item.call_id is None or item.arguments is None:
-                raise invalid(where, "a function_call needs `call_id`, `name` and `arguments`")
-            return call_message(item.call_id, item.name, item.arguments, item.namespace)
-        case "custom_tool_call":
-            if item.name is None or item.call_id is None or item.input is None:
-                raise invalid(where, "a custom_tool_call needs `call_id`, `name` and `input`")
-            arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
-            return call_message(item.call_id, item.name, arguments, item.namespace)
+        case "function_call" | "custom_tool_call":
+            if kind == "function_call":
+                arguments = given(f"{where}.arguments", item.arguments)
+            else:
+                arguments = encode_json({CUSTOM_INPUT: given(f"{where}.input", item.input)}).decode()
+            name, id = given(f"{where}.name", item.name), given(f"{where}.call_id", item.call_id)
+            function = FunctionCall(name, arguments)
+            if item.namespace is not None:
+                seen = seen_name(name, item.namespace)
+                function = NamespacedCall(seen, arguments, namespace=item.namespace)
+            return Message("assistant", tool_calls=[ToolCall(function, id)])
         case "function_call_output" | "custom_tool_call_output":
-            if item.call_id is None or item.output is None:
-                raise invalid(where, f"a {kind} needs `call_id` and `output`")
-            output = item.output if isinstance(item.output, str) else [*map(_readable, item.output)]
-            return Message("tool", _content(f"{where}.output", output), tool_call_id=item.call_id)
+            id = given(f"{where}.call_id", item.call_id)
+            given(f"{where}.output", item.output)
+            output = [*map(_readable, item.output)] if isinstance(item.output, list) else item.output
+            return Message("tool", _content(f"{where}.output", output), tool_call_id=id)
     raise unsupported(f"{where}.type", f"items of the type `{kind[:40]}` are")
 
 

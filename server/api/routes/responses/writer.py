@@ -99,7 +99,7 @@ class ResponsesWriter:
             return self._events({"type": "response.function_call_arguments.delta", "delta": text, **_item_place(item)})
         if isinstance(item, ReasoningItem):
             return self._events({"type": "response.reasoning_text.delta", "delta": text, **_content_place(item)})
-        logprobs = item.logprobs_in_event(added.scored)
+        logprobs = item.logprobs(added.scored, in_event=True)
         kind = "response.output_text.delta"
         return self._events({"type": kind, "delta": text, "logprobs": logprobs, **_content_place(item)})
 
@@ -119,7 +119,7 @@ class ResponsesWriter:
         part = {"type": "response.content_part.done", "part": item.part(), **place}
         if isinstance(item, ReasoningItem):
             return self._events({"type": "response.reasoning_text.done", "text": whole, **place}, part, done)
-        logprobs = item.logprobs_in_event(item.scored)
+        logprobs = item.logprobs(item.scored, in_event=True)
         text = {"type": "response.output_text.done", "text": whole, "logprobs": logprobs, **place}
         return self._events(text, part, done)
 
