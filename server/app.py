@@ -18,10 +18,10 @@ from starlette.routing import Match
 
 from model.inputs.private_folders import PRIVATE, check_closed
 from server.api.adapter_folder import AdapterFolder
-from server.api.answers.errors import Refusals
 from server.api.gate import Gate
 from server.api.metrics import ServerMetrics
 from server.api.record import NOTES
+from server.api.route import Refusals
 from server.api.routes.admin import Admin
 from server.api.routes.batches.routes import Batches
 from server.api.routes.batches.runner import BatchRunner

@@ -36,7 +36,7 @@ from scripts import launch
 from scripts.building.stand_in_tokenizer import tokenizer_folder
 from scripts.deploy.affinity import prompt_of
 from scripts.flags.settings import EngineSettings, ServedSettings
-from server.api.answers.errors import OPENAI_ERRORS
+from server.api.route import OPENAI_ERRORS
 from server.app import create_app, create_state
 from server.engine.remote import RemoteEngine
 from server.engine.routing import Router

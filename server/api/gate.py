@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.answers.errors import Refusals
 from server.api.record import RequestRecord, current_record
-from server.api.route import Access, ApiRoute
+from server.api.route import Access, ApiRoute, Refusals
 from server.api.state import OpenRequest, ServerState, current_place
 from server.http.auth import KeyRing, current_key
 from server.http.request_error import RequestError, internal, overloaded, unavailable

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
-from server.http.request_error import RequestError
+from server.http.request_error import Error, RequestError
 
 JSON = "application/json"
 FORM = "multipart/form-data"
@@ -39,13 +40,16 @@ class ErrorForm:
         return Response(msgspec.json.encode(self.body(error)), error.status, error.headers(), JSON)
 
 
+OPENAI_ERRORS = ErrorForm(type=Error, body=RequestError.body)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiRoute:
     """A path and its endpoint.
 
     `generates` is true if the engine works for the answer. Such requests are counted in `/load`. In a shutdown new ones
     are refused, and the server waits for running ones. `/openapi.json` shows `body`, `media_types` of the answer and
-    `summary`. `errors` is None for OpenAI's form of errors.
+    `summary`.
     """
 
     path: str
@@ -56,9 +60,20 @@ class ApiRoute:
     body: type[msgspec.Struct] | None = None
     body_type: str = JSON  # the media type of the body
     media_types: tuple[str, ...] = (JSON,)
-    errors: ErrorForm | None = None
+    errors: ErrorForm = OPENAI_ERRORS
     summary: str = ""
 
     def starlette_route(self) -> Route:
         """The Starlette route."""
         return Route(self.path, self.endpoint, methods=[self.method])
+
+
+class Refusals:
+    """Makes the answers to refused requests, in the form of the requested route."""
+
+    def __init__(self, routes: Iterable[ApiRoute]) -> None:
+        self._forms = {route.path: route.errors for route in routes}
+
+    def response(self, scope: Scope, error: RequestError) -> Response:
+        """The error response to the request of `scope`, whose path or method may be unknown."""
+        return self._forms.get(scope["path"], OPENAI_ERRORS).response(error)

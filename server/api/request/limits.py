@@ -43,22 +43,21 @@ def check_text_length(
     """Raises RequestError 400 for a text that cannot fit in any tokenization. Called before the text is encoded."""
     least = -(-num_chars // tokenizer.max_token_chars)
     if least + least_output > max_model_len:
-        raise too_long(
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_chars} "
-            f"characters, which are at least {least} tokens. Please shorten it.",
-            param="input_text",
-        )
+        problem = f"your prompt has {num_chars} characters, which are at least {least} tokens. Please shorten it."
+        raise _beyond_context(max_model_len, problem, "input_text")
 
 
 def check_num_messages(count: int, max_model_len: int) -> None:
     """Raises RequestError 400 for a conversation that would not fit even with one token per message. Called before the
     template is rendered."""
     if count >= max_model_len:
-        raise too_long(
-            f"This model's maximum context length is {max_model_len} tokens. However, your conversation has {count} "
-            "messages, of at least a token each. Please shorten it.",
-            param="messages",
-        )
+        problem = f"your conversation has {count} messages, of at least a token each. Please shorten it."
+        raise _beyond_context(max_model_len, problem, "messages")
+
+
+def _beyond_context(max_model_len: int, problem: str, param: str) -> RequestError:
+    message = f"This model's maximum context length is {max_model_len} tokens. However, {problem}"
+    return too_long(message, param)
 
 
 def kept_part(
@@ -101,9 +100,7 @@ def output_limit(num_prompt: int, asked: int | None, max_model_len: int, *, para
         if not asked:
             total = f"your prompt contains {num_prompt} tokens, and at least one token, hidden or not, follows it. "
             total += "Please shorten the prompt."
-        raise too_long(
-            f"This model's maximum context length is {max_model_len} tokens. However, {total}", param="input_tokens"
-        )
+        raise _beyond_context(max_model_len, total, "input_tokens")
     limit = max_model_len - num_prompt if asked is None else wanted
     return limit if most is None else min(limit, most)
 

@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.answers.answer import JsonAnswer
-from server.api.answers.errors import OPENAI_ERRORS
-from server.api.route import JSON, Access, ApiRoute, ErrorForm
+from server.api.route import JSON, Access, ApiRoute
 from server.settings import Settings
 
 _REF = "#/components/schemas/{name}"
@@ -53,7 +52,7 @@ def docs_routes(routes: Sequence[ApiRoute], settings: Settings) -> list[ApiRoute
 
 def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
     """An OpenAPI 3.1 document of this server's routes. They need a key only if the server has keys."""
-    types = {route.body for route in routes if route.body is not None} | {_errors(route).type for route in routes}
+    types = {route.body for route in routes if route.body is not None} | {route.errors.type for route in routes}
     bodies = sorted(types, key=lambda body: body.__name__)
     references, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     for schema in components.values():
@@ -81,15 +80,11 @@ def openapi(routes: Sequence[ApiRoute], settings: Settings) -> dict[str, Any]:
     }
 
 
-def _errors(route: ApiRoute) -> ErrorForm:
-    return route.errors or OPENAI_ERRORS
-
-
 def _operation(
     route: ApiRoute, schemas: dict[type[msgspec.Struct], dict[str, Any]], *, needs_key: bool
 ) -> dict[str, Any]:
     answer = {kind: {"schema": {"type": "object"}} if kind == JSON else {} for kind in route.media_types}
-    error = {JSON: {"schema": schemas[_errors(route).type]}}
+    error = {JSON: {"schema": schemas[route.errors.type]}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "responses": {

@@ -22,7 +22,7 @@ _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASC
 _JSON_WORDS = ("true", "false", "null")
 _JSON_ESCAPES = '"\\/bfnrtu'
 _MAX_DIGITS = 400  # enough for a float; Python reads long integers in quadratic time
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r"}
 _ESCAPES |= {"t": "\t", "v": "\v", "0": "\0"}
 _NUM_HEX = {"x": 2, "u": 4, "U": 8}
@@ -249,7 +249,7 @@ class LiteralReader:
                 return at, ""
             self._pending += found[0]
             return found.end(), ""
-        json_text = _strict_scalar(self._pending) if self._is_strict else _scalar_json(self._pending)
+        json_text = _scalar_json(self._pending, is_strict=self._is_strict)
         if json_text is None:
             self.broken = True
             return at, ""
@@ -278,15 +278,13 @@ def end_of_run(pattern: re.Pattern[str], text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _strict_scalar(text: str) -> str | None:
-    return text if text in _JSON_WORDS or _JSON_NUMBER.fullmatch(text) else None
-
-
-def _scalar_json(text: str) -> str | None:
+def _scalar_json(text: str, *, is_strict: bool) -> str | None:
+    if text in _JSON_WORDS or _JSON_NUMBER.fullmatch(text):
+        return text
+    if is_strict:
+        return None
     if text in _WORDS:
         return _WORDS[text]
-    if _JSON_NUMBER.fullmatch(text):
-        return text
     number = _NUMBER.fullmatch(text)
     if number is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,7 @@ from server.api.route import ErrorForm
 from server.engine.generation import CUT, Choice, ChoiceDelta, Generation
 from server.http.encoding import NestedList, event_pieces
 from server.http.request_error import RequestError
-from server.text.tool_calls.pieces import CallDelta, Content, Piece, Reasoning
+from server.text.tool_calls.pieces import CallDelta, Piece, Reasoning
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -96,13 +97,7 @@ class MessagesWriter:
     def _open(self, piece: Piece) -> Iterable[bytes]:
         self._kind = type(piece)
         self._num_blocks += 1
-        match piece:
-            case CallDelta():
-                empty = _call_block(piece.name, {})
-            case Reasoning():
-                empty = {"type": "thinking", "thinking": "", "signature": ""}
-            case Content():
-                empty = {"type": "text", "text": ""}
+        empty = _call_block(piece.name, {}) if isinstance(piece, CallDelta) else _block(replace(piece, text=""))
         return _event("content_block_start", index=self._num_blocks - 1, content_block=empty)
 
     def _close(self) -> Iterable[bytes]:
