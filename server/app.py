@@ -94,10 +94,7 @@ def create_state(
         call_format=FORMATS[_call_format(settings, sources.tool_use or sources.default or "")],
         reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),
         metrics=ServerMetrics(
-            engines,
-            prefix=settings.metrics_prefix,
-            model_name=settings.model_names[0],
-            key_names=settings.key_names,
+            engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0], key_names=settings.key_names
         ),
     )
     if settings.prefill_url:

@@ -26,13 +26,7 @@ FLUSH_S = 5.0  # the time for the last bytes of answers before connections are c
 class HttpServer(uvicorn.Server):
     """Serves the sockets given to `serve` until `should_exit`. It installs no signal handlers."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: Settings,
-        max_connections: int,
-        tls: TlsContext | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, max_connections: int, tls: TlsContext | None = None) -> None:
         self._requests = RequestLimits(app, settings)
         self._connections = ConnectionLimits(settings, max_connections)
         self._tls = tls

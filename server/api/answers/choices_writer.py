@@ -181,11 +181,7 @@ class ChoicesWriter(ABC):
         options, hidden = self._head.usage, self._hidden_tokens
         prompt = sum(choice.num_prompt_tokens for choice in choices[::n])
         completion = 0 if no_output else sum(max(0, choice.num_tokens - hidden) for choice in choices)
-        counts: Fields = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        counts: Fields = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         if options.show_cached:
             counts["prompt_tokens_details"] = {"cached_tokens": sum(c.num_cached_tokens for c in choices[::n])}
         details = {}

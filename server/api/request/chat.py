@@ -1,7 +1,6 @@
 """The steps from a chat's decoded body to a running generation: check, render, constrain, fit, submit.
 
 Chat completions, the Responses API and Anthropic's Messages API use them. Each step reads the plan and adds its part.
-Only the first step reads the body.
 """
 
 from __future__ import annotations
@@ -41,16 +40,13 @@ class ChatPlan:
     kept: slice  # the part of the prompt
     max_tokens: int | None  # None: up to the end of the context
     max_tokens_field: str
-    echo: str
-    shows_reasoning: bool
     reads_reasoning: bool  # and shows it
-    thinking_budget: int | None  # the most tokens of the reasoning
     lowers_max_tokens: bool
 
     def about(self, body: ChatRequest) -> ChatPlan:
         """The plan of a body that differs in its messages only. Raises RequestError."""
         check_conversation(body)
-        return replace(self, generation=replace(self.generation), body=body, echo=_echo(body))
+        return replace(self, generation=replace(self.generation), body=body)
 
     @property
     def options(self) -> ChatOptions:
@@ -59,7 +55,7 @@ class ChatPlan:
             prompt=self.generation.prompts[0],
             top_logprobs=self.generation.logprobs,
             num_prompt_logprobs=self.generation.prompt_logprobs,
-            echo=self.echo,
+            echo=_echo(self.body),
             reads_reasoning=self.reads_reasoning,
             is_named_call=self.tools is not None and self.tools.choice is ToolChoice.NAMED,
         )
@@ -108,7 +104,6 @@ async def check_chat(
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     check_counts(max_tokens, body.min_tokens, param=field)
-    budget = body.thinking_token_budget
     check_num_choices(1, body.n, most=state.settings.max_choices)
     tools = usable_tools(state, body)
     check_conversation(body)
@@ -122,10 +117,7 @@ async def check_chat(
         max_tokens=max_tokens,
         max_tokens_field=field,
         lowers_max_tokens=lowers_max_tokens,
-        echo=_echo(body),
-        shows_reasoning=body.include_reasoning is not False,
         reads_reasoning=state.reasoning is not None and body.include_reasoning is not False,
-        thinking_budget=None if budget == UNLIMITED_THINKING else budget,
     )
 
 
@@ -159,10 +151,11 @@ async def constrain(state: ServerState, plan: ChatPlan) -> None:
         generation.new_calls = lambda: tools.new_parser(state.call_format, is_free=answer is None)
     if reasoning is not None:
         prompt_end = decode_text(state.tokenizer, generation.prompts[0][-PROMPT_END:], skip_special_tokens=False)
-        is_open, budget = is_open_after(reasoning, prompt_end), plan.thinking_budget
+        is_open, asked = is_open_after(reasoning, prompt_end), plan.body.thinking_token_budget
+        budget = None if asked == UNLIMITED_THINKING else asked
         grammar = await after_reasoning(state, grammar, reasoning, is_open=is_open, budget=budget, field=field)
         generation.new_reasoning = lambda: ReasoningReader(
-            reasoning, prompt_end=prompt_end, is_shown=plan.shows_reasoning
+            reasoning, prompt_end=prompt_end, is_shown=plan.body.include_reasoning is not False
         )
     if grammar is not None and grammar.text:
         parts = [(param, part.text) for param, part in ((field, answer), ("tools", called)) if part and part.text]

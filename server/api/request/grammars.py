@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
 from batcher.grammar import GrammarError
-from server.api.request.body import RawField, read_raw
+from server.api.request.body import read_raw
 from server.api.request.schemas import FunctionSpec, SamplingFields
 from server.api.request.tools import ToolChoice, Tools
 from server.api.state import ServerState
@@ -112,23 +113,16 @@ async def after_reasoning(
 
 
 def _constraints(body: SamplingFields) -> list[Constraint]:
-    asked: list[Constraint] = []
-    value = _read("response_format", body.response_format)
-    if value is not None and (made := _response_format(value)) is not None:
-        asked.append(Constraint("response_format", made))
-    value = _read("structured_outputs", body.structured_outputs)
-    if value is not None:
-        asked += [Constraint("structured_outputs", made) for made in _structured_outputs(value)]
+    readers: dict[str, Callable[[Any], Made | None]]
+    readers = {"response_format": _response_format, "structured_outputs": _structured_outputs}
     for form in ("json", "regex", "choice", "grammar"):
-        field = f"guided_{form}"
-        value = _read(field, getattr(body, field))
-        if value is not None:
-            asked.append(Constraint(field, _made(field, form, value)))
+        readers[f"guided_{form}"] = partial(_made, f"guided_{form}", form)
+    asked: list[Constraint] = []
+    for field, made_of in readers.items():
+        value = read_raw(field, getattr(body, field), _decode_any, max_bytes=MAX_BYTES)
+        if value is not None and (made := made_of(value)) is not None:
+            asked.append(Constraint(field, made))
     return asked
-
-
-def _read(param: str, raw: RawField) -> Any:
-    return read_raw(param, raw, _decode_any, max_bytes=MAX_BYTES)
 
 
 def _response_format(value: Any) -> Made | None:
@@ -152,7 +146,7 @@ def _response_format(value: Any) -> Made | None:
     raise invalid(param, "must be an object with a `type`")
 
 
-def _structured_outputs(value: Any) -> list[Made]:
+def _structured_outputs(value: Any) -> Made:
     param = "structured_outputs"
     if not isinstance(value, Mapping):
         raise invalid(param, "must be an object")
@@ -162,7 +156,8 @@ def _structured_outputs(value: Any) -> list[Made]:
         raise unsupported(param, f"the option `{unknown[0][:40]}` is")
     if len(given) != 1:
         raise invalid(param, f"must have exactly one of {', '.join(FORMS)}, got {len(given)}")
-    return [_made(param, form, content) for form, content in given.items()]
+    ((form, content),) = given.items()
+    return _made(param, form, content)
 
 
 def _json_object() -> Grammar:

@@ -66,10 +66,7 @@ class PrefillRoute(Routes):
             async with while_connected(receive, prefill):
                 await prefill.wait()
                 done = Prefilled(
-                    token=token,
-                    port=info.page_port,
-                    key=info.page_key,
-                    keep_s=state.settings.transfer_timeout_s,
+                    token=token, port=info.page_port, key=info.page_key, keep_s=state.settings.transfer_timeout_s
                 )
                 await JsonAnswer(done)(scope, receive, send)
 

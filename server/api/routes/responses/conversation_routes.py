@@ -43,12 +43,7 @@ class Conversations:
         """Begins a conversation."""
         items = await self._translated(body.items or [], 0)
         id = f"{PREFIX}{uuid.uuid4().hex}"
-        fields = {
-            "id": id,
-            "object": "conversation",
-            "created_at": int(time.time()),
-            "metadata": body.metadata or {},
-        }
+        fields = {"id": id, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
         await self._run(self._store.add, id, current_key.get(), encode_json(fields), items=items)
         return JsonAnswer(fields)
 

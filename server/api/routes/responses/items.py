@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import msgspec
 
 from server.api.request.kept_objects import ListQuery, list_object
-from server.api.request.schemas import ContentPart, FunctionCall, Message, ToolCall
+from server.api.request.schemas import ContentPart, FunctionCall, Message
 from server.http.encoding import json_pieces
 from server.http.request_error import invalid
 
@@ -118,16 +118,12 @@ def one_by_one(messages: Iterable[Message]) -> Iterator[Message]:
 def joined(messages: Iterable[Message]) -> list[Message]:
     """The messages of items, with consecutive calls in one message."""
     found: list[Message] = []
-    of_own: list[ToolCall] | None = None  # the calls of the last message, which is then not the caller's
-    for message in messages:
-        if not message.tool_calls:
-            of_own = None
-            found.append(message)
-        elif of_own is not None:
-            of_own += message.tool_calls
-        else:
-            of_own = [*message.tool_calls]
-            found.append(Message(message.role, message.content, tool_calls=of_own))
+    for has_calls, group in groupby(messages, key=lambda message: bool(message.tool_calls)):
+        of_kind = list(group)
+        if has_calls:
+            calls = [call for message in of_kind for call in message.tool_calls or ()]
+            of_kind = [Message(of_kind[0].role, of_kind[0].content, tool_calls=calls)]
+        found += of_kind
     return found
 
 

@@ -382,11 +382,7 @@ class Responses:
 
 
 def _repeated(
-    body: ResponsesRequest,
-    tools: list[FunctionTool],
-    model: str,
-    state: ServerState,
-    conversation: str | None,
+    body: ResponsesRequest, tools: list[FunctionTool], model: str, state: ServerState, conversation: str | None
 ) -> dict[str, Any]:
     """The fields of the response that repeat the request, with defaults filled in."""
     defaults = state.settings.generation_defaults

@@ -250,11 +250,7 @@ def _is_reference(item: InputItem) -> bool:
 
 
 def item_messages(
-    items: str | Sequence[InputItem],
-    param: str,
-    find: Callable[[Iterable[str]], Mapping[str, Item]],
-    *,
-    strict: bool,
+    items: str | Sequence[InputItem], param: str, find: Callable[[Iterable[str]], Mapping[str, Item]], *, strict: bool
 ) -> list[Message]:
     """A message for each item. Items that only OpenAI's models read, such as reasoning, are left out.
 
@@ -269,25 +265,16 @@ def item_messages(
     if isinstance(items, str):
         return [Message("user", items)]
     kept = find([item.id for item in items if item.id is not None and _is_reference(item)])
-    messages = []
+    messages: list[Message] = []
     for i, item in enumerate(items):
         if _is_reference(item):
-            message = _referenced(f"{param}.{i}.id", item.id, kept)
-        elif item.type in LEFT_OUT and not (strict and item.type != "reasoning"):
-            message = None
-        else:
-            message = _message(f"{param}.{i}", item)
-        if message is not None:
-            messages.append(message)
+            id = given(f"{param}.{i}.id", item.id)
+            if id not in kept:
+                raise not_kept("Item", id, f"{param}.{i}.id")
+            messages += kept_messages([kept[id]])
+        elif item.type not in LEFT_OUT or (strict and item.type != "reasoning"):
+            messages.append(_message(f"{param}.{i}", item))
     return messages
-
-
-def _referenced(where: str, id: str | None, kept: Mapping[str, Item]) -> Message | None:
-    """The message of a kept item; None: the template shows nothing of it."""
-    id = given(where, id)
-    if id not in kept:
-        raise not_kept("Item", id, where)
-    return next(kept_messages([kept[id]]), None)
 
 
 def kept_messages(items: Iterable[Item]) -> Iterator[Message]:
