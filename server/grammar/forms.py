@@ -49,11 +49,6 @@ def schema_grammar(schema: Mapping[str, Any] | bool, *, strict: bool = False) ->
     return Grammar(lark_grammar("\n".join([f"start: {held.expression}", *held.lines]), foreign=False), held.unenforced)
 
 
-def json_object_grammar() -> str:
-    """A grammar of all JSON objects."""
-    return json_schema_grammar({"type": "object"})
-
-
 def regex_grammar(pattern: str) -> str:
     """A grammar of texts that match the whole pattern. Its syntax is that of Rust's `regex`, without look-around and
     back-references."""

@@ -35,6 +35,7 @@ ANY_TEXT = r"(.|\n)*"
 SPACE = r"[ \t\r\n]"  # JSON's
 
 Made = Callable[[], Grammar]
+_json_object: Made = partial(forms.schema_grammar, {"type": "object"})
 
 _decode_any: msgspec.json.Decoder[Any | None] = msgspec.json.Decoder(Any)
 
@@ -79,8 +80,8 @@ async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | 
     if tools is None:
         return answer
     is_free = tools.choice is ToolChoice.AUTO and answer is None
-    if is_free and not tools.are_strict:
-        return None
+    if is_free and not any(spec.strict for spec in tools.specs):
+        return None  # the arguments of a strict tool must match its schema, even if the model need not call it
     form = tools.call_format(state.call_format, is_free=answer is None)
     if is_free and not issubclass(form, JsonCallParser):
         return Grammar("", tuple(f"{spec.name}: strict" for spec in tools.specs if spec.strict))
@@ -158,10 +159,6 @@ def _structured_outputs(value: Any) -> Made:
         raise invalid(param, f"must have exactly one of {', '.join(FORMS)}, got {len(given)}")
     ((form, content),) = given.items()
     return _made(param, form, content)
-
-
-def _json_object() -> Grammar:
-    return Grammar(forms.json_object_grammar())
 
 
 def _made(param: str, form: str, content: Any, *, strict: bool = False) -> Made:

@@ -49,11 +49,6 @@ class Tools:
         """The names of the tools."""
         return frozenset(spec.name for spec in self.specs)
 
-    @property
-    def are_strict(self) -> bool:
-        """Whether a tool is strict. Its arguments must then match its schema, even if the model need not call it."""
-        return any(spec.strict for spec in self.specs)
-
     def call_format(self, own: type[CallParser], *, is_free: bool) -> type[CallParser]:
         """The format of calls. It is the model's `own` if it may choose between calls and free text, or if that is
         JSON. Otherwise it is Llama 3's JSON. `is_free`: no grammar constrains an answer without calls."""

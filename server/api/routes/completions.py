@@ -76,8 +76,11 @@ class Completions(Routes):
         plan.grammar_field = "" if constraint is None else constraint.field
         given = listed("prompt", body.prompt)
         check_num_choices(len(given), body.n, most=state.settings.max_choices)
-        for prompt in given:
-            self._check_length(body, prompt)  # first: a prompt that is too long is not read
+        for prompt in given:  # before they are read, which takes long for a prompt that is too long
+            if isinstance(prompt, str):
+                check_text_length(len(prompt), state.tokenizer, state.engine.info.max_model_len)
+            elif isinstance(prompt, list) and body.truncate_prompt_tokens is None:
+                self._limit(body, len(prompt))
         check_kinds("prompt", body.prompt)
         max_model_len = state.engine.info.max_model_len
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
@@ -109,10 +112,3 @@ class Completions(Routes):
         most = self._state.settings.generation_defaults.max_new_tokens
         limit = output_limit(num_prompt, asked, self._state.engine.info.max_model_len, param="max_tokens", most=most)
         return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not body.fills_context else limit
-
-    def _check_length(self, body: CompletionRequest, prompt: str | list[int]) -> None:
-        if isinstance(prompt, list):
-            if body.truncate_prompt_tokens is None:
-                self._limit(body, len(prompt))
-        elif isinstance(prompt, str):
-            check_text_length(len(prompt), self._state.tokenizer, self._state.engine.info.max_model_len)

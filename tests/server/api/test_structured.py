@@ -13,7 +13,6 @@ from server.api.request.schemas import ChatRequest, CompletionRequest
 from server.grammar.checker import GrammarChecker
 from server.grammar.forms import (
     choice_grammar,
-    json_object_grammar,
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
@@ -49,7 +48,7 @@ def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
         ({}, None),
         ({"response_format": None, "guided_json": None, "structured_outputs": None}, None),
         ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, json_object_grammar()),
+        ({"response_format": {"type": "json_object"}}, json_schema_grammar({"type": "object"})),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, json_schema_grammar(SCHEMA)),
         ({"response_format": FORMAT}, json_schema_grammar(SCHEMA)),
         ({"response_format": {"type": "structural_tag", **TAG}}, structural_tag_grammar(TAG).text),
@@ -60,7 +59,7 @@ def grammar_of(body: dict[str, object], kind: type = ChatRequest) -> str | None:
         ({"guided_choice": ["a", "b"]}, choice_grammar(["a", "b"])),
         ({"guided_grammar": 'start: "a"'}, lark_grammar('start: "a"')),
         ({"structured_outputs": {"json": SCHEMA}}, json_schema_grammar(SCHEMA)),
-        ({"structured_outputs": {"json_object": True}}, json_object_grammar()),
+        ({"structured_outputs": {"json_object": True}}, json_schema_grammar({"type": "object"})),
         ({"structured_outputs": {"regex": "a+", "choice": None}}, regex_grammar("a+")),
         ({"structured_outputs": {"choice": ["a"]}}, choice_grammar(["a"])),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, lark_grammar('root ::= "a"')),

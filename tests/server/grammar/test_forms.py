@@ -11,7 +11,6 @@ from batcher.requests.deep_threads import deep_threads
 from server.grammar.compiler import Vocabulary, compile_grammar
 from server.grammar.forms import (
     choice_grammar,
-    json_object_grammar,
     json_schema_grammar,
     lark_grammar,
     regex_grammar,
@@ -31,7 +30,11 @@ def accepts(grammar: str, text: str) -> bool:
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        (json_object_grammar(), ["{}", '{"a": [1, "ü"]}', '{\n  "a": null\n}'], ["[]", "1", '{"a"}', "{} "]),
+        (
+            json_schema_grammar({"type": "object"}),
+            ["{}", '{"a": [1, "ü"]}', '{\n  "a": null\n}'],
+            ["[]", "1", '{"a"}', "{} "],
+        ),
         (json_schema_grammar({"enum": ["a", 2]}), ['"a"', "2"], ['"b"', "a"]),
         (json_schema_grammar(True), ["1", '"x"', "[{}]"], ["x"]),
         (regex_grammar(r"\d{2}|ü+"), ["12", "üü"], ["1", "123", "u"]),

@@ -104,39 +104,32 @@ class BatchRunner:
         key, id = batch
         current_key.set(key)  # of this task and its own: the requests are the key's
         try:
-            await self._run_to_its_end(key, id)
+            work = await self._in_thread(BatchWork, self._store, key, id, self._state.body_limits)
+            try:
+                if await self._in_thread(work.begin):
+                    await self._in_thread(work.end, *await self._answer_all(work))
+            finally:
+                await self._in_thread(work.close)
         except Exception:
             self._log.exception("batch %s: it is tried again in %g seconds", id, RETRY_S)
             self._not_before[batch] = time.monotonic() + RETRY_S
         finally:
             del self._running[batch]
 
-    async def _run_to_its_end(self, key: bytes, id: str) -> None:
-        work = await self._in_thread(BatchWork, self._store, key, id, self._state.body_limits)
-        try:
-            if not await self._in_thread(work.begin):
-                return
-            problem = None
-            try:
-                status = await self._answer_all(work)
-            except FullError as error:
-                status, problem = FAILED, str(error)
-            await self._in_thread(work.end, status, problem)
-        finally:
-            await self._in_thread(work.close)
-
-    async def _answer_all(self, work: BatchWork) -> str:
-        """Answers the requests that have no answer. Returns the status with which the batch ends. Raises FullError."""
+    async def _answer_all(self, work: BatchWork) -> tuple[str, str | None]:
+        """Answers the requests that have no answer. Returns the status with which the batch ends, and the problem."""
         workers = [asyncio.create_task(self._answer_some(work)) for _ in range(self._concurrency)]
         try:
             left = set(workers)
             while left:
                 if (status := await self._in_thread(work.early_end)) is not None:
-                    return status
+                    return status, None
                 done, left = await asyncio.wait(left, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
                 for worker in done:
                     await worker  # raises its error
-            return COMPLETED
+            return COMPLETED, None
+        except FullError as error:
+            return FAILED, str(error)
         finally:
             await _cancelled(workers)
 

@@ -29,11 +29,7 @@ from server.http.encoding import encode_json
 from server.http.request_error import RequestError, given, invalid, not_kept, unsupported
 
 # chat's names -> the names of this route
-_OTHER_NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format": "text.format",
-}
+_OTHER_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
 # Items of tools that are not served, and of reasoning, which the template does not show.
 LEFT_OUT = frozenset(
     "reasoning web_search_call file_search_call computer_call computer_call_output image_generation_call "
@@ -48,11 +44,7 @@ _PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "ref
 # fields with the same meaning in both routes
 _SAME = (
     *CommonFields.__struct_fields__,
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "documents",
-    "include_reasoning",
-    "thinking_token_budget",
+    *"parallel_tool_calls chat_template_kwargs documents include_reasoning thinking_token_budget".split(),
 )
 
 _CALLED = ("function", "custom")

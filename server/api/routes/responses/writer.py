@@ -125,10 +125,8 @@ class ResponsesWriter:
 
     def _events(self, *events: dict[str, Any]) -> Iterable[bytes]:
         """Numbers the events now and encodes them later."""
-        numbered = []
-        for event in events:
-            numbered.append(event | {"sequence_number": self._num_events})
-            self._num_events += 1
+        numbered = [event | {"sequence_number": number} for number, event in enumerate(events, self._num_events)]
+        self._num_events += len(events)
         return chain.from_iterable(event_pieces(event, event["type"]) for event in numbered)
 
 
