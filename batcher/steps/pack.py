@@ -51,14 +51,14 @@ class Packer:
         packed[sections["q_lens"]][:num_rows] = 1 if plan.num_tokens == num_rows else plan.q_lens
         packed[sections["emits"]][:num_rows] = plan.emits if plan.chunks else 1
         self._pack_tokens(plan, packed, sections)
-        indices, values = self._patches(plan)
-        blocks = self._overflow(indices, values, num_patches)
-        sent = max(len(indices) - num_patches, 0)
-        indices, values = indices[sent:], values[sent:]
-        target = packed[sections["patch_indices"]]
-        target[: len(indices)] = indices
-        target[len(indices) :] = self._pad_index
-        packed[sections["patch_values"]][: len(values)] = values
+        patches = self._patches(plan)
+        over = max(patches.shape[1] - num_patches, 0)  # what does not fit into the step's own buffer goes before it
+        blocks = [
+            self._padded(patches[:, start : min(start + PATCH_BLOCK, over)], PATCH_BLOCK)
+            for start in range(0, over, PATCH_BLOCK)
+        ]
+        own = self._padded(patches[:, over:], num_patches)
+        packed[sections["patch_indices"]], packed[sections["patch_values"]] = own
         resets = [
             PenaltyReset(slot=seq.slot, prompt=seq.prompt, output=np.array(seq.output, np.int32))
             for seq in plan.admitted
@@ -69,7 +69,7 @@ class Packer:
         return StepInput(
             bucket=plan.bucket,
             packed=packed,
-            patches=blocks,
+            patches=tuple(blocks),
             penalty_resets=tuple(resets),
             masks=masks,
             adapters=tuple(plan.adapters),
@@ -90,14 +90,14 @@ class Packer:
                 wanted = seq.prompt[chunk.start + 1 : stop + 1]
                 targets[chunk.offset : chunk.offset + len(wanted)] = wanted
 
-    def _patches(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """(flat indices i64[n], values i64[n]). No index repeats: a scatter with repeated indices has no order."""
-        indices, values = [], []
+    def _patches(self, plan: StepPlan) -> np.ndarray:
+        """i64[2, n]: flat indices and values. No index repeats: a scatter with repeated indices has no order."""
+        indices, values = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         if plan.grown:
             first = SlotLayout.PAGE_TABLE
             indices.append(np.array([seq.slot * self._width + first + page for seq, page in plan.grown]))
             values.append(np.array([seq.pages[page] for seq, page in plan.grown]))
-            self._mirror.reshape(-1)[indices[0]] = values[0]
+            self._mirror.reshape(-1)[indices[-1]] = values[-1]
         for seq in plan.admitted:
             columns, wanted = slot_state(seq, self._page_size)
             row = self._mirror[seq.slot]
@@ -107,22 +107,14 @@ class Packer:
             row[SlotLayout.KV_LEN] = _UNKNOWN
             indices.append(seq.slot * self._width + columns)
             values.append(wanted)
-        if not indices:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        return np.concatenate(indices), np.concatenate(values)
+        return np.stack([np.concatenate(indices), np.concatenate(values)])
 
-    def _overflow(self, indices: np.ndarray, values: np.ndarray, num_patches: int) -> tuple[np.ndarray, ...]:
-        """The patches that do not fit into the step's own buffer, in blocks of fixed shape."""
-        blocks = []
-        over = max(len(indices) - num_patches, 0)
-        for start in range(0, over, PATCH_BLOCK):
-            stop = min(start + PATCH_BLOCK, over)
-            block = np.zeros((2, PATCH_BLOCK), np.int32)
-            block[0] = self._pad_index
-            block[0, : stop - start] = indices[start:stop]
-            block[1, : stop - start] = values[start:stop]
-            blocks.append(block)
-        return tuple(blocks)
+    def _padded(self, patches: np.ndarray, size: int) -> np.ndarray:
+        """i32[2, size]: the patches, and then patches of the pad index."""
+        padded = np.zeros((2, size), np.int32)
+        padded[0] = self._pad_index
+        padded[:, : patches.shape[1]] = patches
+        return padded
 
     def _mask_blocks(self, masks: list[tuple[RequestState, np.ndarray]]) -> tuple[np.ndarray, ...]:
         blocks = []
