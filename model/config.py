@@ -154,29 +154,22 @@ class LlamaConfig:
         family, problems = _family(raw)
         file, found = check(raw, _ConfigFile)
         theta, scaling, rope_problems = _rope(raw)
-        quantized, quantization_problems = _quantized(raw)
+        quantization = raw.get("quantization_config")
+        quantized, quantization_problems = (None, []) if quantization is None else read_form(quantization)
         problems += found + rope_problems + quantization_problems
         if file is None or problems:
             raise ValueError(f"{len(problems)} problem(s) in the model's config: " + "; ".join(problems))
-        heads = file.num_attention_heads
+        file.num_kv_heads = file.num_kv_heads or file.num_heads
+        file.head_dim = file.head_dim or file.hidden_size // file.num_heads
+        file.tie_word_embeddings = file.tie_word_embeddings or False
         return cls(
-            vocab_size=file.vocab_size,
-            hidden_size=file.hidden_size,
-            intermediate_size=file.intermediate_size,
-            num_layers=file.num_hidden_layers,
-            num_heads=heads,
-            num_kv_heads=file.num_key_value_heads or heads,
-            head_dim=file.head_dim or file.hidden_size // heads,
-            rms_norm_eps=file.rms_norm_eps,
+            **{name: getattr(file, name) for name in _UNCHANGED.values()},
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=file.max_position_embeddings,
-            tie_word_embeddings=file.tie_word_embeddings or False,
             checkpoint_dtype=raw.get("dtype") or raw.get("torch_dtype"),
-            bos_token_id=file.bos_token_id,
             eos_token_ids=end_ids(file) or (),
             quantized=quantized,
-            kv_scale_type=kv_scale_type(raw.get("quantization_config")),
+            kv_scale_type=kv_scale_type(quantization),
             model_type=family.model_type,
         )
 
@@ -187,21 +180,11 @@ class LlamaConfig:
         return {
             "architectures": [self.family.architecture],
             "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            **{key: getattr(self, name) for key, name in _UNCHANGED.items()},
             "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": None if scaling is None else {"rope_type": names[type(scaling)], **vars(scaling)},
-            "max_position_embeddings": self.max_position_embeddings,
-            "tie_word_embeddings": self.tie_word_embeddings,
             "torch_dtype": self.checkpoint_dtype,
-            "bos_token_id": self.bos_token_id,
             "eos_token_id": list(self.eos_token_ids) or None,
             "attention_bias": False,
             "mlp_bias": False,
@@ -220,15 +203,21 @@ class _ConfigFile(msgspec.Struct, kw_only=True):
     vocab_size: Annotated[int, integer(1, MAX_VOCAB_SIZE)]
     hidden_size: _Size
     intermediate_size: _Size
-    num_hidden_layers: _Count
-    num_attention_heads: _Count
-    num_key_value_heads: _Count | None = None
+    num_layers: _Count = msgspec.field(name="num_hidden_layers")
+    num_heads: _Count = msgspec.field(name="num_attention_heads")
+    num_kv_heads: _Count | None = msgspec.field(name="num_key_value_heads", default=None)
     head_dim: _Count | None = None
     rms_norm_eps: Annotated[float, described_as("a number above 0 and below 1", gt=0, lt=1)]
     max_position_embeddings: _Tokens
     tie_word_embeddings: TRUTH | None = None
     bos_token_id: Annotated[int, described_as("an integer")] | None = None
     eos_token_id: _End | None = None
+
+
+# The fields of `LlamaConfig` that have the values of the file, by their names in it.
+_UNCHANGED = {
+    field.encode_name: field.name for field in msgspec.structs.fields(_ConfigFile) if field.name != "eos_token_id"
+}
 
 
 class _RopeFields(msgspec.Struct):
@@ -249,10 +238,6 @@ class _RopeFields(msgspec.Struct):
     @property
     def kind(self) -> str:
         return next(kind for kind in (self.rope_type, self.type, "default") if kind is not None)
-
-
-class _Base(msgspec.Struct):
-    rope_theta: _Theta | None = None
 
 
 class GenerationFile(msgspec.Struct):
@@ -294,12 +279,6 @@ def _family(raw: Mapping[str, Any]) -> tuple[Family, list[str]]:
     return family, problems
 
 
-def _quantized(raw: Mapping[str, Any]) -> tuple[StoredForm | None, list[str]]:
-    if raw.get("quantization_config") is None:
-        return None, []
-    return read_form(raw["quantization_config"])
-
-
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
     """theta, scaling and problems, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`.
 
@@ -308,7 +287,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]
     spellings = {key: raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
     if not all(isinstance(spelling, dict) for spelling in spellings.values()):
         return 0.0, None, ["rope_parameters and rope_scaling must be objects"]
-    base, problems = check(raw, _Base)
+    base, problems = check({"rope_theta": raw.get("rope_theta")}, _RopeFields)
     read: list[_RopeFields] = []
     for key, spelling in spellings.items():
         fields, found = check(spelling, _RopeFields)
