@@ -111,8 +111,7 @@ class BucketLadder:
         self._tokens = [t for t, _ in self._mixed]
         thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]
         each = _powers(config.min_decode_rows, config.max_num_seqs)
-        self._draft = [s for s in each if s <= config.max_draft_rows]
-        self._multi_step = [s for s in each if s <= config.max_multi_step_rows]
+        self._several = [s for s in each if s <= max(config.max_draft_rows, config.max_multi_step_rows)]
         self._embed = sorted(Bucket(t, min(config.max_num_seqs, t - 1), Variant.EMBED) for t in thinned if t > 1)
         self._score = Bucket(config.max_num_batched_tokens, config.max_num_seqs, Variant.SCORE)
         self._buckets = self._all()
@@ -124,11 +123,8 @@ class BucketLadder:
     def _all(self) -> list[Bucket]:
         decodes = [Bucket(s, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._decode]
         mixed = [Bucket(t, s, Variant.SAMPLE) for t, rows in self._mixed for s in rows]
-        drafts = [self._with_drafts(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._draft]
-        multi_step = [
-            self._with_steps(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._multi_step
-        ]
-        plain = [*decodes, *mixed, *drafts, *multi_step, self._score, *(self._embed if self.config.embeds else ())]
+        several = [self._of_several(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._several]
+        plain = [*decodes, *mixed, *several, self._score, *(self._embed if self.config.embeds else ())]
         return sorted([*plain, *map(_with_adapters, plain)] if self.config.adapters else plain)
 
     def needed_first(self) -> list[Bucket]:
@@ -139,10 +135,8 @@ class BucketLadder:
         needed = {Bucket(rows, rows, Variant.SAMPLE), Bucket(fewest, fewest, Variant.SAMPLE)}
         needed.add(Bucket(light, dict(self._mixed)[light][0], Variant.SAMPLE))
         needed.add(self._embed[-1] if self.config.embeds else self._score)
-        if self._draft:
-            needed.add(self._with_drafts(self._draft[-1], Variant.SAMPLE))
-        if self._multi_step:
-            needed.add(self._with_steps(self._multi_step[-1], Variant.SAMPLE))
+        if self._several:
+            needed.add(self._of_several(self._several[-1], Variant.SAMPLE))
         return sorted(map(_with_adapters, needed) if self.config.adapters else needed)
 
     def fallback(self, bucket: Bucket, missing: Container[Bucket]) -> Bucket:
@@ -188,25 +182,18 @@ class BucketLadder:
                 return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], Variant.SAMPLE)
         raise AssertionError("the largest bucket holds every legal step")
 
-    def choose_speculative(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
-        """The smallest speculative bucket with at least this many rows; None if there is none."""
-        rung = bisect_left(self._draft, num_rows)
-        if rung == len(self._draft):
+    def choose_several(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
+        """The smallest bucket with drafts, or with several steps, that has at least this many rows; None if there is
+        none."""
+        rung = bisect_left(self._several, num_rows)
+        if rung == len(self._several):
             return None
-        return self._of(self._with_drafts(self._draft[rung], variant), has_adapters)
+        return self._of(self._of_several(self._several[rung], variant), has_adapters)
 
-    def choose_multi_step(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
-        """The smallest bucket of several steps with at least this many rows; None if there is none."""
-        rung = bisect_left(self._multi_step, num_rows)
-        if rung == len(self._multi_step):
-            return None
-        return self._of(self._with_steps(self._multi_step[rung], variant), has_adapters)
-
-    def _with_steps(self, num_rows: int, variant: Variant) -> Bucket:
-        return Bucket(num_rows, num_rows, variant, num_steps=self.config.num_steps)
-
-    def _with_drafts(self, num_rows: int, variant: Variant) -> Bucket:
-        return Bucket(num_rows * (1 + self.config.num_drafts), num_rows, variant, self.config.num_drafts)
+    def _of_several(self, num_rows: int, variant: Variant) -> Bucket:
+        """The bucket whose rows draw several tokens: `BucketConfig` has drafts or several steps, and never both."""
+        c = self.config
+        return Bucket(num_rows * (1 + c.num_drafts), num_rows, variant, c.num_drafts, num_steps=c.num_steps)
 
     def better_left(self, num_tokens: int, *, next_decodes: int | None, step_cost_tokens: int) -> int:
         """The number of tokens that a mixed step leaves to the next one, instead of padding up to its rung; mostly 0.

@@ -43,7 +43,7 @@ class SeveralSteps(OneToken):
         if not is_alone or any(seq.matcher is not None for seq in decodes):
             return None
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
-        bucket = self._ladder.choose_multi_step(len(decodes), variant, has_adapters=has_adapters)
+        bucket = self._ladder.choose_several(len(decodes), variant, has_adapters=has_adapters)
         most = 1 if bucket is None else min(self._most_steps(bucket.num_rows), bucket.num_steps)
         return None if bucket is None or most == 1 else SeveralTokens(bucket, dict.fromkeys(decodes, most))
 

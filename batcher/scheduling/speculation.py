@@ -100,7 +100,7 @@ class Drafts(OneToken):
         self, decodes: Sequence[RequestState], step: int, *, is_alone: bool, has_adapters: bool = False
     ) -> SeveralTokens | None:
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
-        bucket = self._ladder.choose_speculative(len(decodes), variant, has_adapters=has_adapters)
+        bucket = self._ladder.choose_several(len(decodes), variant, has_adapters=has_adapters)
         if bucket is None or not any(map(may_have_drafts, decodes)):
             return None
         wanted = self._wanted(decodes, bucket)

@@ -369,9 +369,9 @@ def test_the_ladder_of_speculative_programs() -> None:
     limits = BucketConfig(max_num_batched_tokens=100, max_num_seqs=12, num_drafts=3, max_draft_rows=6)
     ladder = BucketLadder(limits)
     assert shapes(ladder.buckets()) == [(4, 1, 3), (4, 1, 3), (8, 2, 3), (8, 2, 3), (16, 4, 3), (16, 4, 3)]
-    assert ladder.choose_speculative(3, Variant.SAMPLE) == Bucket(16, 4, Variant.SAMPLE, 3)
-    assert ladder.choose_speculative(5, Variant.SAMPLE) is None
-    assert BucketLadder(replace(limits, num_drafts=0, max_draft_rows=0)).choose_speculative(1, Variant.GREEDY) is None
+    assert ladder.choose_several(3, Variant.SAMPLE) == Bucket(16, 4, Variant.SAMPLE, 3)
+    assert ladder.choose_several(5, Variant.SAMPLE) is None
+    assert BucketLadder(replace(limits, num_drafts=0, max_draft_rows=0)).choose_several(1, Variant.GREEDY) is None
 
 
 @pytest.mark.parametrize(
