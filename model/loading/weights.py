@@ -147,8 +147,44 @@ def module_reader(
         read: reads one tensor of `files`, as `read_source` does.
         is_kept: kernels with scales of groups are read as they are stored.
     """
-    methods = methods_of(model)
-    return partial(_read_module, files=files, config=config, mesh=mesh, methods=methods, is_kept=is_kept, read=read)
+    methods, num_shards = methods_of(model), num_shards_of(mesh)
+
+    def read_kept(name: str, like: jax.ShapeDtypeStruct, form: WeightForm, part: Source) -> jax.Array:
+        """Reads a tensor of the parameter `name` of a kernel as it is stored."""
+        shape = (files.shape(part.key)[0], like.shape[1])
+        reader = files.kept_reader(name, part.key, form)
+        return _read_rows(lambda rows: reader, shape, part, config, num_shards, like.sharding)
+
+    def read_module(module: str, likes: Described) -> Mapping[str, jax.Array]:
+        parts, likes = sources_of(module, likes, config), dict(likes)
+        of_inputs = likes.pop("input_scale", None)
+        name, like = next(iter(likes.items()))
+        groups = num_shards if len(parts) > 1 else 1
+        method = methods.get(module, Unquantized())
+        if is_kept and (form := method.form) is not None and form.is_grouped:
+            kept = {name: [read_kept(name, like, form, part) for part in parts] for name, like in likes.items()}
+            return jax.block_until_ready({name: join_as(likes[name], raw, groups) for name, raw in kept.items()})
+        raw = [read(part, config, num_shards, like.sharding) for part in parts]
+        if method.form is not None:
+            found = [(part, of_part) for part in parts if (of_part := files.scales(part.key)) is not None]
+            values = _join_quantized(
+                raw,
+                [_with_copies(scales, part, config, num_shards) for part, (scales, _) in found],
+                groups=groups,
+                block=found[0][1][1] if found else None,
+                method=method,
+                shardings=tuple((name, like.sharding) for name, like in likes.items()),
+            )
+            values = {name: _narrowed(value, likes[name]) for name, value in values.items()}
+        else:
+            values = {name: join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding)}
+        if of_inputs is not None:  # fused projections have the same inputs: the largest scale is enough for all
+            largest = max(files.input_scale(part.key) for part in parts)
+            values["input_scale"] = jax.device_put(largest, of_inputs.sharding)
+        # Waiting here limits the parameters in flight to the few that the pool works on.
+        return jax.block_until_ready(values)
+
+    return read_module
 
 
 def sources_of(module: str, likes: Described, config: LlamaConfig) -> tuple[Source, ...]:
@@ -157,76 +193,10 @@ def sources_of(module: str, likes: Described, config: LlamaConfig) -> tuple[Sour
     return sources(f"{module}.{name}" if module else name, config.family)
 
 
-def _read_module(
-    module: str,
-    likes: Described,
-    *,
-    files: Checkpoint,
-    config: LlamaConfig,
-    mesh: Mesh | None,
-    methods: Mapping[str, LinearMethod],
-    is_kept: bool,
-    read: ReadSource,
-) -> Mapping[str, jax.Array]:
-    """Reads a module's parameters.
-
-    Args:
-        methods: path of a `Linear` -> its method.
-        is_kept: the argument of `module_reader`.
-    """
-    parts, likes = sources_of(module, likes, config), dict(likes)
-    of_inputs = likes.pop("input_scale", None)
-    name, like = next(iter(likes.items()))
-    groups = num_shards_of(mesh) if len(parts) > 1 else 1
-    method = methods.get(module, Unquantized())
-    if is_kept and (form := method.form) is not None and form.is_grouped:
-        stored = {name: _read_kept(name, like, form, files, parts, config, mesh) for name, like in likes.items()}
-        return jax.block_until_ready({name: join_as(likes[name], raw, groups) for name, raw in stored.items()})
-    raw = [read(part, config, num_shards_of(mesh), like.sharding) for part in parts]
-    if method.form is not None:
-        found = [(part, of_part) for part in parts if (of_part := files.scales(part.key)) is not None]
-        values = _join_quantized(
-            raw,
-            [_with_copies(scales, part, config, num_shards_of(mesh)) for part, (scales, _) in found],
-            groups=groups,
-            block=found[0][1][1] if found else None,
-            method=method,
-            shardings=tuple((name, like.sharding) for name, like in likes.items()),
-        )
-        values = {name: _narrowed(value, likes[name]) for name, value in values.items()}
-    else:
-        values = {name: join(raw, groups=groups, dtype=like.dtype, sharding=like.sharding)}
-    if of_inputs is not None:  # fused projections have the same inputs: the largest scale is enough for all
-        largest = max(files.input_scale(part.key) for part in parts)
-        values["input_scale"] = jax.device_put(largest, of_inputs.sharding)
-    # Waiting here limits the parameters in flight to the few that the pool works on.
-    return jax.block_until_ready(values)
-
-
 def read_source(files: Tensors, source: Source, config: LlamaConfig, num_shards: int, sharding: Sharding) -> jax.Array:
     """Reads a tensor in the file's dtype. Each chip's part is read separately. KV heads are repeated if there are more
     chips than heads."""
     return _read_rows(partial(files.reader, source.key), files.shape(source.key), source, config, num_shards, sharding)
-
-
-def _read_kept(
-    name: str,
-    like: jax.ShapeDtypeStruct,
-    form: WeightForm,
-    files: Checkpoint,
-    parts: Sequence[Source],
-    config: LlamaConfig,
-    mesh: Mesh | None,
-) -> list[jax.Array]:
-    """Reads the parameter `name` of a kernel as it is stored: one array for each of `parts`, in their order."""
-    num_shards = num_shards_of(mesh)
-
-    def one(part: Source) -> jax.Array:
-        shape = (files.shape(part.key)[0], like.shape[1])
-        reader = files.kept_reader(name, part.key, form)
-        return _read_rows(lambda rows: reader, shape, part, config, num_shards, like.sharding)
-
-    return [one(part) for part in parts]
 
 
 def join_as(like: jax.ShapeDtypeStruct, raw: list[jax.Array], groups: int) -> jax.Array:
