@@ -7,46 +7,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from model.config import Llama3Scaling, LlamaConfig
 
 PREFIX = "preset:"
 
 
-def _llama3_scaling(factor: float) -> Llama3Scaling:
-    return Llama3Scaling(
-        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-    )
+_DEFAULTS: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False}
 
 
-def _llama(
-    *,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_heads: int,
-    head_dim: int = 128,
-    rope_factor: float | None,
-    max_position_embeddings: int = 131072,
-    tie_word_embeddings: bool = False,
-) -> LlamaConfig:
+def _llama(*, rope_factor: float | None, **sizes: Any) -> LlamaConfig:
     """A config with the constants that the whole family shares."""
+    scaling = (
+        None
+        if rope_factor is None
+        else Llama3Scaling(
+            factor=rope_factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        )
+    )
     return LlamaConfig(
         vocab_size=128256,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
         num_kv_heads=8,
-        head_dim=head_dim,
         rms_norm_eps=1e-5,
         rope_theta=500000.0,
-        rope_scaling=None if rope_factor is None else _llama3_scaling(rope_factor),
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie_word_embeddings,
+        rope_scaling=scaling,
         checkpoint_dtype="bfloat16",
         bos_token_id=128000,
         eos_token_ids=(128001, 128008, 128009),  # end of text, of message, of turn
+        **_DEFAULTS | sizes,
     )
 
 
