@@ -10,7 +10,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -262,7 +261,9 @@ class ModelRunner:
             num_run = self._run_each(execute)
         report(f"ran {num_run} of {len(self.programs.steps)} programs once in {time.perf_counter() - started:.1f} s")
         if self.programs.read_pages:
-            report(self._time_page_copies())
+            size = self._copies.most
+            out, back = (size * self._copies.page_bytes / 1e9 / took_s for took_s in self._copy_null_page(size))
+            report(f"pages leave at {out:.2f} GB/s and come back at {back:.2f} GB/s, {size} of them at once")
 
     def _run_each(self, execute: Callable[[StepInput], StepHandle]) -> int:
         """Runs the programs, as many as there is time for. Returns their number."""
@@ -270,38 +271,25 @@ class ModelRunner:
         enough_s = CPU_FIRST_RUNS_S if self.described.device.platform == "cpu" else math.inf
         for bucket in sorted(self.programs.steps):
             if num_run == 0 or time.perf_counter() - started <= enough_s:
-                for _ in range(self._first_runs):
+                # The second run makes a program's CUDA graph.
+                for _ in range(2 if self.described.has_graphs else 1):
                     execute(self.described.padding(bucket)).result()
                 num_run += 1
             elif bucket in self.programs.from_disk:
                 self.programs.untried.add(bucket)
-        self._run_page_copies()
+        for size in self.programs.read_pages:
+            self._copy_null_page(size)
         return num_run
 
-    @property
-    def _first_runs(self) -> int:
-        """How often a program runs before it is as fast as later. The second run makes its CUDA graph."""
-        return 2 if self.described.has_graphs else 1
-
-    def _run_page_copies(self) -> None:
-        for size in self.programs.read_pages:
-            pages = list(np.empty((size, self._copies.page_bytes), np.uint8))
-            self.read_pages([NULL_PAGE] * size).copy_to(pages)
-            self.write_pages(self.stage_pages(pages), [NULL_PAGE])
-
-    def _time_page_copies(self) -> str:
-        """Times a copy of most pages to the host and back, with the null page only. Returns a line for the log. The
-        programs must have run before."""
-        size, times = self._copies.most, [time.perf_counter()]
+    def _copy_null_page(self, size: int) -> tuple[float, float]:
+        """Copies the null page `size` times to the host and back. Returns the seconds of each way."""
+        start_s = time.perf_counter()
         pages = list(np.zeros((size, self._copies.page_bytes), np.uint8))
         self.read_pages([NULL_PAGE] * size).copy_to(pages)
-        times.append(time.perf_counter())
+        turn_s = time.perf_counter()
         self.write_pages(self.stage_pages(pages), [NULL_PAGE])
         jax.block_until_ready(self.state)
-        times.append(time.perf_counter())
-        size_gb = size * self._copies.page_bytes / 1e9
-        out, back = (size_gb / (stop - start) for start, stop in pairwise(times))
-        return f"pages leave at {out:.2f} GB/s and come back at {back:.2f} GB/s, {size} of them at once"
+        return turn_s - start_s, time.perf_counter() - turn_s
 
     def execute(self, step: StepInput) -> StepResult:
         """Dispatches the step and returns. Do not change `step.packed` before the result has arrived: a CPU reads the
