@@ -141,6 +141,11 @@ class EngineStats:
         """Share of the pages that sequences hold, 0 to 1."""
         return self.num_pages_used / self.num_pages if self.num_pages else 0.0
 
+    @property
+    def prompt_tokens_cached(self) -> int:
+        """Prompt tokens whose K/V were found when their requests were first admitted."""
+        return sum(self.prompt_tokens_by_source.values()) - self.prompt_tokens_by_source["local_compute"]
+
     def copy(self) -> EngineStats:
         duplicate: EngineStats = _copied(self)
         return duplicate

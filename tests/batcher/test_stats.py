@@ -49,7 +49,7 @@ def test_times_and_tokens_of_two_requests() -> None:
     assert (stats.prompt_tokens, stats.prompt_tokens_computed, stats.generation_tokens) == (10, 6, 4)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (10, 4)
     sources = {"local_compute": 6, "local_cache_hit": 4, "external_kv_transfer": 0}
-    assert stats.prompt_tokens_by_source == sources
+    assert (stats.prompt_tokens_by_source, stats.prompt_tokens_cached) == (sources, 4)
     assert (stats.request_computed_tokens.total, sum(stats.request_computed_tokens.counts)) == (5 + 1, 2)
     assert stats.finished == {"length": 2}
     assert (stats.num_steps, stats.step_tokens, stats.step_rows) == (4, 8, 4)
