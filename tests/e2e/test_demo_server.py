@@ -39,8 +39,9 @@ def test_what_start_up_did_is_said_with_its_seconds(server):
 
 
 def test_the_line_to_try_works_when_typed(server):
-    line = next(line for line in server.lines if "curl http" in line)
-    answer = subprocess.run(["bash", "-c", line.strip()], capture_output=True, text=True, check=True, timeout=60)
+    start = next(line for line in server.lines if "curl http" in line)
+    command = f"{start}\n{server.process.stdout.readline()}"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert "82" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
 
 
@@ -56,8 +57,8 @@ def test_offline_answers_are_the_servers(server, built, monkeypatch, settings):
             client.chat.completions.create(model="demo", messages=[{"role": "user", "content": prompt}], temperature=0)
             for prompt in prompts
         ]
-    assert [result.text for result in results] == [answer.choices[0].message.content for answer in online]
-    assert [result.num_prompt_tokens for result in results] == [answer.usage.prompt_tokens for answer in online]
+    assert [result.outputs[0].text for result in results] == [answer.choices[0].message.content for answer in online]
+    assert [len(result.prompt_token_ids) for result in results] == [answer.usage.prompt_tokens for answer in online]
 
 
 def test_an_offline_chat_has_its_tool_calls(built, monkeypatch):
@@ -70,12 +71,12 @@ def test_an_offline_chat_has_its_tool_calls(built, monkeypatch):
     with llm.LLM("demo") as offline:
         tools = [{"type": "function", "function": calculator}]
         (result,) = offline.chat(messages, llm.SamplingParams(temperature=0, max_tokens=60), tools=tools)
-        (call,) = result.tool_calls
+        (call,) = result.outputs[0].tool_calls
         messages += [
             {"role": "assistant", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": "7287"},
         ]
         (answer,) = offline.chat(messages, {"temperature": 0, "tools": tools})
-    assert result.text == "" and result.outputs[0].finish_reason == "tool_calls"
+    assert result.outputs[0].text == "" and result.outputs[0].finish_reason == "tool_calls"
     assert json.loads(call["function"]["arguments"]) == {"expression": "347 * 21"}
-    assert answer.text == "347 * 21 = 7287." and answer.tool_calls == ()
+    assert (answer.outputs[0].text, answer.outputs[0].tool_calls) == ("347 * 21 = 7287.", [])

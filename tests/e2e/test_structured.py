@@ -152,4 +152,4 @@ def test_offline_and_batch_files_take_the_same_fields(built, monkeypatch):
         with pytest.raises(llm.RefusedError, match="guided_json: Invalid type"):
             offline.generate(["Once"], {"guided_json": {"type": "x"}})
     for result in (chat, completion):
-        validate(json.loads(result.text), SUM)
+        validate(json.loads(result.outputs[0].text), SUM)
