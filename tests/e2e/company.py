@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from scripts.llm import LLM
@@ -24,8 +25,11 @@ LIMITS = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 24
 
 def answers(llm: LLM, *, alone: bool) -> list[Any]:
     groups = [[prompt] for prompt in PROMPTS] if alone else [PROMPTS]
-    results = [result for group in groups for result in llm.generate(group, GREEDY)]
-    return [(result.outputs[0].text, result.outputs[0].logprobs) for result in results]
+    outputs = [result.outputs[0] for group in groups for result in llm.generate(group, GREEDY)]
+    return [
+        (output.text, [{id: asdict(one) for id, one in place.items()} for place in output.logprobs])
+        for output in outputs
+    ]
 
 
 if __name__ == "__main__":

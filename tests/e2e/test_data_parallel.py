@@ -63,7 +63,7 @@ def test_prefixes_that_do_not_fit_one_engine_are_shared_out_and_come_back_after_
 
 def test_the_first_engine_compiles_and_the_other_reads(tmp_path):
     small = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64", "--num-pages", "32")
-    flags = (*small, "--compile-all-first", "--compile-cache", str(tmp_path / "programs"))
+    flags = (*small, "--compile-all-first", "--log-level", "debug", "--compile-cache", str(tmp_path / "programs"))
     with serve(*flags, "--data-parallel-size", "2") as pair:
         said = r"engine (\d): compiled (\d+) programs.*?(?:(\d+) more were exported before|$)"
         found = [match for line in pair.lines if (match := re.search(said, line))]

@@ -33,6 +33,6 @@ def test_the_server_answers_as_from_safetensors(tmp_path, server, engine_flags):
     config, tensors = LlamaConfig.from_file(DEMO_FOLDER), load_file(DEMO_FOLDER / "model.safetensors")
     path = gguf_files.write(tmp_path / "demo.gguf", config, tensors, Type.Q8_0, tokenizer=DEMO_FOLDER)
     with serve_exported("--model", str(path), *engine_flags, *FEW_SHAPES) as gguf_server:
-        said = "".join(gguf_server.lines)
+        said = " ".join(gguf_server.lines)
         assert "GGUF Q8_0 checkpoint, requantised: projections and head are int8" in said
         assert answers(gguf_server, str(path)) == answers(server, "demo")
