@@ -57,7 +57,6 @@ class Loader:
     """Loads weights into a runner at the start, and later other weights of the same shapes.
 
     With several hosts all of them call the same methods. `read` does not wait for other hosts; `place` may.
-
     """
 
     runner: ModelRunner
@@ -80,7 +79,6 @@ class Loader:
         return Loaded(weights, model, draft_model, self.kv_ranges(weights))
 
     def _read_one(self, weights: ChosenWeights | ChosenHead, chips: ModelOnChips, say: Report, *, keeps: bool) -> Any:
-
         file = _prepared_file(self.plan.device.folders.weights, weights, chips)
         model = None if file is None else prepared_weights.mapped(chips.planned, file)
         kept = None if model is None else f"mapped from {file}, where an earlier start has kept them"

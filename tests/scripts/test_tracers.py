@@ -101,7 +101,7 @@ def test_a_gpus_kept_programs_are_loaded_while_the_weights_load(settings, monkey
     num_kept = len(list((Path(settings.compile_cache) / "executables").rglob("*.exe")))
     as_started = building._start_compiling
     monkeypatch.setattr(building, "_start_compiling", lambda *of, **_: as_started(*of, only_trace=True))
-    read, load, found, all_found = ProgramStore.load, Loader.load, [], threading.Event()
+    read, read_weights, found, all_found = ProgramStore.load, Loader.read, [], threading.Event()
 
     def counted(*of: Any) -> Any:
         program = read(*of)
@@ -110,12 +110,12 @@ def test_a_gpus_kept_programs_are_loaded_while_the_weights_load(settings, monkey
             all_found.set()
         return program
 
-    def after_programs(*of: Any) -> None:
+    def after_programs(*of: Any, **how: Any) -> Any:
         assert all_found.wait(60), "the programs wait for the weights"
-        load(*of)
+        return read_weights(*of, **how)
 
     monkeypatch.setattr(ProgramStore, "load", counted)
-    monkeypatch.setattr(Loader, "load", after_programs)
+    monkeypatch.setattr(Loader, "read", after_programs)
     lines: list[str] = []
     warm_engine(start(report=lines.append), lines.append)
     assert len(found) == num_kept > 5
