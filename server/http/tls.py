@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -119,24 +119,38 @@ class TlsContext:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(CHECK_S)
-            await asyncio.to_thread(self.load_changes)  # the files may be on a network
+            if await asyncio.to_thread(self._have_changed):  # the files may be on a network
+                self._load()
 
-    def load_changes(self) -> None:
-        """Loads the files if one has changed. If they cannot be used, the old certificates stay. New authorities for
-        clients' certificates are added; authorities that were removed from the files are trusted until a restart."""
+    def _have_changed(self) -> bool:
+        """Whether a file has changed since the last call, and all can be used. If they cannot, the old certificates
+        stay."""
         stamps = _stamps(self._files)
         if stamps == self._stamps:
-            return
+            return False
         self._stamps = stamps
-        try:
-            server_context(self._files)  # raises before anything is loaded into the context that is in use
+        with self._unused_in_log():
+            server_context(self._files)
+            return True
+        return False
+
+    def _load(self) -> None:
+        """Loads the files on the thread of the handshakes: between a new certificate and its key, one would fail. New
+        authorities for clients' certificates are added; authorities that were removed from the files are trusted until
+        a restart."""
+        with self._unused_in_log():
             _load_key(self.context, self._files)
             if self._files.ca_certs is not None:
                 self.context.load_verify_locations(self._files.ca_certs)
-        except (ValueError, OSError) as error:  # such as a certificate without its key yet: the next change counts
-            logger.warning("the changed TLS files are not used: %s", error)
-        else:
             logger.info("the TLS files have changed and are loaded")
+
+    @contextlib.contextmanager
+    def _unused_in_log(self) -> Iterator[None]:
+        """Logs an error of the files, such as a certificate without its key yet: the next change counts."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            logger.warning("the changed TLS files are not used: %s", error)
 
 
 def _stamps(files: TlsFiles) -> Stamps:

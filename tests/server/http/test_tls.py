@@ -7,12 +7,14 @@ import http.client
 import signal
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
+from server.http import tls
 from server.http.tls import TlsContext, server_context
 from server.settings import TlsFiles
 from tests.server.http.test_connection_limits import LONG_TIMES
@@ -222,6 +224,28 @@ def test_changed_files_are_loaded_without_dropping_connections(tmp_path, authori
         wait_until(lambda: "there is no certificate" in server.log)
         assert serial_number(server, context) == after
         assert "Traceback" not in server.log
+
+
+def test_changed_files_are_loaded_where_no_handshake_is_under_way(authority, monkeypatch):
+    """A context has a new certificate without its key for a moment. Handshakes are made on the event loop's thread."""
+    files, others = authority.files("first", refresh=True), authority.files("second")
+    context, load_key, threads = TlsContext(files), tls._load_key, []
+
+    def noted(into: ssl.SSLContext, of: TlsFiles) -> None:
+        if into is context.context:
+            threads.append(threading.current_thread())
+        load_key(into, of)
+
+    async def change() -> None:
+        async with context.refreshed():
+            others.certfile.replace(files.certfile)
+            others.keyfile.replace(files.keyfile)
+            while not threads:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(tls, "_load_key", noted)
+    asyncio.run(change())
+    assert threads == [threading.main_thread()]
 
 
 def test_files_are_left_alone_without_the_setting(authority):
