@@ -83,7 +83,7 @@ make_venv() {
     fi
 }
 
-# The uv that installs: one that is here, or one that pip brings. It needs a third of pip's time.
+# The uv that installs: one that is here, or one that pip brings.
 installing_uv() {
     find_uv && return
     [ -x .venv/bin/uv ] || run_pip install --constraint scripts/constraints.txt --only-binary :all: uv >&2 || return 1

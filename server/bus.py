@@ -39,7 +39,7 @@ class OpenQuestions[R]:
         """The number of a new question to a process, and its reply to come."""
         number, replied = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = to, replied
-        replied.add_done_callback(lambda _: self._open.pop(number, None))  # also if nobody waits any more
+        replied.add_done_callback(lambda _: self._open.pop(number, None))  # also if the wait was cancelled
         return number, replied
 
     def close(self, number: int, reply: R) -> None:
