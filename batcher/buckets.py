@@ -24,8 +24,6 @@ class BucketConfig:
     embeds: bool = False  # there are programs that pool hidden states
     num_drafts: int = 0  # per row, of speculative programs; 0: there are none
     max_draft_rows: int = 0  # rows of the largest speculative program
-    num_steps: int = 1  # most decode steps of one program
-    max_multi_step_rows: int = 0  # rows of the largest program with several steps
     adapters: bool = False  # each program has a second one, whose rows may have LoRA adapters
 
     def __post_init__(self) -> None:
@@ -45,12 +43,6 @@ class BucketConfig:
             raise ValueError(f"rungs differ: {self.decode_rungs_apart=}")
         if self.num_drafts < 0 or (self.num_drafts > 0) != (self.max_draft_rows > 0):
             raise ValueError(f"speculation has drafts and rows: {self.num_drafts=} {self.max_draft_rows=}")
-        if self.num_steps < 1 or (self.num_steps > 1) != (self.max_multi_step_rows > 0):
-            raise ValueError(
-                f"programs with several steps have steps and rows: {self.num_steps=} {self.max_multi_step_rows=}"
-            )
-        if self.num_steps > 1 and self.num_drafts > 0:
-            raise ValueError(f"a step with drafts is the only one of its program: {self.num_drafts=} {self.num_steps=}")
         if self.max_draft_rows * (1 + self.num_drafts) > self.max_num_batched_tokens:
             raise ValueError(
                 "a speculative step must be within the limit of all steps: "
@@ -86,9 +78,9 @@ class BucketLadder:
     Every program costs seconds of start-up. Mixed steps have no GREEDY program: when no row samples, SAMPLE's extra
     work is skipped at run time and costs nothing next to the prompt's matrix products. SCORE exists only at both
     limits: it is rare, and its programs are heavy. EMBED has every `_EMBED_STRIDE`-th T from the largest down, with the
-    most rows of each. Speculative buckets and those of several steps have powers of two up to their limits, in both
-    variants. With `adapters` each of these buckets exists twice. A step takes the bucket with `has_adapters` if
-    one of its rows has an adapter; other steps are faster in the bucket without.
+    most rows of each. Speculative buckets have powers of two up to their limit, in both variants. With `adapters` each
+    of these buckets exists twice. A step takes the bucket with `has_adapters` if one of its rows has an adapter; other
+    steps are faster in the bucket without.
     """
 
     def __init__(self, config: BucketConfig) -> None:
@@ -111,7 +103,7 @@ class BucketLadder:
         self._tokens = [t for t, _ in self._mixed]
         thinned = _powers(config.min_mixed_tokens, config.max_num_batched_tokens)[::-_EMBED_STRIDE]
         each = _powers(config.min_decode_rows, config.max_num_seqs)
-        self._several = [s for s in each if s <= max(config.max_draft_rows, config.max_multi_step_rows)]
+        self._draft_rows = [s for s in each if s <= config.max_draft_rows]
         self._embed = sorted(Bucket(t, min(config.max_num_seqs, t - 1), Variant.EMBED) for t in thinned if t > 1)
         self._score = Bucket(config.max_num_batched_tokens, config.max_num_seqs, Variant.SCORE)
         self._buckets = self._all()
@@ -123,8 +115,8 @@ class BucketLadder:
     def _all(self) -> list[Bucket]:
         decodes = [Bucket(s, s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._decode]
         mixed = [Bucket(t, s, Variant.SAMPLE) for t, rows in self._mixed for s in rows]
-        several = [self._of_several(s, variant) for variant in (Variant.GREEDY, Variant.SAMPLE) for s in self._several]
-        plain = [*decodes, *mixed, *several, self._score, *(self._embed if self.config.embeds else ())]
+        drafts = [self._with_drafts(s, v) for v in (Variant.GREEDY, Variant.SAMPLE) for s in self._draft_rows]
+        plain = [*decodes, *mixed, *drafts, self._score, *(self._embed if self.config.embeds else ())]
         return sorted([*plain, *map(_with_adapters, plain)] if self.config.adapters else plain)
 
     def needed_first(self) -> list[Bucket]:
@@ -135,8 +127,8 @@ class BucketLadder:
         needed = {Bucket(rows, rows, Variant.SAMPLE), Bucket(fewest, fewest, Variant.SAMPLE)}
         needed.add(Bucket(light, dict(self._mixed)[light][0], Variant.SAMPLE))
         needed.add(self._embed[-1] if self.config.embeds else self._score)
-        if self._several:
-            needed.add(self._of_several(self._several[-1], Variant.SAMPLE))
+        if self._draft_rows:
+            needed.add(self._with_drafts(self._draft_rows[-1], Variant.SAMPLE))
         return sorted(map(_with_adapters, needed) if self.config.adapters else needed)
 
     def fallback(self, bucket: Bucket, missing: Container[Bucket]) -> Bucket:
@@ -182,18 +174,15 @@ class BucketLadder:
                 return Bucket(tokens, row_rungs[bisect_left(row_rungs, num_rows)], Variant.SAMPLE)
         raise AssertionError("the largest bucket holds every legal step")
 
-    def choose_several(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
-        """The smallest bucket with drafts, or with several steps, that has at least this many rows; None if there is
-        none."""
-        rung = bisect_left(self._several, num_rows)
-        if rung == len(self._several):
+    def choose_drafts(self, num_rows: int, variant: Variant, *, has_adapters: bool = False) -> Bucket | None:
+        """The smallest bucket with drafts that has at least this many rows; None if there is none."""
+        rung = bisect_left(self._draft_rows, num_rows)
+        if rung == len(self._draft_rows):
             return None
-        return self._of(self._of_several(self._several[rung], variant), has_adapters)
+        return self._of(self._with_drafts(self._draft_rows[rung], variant), has_adapters)
 
-    def _of_several(self, num_rows: int, variant: Variant) -> Bucket:
-        """The bucket whose rows draw several tokens: `BucketConfig` has drafts or several steps, and never both."""
-        c = self.config
-        return Bucket(num_rows * (1 + c.num_drafts), num_rows, variant, c.num_drafts, num_steps=c.num_steps)
+    def _with_drafts(self, num_rows: int, variant: Variant) -> Bucket:
+        return Bucket(num_rows * (1 + self.config.num_drafts), num_rows, variant, self.config.num_drafts)
 
     def better_left(self, num_tokens: int, *, next_decodes: int | None, step_cost_tokens: int) -> int:
         """The number of tokens that a mixed step leaves to the next one, instead of padding up to its rung; mostly 0.
@@ -228,7 +217,7 @@ def _holds(large: Bucket, small: Bucket) -> bool:
     """Whether a program computes every step of another one. A decode is also a step of a mixed program, and a step with
     prompt tokens is none of a program for decodes only. With adapters, a program also computes rows without them."""
     return (
-        (large.num_drafts, large.num_steps) == (small.num_drafts, small.num_steps)
+        large.num_drafts == small.num_drafts
         and large.num_tokens >= small.num_tokens
         and large.num_rows >= small.num_rows
         and large.has_adapters >= small.has_adapters

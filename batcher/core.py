@@ -18,10 +18,8 @@ from batcher.request import ErrorCode, FinishReason
 from batcher.requests import counting
 from batcher.requests.live_requests import LiveRequests
 from batcher.requests.page_mover import Moved, Saved
-from batcher.scheduling.multi_step import SeveralSteps
 from batcher.scheduling.page_moves import PageLoad, PageSave
 from batcher.scheduling.request_state import State
-from batcher.scheduling.row_tokens import OneToken
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.static import StaticScheduler
@@ -134,7 +132,6 @@ class EngineCore:
         plan = self.in_flight.popleft().plan
         self.scheduler.step_returned(plan.number)
         ran_s = self.step_watch.returned(len(self.in_flight))
-        self.scheduler.row_tokens.took(plan, ran_s)
         if self.scheduler.offloaded is not None and plan.chunks:
             self.scheduler.offloaded.times.computed(ran_s, plan.num_tokens)
         return plan
@@ -278,9 +275,5 @@ def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder, c
     """The scheduler for these settings."""
     if config.scheduling is Scheduling.STATIC:
         return StaticScheduler(capacity, ladder, config)  # a baseline, without drafts
-    row_tokens = OneToken()
-    if ladder.config.num_steps > 1:
-        row_tokens = SeveralSteps(ladder, config.pipeline_depth)
-    elif ladder.config.num_drafts:
-        row_tokens = Drafts(ladder, config.step_times, config.draft_cost)
-    return Scheduler(capacity, ladder, config, row_tokens, clock)
+    drafts = Drafts(ladder, config.step_times, config.draft_cost) if ladder.config.num_drafts else None
+    return Scheduler(capacity, ladder, config, drafts, clock)

@@ -49,7 +49,6 @@ class Bucket:
     num_rows: int
     variant: Variant
     num_drafts: int = 0  # per row; num_tokens is then num_rows * (1 + num_drafts)
-    num_steps: int = 1  # most tokens that a row draws one after the other; above 1 only for decodes
     has_adapters: bool = False  # its rows may have LoRA adapters
 
     @property
@@ -174,14 +173,13 @@ class StepInput:
 class StepOutput:
     """The results of a step by row. The results of rows without emit are undefined.
 
-    `D` is 1 + num_drafts, or num_steps. With drafts, a row has drawn 1 + num_accepted[row] tokens, and all except the
-    last equal its drafts. With several steps, it has drawn q_lens[row] tokens. In other steps it has drawn one token.
-    The slot's LAST_TOKEN is the last drawn token, and its KV_LEN has grown by the number of drawn tokens.
+    `D` is 1 + num_drafts. With drafts, a row has drawn 1 + num_accepted[row] tokens, and all except the last equal its
+    drafts. In other steps it has drawn one token. The slot's LAST_TOKEN is the last drawn token, and its KV_LEN has
+    grown by the number of drawn tokens.
     """
 
     tokens: np.ndarray  # i32[S, D]
-    finite: np.ndarray  # bool[S]: False if the logits of one of the row's tokens held a NaN or infinity. With several
-    # steps it is bool[S, D], with an entry for each token
+    finite: np.ndarray  # bool[S]: False if the logits of one of the row's tokens held a NaN or infinity
     num_drafts: np.ndarray | None = None  # i32[S], proposed for the row; None: the program has no drafts
     num_accepted: np.ndarray | None = None  # i32[S]
     # bool[S]: whether the row's first token equals the row's first draft, or the draft that it would have had. All

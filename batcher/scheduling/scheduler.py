@@ -25,9 +25,8 @@ admission, arrival rank), lowest first. Preemption changes neither priority nor 
 7. The last chunk is shortened to the next smaller bucket if this saves more padding than its rest costs later.
 8. If the first request in the queue finds no room, and `fair_queue.py` names a running request of a client or a group
    that holds more rows, that request is preempted. Its full pages stay in the prefix cache, so little is recomputed.
-9. In a step without prompts, a row may draw several tokens, if the scheduler's policy allows it (`row_tokens.py`:
-drafts,
-   or several steps in one program). The request's limit and the available pages bound their number.
+9. In a step without prompts, a row may have drafts (`speculation.py`). The request's limit and the available pages
+   bound their number.
 10. A request whose LoRA adapter waits for an adapter slot is skipped. It keeps its place. `adapter_slots.py` limits how
     often it is passed.
 11. A request whose pages come from the host's memory or from a store is admitted, and computes nothing until they have
@@ -49,7 +48,7 @@ from batcher.scheduling.digests import add_digests
 from batcher.scheduling.offloading import OffloadedPages
 from batcher.scheduling.request_queues import RequestQueues
 from batcher.scheduling.request_state import RequestState, State
-from batcher.scheduling.row_tokens import OneToken
+from batcher.scheduling.speculation import Drafts
 from batcher.scheduling.step_plan import Chunk, StepPlan
 from batcher.step import Bucket, Capacity, Variant
 from batcher.step_budget import StepBudget
@@ -83,14 +82,14 @@ class Scheduler(RequestQueues):
         capacity: Capacity,
         ladder: BucketLadder,
         config: EngineConfig,
-        row_tokens: OneToken | None = None,
+        drafts: Drafts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(capacity, ladder.config.max_num_seqs, prefix_caching=config.prefix_caching)
         if config.offloading is not None:
             self.offloaded = OffloadedPages(config.offloading, capacity, self.pool, clock)
             self.pool.observers.append(self.offloaded)
-        self.row_tokens = row_tokens or OneToken()
+        self.drafts = drafts
         self.max_model_len = capacity.max_model_len
         self.ladder = ladder
         self.step_cost_tokens = config.step_cost_tokens
@@ -296,17 +295,18 @@ class Scheduler(RequestQueues):
             chunks[-1] = (seq, count - rest)
 
     def _plan_decodes(self, decodes: list[RequestState], grown: list[tuple[RequestState, int]]) -> StepPlan:
-        """The step of decodes only. Rows may draw several tokens by rule 9."""
-        is_alone = not self.waiting and len(decodes) == len(self.running)
-        has_adapters = self._have_adapters(decodes)
-        several = self.row_tokens.several(decodes, self.last_step + 1, is_alone=is_alone, has_adapters=has_adapters)
-        if several is None:
+        """The step of decodes only. Rows may have drafts by rule 9."""
+        drafts = None
+        if self.drafts is not None:
+            has_adapters = self._have_adapters(decodes)
+            drafts = self.drafts.choose(decodes, self.last_step + 1, has_adapters=has_adapters)
+        if drafts is None:
             return self._plan_ones(decodes, [], [], grown)
-        q_lens = {seq: self._fit(seq, most, grown) for seq, most in several.most.items()}
+        q_lens = {seq: self._fit(seq, 1 + count, grown) for seq, count in drafts.counts.items()}
         if any(q_len > 1 for q_len in q_lens.values()):
-            return self._plan_several([(seq, q_lens.get(seq, 1)) for seq in decodes], several.bucket, grown)
+            return self._plan_drafts([(seq, q_lens.get(seq, 1)) for seq in decodes], drafts.bucket, grown)
         plan = self._plan_ones(decodes, [], [], grown)
-        plan.looks_up = several.looks_up
+        plan.looks_up = drafts.looks_up
         return plan
 
     def _fit(self, seq: RequestState, most: int, grown: list[tuple[RequestState, int]]) -> int:
@@ -317,7 +317,7 @@ class Scheduler(RequestQueues):
             grown.append(self._grow(seq))
         return min(most, len(seq.pages) * self.page_size - seq.num_computed)
 
-    def _plan_several(
+    def _plan_drafts(
         self, rows: list[tuple[RequestState, int]], bucket: Bucket, grown: list[tuple[RequestState, int]]
     ) -> StepPlan:
         """The step of these rows (request, number of tokens). Rows of one token come first."""

@@ -15,11 +15,11 @@ of a draft model is one draft of one row, because the draft model must read all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from batcher.buckets import BucketLadder
 from batcher.scheduling.request_state import RequestState
-from batcher.scheduling.row_tokens import OneToken, SeveralTokens
 from batcher.step import Bucket, Variant
 from batcher.step_times import StepTimes
 
@@ -67,8 +67,18 @@ class Retries:
         self._due = step + self._first
 
 
-class Drafts(OneToken):
-    """The policy of steps with drafts: a row draws one token and its drafts that are right.
+@dataclass(frozen=True, slots=True)
+class ChosenDrafts:
+    """The drafts of one step. If no row can have any, the step is a plain one."""
+
+    bucket: Bucket  # the bucket of the program with drafts
+    counts: Mapping[RequestState, int]  # most drafts of a row; the other rows have none
+    looks_up: bool  # a plain step tells which drafts would have been right
+
+
+class Drafts:
+    """The policy of steps with drafts: a row draws one token and its drafts that are right. The scheduler asks it once
+    a step, and reduces the answer to each request's limit and to the available pages.
 
     Args:
         draft_cost: time of a pass of the draft model, in passes of the model; 0: drafts are looked up, which is cheap,
@@ -88,6 +98,8 @@ class Drafts(OneToken):
         self._num_retries = 0
 
     def learn(self, seq: RequestState, num_right: int, num_drafts: int, last_step: int) -> None:
+        """Records that the first `num_right` of a row's `num_drafts` drafts were right. `last_step` is the number of
+        the last planned step."""
         rate = self._rate(seq)
         for is_right in [1] * num_right + [0] * (num_right < num_drafts):
             rate += self._row_weight * (is_right - rate)
@@ -96,11 +108,10 @@ class Drafts(OneToken):
         if num_right:
             self._retries.was_right(last_step)
 
-    def several(
-        self, decodes: Sequence[RequestState], step: int, *, is_alone: bool, has_adapters: bool = False
-    ) -> SeveralTokens | None:
+    def choose(self, decodes: Sequence[RequestState], step: int, *, has_adapters: bool = False) -> ChosenDrafts | None:
+        """The drafts of the rows of step number `step`; None: there are none. `has_adapters`: a row has an adapter."""
         variant = Variant.SAMPLE if any(seq.needs_sampling for seq in decodes) else Variant.GREEDY
-        bucket = self._ladder.choose_several(len(decodes), variant, has_adapters=has_adapters)
+        bucket = self._ladder.choose_drafts(len(decodes), variant, has_adapters=has_adapters)
         if bucket is None or not any(map(may_have_drafts, decodes)):
             return None
         wanted = self._wanted(decodes, bucket)
@@ -111,7 +122,7 @@ class Drafts(OneToken):
         looks_up = self.tells_would_accept and self._retries.is_due(step)
         if looks_up:
             self._retries.tried(step)
-        return SeveralTokens(bucket, {seq: 1 + num_drafts for seq, num_drafts in wanted.items()}, looks_up)
+        return ChosenDrafts(bucket, wanted, looks_up)
 
     def _wanted(self, decodes: Sequence[RequestState], bucket: Bucket) -> dict[RequestState, int]:
         """The rows of a step that are to have drafts, with their number; none if drafts are not expected to pay."""

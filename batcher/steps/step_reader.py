@@ -72,8 +72,6 @@ class StepReader:
         reading = StepReading(output, now)
         if plan.bucket.num_drafts:
             self._read_drafts(plan, reading)
-        elif plan.bucket.num_steps > 1:
-            self._read_steps(plan, reading)
         else:
             self._read_tokens(plan, reading)
         self._scheduler.commit_some()
@@ -125,7 +123,8 @@ class StepReader:
 
     def _read_drafts(self, plan: StepPlan, reading: StepReading) -> None:
         """Reads a step with drafts: how many were accepted, and each row's tokens up to its request's end."""
-        output = reading.output
+        output, drafts = reading.output, self._scheduler.drafts
+        assert drafts is not None
         assert output.num_drafts is not None and output.num_accepted is not None and output.would_accept is not None
         proposed, accepted, would_accept = (
             x.tolist() for x in (output.num_drafts, output.num_accepted, output.would_accept)
@@ -136,7 +135,7 @@ class StepReader:
             drawn = drawn[: seq.num_to_end(drawn)]
             if seq.state is not State.FINISHED:
                 self._scheduler.take_back(seq, q_len - len(drawn))
-                if proposed[row] or (self._scheduler.row_tokens.tells_would_accept and may_have_drafts(seq)):
+                if proposed[row] or (drafts.tells_would_accept and may_have_drafts(seq)):
                     self._learn(seq, max(accepted[row], int(would_accept[row])), max(q_len - 1, 1))
                 self._counts.speculation.observe(proposed[row], accepted[row])
                 seq.num_accepted += min(accepted[row], len(drawn))
@@ -145,17 +144,8 @@ class StepReader:
             self._look_at(seq, drawn, row, reading)
 
     def _learn(self, seq: RequestState, num_right: int, num_drafts: int) -> None:
-        self._scheduler.row_tokens.learn(seq, num_right, num_drafts, self._scheduler.last_step)
-
-    def _read_steps(self, plan: StepPlan, reading: StepReading) -> None:
-        """Reads a program of several steps: each row's tokens up to its request's end."""
-        tokens: list[list[int]] = reading.output.tokens.tolist()
-        for row, (seq, q_len) in enumerate(zip(plan.rows, plan.q_lens, strict=True)):
-            drawn = tuple(tokens[row][:q_len])
-            drawn = drawn[: seq.num_to_end(drawn)]
-            if seq.state is not State.FINISHED:
-                self._scheduler.take_back(seq, q_len - len(drawn))
-            self._look_at(seq, drawn, row, reading)
+        assert self._scheduler.drafts is not None, "only steps of this policy tell of drafts"
+        self._scheduler.drafts.learn(seq, num_right, num_drafts, self._scheduler.last_step)
 
     def _look_at(self, seq: RequestState, tokens: tuple[int, ...], row: int, reading: StepReading) -> None:
         """Takes in the tokens of a row; only the last of them can end its request."""

@@ -108,9 +108,8 @@ class OutputLayout:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """Name of a section -> its shape and dtype, in the order of the buffer."""
-        t, s, d = self.bucket.num_tokens, self.bucket.num_rows, self.bucket.num_drafts + self.bucket.num_steps
-        finite = (s,) if self.bucket.num_steps == 1 else (s, d)
-        shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": (finite, np.int32)}
+        t, s, d = self.bucket.num_tokens, self.bucket.num_rows, 1 + self.bucket.num_drafts
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {"tokens": ((s, d), np.int32), "finite": ((s,), np.int32)}
         if self.bucket.num_drafts:
             shapes |= {"num_drafts": ((s,), np.int32), "num_accepted": ((s,), np.int32)}
         if self.tells_would_accept:

@@ -22,7 +22,6 @@ from model.execution.draft_networks import DraftModel, EagleDrafts
 from model.execution.draft_pages import DraftPages
 from model.execution.drafter import Drafter
 from model.execution.memory_plan import RunnerConfig
-from model.execution.multi_step import make_multi_step
 from model.execution.page_copies import PageCopies
 from model.execution.speculative_step import make_speculative_step
 from model.execution.step import (
@@ -129,8 +128,6 @@ class StepPrograms:
             drafts = self._drafter or self._lookup
             assert drafts is not None, "the ladder has drafts and the runner has none"
             step = make_speculative_step(bucket, self._rebuild, self.attention, drafts, **options)
-        elif bucket.num_steps > 1:
-            step = make_multi_step(bucket, self._rebuild, self.attention, **options)
         else:
             lookup = self.config.lookup if self.tells_would_accept(bucket) else None
             pooling, drafter = self.config.pooling, self._drafter

@@ -52,8 +52,6 @@ _DEFAULTS = {
 # Rows of the largest program with drafts. The table of step times (`step_times`) decides which steps have drafts: on a
 # CPU, with more rows hardly any would, and chips draw at most so many tokens at once.
 _MAX_DRAFT_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
-# Rows of the largest program with several steps: with more rows, a step takes longer than the host's work.
-_MULTI_STEP_ROWS = {"cpu": 8, "gpu": 64, "tpu": 64}
 # A draft model's pass over tokens that it has not seen: in smallest mixed steps, and tokens at most.
 _DRAFT_PASS, _MAX_DRAFT_PASS = 4, 256
 # Drawn tokens of one step with drafts: the logits of all of them are in memory at once.
@@ -177,8 +175,6 @@ def bucket_config(settings: EngineSettings, platform: str, num_chips: int) -> Bu
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         embeds=settings.enable_embeddings,
-        num_steps=settings.num_scheduler_steps,
-        max_multi_step_rows=min(_MULTI_STEP_ROWS[platform], max_num_seqs) if settings.num_scheduler_steps > 1 else 0,
         num_drafts=num_drafts,
         max_draft_rows=max_draft_rows if num_drafts else 0,
         adapters=settings.enable_lora,

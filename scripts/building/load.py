@@ -113,8 +113,6 @@ class Loader:
                 f"attention backend {attention.backend}, at most {buckets.max_num_seqs} sequences and "
                 f"{buckets.max_num_batched_tokens} tokens a step"
             )
-            if buckets.num_steps > 1:
-                say(f"up to {buckets.num_steps} steps a program of up to {buckets.max_multi_step_rows} rows")
             if buckets.num_drafts:
                 say(f"{buckets.num_drafts} drafts a row in steps of up to {buckets.max_draft_rows} rows")
 

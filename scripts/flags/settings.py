@@ -125,9 +125,6 @@ class EngineSettings:
     speculative_config: str | Mapping[str, Any] | None = _of_batching(
         None, f"Drafts of several tokens a step, such as {SPECULATION_EXAMPLE}", metavar="JSON", also=("-sc",),
     )  # fmt: skip
-    num_scheduler_steps: int = _of_batching(
-        1, "Decode steps of one program at most, while no request waits", least=1, most=1024,
-    )  # fmt: skip
     max_queue: int = _of_batching(
         DEFAULT_MAX_WAITING, "Requests that may wait. One more is answered 429", least=0, most=_MANY,
         also=("--max-num-queued-reqs",),
@@ -233,12 +230,6 @@ class EngineSettings:
             raise ValueError(
                 "--long-prefill-token-threshold and --max-num-partial-prefills need --scheduling continuous: static "
                 "batches compute all their prompts first"
-            )
-        if self.num_scheduler_steps > 1 and (self.speculation is not None or self.scheduling == "static"):
-            raise ValueError(
-                "--num-scheduler-steps needs --scheduling continuous and no --speculative-config: drafts are made from "
-                "the text that each step stores, and a program of several steps stores none; a static batch takes one "
-                "step a program"
             )
         if self.speculation is not None and self.scheduling == "static":
             raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")

@@ -414,11 +414,7 @@ class FakeRunner:
             # a row that only embeds draws nothing, and may fill the context
             if not 0 <= kv_len <= kv_len + q_len < c.max_model_len + (bucket.variant is Variant.EMBED):
                 self._fail(f"slot {slot} of length {kv_len} grows by {q_len}")
-            if bucket.num_steps > 1:
-                # The tokens that the row is about to draw: as if drafts were always right.
-                drafts = self._coming(slot, kv_len, q_len - 1)
-                tokens = np.array([self.state[slot, SlotLayout.LAST_TOKEN], *drafts])
-            elif bucket.num_drafts:
+            if bucket.num_drafts:
                 if (tokens != -1).any() or not emits[row]:
                     self._fail(f"slot {slot} is fed {tokens} in a speculative step")
                 first = self._drafts(slot, kv_len, max(q_len - 1, int(self._tells_would_accept)))
@@ -450,7 +446,7 @@ class FakeRunner:
                 self._fail(f"slot {slot} reads what was never written: pages {pages}")
             if emits[row] and self.state[slot, SlotLayout.at("has_mask")] and slot not in self.brought:
                 self._fail(f"slot {slot} draws with a mask that was never brought")
-            if bucket.num_drafts or bucket.num_steps > 1:
+            if bucket.num_drafts:
                 prefix = self._verify(out, row, slot, prefix[: kv_len + 1], drafts)
             elif emits[row]:
                 self._emit(out, row, slot, prefix)
@@ -458,8 +454,7 @@ class FakeRunner:
             out.would_accept[row] = first[:1] == [int(out.tokens[row, 0])] or not is_told
             self.state[slot, SlotLayout.KV_LEN] = len(prefix)
             if self._nan_token is not None and self._nan_token in prefix:
-                first_bad = int(np.argmax(prefix == self._nan_token)) - kv_len
-                out.finite[row, max(first_bad, 0) if bucket.num_steps > 1 else 0 :] = False
+                out.finite[row] = False
             if bucket.variant is Variant.EMBED:
                 out.pooled[row] = fake_pooled(prefix, kv_len, c.pooling, adapter)
             if bucket.variant.scores:
@@ -577,10 +572,9 @@ class FakeRunner:
         real = slots[:num_rows].tolist()
         checks = {
             "counts": 0 <= num_singles <= num_rows <= bucket.num_rows and num_rows >= 1,
-            "tokens": num_tokens == q_lens.sum() <= bucket.num_tokens * bucket.num_steps,
+            "tokens": num_tokens == q_lens.sum() <= bucket.num_tokens,
             "single-token rows first": (q_lens[:num_singles] == 1).all() and (q_lens[num_singles:num_rows] > 1).all(),
-            "decode-only": not bucket.decode_only or num_singles == num_rows or bucket.num_steps > 1,
-            "steps": bucket.num_steps == 1 or q_lens.max() <= bucket.num_steps,
+            "decode-only": not bucket.decode_only or num_singles == num_rows,
             "slots": all(0 <= slot < self._capacity.num_slots for slot in real) and len(set(real)) == num_rows,
             "padding": (slots[num_rows:] == self._capacity.num_slots).all()
             and not q_lens[num_rows:].any()
@@ -676,12 +670,12 @@ class _Output:
         self.tells_would_accept = tells_would_accept
         t, s = bucket.num_tokens, bucket.num_rows
         self.bucket = bucket
-        d = bucket.num_steps + bucket.num_drafts
+        d = 1 + bucket.num_drafts
         self.tokens = np.full((s, d), POISON, np.int32)
         self.num_drafts = np.full(s, POISON, np.int32)
         self.num_accepted = np.full(s, POISON, np.int32)
         self.would_accept = np.zeros(s, bool)
-        self.finite = np.ones((s, bucket.num_steps), bool)
+        self.finite = np.ones(s, bool)
         self.logprobs = np.full((s, d), np.nan, np.float32)
         self.top_ids = np.full((s, d, MAX_LOGPROBS), POISON, np.int32)
         self.top_logprobs = np.full((s, d, MAX_LOGPROBS), np.nan, np.float32)
@@ -695,7 +689,7 @@ class _Output:
         self.pooled = np.full((s, FAKE_HIDDEN), np.nan, np.float32)
 
     def result(self) -> StepOutput:
-        common = {"tokens": self.tokens, "finite": self.finite if self.bucket.num_steps > 1 else self.finite[:, 0]}
+        common = {"tokens": self.tokens, "finite": self.finite}
         if self.tells_would_accept and (self.bucket.num_drafts or self.bucket.decode_only):
             common["would_accept"] = self.would_accept
         if self.bucket.num_drafts:

@@ -46,7 +46,6 @@ def finish(drive: Drive) -> None:
 OPTIONS = {
     "plain": {},
     "drafts": {"num_drafts": 2, "max_draft_rows": 4},
-    "several steps": {"num_steps": 3, "max_multi_step_rows": 4},
 }
 
 

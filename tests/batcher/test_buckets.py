@@ -135,9 +135,7 @@ def test_with_adapters_each_program_has_a_second_one() -> None:
         for has_adapters in (False, True):
             found = ladder.choose(*shape, decode_only=decode_only, variant=variant, has_adapters=has_adapters)
             assert found == replace(own, has_adapters=has_adapters)
-    assert ladder.choose_several(3, GREEDY, has_adapters=True) == Bucket(12, 4, GREEDY, 2, has_adapters=True)
-    several = make_ladder(100, 12, adapters=True, num_steps=4, max_multi_step_rows=8)
-    assert several.choose_several(3, GREEDY, has_adapters=True) == Bucket(4, 4, GREEDY, num_steps=4, has_adapters=True)
+    assert ladder.choose_drafts(3, GREEDY, has_adapters=True) == Bucket(12, 4, GREEDY, 2, has_adapters=True)
     with pytest.raises(ValueError, match="no program has adapters"):
         plain.choose(1, 1, decode_only=True, variant=GREEDY, has_adapters=True)
 

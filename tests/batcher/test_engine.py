@@ -257,12 +257,9 @@ def test_logprobs_come_with_their_tokens() -> None:
     drive.check_outputs()
 
 
-@pytest.mark.parametrize(
-    "buckets", [{}, {"num_steps": 4, "max_multi_step_rows": 4}], ids=["single steps", "several steps"]
-)
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_sampled_logprobs_come_with_their_tokens(logprobs: int | None, buckets: dict[str, int]) -> None:
-    drive = Drive(buckets=buckets)
+def test_sampled_logprobs_come_with_their_tokens(logprobs: int | None) -> None:
+    drive = Drive()
     drive.add(make_request("a", [10, 11], logprobs=logprobs, sampled_logprobs=True, max_tokens=9, ignore_eos=True))
     drive.add(make_request("b", [20, 21], max_tokens=9, ignore_eos=True))
     drive.finish()

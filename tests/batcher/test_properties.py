@@ -35,7 +35,6 @@ class Scenario:
     scheduling: Scheduling
     pipeline_depth: int
     arrivals: tuple[Arrival, ...]
-    num_steps: int = 1  # of a program
     long_prompts: LongPrompts = ANY_LENGTH
     even_context: float = math.inf
     num_drafts: int = 0
@@ -51,8 +50,6 @@ class Scenario:
     def drive(self, page_events: PageEventSink | None = None) -> Drive:
         capacity = replace(self.capacity, keeps_text=self.num_drafts > 0)
         buckets = {"num_drafts": self.num_drafts, "max_draft_rows": self.max_draft_rows}
-        if self.num_steps > 1 and not self.num_drafts:
-            buckets |= {"num_steps": self.num_steps, "max_multi_step_rows": capacity.num_slots}
         return Drive(
             self.capacity,
             runner=FakeRunner(capacity, propose=self.propose, tells_would_accept=self.draft_cost == 0),
@@ -130,7 +127,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         capacity,
         prefix_caching=draw(st.booleans()),
         scheduling=scheduling,
-        num_steps=1 if is_plain else draw(st.sampled_from([1, 1, 2, 4, 7])),
         long_prompts=ANY_LENGTH if is_plain else draw(LONG_PROMPTS),
         even_context=math.inf if is_plain else draw(st.sampled_from([math.inf, math.inf, 0.5, 4.0, 50.0])),
         pipeline_depth=draw(st.integers(1, 3)),

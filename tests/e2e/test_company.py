@@ -39,10 +39,9 @@ def answers(settings: str) -> dict[str, Any]:
     [
         (INT8, {}),
         ({"dtype": "bfloat16"}, {}),
-        (INT8, {"num_scheduler_steps": 4}),
         (INT8, {"speculative_config": DRAFTS}),
     ],
-    ids=["int8", "bfloat16", "several steps", "drafts"],
+    ids=["int8", "bfloat16", "drafts"],
 )
 def test_company_changes_no_bit(form, steps):
     compiler()

@@ -52,7 +52,7 @@ def folder(tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("own", [[], [NGRAM], ["--num-scheduler-steps=4"]], ids=["plain", "drafts", "several steps"])
+@pytest.mark.parametrize("own", [[], [NGRAM]], ids=["plain", "drafts"])
 def test_a_crowd_gets_the_texts_of_a_server_without_tiers(flags, told, own):
     """Twice: the second time, what the first has computed is in the host's memory."""
     with serve_exported(*flags, *own, f"--kv-offloading-size={pages_gib(1000)}") as server:

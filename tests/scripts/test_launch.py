@@ -46,16 +46,6 @@ def test_no_flags_serve_the_demo_on_the_loopback():
     assert EngineSettings.from_namespace(args) == EngineSettings()
 
 
-@pytest.mark.parametrize(
-    "others", [{"scheduling": "static"}, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}]
-)
-def test_several_steps_of_a_program_are_plain_ones(others):
-    with pytest.raises(ValueError, match="--num-scheduler-steps needs --scheduling continuous"):
-        EngineSettings(num_scheduler_steps=2, **others)
-    with pytest.raises(ValueError, match="--num-scheduler-steps must be at least 1"):
-        EngineSettings(num_scheduler_steps=0)
-
-
 def visible_flags():
     return [action for action in launch.parser()._actions if action.help is not argparse.SUPPRESS]
 

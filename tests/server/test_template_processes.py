@@ -80,7 +80,7 @@ def test_a_template_that_still_runs_does_not_keep_the_server(tmp_path):
     """At its deadline the thread ends, and with it the server, though it was asked to end at once."""
     source = LLAMA3_TEMPLATE + "{% if count %}" + LOOPS + "{% endif %}"
     with (
-        running_server(tmp_path, ECHO, CONFIG, template=source, **SETTINGS) as server,
+        running_server(tmp_path, ECHO, CONFIG, template=source, template_timeout_s=6.0) as server,
         server.http() as http,
         ThreadPoolExecutor(1) as thread,
     ):

@@ -77,9 +77,8 @@ def name_of(key: Bucket | str) -> str:
     if isinstance(key, str):
         return key
     drafts = f"+{key.num_drafts} drafts" if key.num_drafts else ""
-    steps = f" in {key.num_steps} steps" if key.num_steps > 1 else ""
     shape = key.num_tokens if key.decode_only else f"{key.num_tokens}x{key.num_rows}"
-    return f"{key.variant}:{shape}{drafts}{steps}{'+adapters' if key.has_adapters else ''}"
+    return f"{key.variant}:{shape}{drafts}{'+adapters' if key.has_adapters else ''}"
 
 
 def costs(question: Question, depth: int, report: Callable[[str], None]) -> dict[str, Cost]:
@@ -124,7 +123,7 @@ def entries(buckets: Sequence[Bucket], updates: Iterable[str], found: Mapping[st
 
 
 def _kind(bucket: Bucket) -> tuple[object, ...]:
-    return bucket.variant, bucket.decode_only, bucket.num_drafts > 0, bucket.num_steps > 1, bucket.has_adapters
+    return bucket.variant, bucket.decode_only, bucket.num_drafts > 0, bucket.has_adapters
 
 
 def _distance(one: Bucket, other: Bucket) -> tuple[float, float]:

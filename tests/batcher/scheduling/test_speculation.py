@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.config import Scheduling
 from batcher.request import FinishReason
-from batcher.scheduling.speculation import Drafts
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, Proposal
 from tests.batcher.harness import CAPACITY, Drive, after_weights, make_capacity, make_request
@@ -172,13 +171,13 @@ def test_a_row_under_a_grammar_goes_on_without_drafts_next_to_others() -> None:
 def test_rows_under_grammars_alone_run_plain_steps(draft_cost: float) -> None:
     """Without a lookup, and what they write changes no estimate for other requests."""
     drive = speculative(perfect, step_times=after_weights(1000.0), draft_cost=draft_cost)
-    before = drive.scheduler.row_tokens.usual_rate
+    before = drive.scheduler.drafts.usual_rate
     for i in range(3):
         drive.add(make_request(str(i), [5, 6, i], max_tokens=40, grammar="4 50 50"))
     drive.finish()
     drive.check_outputs()
     assert drive.runner.num_lookups == num_speculative(drive) == 0
-    assert drive.scheduler.row_tokens.usual_rate == before
+    assert drive.scheduler.drafts.usual_rate == before
 
 
 def test_what_a_grammar_forces_teaches_nothing_about_other_rows() -> None:
@@ -197,7 +196,7 @@ def test_what_a_grammar_forces_teaches_nothing_about_other_rows() -> None:
             drive.add(make_request("bound", [5, 6, 8], max_tokens=60, grammar="4 50 50"))
         drive.finish()
         drive.check_outputs()
-        rates.append(drive.scheduler.row_tokens.usual_rate)
+        rates.append(drive.scheduler.drafts.usual_rate)
     assert rates[1] == rates[0]
 
 
@@ -357,7 +356,7 @@ def test_static_batches_have_no_drafts() -> None:
     drive.add(make_request("a", [5, 6, 7], max_tokens=20))
     drive.finish()
     drive.check_outputs()
-    assert not isinstance(drive.scheduler.row_tokens, Drafts)
+    assert drive.scheduler.drafts is None
     assert num_speculative(drive) == 0
 
 
@@ -369,9 +368,9 @@ def test_the_ladder_of_speculative_programs() -> None:
     limits = BucketConfig(max_num_batched_tokens=100, max_num_seqs=12, num_drafts=3, max_draft_rows=6)
     ladder = BucketLadder(limits)
     assert shapes(ladder.buckets()) == [(4, 1, 3), (4, 1, 3), (8, 2, 3), (8, 2, 3), (16, 4, 3), (16, 4, 3)]
-    assert ladder.choose_several(3, Variant.SAMPLE) == Bucket(16, 4, Variant.SAMPLE, 3)
-    assert ladder.choose_several(5, Variant.SAMPLE) is None
-    assert BucketLadder(replace(limits, num_drafts=0, max_draft_rows=0)).choose_several(1, Variant.GREEDY) is None
+    assert ladder.choose_drafts(3, Variant.SAMPLE) == Bucket(16, 4, Variant.SAMPLE, 3)
+    assert ladder.choose_drafts(5, Variant.SAMPLE) is None
+    assert BucketLadder(replace(limits, num_drafts=0, max_draft_rows=0)).choose_drafts(1, Variant.GREEDY) is None
 
 
 @pytest.mark.parametrize(

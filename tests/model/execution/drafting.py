@@ -53,8 +53,8 @@ class SampleLadder(BucketLadder):
         assert variant in (Variant.GREEDY, Variant.SAMPLE)
         return super().choose(num_tokens, num_rows, variant=Variant.SAMPLE, **step)
 
-    def choose_several(self, num_rows: int, variant: Variant, **step: bool) -> Bucket | None:
-        return super().choose_several(num_rows, Variant.SAMPLE, **step)
+    def choose_drafts(self, num_rows: int, variant: Variant, **step: bool) -> Bucket | None:
+        return super().choose_drafts(num_rows, Variant.SAMPLE, **step)
 
 
 _LADDERS = (BucketLadder, GreedyLadder, SampleLadder)

@@ -42,8 +42,6 @@ VARIANT = "gqa2"
 MAX_LORAS, RANK = 3, 8
 PROMPT = Bucket(24, 4, Variant.SAMPLE, has_adapters=True)
 DECODE = Bucket(4, 4, Variant.GREEDY, has_adapters=True)
-MOST = 4
-SEVERAL = replace(DECODE, num_steps=MOST)
 DRAFTS = Bucket(12, 4, Variant.GREEDY, num_drafts=2, has_adapters=True)
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "num_pages": 40}
 WITH_LOGPROBS = SamplingParams(max_tokens=64, temperature=0, logprobs=1)
@@ -95,7 +93,7 @@ def make(folder: Path, config: LlamaConfig, adapters: dict[int, LoraWeights]) ->
 def runner(make: Make) -> ModelRunner:
     made = make()
     without = [replace(bucket, has_adapters=False) for bucket in (PROMPT, DECODE)]
-    made.warm_up([PROMPT, DECODE, SEVERAL, *without], print)
+    made.warm_up([PROMPT, DECODE, *without], print)
     return made
 
 
@@ -229,25 +227,14 @@ def test_base_rows_have_the_same_numbers_in_programs_without_adapters(make) -> N
     assert logprobs_of(runner, (0, 0, 0, 0), without).tobytes() == mixed.tobytes()
 
 
-def test_several_steps_of_a_program_have_the_tokens_of_single_ones(runner) -> None:
-    singles, several = rows(1, 0, 2, 3), rows(1, 0, 2, 3)
-    prefill(runner, singles, adapters=bring(runner, 1, 2, 4))
-    for _ in range(MOST):
-        run(runner, DECODE, [(row, 1) for row in singles])
-    prefill(runner, several)
-    output = draw(runner, SEVERAL, several, MOST)
-    assert [row.output[1:] for row in singles] == output.tokens[:, :MOST].tolist()
-
-
 def draw(runner: ModelRunner, bucket: Bucket, asked: list[Row], count: int) -> StepOutput:
-    """A step in which each row brings `count` tokens."""
+    """A step with drafts in which each row brings `count` tokens."""
     width = SlotLayout.width(runner.capacity().pages_per_seq)
     step = packed_step(bucket, [(row, 1) for row in asked], num_slots=runner.capacity().num_slots, width=width)
     sections = PackedLayout(bucket).sections()
     step.packed[sections["q_lens"]][: len(asked)] = count
-    if bucket.num_drafts:
-        step.packed[0], step.packed[2] = 0, count * len(asked)
-        step.packed[sections["tokens"]] = -1
+    step.packed[0], step.packed[2] = 0, count * len(asked)
+    step.packed[sections["tokens"]] = -1
     return runner.execute(step).result()
 
 

@@ -88,6 +88,7 @@ def test_a_response_that_is_cancelled_or_deleted_is_not_made_any_more(slow, end)
 
 def test_a_response_that_newer_ones_displace_is_not_made_any_more(short):
     id = started(short, **ENDLESS)["id"]
+    wait_until(lambda: polled(short, id)["status"] == "in_progress")  # the change makes it the newest
     with short.http() as http:
         for _ in range(MAX_KEPT - 1):
             assert http.post("/v1/conversations", json={}).status_code == 200
