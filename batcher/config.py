@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_store import Offloading
@@ -16,19 +15,11 @@ DEFAULT_PIPELINE_DEPTH = 2  # step N+1 is dispatched before step N is read
 _ANY_TIMES = StepTimes(num_tokens=(0, 1), times=(16, 17))
 
 
-class Scheduling(StrEnum):
-    """How requests share the steps."""
-
-    CONTINUOUS = "continuous"  # each step is planned anew: decodes, then prompt chunks; admission at any step
-    STATIC = "static"  # a fixed batch runs until its longest request ends: the baseline
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """The engine's settings that do not depend on the runner's capacity."""
 
     eos_token_ids: tuple[int, ...]  # every end-of-sequence id of the model's generation_config
-    scheduling: Scheduling = Scheduling.CONTINUOUS
     prefix_caching: bool = True
     long_prompts: LongPrompts = ANY_LENGTH
     even_context: float = math.inf  # tokens of context, see `StepBudget`; inf: a step's budget counts tokens
@@ -48,8 +39,8 @@ class EngineConfig:
             raise ValueError(f"a long prompt has some tokens, and one is computed at a time: {self.long_prompts=}")
         if not self.even_context > 0:
             raise ValueError(f"attention costs some time: {self.even_context=}")
-        if self.offloading is not None and (not self.prefix_caching or self.scheduling is Scheduling.STATIC):
-            raise ValueError("pages leave the device as prefixes, which static batching and no prefix caching lack")
+        if self.offloading is not None and not self.prefix_caching:
+            raise ValueError("pages leave the device as prefixes, which need prefix caching")
         if self.max_waiting < 0:
             raise ValueError(f"the queue limit is not negative: {self.max_waiting=}")
         if self.step_timeout_s is not None and self.step_timeout_s <= 0:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from batcher.buckets import BucketLadder
-from batcher.config import EngineConfig, Scheduling
+from batcher.config import EngineConfig
 from batcher.deferred_programs import DeferredPrograms
 from batcher.delivery import Delivery, StepDelivery
 from batcher.page_events import PageEventRecorder, PageEventSink
@@ -22,10 +22,9 @@ from batcher.scheduling.page_moves import PageLoad, PageSave
 from batcher.scheduling.request_state import State
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.speculation import Drafts
-from batcher.scheduling.static import StaticScheduler
 from batcher.scheduling.step_plan import StepPlan
 from batcher.stats import EngineStats
-from batcher.step import Capacity, PagesRead, Runner, StepHandle, StepOutput
+from batcher.step import PagesRead, Runner, StepHandle, StepOutput
 from batcher.step_log import StepLog
 from batcher.step_watch import StepWatch
 from batcher.steps.pack import Packer
@@ -55,7 +54,8 @@ class EngineCore:
         page_events: PageEventSink | None = None,
     ) -> None:
         capacity = runner.capacity()
-        self.scheduler = _scheduler(capacity, config, ladder, clock)
+        drafts = Drafts(ladder, config.step_times, config.draft_cost) if ladder.config.num_drafts else None
+        self.scheduler = Scheduler(capacity, ladder, config, drafts, clock)
         if page_events is not None:
             self.scheduler.record_pages(PageEventRecorder(page_events))
         self._begun: list[PageLoad | tuple[PageSave, PagesRead]] = []  # the next result of `take_moves`
@@ -269,11 +269,3 @@ class EngineCore:
         """Lets all running requests be recomputed, because the device has lost pages, slots and adapter slots."""
         self._packer.forget()
         self.scheduler.recover()
-
-
-def _scheduler(capacity: Capacity, config: EngineConfig, ladder: BucketLadder, clock: Callable[[], float]) -> Scheduler:
-    """The scheduler for these settings."""
-    if config.scheduling is Scheduling.STATIC:
-        return StaticScheduler(capacity, ladder, config)  # a baseline, without drafts
-    drafts = Drafts(ladder, config.step_times, config.draft_cost) if ladder.config.num_drafts else None
-    return Scheduler(capacity, ladder, config, drafts, clock)

@@ -111,7 +111,7 @@ class EngineStats:
     corrupted_requests: int = 0  # ended because the model gave NaN or infinity
     failed_steps: int = 0  # including steps that were in flight behind a failed one
     num_steps: int = 0
-    step_tokens: int = 0  # real tokens computed, with surplus tokens, without static batching's ended rows
+    step_tokens: int = 0  # real tokens computed, with surplus tokens
     step_tokens_padded: int = 0  # tokens of the padded shapes
     step_rows: int = 0  # likewise
     step_rows_padded: int = 0

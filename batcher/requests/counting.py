@@ -15,9 +15,9 @@ from batcher.stats import PROMPT_SOURCES, EngineStats
 def count_plan(counts: EngineStats, plan: StepPlan, clock: Callable[[], float]) -> None:
     """Counts a dispatched step, and the start of the requests that it admits for the first time."""
     counts.num_steps += 1
-    counts.step_tokens += plan.num_tokens - plan.num_ended
+    counts.step_tokens += plan.num_tokens
     counts.step_tokens_padded += plan.bucket.num_tokens
-    counts.step_rows += len(plan.rows) - plan.num_ended
+    counts.step_rows += len(plan.rows)
     counts.step_rows_padded += plan.bucket.num_rows
     counts.iteration_tokens.observe(plan.num_tokens)
     counts.prompt_tokens_computed += sum(chunk.count for chunk in plan.chunks)

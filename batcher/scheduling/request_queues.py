@@ -38,8 +38,6 @@ class RequestQueues:
         prefix_caching: full pages are kept for later requests with the same prefix.
     """
 
-    _states_of_running: tuple[State, ...] = (State.RUNNING,)
-
     def __init__(self, capacity: Capacity, num_slots: int, *, prefix_caching: bool) -> None:
         if capacity.num_pages < capacity.pages_per_seq:
             raise ValueError(
@@ -300,7 +298,7 @@ class RequestQueues:
         self.pool.check_integrity(holders)
         slots = [seq.slot for seq in self.running] + [slot for _, slot, _ in self._held]
         assert sorted(slots + self._free_slots) == list(range(self._num_slots))
-        assert all(seq.state in self._states_of_running for seq in self.running)
+        assert all(seq.state is State.RUNNING for seq in self.running)
         assert all(a.key < b.key for a, b in pairwise(self.running))
         assert all(seq.state is State.WAITING for seq in self.waiting)
         self.waiting.check_integrity(self.running)

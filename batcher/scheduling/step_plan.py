@@ -33,7 +33,6 @@ class StepPlan:
     num_singles: int
     num_tokens: int
     looks_up: bool = False  # the step has no drafts, and tells if the first one would have been right
-    num_ended: int = 0  # rows of requests that have ended: static batching keeps decoding them
     chunks: list[Chunk] = field(default_factory=list)  # rows not listed here read their slot's last token
     admitted: list[RequestState] = field(default_factory=list)
     masks: list[tuple[RequestState, np.ndarray]] = field(default_factory=list)  # of the tokens drawn under a grammar

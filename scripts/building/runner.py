@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from batcher.config import EngineConfig, Scheduling
+from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.grammar import Grammars
 from batcher.page_events import PageEventSink
@@ -58,7 +58,6 @@ class Built:
 
     def engine(
         self,
-        scheduling: str | None = None,
         on_death: Callable[[BaseException], None] | None = None,
         grammars: Grammars | None = None,
         runner: Runner | None = None,
@@ -75,7 +74,6 @@ class Built:
         bits = bits_of_a_weight(weights.quantization, weights.dtype)
         config = EngineConfig(
             eos_token_ids=weights.eos_token_ids,
-            scheduling=Scheduling(scheduling or settings.scheduling),
             prefix_caching=settings.enable_prefix_caching,
             long_prompts=long_prompts(settings, self.info.max_model_len),
             even_context=even_context(weights.config) if settings.step_budget == "time" else math.inf,

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH, Scheduling
+from batcher.config import DEFAULT_MAX_WAITING, DEFAULT_PIPELINE_DEPTH
 from batcher.request import LogprobsMode, Pooling
 from model.inputs.paths import place
 from model.loading.source import DEMO
@@ -118,10 +118,6 @@ class EngineSettings:
         HashAlgorithm.SHA256_CBOR.value, "The hashes of pages in these events. PYTHONHASHSEED is their seed",
         choices=tuple(HashAlgorithm), metavar="NAME",
     )  # fmt: skip
-    scheduling: str = _of_batching(
-        Scheduling.CONTINUOUS.value, "Each step is planned anew (`continuous`), or a batch runs until its longest "
-        "request ends (`static`, a baseline for measurements)", choices=tuple(Scheduling),
-    )  # fmt: skip
     speculative_config: str | Mapping[str, Any] | None = _of_batching(
         None, f"Drafts of several tokens a step, such as {SPECULATION_EXAMPLE}", metavar="JSON", also=("-sc",),
     )  # fmt: skip
@@ -224,15 +220,7 @@ class EngineSettings:
                 f"--max-num-batched-tokens {tokens} must be above --max-num-seqs {rows}: a step takes a token of every "
                 "running request, and at least one of a prompt"
             )
-        if self.scheduling == "static" and self.step_budget != "tokens":
-            raise ValueError("--step-budget time needs --scheduling continuous: static batches compute whole prompts")
-        if self.scheduling == "static" and (self.long_prefill_token_threshold or self.max_num_partial_prefills):
-            raise ValueError(
-                "--long-prefill-token-threshold and --max-num-partial-prefills need --scheduling continuous: static "
-                "batches compute all their prompts first"
-            )
-        if self.speculation is not None and self.scheduling == "static":
-            raise ValueError("--speculative-config needs --scheduling continuous: static batches have no drafts")
+        _ = self.speculation  # raises ValueError if it cannot be used
         self._check_offloading()
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ValueError(f"{KV_EVENTS} needs a prefix cache: there are no events with --no-enable-prefix-caching")
@@ -246,11 +234,8 @@ class EngineSettings:
             )
         if self.kv_role != "both" and not self.kv_offloading_size:
             raise ValueError(f"--kv-role {self.kv_role} needs --kv-offloading-size: pages travel by the host's memory")
-        if self.kv_offloading_size and (not self.enable_prefix_caching or self.scheduling == "static"):
-            raise ValueError(
-                "--kv-offloading-size keeps prefixes, which need --scheduling continuous and no "
-                "--no-enable-prefix-caching"
-            )
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ValueError("--kv-offloading-size keeps prefixes: it excludes --no-enable-prefix-caching")
 
     def _check_lora(self) -> None:
         for name in ("lora_modules", "lora_folder"):

@@ -1,14 +1,12 @@
-"""Output tokens per second of the engine in this process, without HTTP; and continuous against static batching.
+"""Output tokens per second of the engine in this process, without HTTP.
 
-    python -m scripts.lab offline --num-prompts 256 --max-num-seqs 64 \\
-        --output-len lognormal:48:1.1:16:512 --compare static
+    python -m scripts.lab offline --num-prompts 256 --max-num-seqs 64 --output-len lognormal:48:1.1:16:512
 
-With --compare, one runner serves the same requests with both ways of scheduling, one after the other. Weights, compiled
-programs and pages are the same. Only the composition of steps differs.
+serves requests that are all there at the start.
 
     python -m scripts.lab offline --num-prompts 64 --output-len 200 --temperature 1 --compare grammar
 
-runs the requests also under a grammar: a JSON array of strings that is longer than any output.
+serves them also under a grammar: a JSON array of strings that is longer than any output.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from batcher.config import Scheduling
 from batcher.engine import Engine
 from batcher.request import Request, SamplingParams
 from model.inputs.paths import local_path
@@ -40,21 +37,22 @@ from server.grammar.forms import json_schema_grammar
 from server.grammar.matcher import TokenGrammars, vocabulary_of
 from server.text.tokenizer import ByteLevelTokenizer
 
-GRAMMAR = "grammar"  # a way: continuous scheduling, every request under a grammar
+PLAIN = "continuous"  # the requests as they are
+GRAMMAR = "grammar"  # every request under a grammar
 ENDLESS = {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 1000}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The figures of one way of scheduling."""
+    """The figures of one way of serving the requests."""
 
-    scheduling: str
+    scheduling: str  # `PLAIN` or `GRAMMAR`
     seconds: float
     prompt_tokens: int
     output_tokens: int
     num_steps: int
     num_preemptions: int
-    row_waste: float  # share of the steps' rows without a use: padding, and rows that had ended
+    row_waste: float  # share of the steps' rows that are padding
     token_waste: float  # the same share of the tokens in the steps' shapes
     compiles_after_warm_up: int
 
@@ -77,9 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:LOW:HIGH, in tokens",
     )  # fmt: skip
     work.add_argument("--temperature", type=float, default=0.0)
-    work.add_argument(
-        "--compare", choices=(*Scheduling, GRAMMAR), help="run this way too, on the same requests: see above"
-    )
+    work.add_argument("--compare", choices=(GRAMMAR,), help="run this way too, on the same requests: see above")
     work.add_argument("--repeats", type=int, default=1, help="of each, alternating; the best of each is compared")
     work.add_argument("--output-json", type=local_path)
     add_engine_flags(p)
@@ -146,7 +142,6 @@ def grammars_of(built: Built) -> TokenGrammars:
 def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str], repeats: int) -> dict[str, Run]:
     """The best run of each way."""
     best: dict[str, Run] = {}
-    texts: dict[str, dict[str, tuple[int, ...]]] = {}
     grammars = grammars_of(built) if GRAMMAR in ways else None
     if grammars is not None:
         grammars.load()
@@ -157,19 +152,15 @@ def best_of_each(built: Built, requests: Sequence[Request], ways: Sequence[str],
             if way == GRAMMAR:
                 run, _ = measure(built.engine(grammars=grammars), under_a_grammar(requests), way)
             else:
-                run, texts[way] = measure(built.engine(way), requests, way)
+                run, _ = measure(built.engine(), requests, way)
             table.row(way, run.output_tokens_per_s, run.seconds, run.num_steps, run.row_waste, run.token_waste)
             if way not in best or run.seconds < best[way].seconds:
                 best[way] = run
-    first, *others = texts.values()
-    for other in others:
-        same = sum(first[request_id] == ids for request_id, ids in other.items())
-        print(f"{same} of {len(first)} outputs are the same, token for token, in both")
     return best
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Runs each way of scheduling, prints it, and returns the exit code."""
+    """Serves the requests in each way, prints the figures, and returns the exit code."""
     import jax
 
     args.max_queue = max(args.max_queue, args.num_prompts)
@@ -178,7 +169,7 @@ def bench(args: argparse.Namespace) -> int:
     seed = settings.seed or 0
     requests = make_requests(args, vocab_size=built.info.vocab_size, max_model_len=built.info.max_model_len, seed=seed)
     built.engine().warm_up(lambda line: print(f"  {line}"))
-    ways = [settings.scheduling, *([args.compare] if args.compare not in (None, settings.scheduling) else [])]
+    ways = [PLAIN, *([args.compare] if args.compare else [])]
     say_head(jax.devices()[0].device_kind)
     lens = np.array([request.sampling.max_tokens for request in requests])
     print(

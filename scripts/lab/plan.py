@@ -99,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and args.workload is None:
             raise ValueError(f"--{name.replace('_', '-')} needs --workload: chat, rag, code, 1800/128 or a trace")
     # Settings that the simulation does not follow.
-    followed = {"scheduling": "continuous", "speculative_config": None, "pipeline_depth": 2, "enable_embeddings": False}
+    followed = {"speculative_config": None, "pipeline_depth": 2, "enable_embeddings": False}
     for name, only in followed.items():
         if args.workload is not None and getattr(args, name) != only:
             raise ValueError(f"--{name.replace('_', '-')} is not simulated: leave it out of a plan with --workload")

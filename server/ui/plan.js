@@ -242,7 +242,6 @@ function show(answer, text) {
     latency("ITL", "itl"),
     tile("Room for K/V", memory.room_tokens.toLocaleString("en"), `tokens, ${memory.room_requests} requests of ${memory.max_model_len.toLocaleString()}`, memory.mark),
     tile("Rows", best.max_num_seqs, `${percent(best.occupancy)} in use (estimated)`, memory.mark),
-    tile("Static batching", short(answer.static.static), `output tokens/s; continuous ${short(answer.static.continuous)}`, answer.static.mark),
     ...(cost ? [
       tile("A month", money(cost.per_month), `${cost.currency}, ${money(cost.per_hour)} an hour`, "counted"),
       tile("A million tokens", money(cost.per_million_total), `${cost.currency}; of output ${money(cost.per_million_output)}`, cost.mark),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
 from batcher.change import Change
-from batcher.config import EngineConfig, Scheduling
+from batcher.config import EngineConfig
 from batcher.engine import Engine
 from batcher.errors import InvalidRequestError
 from batcher.request import ErrorCode, FinishReason, Pooling, Request
@@ -66,8 +66,6 @@ def test_every_row_has_its_own_weights_whatever_happens(seed: int, kind: str, po
     )
     runner = FakeRunner(capacity, on_result=fail, propose=lambda _known, coming: coming[:1] + [3])
     options = {"prefix_caching": bool(rng.random() < 0.8), "pipeline_depth": int(rng.integers(1, 4))}
-    if kind == "plain" and rng.random() < 0.3:
-        options["scheduling"] = Scheduling.STATIC
     drive = Drive(capacity, runner=runner, buckets=OPTIONS[kind], leaves_programs=bool(rng.random() < 0.5), **options)
     prompt = list(map(int, rng.integers(3, 99, 24)))
     done: list[Exception | None] = []
@@ -89,7 +87,7 @@ def test_every_row_has_its_own_weights_whatever_happens(seed: int, kind: str, po
             )
         elif draw < 0.53 and drive.requests:
             drive.engine.abort(str(rng.choice(list(drive.requests))))
-        elif draw < 0.56 and drive.scheduler.running and "scheduling" not in options:
+        elif draw < 0.56 and drive.scheduler.running:
             drive.scheduler.preempt(drive.scheduler.running[int(rng.integers(len(drive.scheduler.running)))])
         elif draw < 0.59:
             num_changes += 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.change import Change
-from batcher.config import EngineConfig, Scheduling
+from batcher.config import EngineConfig
 from batcher.page_store import Offloading
 from batcher.request import FinishReason
 from batcher.step import Capacity
@@ -329,12 +329,9 @@ def test_a_working_set_that_fits_moves_nothing() -> None:
     assert counts(drive).num_saved == counts(drive).num_loaded == 0
 
 
-def test_static_batches_and_no_prefix_cache_are_refused() -> None:
-    given = Offloading(host_bytes=1 << 20)
+def test_no_prefix_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="prefixes"):
-        EngineConfig(eos_token_ids=EOS, offloading=given, scheduling=Scheduling.STATIC)
-    with pytest.raises(ValueError, match="prefixes"):
-        EngineConfig(eos_token_ids=EOS, offloading=given, prefix_caching=False)
+        EngineConfig(eos_token_ids=EOS, offloading=Offloading(host_bytes=1 << 20), prefix_caching=False)
 
 
 def test_a_host_without_room_for_a_page_is_refused() -> None:
@@ -348,7 +345,7 @@ def offloads(draw: st.DrawFn) -> tuple[Scenario, int, int, bool, int]:
     """A scenario, pages of a copy, pages of the host, whether there is a store, and the seed of the mover's haste."""
     scenario = draw(scenarios())
     tight = replace(scenario.capacity, num_pages=scenario.capacity.pages_per_seq + draw(st.integers(0, 3)))
-    scenario = replace(scenario, capacity=tight, prefix_caching=True, scheduling=Scheduling.CONTINUOUS)
+    scenario = replace(scenario, capacity=tight, prefix_caching=True)
     return scenario, draw(st.integers(1, 4)), draw(st.integers(1, 30)), draw(st.booleans()), draw(st.integers(0, 99))
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.config import Scheduling
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_events import PageEventSink
 from batcher.request import FinishReason, Request, SamplingParams
@@ -32,7 +31,6 @@ class Arrival:
 class Scenario:
     capacity: Capacity
     prefix_caching: bool
-    scheduling: Scheduling
     pipeline_depth: int
     arrivals: tuple[Arrival, ...]
     long_prompts: LongPrompts = ANY_LENGTH
@@ -58,7 +56,6 @@ class Scenario:
             long_prompts=self.long_prompts,
             even_context=self.even_context,
             prefix_caching=self.prefix_caching,
-            scheduling=self.scheduling,
             pipeline_depth=self.pipeline_depth,
             page_events=page_events,
         )
@@ -121,14 +118,11 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         )
         aborted_after = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
         arrivals.append(Arrival(request, draw(st.integers(0, 12)), aborted_after))
-    scheduling = draw(st.sampled_from([Scheduling.CONTINUOUS] * 3 + [Scheduling.STATIC]))
-    is_plain = scheduling is Scheduling.STATIC
     return Scenario(
         capacity,
         prefix_caching=draw(st.booleans()),
-        scheduling=scheduling,
-        long_prompts=ANY_LENGTH if is_plain else draw(LONG_PROMPTS),
-        even_context=math.inf if is_plain else draw(st.sampled_from([math.inf, math.inf, 0.5, 4.0, 50.0])),
+        long_prompts=draw(LONG_PROMPTS),
+        even_context=draw(st.sampled_from([math.inf, math.inf, 0.5, 4.0, 50.0])),
         pipeline_depth=draw(st.integers(1, 3)),
         arrivals=tuple(arrivals),
     )

@@ -133,7 +133,6 @@ def test_a_plan_as_json(capsys):
     assert best["tensor_parallel_size"] * best["replicas"] == 2
     loads = [tried["offered_requests_per_s"] for tried in planned["tried"] if tried["meets_slo"]]
     assert best["offered_requests_per_s"] == max(loads)
-    assert planned["static"]["continuous"] > planned["static"]["static"]
     assert planned["memory"]["mark"] == "counted"
 
 
@@ -314,6 +313,3 @@ def test_an_estimate_is_near_the_simulation(model, target, workload):
     full, guess = (way.measure(candidate, traffic, **half) for way in (simulated, estimated))
     for metric in ("ttft_ms", "tpot_ms"):
         assert 0.5 * full.latencies[metric]["p50"] < guess.latencies[metric]["mean"] < full.latencies[metric]["p95"]
-    full, guess = (way.compare(candidate, traffic) for way in (simulated, estimated))
-    assert guess["static"] == pytest.approx(full["static"], rel=0.25)
-    assert (guess["continuous"] > 1.2 * guess["static"]) == (full["continuous"] > 1.2 * full["static"])

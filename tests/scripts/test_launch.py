@@ -175,7 +175,7 @@ def test_embeddings_are_enabled_by_vllms_flags_too(flags, pooling):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--beams", "2"], ["--max-model", "5"], ["--dtype", "int3"], ["--port", "x"], ["--scheduling", "fair"]]
+    "flags", [["--beams", "2"], ["--max-model", "5"], ["--dtype", "int3"], ["--port", "x"], ["--step-budget", "fair"]]
 )
 def test_unknown_flags_and_values_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -506,6 +506,6 @@ def test_how_long_prompts_share_the_steps():
     assert shared(most, "1") == LongPrompts(most=1)
     assert shared(most, "3") == LongPrompts(threshold=327, most=3)  # 4% of the context
     assert shared(most, "3", threshold, "64") == LongPrompts(threshold=64, most=3)
-    for refused in ((threshold, "-1"), (most, "0"), (threshold, "8", "--scheduling", "static")):
+    for refused in ((threshold, "-1"), (most, "0")):
         with pytest.raises(ValueError, match=r"--long-prefill-token-threshold|--max-num-partial-prefills"):
             shared(*refused)

@@ -63,11 +63,6 @@ def test_what_cannot_be_used_is_refused_by_name(value, words):
     assert "--speculative-config" in str(refused.value)
 
 
-def test_static_batches_are_refused():
-    with pytest.raises(ValueError, match="--scheduling continuous"):
-        EngineSettings(speculative_config=NGRAM, scheduling="static")
-
-
 def programs(platform: str, **settings: object) -> list[tuple[int, int]]:
     """(tokens, rows) of the speculative programs, in one of the two variants."""
     buckets = bucket_config(EngineSettings(speculative_config=NGRAM, **settings), platform, 1)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batcher.config import Scheduling
 from scripts.lab.planning.roofline import HOST_ROW_S, HOST_STEP_S
 from scripts.lab.planning.sweep import Candidate, Outcome, Simulator
 from scripts.lab.planning.workload import Objectives, Workload
@@ -31,7 +30,6 @@ class Mix:
     pairs: float  # of attention in a prompt: of a computed token and one before it
     output: float
     context: float  # of a row at any time: long outputs are there for longer
-    outputs: np.ndarray  # f64[DRAWN], ascending
 
     @classmethod
     def of(cls, workload: Workload, max_model_len: int, *, prefix_caching: bool) -> Mix:
@@ -48,13 +46,7 @@ class Mix:
             pairs=float((computed * (prompts - computed / 2)).mean()),
             output=float(outputs.mean()),
             context=float(outputs @ (prompts + outputs / 2) / outputs.sum()),
-            outputs=np.sort(outputs),
         )
-
-    def longest_of(self, count: int) -> float:
-        """The longest output of so many requests."""
-        shares = np.arange(len(self.outputs) + 1) / len(self.outputs)
-        return float(self.outputs @ np.diff(shares**count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +98,6 @@ class Replica:
             else:
                 low = middle + 1
         return self.steady(most)
-
-    def static(self) -> float:
-        """Output tokens per second of static batching: a batch's prompts are computed, then all its rows decode until
-        the longest output ends. Pages are reserved for it."""
-        mix, rows = self._mix, self.max_num_seqs
-        while rows > 1 and rows * (mix.prompt + mix.longest_of(rows)) > self.room:
-            rows -= 1
-        steps, budget = mix.longest_of(rows), self._budget
-        prompts_s = self._line.seconds(budget, 1, kv_tokens=budget, pairs=budget * mix.pairs / mix.computed)
-        context = int(mix.prompt + steps / 2)
-        seconds = rows * mix.computed / budget * prompts_s + steps * self._line.decode_seconds(rows, context)
-        return rows * mix.output / seconds
 
 
 class Estimator(Simulator):
@@ -172,11 +152,3 @@ class Estimator(Simulator):
             meets=keeps_up and (objectives is None or objectives.met(times)),
             judged=MEAN,
         )
-
-    def compare(self, candidate: Candidate, workload: Workload) -> dict[str, float]:
-        replica, mix = self._replica(candidate, workload)
-        continuous = replica.steady(replica.most_rows).rate * mix.output
-        return {
-            Scheduling.CONTINUOUS.value: candidate.num_replicas * continuous,
-            Scheduling.STATIC.value: candidate.num_replicas * replica.static(),
-        }

@@ -32,7 +32,6 @@ from scripts.lab.planning.report import (
     memory_lines,
     outcome_json,
     outcome_line,
-    static_line,
     step_lines,
 )
 from scripts.lab.planning.sweep import (
@@ -198,12 +197,6 @@ class Planner:
         return replace(one, num_replicas=(self.target.num_devices or one.num_claimed) // one.num_claimed)
 
     @cached_property
-    def compared(self) -> dict[str, float]:
-        """Output tokens per second, continuous and static."""
-        assert self.workload is not None
-        return self._method.compare(self._best.candidate, self.workload)
-
-    @cached_property
     def apart(self) -> list[Apart]:
         """The best settings' replicas with prefill apart from decode, if that is asked for."""
         if not self.args.prefill_apart:
@@ -254,7 +247,6 @@ class Planner:
         within = f", {self.objectives.described(self._best.judged)}" if self.objectives else ""
         yield marked(ESTIMATED, f"best{within}: {command(candidate, self.account)}")
         yield from best_lines(self._best)
-        yield static_line(self.compared)
         for layout in self.apart:
             yield apart_line(layout, self._best)
         if self.cost is not None:
@@ -281,7 +273,6 @@ class Planner:
                 "command": command(candidate, self.account),
                 "best": outcome_json(self._best),
                 "tried": [outcome_json(outcome) for outcome in self.found.tried],
-                "static": {**self.compared, "mark": ESTIMATED},
                 "apart": [{**asdict(layout), "mark": ESTIMATED} for layout in self.apart],
                 "workload": self.workload.name if self.workload else None,
                 "cost": None if self.cost is None else {**asdict(self.cost), "mark": ESTIMATED},

@@ -161,16 +161,6 @@ def best_lines(outcome: Outcome) -> Iterator[str]:
     )
 
 
-def static_line(compared: dict[str, float]) -> str:
-    """Both ways of scheduling on the same backlog."""
-    ratio = compared["continuous"] / compared["static"]
-    return marked(
-        ESTIMATED,
-        f"the same requests all at once: {compared['continuous']:.0f} output tokens/s; with static batching "
-        f"{compared['static']:.0f}, continuous batching gives {ratio:.1f} times as many",
-    )
-
-
 def cost_lines(cost: Cost) -> Iterator[str]:
     """Prices at the simulated load, all day."""
     yield marked(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from batcher.config import Scheduling
 from scripts.flags.settings import EngineSettings
 from scripts.lab.planning.memory import MemoryPlan, Sizes
 from scripts.lab.planning.roofline import HOST_ROW_S, HOST_STEP_S
@@ -159,18 +158,6 @@ class Simulator:
             max_concurrency=in_flight,
         )
         return _outcome(candidate, requests, result, rate, objectives)
-
-    def compare(self, candidate: Candidate, workload: Workload) -> dict[str, float]:
-        """Output tokens per second of both ways of scheduling, of all replicas: the same requests, all there at the
-        start, with the lengths of their outputs as `max_tokens`."""
-        drawn = workload.draw(candidate.num_requests, candidate.memory.max_model_len)
-        requests = [replace(request, max_tokens=request.num_output) for request in drawn]
-        figures = {}
-        for way in (Scheduling.CONTINUOUS, Scheduling.STATIC):
-            caching = candidate.settings.enable_prefix_caching
-            result = simulate(requests, candidate.machine, prefix_caching=caching, scheduling=way)
-            figures[way.value] = candidate.num_replicas * result.output_tokens / result.seconds
-        return figures
 
 
 def _outcome(

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.config import EngineConfig, Scheduling
+from batcher.config import EngineConfig
 from batcher.core import EngineCore
 from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from batcher.page_store import Offloading, PageSource
@@ -143,7 +143,6 @@ class SimulatedEngine:
         forecast: Forecast | None = None,
         max_stalls: int | None = None,
         prefix_caching: bool = True,
-        scheduling: Scheduling = Scheduling.CONTINUOUS,
         long_prompts: LongPrompts = ANY_LENGTH,
         even_context: float = math.inf,
         max_concurrency: int | None = None,
@@ -167,7 +166,7 @@ class SimulatedEngine:
             min_decode_rows=machine.min_decode_rows, min_mixed_tokens=64,
         )  # fmt: skip
         config = EngineConfig(
-            eos_token_ids=(EOS,), prefix_caching=prefix_caching, scheduling=scheduling, long_prompts=long_prompts,
+            eos_token_ids=(EOS,), prefix_caching=prefix_caching, long_prompts=long_prompts,
             even_context=even_context, seed=0,
             offloading=None if fetched_page_s is None else Offloading(host_bytes=1, remote=_AllPages()),
         )  # fmt: skip
@@ -247,7 +246,7 @@ class SimulatedEngine:
             ends.append(max(self.now, ends[-1] if ends else 0.0) + cost)
             result.num_steps += 1
             result.device_s += cost
-            result.row_seconds += cost * (len(step.plan.rows) - step.plan.num_ended)
+            result.row_seconds += cost * len(step.plan.rows)
             result.most_pages = max(result.most_pages, core.scheduler.pool.num_used)
             result.recomputed_tokens += sum(
                 chunk.count for chunk in step.plan.chunks if step.plan.rows[chunk.row].num_preemptions
@@ -272,7 +271,6 @@ def simulate(
     forecast: Forecast | None = None,
     max_stalls: int | None = None,
     prefix_caching: bool = True,
-    scheduling: Scheduling = Scheduling.CONTINUOUS,
     long_prompts: LongPrompts = ANY_LENGTH,
     even_context: float = math.inf,
     max_concurrency: int | None = None,
@@ -292,7 +290,7 @@ def simulate(
         RuntimeError: the workload takes more than `max_steps` steps.
     """
     engine = SimulatedEngine(
-        machine, forecast=forecast, max_stalls=max_stalls, prefix_caching=prefix_caching, scheduling=scheduling,
+        machine, forecast=forecast, max_stalls=max_stalls, prefix_caching=prefix_caching,
         long_prompts=long_prompts, even_context=even_context, max_concurrency=max_concurrency, max_steps=max_steps,
     )  # fmt: skip
     for number, request in enumerate(requests):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher.buckets import BucketConfig, BucketLadder
-from batcher.config import Scheduling
 from batcher.request import FinishReason
 from batcher.step import Bucket, Variant
 from tests.batcher.fake_runner import FakeRunner, Proposal
@@ -349,15 +348,6 @@ def test_drafts_take_no_page_from_others() -> None:
     drive.check_outputs()
     assert num_speculative(drive) > 0
     assert drive.engine.stats().num_preemptions == 0
-
-
-def test_static_batches_have_no_drafts() -> None:
-    drive = speculative(perfect, scheduling=Scheduling.STATIC)
-    drive.add(make_request("a", [5, 6, 7], max_tokens=20))
-    drive.finish()
-    drive.check_outputs()
-    assert drive.scheduler.drafts is None
-    assert num_speculative(drive) == 0
 
 
 def shapes(buckets: Iterable[Bucket]) -> list[tuple[int, int, int]]:

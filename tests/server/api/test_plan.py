@@ -58,7 +58,7 @@ def test_a_plan_has_the_figures_of_the_command(planned: RunningServer, model: st
     command = [sys.executable, "-m", "scripts.lab", "plan", *flags, "--json"]
     assert figures == json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
     assert figures["command"].startswith("scripts/serve --model ")
-    marks = {figures[part]["mark"] for part in ("best", "static", "cost", "memory")}
+    marks = {figures[part]["mark"] for part in ("best", "cost", "memory")}
     assert marks == {"counted", "estimated"}
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.config import Scheduling
 from batcher.delivery import Tokens
 from batcher.request import RequestOutput, TokenLogprobs
 from server.engine import outbox, wire
@@ -81,7 +80,7 @@ class Carrier:
 @st.composite
 def any_scenario(draw: st.DrawFn) -> Scenario:
     scenario = draw(scenarios())
-    if draw(st.booleans()) or scenario.scheduling is Scheduling.STATIC or scenario.capacity.num_slots < 2:
+    if draw(st.booleans()) or scenario.capacity.num_slots < 2:
         return scenario
     num_drafts = min(2, scenario.capacity.max_num_batched_tokens // scenario.capacity.num_slots - 1)
     if num_drafts < 1:
