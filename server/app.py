@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -38,6 +37,7 @@ from server.api.routes.prefill import prefill_routes
 from server.api.routes.responses.routes import responses_routes
 from server.api.routes.ui import ui_routes
 from server.api.routes.weights import Weights
+from server.api.served_model import ServedModel
 from server.api.state import ServerState
 from server.api.stats_history import StatsHistory
 from server.batches.batch_file import URLS
@@ -47,14 +47,8 @@ from server.engine.group import EngineGroup
 from server.engine.protocol import Engine
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError
 from server.settings import Settings
-from server.text.chat_template import ChatTemplate
-from server.text.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_in
 from server.text.template_runner import TemplateRunner
 from server.text.tokenizer import ByteLevelTokenizer
-from server.text.tokenizer_files import ChatTemplates
-from server.text.tool_calls.formats import DEFAULT_FORMAT, FORMATS, format_in
-
-logger = logging.getLogger("pallas_serve")
 
 
 def create_state(
@@ -66,33 +60,23 @@ def create_state(
     Raises TemplateError if a chat template is not valid Jinja, and ValueError or OSError if the folder of batches
     cannot be used.
     """
-    replacement = settings.chat_template
-    sources = ChatTemplates(default=replacement) if replacement else tokenizer.chat_templates
-    template, tool_template = (
-        ChatTemplate(source, special_tokens=tokenizer.special_tokens, variables=tokenizer.template_variables)
-        if source
-        else None
-        for source in (sources.default, sources.tool_use)
-    )
     engines: Sequence[Engine] = engine.replicas if isinstance(engine, EngineGroup) else [engine]
     folder = settings.batch_folder
     if folder is not None:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         check_closed(folder, "--batch-folder")
     database = Database(folder or scratch)
+    name, root, defaults = settings.model_names[0], settings.model_root, settings.generation_defaults
+    model = ServedModel(settings, engine, tokenizer, name=name, root=root, defaults=defaults)
     state = ServerState(
         settings=settings,
         database=database,
         batches=None if folder is None else BatchStore(database, folder, round(settings.batch_folder_gib * 2**30)),
         engine=engine,
         engines=engines,
-        tokenizer=tokenizer,
-        chat_template=template,
-        tool_template=tool_template or template,
+        model=model,
         templates=TemplateRunner(timeout_s=settings.template_timeout_s),
         history=StatsHistory(lambda: engine.stats),
-        call_format=FORMATS[_call_format(settings, sources.tool_use or sources.default or "")],
-        reasoning=_reasoning(settings, sources.default or sources.tool_use or ""),
         metrics=ServerMetrics(
             engines, prefix=settings.metrics_prefix, model_name=settings.model_names[0], key_names=settings.key_names
         ),
@@ -105,27 +89,6 @@ def create_state(
     if settings.lora_folder is not None:
         state.adapter_folder = AdapterFolder(settings.lora_folder, state.ask)
     return state
-
-
-def _call_format(settings: Settings, template: str) -> str:
-    """The name of the format of tool calls, from the settings or the template. The log names one from the template."""
-    if settings.tool_call_parser is not None:
-        return settings.tool_call_parser
-    name = format_in(template)
-    if name != DEFAULT_FORMAT:
-        logger.info("tool calls are read as --tool-call-parser %s, which the chat template shows to the model", name)
-    return name
-
-
-def _reasoning(settings: Settings, template: str) -> ReasoningFormat | None:
-    """The format of reasoning, from the settings or the template. None: the whole text is the answer. The log names a
-    format from the template."""
-    if settings.reasoning_parser is not None:
-        return REASONING_FORMATS[settings.reasoning_parser]
-    if (name := reasoning_format_in(template)) is None:
-        return None
-    logger.info("reasoning is read as --reasoning-parser %s, which the chat template shows", name)
-    return REASONING_FORMATS[name]
 
 
 def create_app(state: ServerState) -> Starlette:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from model.inputs.words import described
 from server.engine.adapters import MAX_NAME_CHARS, AdapterError
@@ -17,13 +16,6 @@ from server.http.request_error import RequestError, internal, unavailable
 REFUSED_S = 10.0  # the time for which a folder that cannot be used is not read again
 MOST_REFUSED = 1024
 MAX_FILE_NAME_BYTES = 255
-
-
-class Model(NamedTuple):
-    """The model of a request."""
-
-    name: str  # the name in the request
-    adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
 
 
 class AdapterFolder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
@@ -11,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from server.api.adapter_folder import AdapterFolder, Model
+from server.api.adapter_folder import AdapterFolder
 from server.api.metrics import ServerMetrics
 from server.api.peers import EngineState, GetEngineState, Peers, state_of
 from server.api.record import RequestRecord, log_request
+from server.api.served_model import ServedModel
 from server.api.stats_history import StatsHistory
 from server.api.tracing import Tracer
 from server.batches.store import BatchStore
@@ -28,11 +28,7 @@ from server.http.body import BodyLimits
 from server.http.request_error import BAD_REQUEST, NOT_FOUND, RequestError, model_not_found
 from server.logs import JSON
 from server.settings import Settings
-from server.text.chat_template import ChatTemplate
-from server.text.reasoning import ReasoningFormat
 from server.text.template_runner import TemplateRunner
-from server.text.tokenizer import ByteLevelTokenizer
-from server.text.tool_calls.parser import CallParser
 
 if TYPE_CHECKING:  # few servers need it, and it imports an HTTP client, which takes long
     from server.api.prefills import RemotePrefills
@@ -47,12 +43,8 @@ class ServerState:
     settings: Settings
     engine: Engine
     engines: Sequence[Engine]  # the engine, or those of its group
-    tokenizer: ByteLevelTokenizer
-    chat_template: ChatTemplate | None  # None: the tokenizer has none
-    tool_template: ChatTemplate | None  # for conversations with tools
+    model: ServedModel  # the one of the start, by its first name
     templates: TemplateRunner
-    call_format: type[CallParser]  # the format of the model's tool calls
-    reasoning: ReasoningFormat | None  # None: the whole text is the answer, unless the system message asks for it
     metrics: ServerMetrics
     history: StatsHistory
     database: Database
@@ -60,7 +52,6 @@ class ServerState:
     batches: BatchStore | None = None  # None: there are no files and batches
     run_batches: Callable[[], Coroutine[Any, Any, None]] | None = None  # until it is cancelled
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
-    created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # shutting down: new requests are refused
     drained: ctypes.c_bool = field(default_factory=ctypes.c_bool)  # by an administrator; shared by all processes
     num_in_flight: int = 0  # requests on the counted routes, of this process
@@ -127,17 +118,19 @@ class ServerState:
         """Closes the database."""
         self.database.close()
 
-    async def find_model(self, name: str | None) -> Model:
+    async def find_model(self, name: str | None) -> ServedModel:
         """The model that a request names; without `name`, the server's first. An adapter of `--lora-folder` is loaded
         if necessary. Raises RequestError 404, or 400 if the adapter cannot be loaded."""
-        if not name or name in self.settings.model_names:
-            return Model(name or self.settings.model_names[0])
+        if not name or name == self.model.name:
+            return self.model
+        if name in self.settings.model_names:
+            return self.model.renamed(name)
         adapter = self.engine.adapters.get(name)
         if adapter is None and self.adapter_folder is not None:
             adapter = await self.adapter_folder.load(name)
         if adapter is None:
             raise model_not_found(name)
-        return Model(name, adapter.identity)
+        return self.model.renamed(name, adapter=adapter.identity)
 
     async def ask(self, question: AnyQuestion) -> Reply:
         """Asks the engines, through the parent's process if there are several HTTP processes."""

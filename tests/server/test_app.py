@@ -119,12 +119,12 @@ def test_the_template_of_the_settings_replaces_the_tokenizers():
 def test_the_log_says_which_form_of_calls_the_template_shows(caplog, name, shown):
     caplog.set_level(logging.INFO, logger="pallas_serve")
     state = state_of(StubClient(), template="{{ messages }}" + shown)
-    assert state.call_format is FORMATS[name]
+    assert state.model.call_format is FORMATS[name]
     assert [record.message for record in caplog.records if f"--tool-call-parser {name}" in record.message]
     caplog.clear()
-    assert state_of(StubClient()).call_format is FORMATS["llama3_json"]
+    assert state_of(StubClient()).model.call_format is FORMATS["llama3_json"]
     chosen = state_of(StubClient(), template=shown, tool_call_parser="pythonic")
-    assert chosen.call_format is FORMATS["pythonic"]
+    assert chosen.model.call_format is FORMATS["pythonic"]
     assert not caplog.records
 
 

@@ -107,7 +107,7 @@ async def check_chat(
     check_num_choices(1, body.n, most=state.settings.max_choices)
     tools = usable_tools(state, body)
     check_conversation(body)
-    wanted, side, max_model_len = body.truncate_prompt_tokens, body.truncation_side, state.engine.info.max_model_len
+    wanted, side, max_model_len = body.truncate_prompt_tokens, body.truncation_side, generation.model.max_model_len
     return ChatPlan(
         generation=generation,
         tools=tools,
@@ -117,18 +117,19 @@ async def check_chat(
         max_tokens=max_tokens,
         max_tokens_field=field,
         lowers_max_tokens=lowers_max_tokens,
-        reads_reasoning=state.reasoning is not None and body.include_reasoning is not False,
+        reads_reasoning=generation.model.reasoning is not None and body.include_reasoning is not False,
     )
 
 
 async def count_tokens(state: ServerState, body: ChatRequest) -> int:
     """The number of tokens of the body's prompt. Raises RequestError."""
-    return len(await encode_conversation(state, body, usable_tools(state, body)))
+    model = await state.find_model(body.model)
+    return len(await encode_conversation(state, model, body, usable_tools(state, body)))
 
 
 async def render(state: ServerState, plan: ChatPlan) -> None:
     """Renders the conversation to the prompt."""
-    prompt = await encode_conversation(state, plan.body, plan.tools)
+    prompt = await encode_conversation(state, plan.generation.model, plan.body, plan.tools)
     kept = prompt[plan.kept]
     note(TRUNCATED, *filter(None, [len(prompt) - len(kept)]))
     plan.generation.prompts = [kept]
@@ -136,21 +137,22 @@ async def render(state: ServerState, plan: ChatPlan) -> None:
 
 async def constrain(state: ServerState, plan: ChatPlan) -> None:
     """Makes the grammar of the output and the parser of tool calls."""
-    generation, tools, reasoning = plan.generation, plan.tools, state.reasoning
-    if state.settings.reasoning_parser is None and reasoning is None:
+    generation, tools, model = plan.generation, plan.tools, plan.generation.model
+    reasoning = model.reasoning
+    if reasoning is None and state.settings.reasoning_parser is None:
         reasoning = reasoning_format_asked(
             content_text(message) for message in plan.body.messages if message.role in ("system", "developer")
         )
     answer = await make_grammar(state, plan.constraint)
-    grammar = called = await with_calls(state, tools, answer)
+    grammar = called = await with_calls(state, model.call_format, tools, answer)
     field = "thinking_token_budget" if tools is None else "tools"
     if plan.constraint is not None:
         field = plan.constraint.field
 
     if tools is not None:
-        generation.new_calls = lambda: tools.new_parser(state.call_format, is_free=answer is None)
+        generation.new_calls = lambda: tools.new_parser(model.call_format, is_free=answer is None)
     if reasoning is not None:
-        prompt_end = decode_text(state.tokenizer, generation.prompts[0][-PROMPT_END:], skip_special_tokens=False)
+        prompt_end = decode_text(model.tokenizer, generation.prompts[0][-PROMPT_END:], skip_special_tokens=False)
         is_open, asked = is_open_after(reasoning, prompt_end), plan.body.thinking_token_budget
         budget = None if asked == UNLIMITED_THINKING else asked
         grammar = await after_reasoning(state, grammar, reasoning, is_open=is_open, budget=budget, field=field)
@@ -167,11 +169,11 @@ def fit(state: ServerState, plan: ChatPlan, *, share: int = 1) -> None:
     """Checks that prompt and output fit into the context, and the log-probabilities into the chat's share of the
     answer, which is one part in `share`."""
     generation = plan.generation
-    num_prompt, max_model_len = len(generation.prompts[0]), state.engine.info.max_model_len
+    num_prompt, max_model_len = len(generation.prompts[0]), generation.model.max_model_len
     asked = plan.max_tokens
     if asked is not None and plan.lowers_max_tokens:
         asked = min(asked, max(1, max_model_len - num_prompt))
-    most = state.settings.generation_defaults.max_new_tokens
+    most = generation.model.generation_defaults.max_new_tokens
     limit = output_limit(num_prompt, asked, max_model_len, param=plan.max_tokens_field, most=most)
     (limit,) = generation.limits = limit_scores(
         [limit],

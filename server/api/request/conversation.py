@@ -13,6 +13,7 @@ from server.api.request.body import is_deeper_than, read_raw
 from server.api.request.limits import check_num_messages, check_text_length
 from server.api.request.schemas import ChatRequest, ContentPart, Message, TokenizeRequest
 from server.api.request.tools import MAX_DEPTH, Tools
+from server.api.served_model import ServedModel
 from server.api.state import ServerState
 from server.http.request_error import RequestError, given, invalid, overloaded, too_long, unavailable, unsupported
 from server.text.chat_template import ChatTemplate
@@ -43,20 +44,20 @@ def check_conversation(body: ChatRequest | TokenizeRequest) -> None:
 
 
 async def encode_conversation(
-    state: ServerState, body: ChatRequest | TokenizeRequest, tools: Tools | None
+    state: ServerState, model: ServedModel, body: ChatRequest | TokenizeRequest, tools: Tools | None
 ) -> list[int]:
     """The token ids of the prompt. Raises RequestError 400 for messages or variables that the template cannot
     render."""
     check_conversation(body)
     given_messages = body.messages or ()
     continues, opens = bool(body.continue_final_message), body.add_generation_prompt
-    max_model_len = state.engine.info.max_model_len
+    max_model_len = model.max_model_len
     source = body.chat_template
     if source and not state.settings.trust_request_chat_template:
         message = "is a program, and this server runs those of requests only with --trust-request-chat-template"
         raise invalid("chat_template", message)
     check_num_messages(len(given_messages), max_model_len)
-    templates, tokenizer = state.templates, state.tokenizer
+    templates, tokenizer = state.templates, model.tokenizer
 
     def call() -> dict[str, Any]:
         """The arguments of `ChatTemplate.render`."""
@@ -84,7 +85,7 @@ async def encode_conversation(
         return encoded(parts)
 
     if not source:
-        return await templates.run(rendered, _of_the_model(state, tools))
+        return await templates.run(rendered, _template_of(model, tools))
     given = await templates.run(call)
     with _template_errors("chat_template", limits_param="chat_template"):
         parts, variables_read = await templates.render_source(source, tokenizer, **given)
@@ -92,11 +93,11 @@ async def encode_conversation(
     return await templates.run(encoded, parts)
 
 
-def _of_the_model(state: ServerState, tools: Tools | None) -> ChatTemplate:
-    template = state.chat_template if tools is None else state.tool_template
+def _template_of(model: ServedModel, tools: Tools | None) -> ChatTemplate:
+    template = model.chat_template if tools is None else model.tool_template
     if template is None:
         message = "This model has no chat template: use /v1/completions."
-        if state.tool_template is not None:
+        if model.tool_template is not None:
             message = "This model has a chat template for requests with tools only: give tools, or use /v1/completions."
         raise RequestError(400, message)
     return template

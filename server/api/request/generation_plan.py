@@ -17,6 +17,7 @@ from server.api.record import UNENFORCED, begun, note
 from server.api.request.prompts import read_bad_words
 from server.api.request.sampling import Sampling, checked_sampling
 from server.api.request.schemas import SamplingFields
+from server.api.served_model import ServedModel
 from server.api.state import ServerState
 from server.engine import wire
 from server.engine.generation import Choice, Generation
@@ -48,7 +49,7 @@ class GenerationPlan:
     head: AnswerHead
     sampling: Sampling
     stream: bool
-    adapter: int  # the identity of its LoRA adapter; 0: the base model
+    model: ServedModel
     has_own_id: bool  # whether the request has chosen the answer's id
     priority: int
     cache_salt: int
@@ -70,9 +71,9 @@ async def check_generation(
 ) -> GenerationPlan:
     """Reads the model and the sampling fields of a body. Raises RequestError if one is unknown or invalid."""
     model = await state.find_model(body.model)
-    sampling = checked_sampling(body, state.settings.generation_defaults, vocab_size=state.engine.info.vocab_size)
+    sampling = checked_sampling(body, model.generation_defaults, vocab_size=model.vocab_size)
     if body.bad_words:
-        bad_words = await read_bad_words(state, body.bad_words)
+        bad_words = await read_bad_words(model, body.bad_words)
         sampling = replace(sampling, values={**sampling.values, "bad_words": bad_words})
     head = AnswerHead(
         id=f"{id_prefix}-{_own_id(body.request_id)}",
@@ -93,7 +94,7 @@ async def check_generation(
         head=head,
         sampling=sampling,
         stream=bool(body.stream),
-        adapter=model.adapter,
+        model=model,
         has_own_id=body.request_id is not None,
         priority=body.priority or 0,
         cache_salt=cache_salt_of(state, body.cache_salt),
@@ -131,7 +132,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
     for (own, prompt, max_tokens), packed_prompt, source in zip(prompts, packed, sources, strict=True):
         for i in range(head.n):
             stream = (TextStream if plan.shows_text or stops is not None else NoText)(
-                state.tokenizer,
+                plan.model.tokenizer,
                 stops=stops,
                 include_stop=sampling.include_stop,
                 skip_special_tokens=sampling.skip_special_tokens,
@@ -160,7 +161,7 @@ async def submit(state: ServerState, plan: GenerationPlan, *others: GenerationPl
                     counts_drafts=head.usage.show_drafts,
                     client=current_client(),
                     group=head.id,
-                    adapter=plan.adapter,
+                    adapter=plan.model.adapter,
                     source=source if i == 0 else None,  # the others find what the first one has fetched
                 )
             )
@@ -190,7 +191,7 @@ async def _sources(state: ServerState, plan: GenerationPlan, packed: Sequence[by
         packed,
         times_left(state, plan.head.deadline)[0],
         salt=plan.cache_salt,
-        adapter=plan.adapter,
+        adapter=plan.model.adapter,
         model=plan.head.model,
         priority=plan.priority,
     )

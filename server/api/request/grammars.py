@@ -71,9 +71,11 @@ async def compiled(state: ServerState, constraint: Constraint | None) -> Grammar
     return grammar
 
 
-async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | None) -> Grammar | None:
-    """The unchecked grammar of an answer that may contain, or must be, tool calls. `answer` is the grammar of an answer
-    without calls.
+async def with_calls(
+    state: ServerState, own: type[CallParser], tools: Tools | None, answer: Grammar | None
+) -> Grammar | None:
+    """The unchecked grammar of an answer that may contain, or must be, tool calls. `own` is the model's format of
+    calls, and `answer` the grammar of an answer without calls.
 
     Raises RequestError 400 for a schema that is not supported.
     """
@@ -82,7 +84,7 @@ async def with_calls(state: ServerState, tools: Tools | None, answer: Grammar | 
     is_free = tools.choice is ToolChoice.AUTO and answer is None
     if is_free and not any(spec.strict for spec in tools.specs):
         return None  # the arguments of a strict tool must match its schema, even if the model need not call it
-    form = tools.call_format(state.call_format, is_free=answer is None)
+    form = tools.call_format(own, is_free=answer is None)
     if is_free and not issubclass(form, JsonCallParser):
         return Grammar("", tuple(f"{spec.name}: strict" for spec in tools.specs if spec.strict))
 

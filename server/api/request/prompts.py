@@ -8,7 +8,7 @@ from itertools import chain
 from server.api.answers.completion_writer import Prompt
 from server.api.record import TRUNCATED, note
 from server.api.request.sampling import check_ids
-from server.api.state import ServerState
+from server.api.served_model import ServedModel
 from server.api.worker_threads import in_thread
 from server.http.request_error import invalid
 from server.text.stream import decode_text
@@ -19,7 +19,7 @@ Given = Sequence[str | list[int]]
 
 
 async def read_prompts(
-    state: ServerState,
+    model: ServedModel,
     param: str,
     given: Given,
     kept: slice = slice(None),
@@ -38,7 +38,7 @@ async def read_prompts(
         affixes: whether a text gets the tokens that the tokenizer adds around it.
         decodes: whether ids have a text.
     """
-    tokenizer, vocab_size = state.tokenizer, state.engine.info.vocab_size
+    tokenizer, vocab_size = model.tokenizer, model.vocab_size
 
     def read() -> list[Prompt]:
         encode = tokenizer.encode_marked if special else tokenizer.encode_plain
@@ -64,12 +64,12 @@ async def read_prompts(
     return await in_thread(sum(map(len, given)), read)
 
 
-async def read_ids(state: ServerState, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+async def read_ids(model: ServedModel, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """The text of token ids. Many are decoded in a thread."""
-    return await in_thread(len(ids), decode_text, state.tokenizer, ids, skip_special_tokens=skip_special_tokens)
+    return await in_thread(len(ids), decode_text, model.tokenizer, ids, skip_special_tokens=skip_special_tokens)
 
 
-async def read_bad_words(state: ServerState, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+async def read_bad_words(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The token ids of each word at the start of a text and after a space, as in vLLM. Raises RequestError 400 for
     words that cannot be barred.
 
@@ -82,7 +82,7 @@ async def read_bad_words(state: ServerState, words: Sequence[str]) -> tuple[tupl
             raise invalid("bad_words", f"a word has at most {MAX_BAD_WORD_CHARS} characters, got {len(word)}")
     bare = [word.lstrip() for word in words]
     forms = [*bare, *(" " + word for word in bare)]
-    encoded = [tuple(form.ids) for form in await read_prompts(state, "bad_words", forms, special=False, affixes=False)]
+    encoded = [tuple(form.ids) for form in await read_prompts(model, "bad_words", forms, special=False, affixes=False)]
     pairs = zip(encoded[: len(bare)], encoded[len(bare) :], strict=True)
     found = [(one, other) if len(other) == len(one) and other[0] != one[0] else (one,) for one, other in pairs]
     return tuple(dict.fromkeys(chain.from_iterable(found)))

@@ -22,9 +22,8 @@ class Chat(Routes):
     @route("POST /v1/chat/completions", ChatRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: ChatRequest) -> Response:
         """Answers a conversation."""
-        state = self._state
-        generation, plan = await start_chat(state, body, request, id_prefix="chatcmpl")
-        writer = ChatWriter(generation, plan.generation.head, state.tokenizer, plan.options)
+        generation, plan = await start_chat(self._state, body, request, id_prefix="chatcmpl")
+        writer = ChatWriter(generation, plan.generation.head, plan.generation.model.tokenizer, plan.options)
         return GenerationAnswer(generation, writer, stream=bool(body.stream))
 
     @route("POST /v1/chat/completions/batch", BatchChatRequest, generates=True)
@@ -40,6 +39,6 @@ class Chat(Routes):
                 raise unsupported(param, "for several conversations it is")
         check_num_choices(len(body.messages), body.n, most=state.settings.max_choices, prompts="messages")
         generation, plans = await start_chats(state, body.each(), request, id_prefix="chatcmpl")
-        options = [plan.options for plan in plans]
-        writer = BatchChatWriter(generation, plans[0].generation.head, state.tokenizer, options)
+        options, first = [plan.options for plan in plans], plans[0].generation
+        writer = BatchChatWriter(generation, first.head, first.model.tokenizer, options)
         return GenerationAnswer(generation, writer, stream=False)

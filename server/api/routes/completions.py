@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from server.api.answers.answer import GenerationAnswer
 from server.api.answers.completion_writer import CompletionOptions, CompletionWriter, Prompt
-from server.api.answers.writer import AnswerHead
-from server.api.request.generation_plan import check_generation, submit
+from server.api.request.generation_plan import GenerationPlan, check_generation, submit
 from server.api.request.grammars import asked_constraint, compiled
 from server.api.request.limits import (
     check_kinds,
@@ -32,6 +31,7 @@ from server.api.request.sampling import check_counts, check_num_choices, check_t
 from server.api.request.schemas import CompletionRequest
 from server.api.route import EVENTS, JSON
 from server.api.routes.endpoints import Routes, route
+from server.api.served_model import ServedModel
 from server.engine.generation import Generation
 from server.http.request_error import invalid
 
@@ -44,8 +44,7 @@ class Completions(Routes):
     @route("POST /v1/completions", CompletionRequest, generates=True, media_types=(JSON, EVENTS))
     async def create(self, request: Request, body: CompletionRequest) -> Response:
         """Continues a text."""
-        state = self._state
-        generation, head, prompts = await self.start(body, request, id_prefix="cmpl")
+        generation, plan, prompts = await self.start(body, request, id_prefix="cmpl")
         options = CompletionOptions(
             prompts=prompts,
             echo=bool(body.echo),
@@ -53,12 +52,12 @@ class Completions(Routes):
             logprobs=num_logprobs("logprobs", body.logprobs, body.logprob_token_ids),
             num_prompt_logprobs=body.prompt_logprobs,
         )
-        writer = CompletionWriter(generation, head, state.tokenizer, options)
+        writer = CompletionWriter(generation, plan.head, plan.model.tokenizer, options)
         return GenerationAnswer(generation, writer, stream=bool(body.stream))
 
     async def start(
         self, body: CompletionRequest, request: Request, *, id_prefix: str
-    ) -> tuple[Generation, AnswerHead, list[Prompt]]:
+    ) -> tuple[Generation, GenerationPlan, list[Prompt]]:
         """Makes the checks, encodes the prompts and submits them. Raises RequestError."""
         state = self._state
         plan = await check_generation(state, body, request, id_prefix=id_prefix)
@@ -74,21 +73,20 @@ class Completions(Routes):
         constraint = asked_constraint(body)
         plan.grammar = await compiled(state, constraint)
         plan.grammar_field = "" if constraint is None else constraint.field
-        given = listed("prompt", body.prompt)
+        given, max_model_len = listed("prompt", body.prompt), plan.model.max_model_len
         check_num_choices(len(given), body.n, most=state.settings.max_choices)
         for prompt in given:  # before they are read, which takes long for a prompt that is too long
             if isinstance(prompt, str):
-                check_text_length(len(prompt), state.tokenizer, state.engine.info.max_model_len)
+                check_text_length(len(prompt), plan.model.tokenizer, max_model_len)
             elif isinstance(prompt, list) and body.truncate_prompt_tokens is None:
-                self._limit(body, len(prompt))
+                _limit(plan.model, body, len(prompt))
         check_kinds("prompt", body.prompt)
-        max_model_len = state.engine.info.max_model_len
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
         kept = kept_part(wanted, side, max_model_len, least_output=body.max_tokens or 1)
         affixes = body.add_special_tokens is not False
-        prompts = await read_prompts(state, "prompt", given, kept, affixes=affixes, decodes=echo)
+        prompts = await read_prompts(plan.model, "prompt", given, kept, affixes=affixes, decodes=echo)
         # max_tokens 0 (with echo): one hidden step computes the prompt's log-probabilities
-        limits = [self._limit(body, len(prompt.ids)) for prompt in prompts]
+        limits = [_limit(plan.model, body, len(prompt.ids)) for prompt in prompts]
         wants_scores = [value for value in (body.logprobs if echo else None, body.prompt_logprobs) if value is not None]
         num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         limits = limit_scores(
@@ -105,10 +103,10 @@ class Completions(Routes):
         plan.shows_text = body.detokenize is not False  # otherwise tokens are decoded only if there are stop strings
         plan.prompts, plan.limits = [prompt.ids for prompt in prompts], limits
         plan.prompt_logprobs = max(wants_scores, default=None)
-        return await submit(state, plan), head, prompts
+        return await submit(state, plan), plan, prompts
 
-    def _limit(self, body: CompletionRequest, num_prompt: int) -> int:
-        asked = body.max_tokens
-        most = self._state.settings.generation_defaults.max_new_tokens
-        limit = output_limit(num_prompt, asked, self._state.engine.info.max_model_len, param="max_tokens", most=most)
-        return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not body.fills_context else limit
+
+def _limit(model: ServedModel, body: CompletionRequest, num_prompt: int) -> int:
+    asked, most = body.max_tokens, model.generation_defaults.max_new_tokens
+    limit = output_limit(num_prompt, asked, model.max_model_len, param="max_tokens", most=most)
+    return min(limit, DEFAULT_MAX_TOKENS) if asked is None and not body.fills_context else limit

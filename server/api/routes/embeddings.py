@@ -27,6 +27,7 @@ from server.api.request.limits import Given, check_kinds, check_text_length, kep
 from server.api.request.prompts import read_prompts
 from server.api.request.schemas import Document, EmbeddingRequest, EmbedFields, RerankRequest, ScoreRequest
 from server.api.routes.endpoints import Routes, route
+from server.api.served_model import ServedModel
 from server.api.worker_threads import in_thread
 from server.engine import wire
 from server.engine.embedding import ONE_TOKEN, Embeddings
@@ -154,7 +155,9 @@ class EmbeddingRoutes(Routes):
         for param, value in (("normalize", body.normalize), ("use_activation", body.use_activation)):
             if value is False:
                 raise invalid(param, "vectors always have the length 1")
-        prompts = [prompt for param, given in fields.items() for prompt in await self._prompts(body, param, given)]
+        prompts = [
+            prompt for param, given in fields.items() for prompt in await self._prompts(model, body, param, given)
+        ]
         packed = wire.packed_prompts(prompts)
         left_s, queue_s = times_left(state, deadline)
         embeddings = Embeddings(state.engine, on_limit=state.metrics.observe_limit)
@@ -180,20 +183,19 @@ class EmbeddingRoutes(Routes):
         begun(embeddings, answer_id=id, model=model.name, num_prompt_tokens=sum(map(len, prompts)))
         return Started(embeddings, id, model.name, prompts)
 
-    async def _prompts(self, body: EmbedFields, param: str, inputs: Given) -> list[list[int]]:
-        state, most = self._state, self._state.settings.max_embedding_inputs
+    async def _prompts(self, model: ServedModel, body: EmbedFields, param: str, inputs: Given) -> list[list[int]]:
+        most, max_model_len = self._state.settings.max_embedding_inputs, model.max_model_len
         given = listed(param, inputs)
         if len(given) > most:
             raise invalid(param, f"at most {most} inputs per request are allowed, got {len(given)}")
         check_kinds(param, inputs)
-        max_model_len = state.engine.info.max_model_len
         for prompt in given:
             if isinstance(prompt, str):
-                check_text_length(len(prompt), state.tokenizer, max_model_len, least_output=0)
+                check_text_length(len(prompt), model.tokenizer, max_model_len, least_output=0)
         wanted, side = body.truncate_prompt_tokens, body.truncation_side
         kept = kept_part(wanted, side, max_model_len, least_output=0, default="right")
         affixes = body.add_special_tokens is not False
-        prompts = await read_prompts(state, param, given, kept, special=False, affixes=affixes)
+        prompts = await read_prompts(model, param, given, kept, special=False, affixes=affixes)
         for number, ids in enumerate(prompt.ids for prompt in prompts):
             if not ids:
                 raise invalid(param, f"input number {number} is empty")

@@ -89,9 +89,9 @@ class Generate:
             | {"return_token_ids": True, "return_weight_versions": True, "detokenize": False, "fills_context": True},
             **{name: _value(params, name) for name in GenerateParams.__struct_fields__},
         )
-        generation, head, (prompt,) = await self._completions.start(asked, request, id_prefix="generate-tokens")
+        generation, plan, (prompt,) = await self._completions.start(asked, request, id_prefix="generate-tokens")
         writer = GenerateWriter(
-            generation, head, state.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
+            generation, plan.head, plan.model.tokenizer, prompt.ids, params, shows_prompt=bool(body.return_token_ids)
         )
         return GenerationAnswer(generation, writer, stream=bool(body.stream))
 

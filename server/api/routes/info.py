@@ -145,21 +145,21 @@ class Info:
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """The token ids of a text, or of a chat."""
         state = self._state
-        await state.find_model(body.model)
+        model = await state.find_model(body.model)
         if body.messages is not None and body.prompt is None:
             tools = read_tools(body.tools, None, parallel=None)
-            ids = await encode_conversation(state, body, tools)
+            ids = await encode_conversation(state, model, body, tools)
         elif body.prompt is not None and body.messages is None:
-            check_text_length(len(body.prompt), state.tokenizer, state.engine.info.max_model_len)
+            check_text_length(len(body.prompt), model.tokenizer, model.max_model_len)
             affixes = body.add_special_tokens is not False
-            (prompt,) = await read_prompts(state, "prompt", [body.prompt], affixes=affixes)
+            (prompt,) = await read_prompts(model, "prompt", [body.prompt], affixes=affixes)
             ids = prompt.ids
         else:
             raise RequestError(400, "Give either `prompt` or `messages`.", param="prompt")
-        strings = list_of(map(state.tokenizer.vocabulary_string, ids), len(ids))
+        strings = list_of(map(model.tokenizer.vocabulary_string, ids), len(ids))
         answer = {
             "count": len(ids),
-            "max_model_len": state.engine.info.max_model_len,
+            "max_model_len": model.max_model_len,
             "tokens": list_of(ids, len(ids)),
             "token_strs": strings if body.return_token_strs else None,
         }
@@ -168,11 +168,12 @@ class Info:
     @route(f"GET {TOKENIZER_INFO}")
     async def tokenizer_info(self, request: Request) -> Response:
         """The tokenizer's special tokens and chat template."""
-        tokenizer, settings = self._state.tokenizer, self._state.settings
+        model, settings = self._state.model, self._state.settings
+        tokenizer = model.tokenizer
         answer = {
             **tokenizer.template_variables,
             "tokenizer_class": type(tokenizer).__name__,
-            "model_max_length": self._state.engine.info.max_model_len,
+            "model_max_length": model.max_model_len,
             "vocab_size": len(tokenizer.token_bytes),
             "special_tokens": tokenizer.special_tokens,
             "chat_template": settings.chat_template or tokenizer.chat_templates.default,
@@ -182,31 +183,30 @@ class Info:
     @route("POST /detokenize", DetokenizeRequest)
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        state = self._state
-        await state.find_model(body.model)
-        check_ids("tokens", body.tokens, state.engine.info.vocab_size)
-        text = await read_ids(state, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        model = await self._state.find_model(body.model)
+        check_ids("tokens", body.tokens, model.vocab_size)
+        text = await read_ids(model, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return JsonAnswer({"prompt": text})
 
     def _anthropic_model(self, name: str) -> dict[str, Any]:
-        created = datetime.fromtimestamp(self._state.created, UTC).isoformat().replace("+00:00", "Z")
+        created = datetime.fromtimestamp(self._state.model.created, UTC).isoformat().replace("+00:00", "Z")
         return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
     def _model(self, request: Request, name: str, adapter: Adapter | None) -> dict[str, Any]:
         """The object of a model. Only administrators see an absolute path in `root`."""
         state = self._state
-        root = (state.settings.model_root or name) if adapter is None else adapter.path
+        root = (state.model.root or name) if adapter is None else adapter.path
         if Path(root).is_absolute() and self._administrators.number(request.scope["headers"]) is None:
             root = name
         return {
             "id": name,
             "object": "model",
-            "created": state.created,
+            "created": state.model.created,
             "owned_by": "pallas-serve",
             "root": root,
-            "parent": None if adapter is None else adapter.base_model or state.settings.model_names[0],
+            "parent": None if adapter is None else adapter.base_model or state.model.name,
             "max_model_len": state.engine.info.max_model_len,
-            "permission": [_permission(name, state.created)],
+            "permission": [_permission(name, state.model.created)],
         }
 
 

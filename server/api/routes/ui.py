@@ -84,7 +84,7 @@ class Dashboard(Routes):
         state, stats = self._state, self._state.engine.stats
         steps = state.engines[engine].stats.recent_steps
         return {
-            "model": state.settings.model_names[0],
+            "model": state.model.name,
             "max_model_len": state.engine.info.max_model_len,
             "engines": len(state.engines),
             "alive": state.engine.death is None,

@@ -15,7 +15,7 @@ def sent(
 ) -> list[tuple[tuple[int, ...], ...]]:
     client = StubClient(DONE)
     state = state_of(client)
-    state.tokenizer = tokenizer or state.tokenizer
+    state.model.tokenizer = tokenizer or state.model.tokenizer
     answer = call(state, "POST", COMPLETIONS, json={"prompt": [1], "bad_words": words, "n": n})
     assert answer.status_code == 200, answer.text
     return [request.sampling.bad_words for request in client.submitted]

@@ -62,8 +62,8 @@ def test_the_template_for_tools_is_taken_if_there_are_tools():
 
 def test_the_template_for_tools_tells_the_format_of_calls():
     two = ChatTemplates(default=TEMPLATE, tool_use="<tool_call>" + TEMPLATE)
-    assert state_of(StubClient(DONE), template=two).call_format is FORMATS["hermes"]
-    assert state_of(StubClient(DONE), template=TEMPLATE).call_format is FORMATS["llama3_json"]
+    assert state_of(StubClient(DONE), template=two).model.call_format is FORMATS["hermes"]
+    assert state_of(StubClient(DONE), template=TEMPLATE).model.call_format is FORMATS["llama3_json"]
 
 
 def test_a_template_that_replaces_the_models_replaces_both():

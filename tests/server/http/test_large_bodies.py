@@ -13,7 +13,7 @@ CHAT = "/v1/chat/completions"
 def refusal(path: str, body: dict) -> dict:
     """The error, from a server that neither tokenizes nor renders."""
     state = state_of(StubClient(DONE))
-    state.tokenizer.encode_plain = state.chat_template.render = _work
+    state.model.tokenizer.encode_plain = state.model.chat_template.render = _work
     response = call(state, "POST", path, json=body)
     assert response.status_code == 400, response.text
     return response.json()["error"]

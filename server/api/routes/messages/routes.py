@@ -35,5 +35,4 @@ class Messages(Routes):
     @route(f"POST {PATH}/count_tokens", CountRequest, translate=chat_request)
     async def count_tokens(self, request: Request, chat: ChatRequest) -> Response:
         """How many tokens a conversation has."""
-        await self._state.find_model(chat.model)
         return JsonAnswer({"input_tokens": await count_tokens(self._state, chat)})

@@ -55,6 +55,7 @@ from server.api.routes.responses.translation import (
     seen_tools,
 )
 from server.api.routes.responses.writer import ResponsesWriter
+from server.api.served_model import ServedModel
 from server.api.state import OpenRequest, ServerState, current_place
 from server.engine.generation import Generation
 from server.http.auth import current_key
@@ -110,11 +111,11 @@ class Responses:
         seen = seen_tools(tools)
         with own_names():
             generation, plan = await start_chat(state, chat_request(body, seen, messages), request, id_prefix="resp")
-        head = plan.generation.head
+        head, model = plan.generation.head, plan.generation.model
         record = ResponseRecord(
             head.id,
-            _repeated(body, tools, head.model, state, conversation),
-            partial(logprobs, state.tokenizer, plan.generation.logprobs or 0),
+            _repeated(body, tools, model, conversation),
+            partial(logprobs, model.tokenizer, plan.generation.logprobs or 0),
             {tool.function.name or "": tool for tool in seen},
             is_background=in_background,
         )
@@ -213,13 +214,11 @@ class Responses:
     @route(f"POST {PATH}/input_tokens", ResponsesRequest)
     async def input_tokens(self, request: Request, body: ResponsesRequest) -> Response:
         """How many tokens an input has."""
-        state = self._state
-        await state.find_model(body.model)
         _, earlier = await self._earlier(body)
         tools, messages, _ = await self._translated(body, earlier)
         chat = chat_request(body, seen_tools(tools), messages)
         with own_names():
-            count = await count_tokens(state, chat)
+            count = await count_tokens(self._state, chat)
         return JsonAnswer({"object": "response.input_tokens", "input_tokens": count})
 
     @route(f"POST {PATH}/compact")
@@ -382,13 +381,13 @@ class Responses:
 
 
 def _repeated(
-    body: ResponsesRequest, tools: list[FunctionTool], model: str, state: ServerState, conversation: str | None
+    body: ResponsesRequest, tools: list[FunctionTool], model: ServedModel, conversation: str | None
 ) -> dict[str, Any]:
     """The fields of the response that repeat the request, with defaults filled in."""
-    defaults = state.settings.generation_defaults
+    defaults = model.generation_defaults
     text_format = body.text.format if body.text else None
     return {
-        "model": model,
+        "model": model.name,
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "max_output_tokens": body.max_output_tokens,
