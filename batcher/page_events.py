@@ -21,6 +21,7 @@ class PageStored(NamedTuple):
     tokens: bytes  # i32[page_size]
     salt: int  # `Request.cache_salt`
     adapter: int  # `Request.adapter`
+    model: int = 0  # `Request.model`
 
 
 class PageCopied(NamedTuple):

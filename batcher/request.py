@@ -93,6 +93,7 @@ class Request:
     client: int = 0  # clients share the rows of a step, and so do a client's groups: see `fair_queue.py`
     group: str = ""  # "": it is alone
     adapter: int = 0  # the identity of the LoRA adapter's weights; 0: the base model
+    model: int = 0  # the identity of the model's weights; 0: the model that the engine started with
     source: PageSource | None = None  # of the prompt's full pages: another engine has computed them
     keep_as: bytes = b""  # the token by which another engine takes the prompt's full pages; b"": none does
 
@@ -112,6 +113,7 @@ class ErrorCode(StrEnum):
     QUEUE_DEADLINE = "queue_deadline"  # the request waited longer than its deadline_s (HTTP 503)
     GRAMMAR = "grammar"  # the grammar cannot be compiled or costs too much (HTTP 400)
     ADAPTER = "adapter"  # the weights of its LoRA adapter cannot be read any more (HTTP 404)
+    MODEL = "model"  # the weights of its model cannot be read any more (HTTP 503)
     NOT_FINITE = "not_finite"  # the model gave NaN or infinity
     STEP_FAILED = "step_failed"  # a step that computed the request failed; other requests go on
     ENGINE_DEAD = "engine_dead"  # the engine stopped for good

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
 from functools import partial, reduce
 from itertools import zip_longest
 from typing import Any
@@ -55,6 +56,15 @@ class Histogram:
         self.total += other.total
 
 
+class ModelState(StrEnum):
+    """Where a model's weights are. A later state has a greater name, so that of several engines is the maximum."""
+
+    DISK = "disk"
+    HOST = "host"
+    RESIDENT = "resident"  # on the device
+    RUNNING = "running"  # on the device, and requests run
+
+
 @dataclass(slots=True)
 class SpeculationCounts:
     """Draft tokens since start. A row of a step is counted if drafts were proposed for it."""
@@ -96,10 +106,14 @@ class EngineStats:
     num_adapters_staged: int = 0  # on the device, but in no slot yet
     running_of_adapters: dict[int, int] = field(default_factory=dict)  # identity -> requests that run
     waiting_of_adapters: dict[int, int] = field(default_factory=dict)  # identity -> requests that wait
+    models: dict[int, ModelState] = field(default_factory=dict)  # by identity; {}: there is one model only
+    running_of_models: dict[int, int] = field(default_factory=dict)  # identity -> requests that run
+    waiting_of_models: dict[int, int] = field(default_factory=dict)  # identity -> requests that wait
     recent_steps: list[StepRecord] = field(default_factory=list)  # a sample of the last seconds' steps
     # counters
     num_preemptions: int = 0
     num_adapter_loads: int = 0  # LoRA adapters written into adapter slots
+    num_models_brought: int = 0  # copies of a model's weights to the device
     prompt_tokens: int = 0  # counted at a request's first admission
     prompt_tokens_by_source: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROMPT_SOURCES, 0))
     prompt_tokens_computed: int = 0  # recomputation after preemptions included
@@ -166,7 +180,9 @@ def _copied(value: Any) -> Any:
 def _sum(mine: Any, theirs: Any) -> Any:
     match mine:
         case dict():
-            return {key: mine.get(key, 0) + theirs.get(key, 0) for key in mine | theirs}
+            return theirs | {key: _sum(value, theirs[key]) if key in theirs else value for key, value in mine.items()}
+        case str():  # a ModelState
+            return max(mine, theirs)
         case list():
             return [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
         case tuple():  # the bounds of a histogram

@@ -80,6 +80,7 @@ class Capacity:
     pooling: Pooling | None = None  # pooling of embedding requests; None: there can be no such requests
     keeps_text: bool = False  # programs keep the tokens of every page, which drafts need
     max_loras: int = 0  # LoRA adapters that may run at once, in adapter slots 1 to max_loras; 0: there are no slots
+    max_models: int = 0  # models whose weights may be on the device at once; 0: there is one model only
     page_bytes: int = 0  # bytes of one page's K/V in the host's memory; 0: pages cannot leave the device
     pages_of_copy: int = 0  # most pages of one `read_pages`, `stage_pages` or `write_pages`
 
@@ -167,6 +168,7 @@ class StepInput:
     penalty_resets: tuple[PenaltyReset, ...] = ()  # applied before the step
     masks: tuple[np.ndarray, ...] = ()  # each i32[MASK_BLOCK, 1 + num_mask_words], slots first; num_slots is padding
     adapters: tuple[AdapterWrite, ...] = ()  # applied before the step; these adapters are then no longer staged
+    model: int = 0  # the identity of the model of all rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,6 +68,8 @@ def make_request_state(
         raise InvalidRequestError("cache_salt", f"cache_salt must fit in 128 bits, not {request.cache_salt}")
     if request.adapter and not capacity.max_loras:
         raise InvalidRequestError("adapter", "this engine runs no LoRA adapters: it was started without --enable-lora")
+    if request.model and not capacity.max_models:
+        raise InvalidRequestError("model", "this engine has one model only: it was started without --models")
     if request.embeds and capacity.pooling is None:
         raise InvalidRequestError("embeds", "this engine makes no embeddings")
     return RequestState(

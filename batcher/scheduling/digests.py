@@ -25,4 +25,6 @@ def next_digest(request: Request, digests: list[bytes], content: bytes) -> bytes
 def _root(request: Request) -> bytes:
     """The first value of a request's chain of digests: its salt, and the weights that compute its K/V."""
     root = request.cache_salt.to_bytes(16, "little", signed=True)
-    return root + request.adapter.to_bytes(16, "little", signed=True) if request.adapter else root
+    if request.adapter:
+        root += request.adapter.to_bytes(16, "little", signed=True)
+    return root + b"model" + request.model.to_bytes(16, "little", signed=True) if request.model else root

@@ -172,7 +172,7 @@ class RequestQueues:
             if is_new and self.page_events is not None:
                 parent = digests[page - 1] if page else None
                 request = sequence.request
-                event = PageStored(digests[page], parent, content, request.cache_salt, request.adapter)
+                event = PageStored(digests[page], parent, content, request.cache_salt, request.adapter, request.model)
                 self.page_events.add(event)
         sequence.num_committed = count
 

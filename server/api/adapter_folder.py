@@ -54,7 +54,8 @@ class AdapterFolder:
                 return None
             reply = await self._ask(LoadAdapter(name, str(place), if_loaded=IfLoaded.KEEP))
             if reply.error is None:
-                return reply.adapter
+                assert isinstance(reply.loaded, Adapter)
+                return reply.loaded
             error = AdapterError(reply.error.replace(f"{self._folder}{os.sep}", ""), reply.status)  # clients read it
             if error.status < 500:
                 if len(self._refused) >= MOST_REFUSED:

@@ -201,7 +201,7 @@ class ApiProcesses:
                 return peers.state_of(self._engine)
             case _:
                 reply = await self._engine.ask(question)
-                if reply.adapter is not None:  # answered when all processes have heard of the change
+                if reply.loaded is not None:  # answered when all processes have heard of the change
                     await self._tell(peers.AdapterChanges([engine.adapter_changes for engine in self.engines]))
                 return reply
         return None

@@ -112,7 +112,7 @@ class Adapters:
         try:
             match command.phase, command.change:
                 case wire.Phase.PREPARE, (wire.LoadAdapter() | wire.UnloadAdapter()) as change:
-                    told.adapter = self._prepare(change)
+                    told.loaded = self._prepare(change)
                 case wire.Phase.COMMIT, _:
                     self._commit()
                 case _:

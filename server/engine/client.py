@@ -23,6 +23,7 @@ class EngineClient(Engine):
     is_paused = False
     missing: Set[str] = frozenset()
     adapters: Mapping[str, wire.Adapter] = MappingProxyType({})  # by name
+    models: Mapping[str, wire.LoadedModel] = MappingProxyType({})  # by name
     adapter_changes = num_adapter_loads = 0  # since the engine's start
 
     def __init__(self) -> None:
@@ -80,8 +81,9 @@ class EngineClient(Engine):
                 self.weight_version = version
                 for receiver in self._receivers.values():
                     receiver.on_weight_version(version)
-            case wire.Adapters(adapters=adapters, num_changes=num_changes, num_loads=num_loads):
+            case wire.Adapters(adapters=adapters, num_changes=num_changes, num_loads=num_loads, models=models):
                 self.adapters = {adapter.name: adapter for adapter in adapters}
+                self.models = {model.name: model for model in models}
                 self.adapter_changes, self.num_adapter_loads = num_changes, num_loads
             case wire.Reply():
                 self._asked.close(event.number, event)

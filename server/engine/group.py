@@ -60,8 +60,7 @@ class EngineGroup(Engine):
         for engine in engines:
             engine.on_output = self._hear
         self._watchers: list[asyncio.Task[None]] = []
-        # what each engine has told, and what is the same in all
-        self._adapters: tuple[Sequence[Mapping[str, wire.Adapter]], Mapping[str, wire.Adapter]] = ((), {})
+        self._adapters, self._models = _InAll[wire.Adapter](), _InAll[wire.LoadedModel]()
         self.split: str | None = None
 
     async def start(self) -> wire.EngineInfo:
@@ -92,13 +91,12 @@ class EngineGroup(Engine):
     @property
     def adapters(self) -> Mapping[str, wire.Adapter]:
         """The LoRA adapters that all engines have, by name. During a change some engines may not have reported it."""
-        told, known = self._adapters
-        now = [engine.adapters for engine in self.engines]
-        if any(new is not old for new, old in zip_longest(now, told)):
-            first, *others = now
-            known = {name: own for name, own in first.items() if all(adapters.get(name) == own for adapters in others)}
-            self._adapters = now, known
-        return known
+        return self._adapters.of([engine.adapters for engine in self.engines])
+
+    @property
+    def models(self) -> Mapping[str, wire.LoadedModel]:
+        """The models that all engines have, by name."""
+        return self._models.of([engine.models for engine in self.engines])
 
     @property
     def num_adapter_loads(self) -> int:
@@ -138,7 +136,7 @@ class EngineGroup(Engine):
 
     def submit(self, requests: Sequence[tuple[wire.WireRequest, Receiver]]) -> None:
         first, _ = requests[0]
-        route = self._router.choose(first.prompt, first.cache_salt ^ first.adapter, self._loads())
+        route = self._router.choose(first.prompt, first.cache_salt ^ first.adapter ^ first.model, self._loads())
         number = route.engine
         self._sent[first.request_id] = _Sent(engine=number, num_missing=route.num_missing, route=route)
         for other, _ in requests[1:]:  # an empty prompt is the one before
@@ -207,7 +205,7 @@ class EngineGroup(Engine):
                 await self._ask_each(dict.fromkeys(done, wire.UpdateWeights(wire.UpdateStep.ABANDON)))
             case wire.ChangePhase(phase=wire.Phase.PREPARE, change=change):
                 for number, reply in done.items():
-                    if reply.adapter != first.adapter:
+                    if reply.loaded != first.loaded:
                         refused[number] = wire.Reply(error=OTHER_WEIGHTS)
                 if time.monotonic() - asked > DECIDE_S and isinstance(change, wire.ChangeWeights):
                     late = wire.Reply(error=f"not all engines were prepared within {DECIDE_S:.0f} s")
@@ -221,7 +219,7 @@ class EngineGroup(Engine):
                 elif not refused and isinstance(change, wire.ChangeWeights):
                     self._router.forget()  # the prefix caches are empty
         if not refused:
-            return wire.Reply(adapter=first.adapter)
+            return wire.Reply(loaded=first.loaded)
         told = {reply.error for reply in refused.values()}
         is_same = len(refused) == len(self.engines) and len(told) == 1
         error = told.pop() if is_same else _listed(refused)
@@ -236,6 +234,21 @@ class EngineGroup(Engine):
         for number, reply in zip(questions, replies, strict=True):
             (done if reply.error is None else refused)[number] = reply
         return done, refused
+
+
+class _InAll[T]:
+    """What all engines have told under the same name."""
+
+    def __init__(self) -> None:
+        self._told: Sequence[Mapping[str, T]] = ()
+        self._known: Mapping[str, T] = {}
+
+    def of(self, now: Sequence[Mapping[str, T]]) -> Mapping[str, T]:
+        """The items that are the same in all mappings."""
+        if any(new is not old for new, old in zip_longest(now, self._told)):
+            first, *others = self._told = now
+            self._known = {name: own for name, own in first.items() if all(each.get(name) == own for each in others)}
+        return self._known
 
 
 def _listed(refused: Mapping[int, wire.Reply]) -> str:

@@ -153,7 +153,7 @@ class EventStream:
     A page with an unknown parent is left out, because the event of the parent has been lost.
 
     Args:
-        name_of: returns the name of the adapter with this identity; None: it no longer has one.
+        name_of: returns the name of the adapter or model with this identity; None: it no longer has one.
     """
 
     def __init__(self, hasher: BlockHasher, name_of: Callable[[int], str | None]) -> None:
@@ -191,11 +191,10 @@ class EventStream:
         if parent is None and page.parent is not None:
             return False
         tokens = array("i", page.tokens).tolist()
-        name = None
-        if page.adapter:
-            name = self._name_of(page.adapter) or f"{page.adapter:x}"
-        salt = f"{page.salt:x}" if page.salt and parent is None else None
-        extra = tuple(key for key in (name, salt) if key is not None) or None
+        names = {weights: self._name_of(weights) or f"{weights:x}" for weights in (page.model, page.adapter) if weights}
+        name = names.get(page.adapter)
+        salt = [f"{page.salt:x}"] if page.salt and parent is None else []
+        extra = (*names.values(), *salt) or None
         hashed = self._hashes.get(page.digest) or self._hasher.hash_of(parent, tokens, extra)
         self._page_size = len(tokens)
         if not self._hold(page.digest, hashed, Medium.DEVICE):

@@ -102,6 +102,9 @@ class BuiltEngine:
                     put(wire.Reply(error=error, number=command.number))
                 else:
                     self.adapters.ask(command, put)
+            case wire.ChangePhase(change=wire.LoadModel() | wire.UnloadModel()):
+                error = "This engine has one model only: --models, or models={...} in Python."
+                put(wire.Reply(error=error, number=command.number))
             case wire.ChangePhase() | wire.Pause() | wire.Resume() | wire.UpdateWeights():
                 if self.weights is None:
                     error = "this engine cannot pause or change its weights while it serves"

@@ -86,7 +86,8 @@ def to_its_end[**P, R](work: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P,
 class Engine(Protocol):
     """An engine in another process (`RemoteEngine`), several engines (`EngineGroup`), or the engine of an `LLM`.
 
-    Changes of the weights run one after the other, and so do those of adapters. The two do not wait for each other.
+    Changes of the weights run one after the other, and so do those of adapters and models. The two do not wait for each
+    other.
     """
 
     info: wire.EngineInfo
@@ -102,6 +103,10 @@ class Engine(Protocol):
     @property
     def adapters(self) -> Mapping[str, wire.Adapter]:
         """The LoRA adapters that are loaded, by name."""
+
+    @property
+    def models(self) -> Mapping[str, wire.LoadedModel]:
+        """The models that were loaded besides the one that the engine started with, by name."""
 
     @property
     def num_adapter_loads(self) -> int:
@@ -128,15 +133,15 @@ class Engine(Protocol):
 
     @to_its_end
     async def ask(self, question: wire.AnyQuestion) -> wire.Reply:
-        """Changes the weights or the adapters, pauses, or resumes. Returns when it is done or refused. If the caller is
-        cancelled, the change is completed nevertheless. A change whose PREPARE has failed is over."""
+        """Changes the weights, the adapters or the models, pauses, or resumes. Returns when it is done or refused. If
+        the caller is cancelled, the change is completed nevertheless. A change whose PREPARE has failed is over."""
         match question:
             case wire.ChangeWeights():
                 async with self._weight_changes:
                     if question.change is wire.WeightsChange.WAKE_UP and not self.missing:
                         return wire.Reply()
                     return await self._change(question)
-            case wire.LoadAdapter() | wire.UnloadAdapter():
+            case wire.LoadAdapter() | wire.UnloadAdapter() | wire.LoadModel() | wire.UnloadModel():
                 async with self._adapter_changes:
                     return await self._change(question)
             case wire.UpdateWeights():

@@ -1,10 +1,10 @@
 """The messages between an HTTP process and the engine process, in msgpack over two ZeroMQ ipc sockets.
 
 Commands go to the engine: Submit, Abort, ResetPrefixCache, Pause, Resume, UpdateWeights, ChangePhase, Stop. A change of
-the weights or of the LoRA adapters has two phases (`Phase`). Events come from the engine. While it starts these are
-Report, and then Ready or Failed. Later they are Outputs (one message per step, for all requests in it), WeightVersion
-before the first tokens of other weights, Adapters after each change of them, and Stats at intervals, which are also the
-heartbeat. Each Question has a number, and the Reply with the same number answers it.
+the weights, the LoRA adapters or the models has two phases (`Phase`). Events come from the engine. While it starts
+these are Report, and then Ready or Failed. Later they are Outputs (one message per step, for all requests in it),
+WeightVersion before the first tokens of other weights, Adapters after each change of them, and Stats at intervals,
+which are also the heartbeat. Each Question has a number, and the Reply with the same number answers it.
 
 With several HTTP processes, each of them is an *API server*. An API server has a number that is never used again, and a
 socket for the outputs of its own requests. AddApiServer names both, and Ready answers it on that socket. The process
@@ -44,6 +44,7 @@ class WireRequest(msgspec.Struct, array_like=True, frozen=True):
     client: int = 0
     group: str = ""
     adapter: int = 0
+    model: int = 0
     source: PageSource | None = None
     keep_as: bytes = b""
 
@@ -152,7 +153,7 @@ class UpdateWeights(Question, tag=True):
 
 
 class IfLoaded(enum.Enum):
-    """What LoadAdapter does if an adapter of this name is loaded already."""
+    """What LoadAdapter and LoadModel do if there is an adapter or a model of this name already."""
 
     REFUSE = "refuse"
     KEEP = "keep"
@@ -174,8 +175,24 @@ class UnloadAdapter(msgspec.Struct, tag=True):
     name: str
 
 
+class LoadModel(msgspec.Struct, tag=True):
+    """Adds a model of the same shape and form as the engine's, and gives it a name."""
+
+    name: str
+    path: str  # a checkpoint, or a LoRA adapter, which is merged into the engine's own model
+    if_loaded: IfLoaded = IfLoaded.REFUSE
+
+
+class UnloadModel(msgspec.Struct, tag=True):
+    """Removes a model's name. Running requests keep its weights."""
+
+    name: str
+
+
 AdapterChange = LoadAdapter | UnloadAdapter
-Change = ChangeWeights | AdapterChange
+ModelChange = LoadModel | UnloadModel
+NamedChange = AdapterChange | ModelChange
+Change = ChangeWeights | NamedChange
 HOLD_S = 1800.0  # longer than reading weights takes; a group of engines decides earlier
 
 
@@ -293,6 +310,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     cache_config: dict[str, str] = {}  # labels of the cache_config_info metric: page size, pages, dtype
     max_loras: int = 0  # LoRA adapters that run at once; 0: there can be none
     adapter_bytes: int = 0  # bytes of one adapter slot on a device
+    max_models: int = 0  # models whose weights may be on the device at once; 0: there is one model only
     page_identity: dict[str, str] = {}  # must be equal in engines that exchange pages; {}: pages are not exchanged
     page_port: int = 0  # the port at which it gives pages to other engines; 0: it gives none
     page_key: str = ""  # the public key of this port
@@ -338,7 +356,7 @@ class WeightVersion(msgspec.Struct, tag=True):
     version: str
 
 
-class Adapter(msgspec.Struct, frozen=True):
+class Adapter(msgspec.Struct, tag=True, frozen=True):
     """A LoRA adapter with its name."""
 
     name: str
@@ -347,12 +365,22 @@ class Adapter(msgspec.Struct, frozen=True):
     base_model: str | None = None
 
 
+class LoadedModel(msgspec.Struct, tag=True, frozen=True):
+    """A model with its name, besides the one that the engine started with."""
+
+    name: str
+    identity: int  # the identity of its weights
+    path: str
+    max_model_len: int  # tokens of prompt and output of one request
+
+
 class Adapters(msgspec.Struct, tag=True):
-    """All loaded adapters. It goes to all API servers after each change."""
+    """All loaded adapters and models. It goes to all API servers after each change."""
 
     adapters: list[Adapter]
-    num_changes: int
-    num_loads: int
+    num_changes: int  # of adapters and models
+    num_loads: int  # of adapters
+    models: list[LoadedModel] = []
 
 
 class Reply(msgspec.Struct, tag=True, kw_only=True):
@@ -361,7 +389,7 @@ class Reply(msgspec.Struct, tag=True, kw_only=True):
     number: int = 0  # the number of the question
     error: str | None = None
     status: int = 400  # the HTTP status of an error
-    adapter: Adapter | None = None  # the adapter to be loaded or unloaded
+    loaded: Adapter | LoadedModel | None = None  # the adapter or model to be loaded or unloaded
     missing: list[str] | None = None  # the PARTS that are not on the device from now on; None: as before
 
 
@@ -413,6 +441,7 @@ def requests_from_wire(items: Sequence[WireRequest]) -> list[Request]:
 _STATUSES: dict[ErrorCode | None, int] = {
     ErrorCode.QUEUE_DEADLINE: 503,
     ErrorCode.ENGINE_DEAD: 503,
+    ErrorCode.MODEL: 503,
     ErrorCode.GRAMMAR: 400,
     ErrorCode.ADAPTER: 404,
 }  # of an error

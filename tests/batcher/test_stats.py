@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from batcher.stats import EngineStats, Histogram, total_of
+from batcher.stats import EngineStats, Histogram, ModelState, total_of
 from tests.batcher.harness import Drive, make_capacity, make_request
 
 
@@ -81,7 +81,9 @@ def test_the_figures_of_several_engines_are_added():
     for stats, seconds in ((first, 0.03), (second, 0.03), (second, 7000)):
         stats.queue_time.observe(seconds)
     first.running_of_adapters, second.running_of_adapters = {7: 1}, {7: 2, 8: 1}
+    first.models, second.models = {0: ModelState.RUNNING, 7: ModelState.DISK}, {0: ModelState.HOST, 8: ModelState.DISK}
     total = total_of([first, second])
+    assert total.models == {0: ModelState.RUNNING, 7: ModelState.DISK, 8: ModelState.DISK}
     assert total.running_of_adapters == {7: 3, 8: 1}
     assert (total.num_requests_running, total.num_steps, total.kv_cache_usage) == (3, 12, 0.125)
     assert total.finished == {"stop": 3, "abort": 4}

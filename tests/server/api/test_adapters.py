@@ -321,7 +321,7 @@ def test_a_load_that_is_abandoned_leaves_the_name_its_weights(tmp_path):
         adapters.forget_unused()  # as the engine process does at any time
         reply = answers.get(timeout=30)
         assert reply.error is None
-        return reply.adapter
+        return reply.loaded
 
     new = answer(Phase.PREPARE)
     assert new != old and store.texts == {old.identity: "old", new.identity: "new"}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from batcher.request import ErrorCode, FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
-from batcher.stats import EngineStats
+from batcher.stats import EngineStats, ModelState
 from server.engine import wire
 from server.engine.process import load_factory
 
@@ -101,14 +101,24 @@ def test_an_output_arrives_whole(output, expected):
 
 
 def test_statistics_arrive_whole():
-    stats = EngineStats(num_steps=3, finished={"stop": 2}, running_of_adapters={2**63 - 1: 4})
+    stats = EngineStats(
+        num_steps=3, finished={"stop": 2}, running_of_adapters={2**63 - 1: 4}, models={7: ModelState.HOST}
+    )
     stats.queue_time.observe(1.0)
     stats.speculation.observe(3, 2)
     assert carried(wire.Stats(stats), wire.Event) == wire.Stats(stats)
 
 
 @pytest.mark.parametrize(
-    "message", [wire.Report("a"), wire.Ready(wire.EngineInfo(max_model_len=5, vocab_size=6)), wire.Failed("why")]
+    "message",
+    [
+        wire.Report("a"),
+        wire.Adapters([wire.Adapter("a", 1, "/a")], 3, 2, [wire.LoadedModel("m", 2**63 - 1, "/m", 64)]),
+        wire.Reply(loaded=wire.LoadedModel("m", 7, "/m", 64)),
+        wire.Reply(loaded=wire.Adapter("a", 7, "/a")),
+        wire.Ready(wire.EngineInfo(max_model_len=5, vocab_size=6)),
+        wire.Failed("why"),
+    ],
 )
 def test_the_news_of_the_start_arrive(message):
     assert carried(message, wire.Event) == message

@@ -30,6 +30,7 @@ class StubClient:
         self.info = wire.EngineInfo(max_model_len=64, vocab_size=VOCAB_SIZE)
         self.stats = EngineStats()
         self.adapters: dict[str, wire.Adapter] = {}
+        self.models: dict[str, wire.LoadedModel] = {}
         self.num_adapter_loads = 0
         self.weight_version = wire.DEFAULT_VERSION
         self.missing: frozenset[str] = frozenset()
