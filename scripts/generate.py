@@ -188,6 +188,11 @@ def main(argv: list[str] | None = None) -> int:
             "--tokenizer": args.tokenizer and str(args.tokenizer),
             "--served-model-name": args.served_model_name,
         }
+        if settings.has_models:
+            answering |= {
+                "--models": list(map(str, settings.named_models)),
+                "--models-folder": str(settings.models_folder),
+            }
         if settings.enable_lora:
             answering |= {
                 "--lora-modules": list(map(str, settings.adapters)),

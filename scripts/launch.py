@@ -26,9 +26,9 @@ from scripts.flags.cluster import ClusterFlags, cluster_of
 from scripts.flags.compatibility import log_level, unread_variables
 from scripts.flags.config_file import CONFIG, with_config
 from scripts.flags.errors import add_debug_flag, failed
-from scripts.flags.lora import check_not_of_model, lora_modules
+from scripts.flags.lora import check_names_differ, lora_modules, named_models
 from scripts.flags.parsing import PrintCompletion, add_grouped_help, parse_flags
-from scripts.flags.serve import KEY_VARIABLE, ServeFlags, api_keys, batch_concurrency, generation_defaults, tls_files
+from scripts.flags.serve import KEY_VARIABLE, ServeFlags, api_keys, batch_concurrency, generation_rules, tls_files
 from scripts.flags.settings import EngineSettings, ServedSettings, add_engine_flags
 from server.engine.routing import Router
 from server.engine.scratch_folder import ScratchFolder
@@ -78,7 +78,8 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
     """The server's settings. Raises ValueError or OSError for invalid values."""
     _check_role(args)
     names = args.served_model_name or (DEMO if source.name == DEMO else args.model,)
-    check_not_of_model(lora_modules(args.lora_modules or ()), names)
+    check_names_differ(named_models(args.models or ()), lora_modules(args.lora_modules or ()), names)
+    rules = generation_rules(args)
     return Settings(
         tokenizer_folder=tokenizer,
         vocab_size=source.config.vocab_size,
@@ -90,9 +91,11 @@ def server_settings(args: argparse.Namespace, source: ModelSource, tokenizer: Pa
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         chat_template=read_text(args.chat_template, MAX_TEMPLATE_BYTES) if args.chat_template else None,
-        generation_defaults=generation_defaults(args, source),
+        generation_defaults=rules.defaults_of(source.path),
+        generation_rules=rules,
         planner=(*_PLAN, "--model", args.model, "--load-format", args.load_format, "--answer-choices", names[0]),
         lora_folder=args.lora_folder,
+        models_folder=args.models_folder,
         batch_concurrency=batch_concurrency(args),
         computes_for_others=args.kv_role == "prefill",
         transfer_timeout_s=args.kv_transfer_timeout,

@@ -40,7 +40,7 @@ from model.inputs.paths import place
 from model.loading.source import resolve
 from scripts.building.build import build
 from scripts.building.stand_in_tokenizer import tokenizer_folder
-from scripts.flags.lora import check_not_of_model
+from scripts.flags.lora import check_names_differ
 from scripts.flags.settings import EngineSettings
 from scripts.offline.arguments import (
     AllParams,
@@ -128,7 +128,7 @@ class LLM(EngineForTraining):
         # The queue has no limit: the engine refuses no request for a full queue.
         self.settings = EngineSettings.from_keywords(model=model, **settings | {"max_queue": NO_LIMIT})
         self.model_name = served_model_name or model
-        check_not_of_model(self.settings.adapters, (self.model_name,))
+        check_names_differ(self.settings.named_models, self.settings.adapters, (self.model_name,))
         asked = None if tokenizer is None else place(tokenizer, "tokenizer")
         source = resolve(model, weights=self.settings.load_format != "dummy")
         with ScratchFolder() as spare:
@@ -148,6 +148,7 @@ class LLM(EngineForTraining):
             model_names=(self.model_name,),
             generation_defaults=defaults,
             lora_folder=None if self.settings.lora_folder is None else Path(self.settings.lora_folder),
+            models_folder=None if self.settings.models_folder is None else Path(self.settings.models_folder),
         )
         self._state = create_state(server, self._client, tokens)
         self._app = create_app(self._state)
@@ -244,7 +245,7 @@ class LLM(EngineForTraining):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a request that sets none: those of the model's generation_config.json."""
-        values = dataclasses.asdict(self._state.settings.generation_defaults)
+        values = dataclasses.asdict(self._state.model.generation_defaults)
         del values["max_new_tokens"]
         return SamplingParams(**values)
 

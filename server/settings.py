@@ -92,6 +92,26 @@ class GenerationDefaults:
         return replace(self, **file.given())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRules:
+    """How the flags change the defaults of every model."""
+
+    replacement: GenerationDefaults | None = None  # in place of a model's own; None: each has its own
+    changes: str | None = None  # --override-generation-config
+    most_tokens: int | None = None  # --max-output-tokens
+
+    def defaults_of(self, folder: Path | None) -> GenerationDefaults:
+        """The defaults of the model in this folder; None: it has no files. Raises ValueError for values that a request
+        may not have."""
+        found = self.replacement
+        if found is None:
+            found = GenerationDefaults() if folder is None else GenerationDefaults.from_folder(folder)
+        if self.changes is not None:
+            found = found.overridden(self.changes, where="--override-generation-config")
+        limits = [limit for limit in (found.max_new_tokens, self.most_tokens) if limit is not None]
+        return replace(found, max_new_tokens=min(limits, default=None))
+
+
 _GROUPS = {
     "server": "The address, the processes and the log.",
     "access": "API keys and origins.",
@@ -156,8 +176,10 @@ class Settings:
     reasoning_parser: str | None = None  # None: as the template or a system message shows
     chat_template: str | None = None  # replaces the tokenizer's own
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    generation_rules: GenerationRules = field(default_factory=GenerationRules)  # for further models
     planner: tuple[str, ...] = ()  # the command that answers the page's plans; empty: there is no planner
     lora_folder: Path | None = None  # adapters in it are loaded when a request names them; None: there is no folder
+    models_folder: Path | None = None  # as well, with models
     batch_concurrency: int = DEFAULT_BATCH_CONCURRENCY  # requests of all batches that are in the engine at once
     computes_for_others: bool = False  # whether it answers /kv/prefill
     transfer_timeout_s: float = 30.0  # for a prompt that another server computes

@@ -1,8 +1,8 @@
-"""The adapters of `--lora-modules`: NAME=PATH, or vLLM's JSON objects, or JSON lists of them."""
+"""The adapters of `--lora-modules` and the models of `--models`: names, each with a path."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,8 @@ from model.inputs.words import shown
 from server.engine.adapters import check_name
 
 FLAG = "--lora-modules"
+MODELS = "--models"
+Given = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,38 +24,69 @@ class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_model_name: str | None = None
 
 
-def lora_modules(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> list[LoraModule]:
-    """The adapters, in their order. Raises ValueError, with the flag's name, for a value that does not name one."""
-    modules = [module for item in ([given] if isinstance(given, str | Mapping) else given) for module in _each(item)]
-    names: set[str] = set()
-    for module in modules:
-        check_name(module.name, FLAG)
-        if module.name in names:
-            raise ValueError(f"{FLAG}: two adapters have the name {module.name!r}")
-        names.add(module.name)
-        if not module.path:
-            raise ValueError(f"{FLAG}: the adapter {module.name!r} has no path")
-        place(module.path, FLAG)
-    return modules
+class NamedModel(msgspec.Struct, frozen=True):
+    """A model that is loaded at the start, besides `--model`."""
+
+    name: str
+    path: str
 
 
-def check_not_of_model(modules: Sequence[LoraModule], model_names: Sequence[str]) -> None:
-    """Raises ValueError if an adapter has one of the model's names."""
-    for module in modules:
-        if module.name in model_names:
-            raise ValueError(f"{FLAG}: {module.name!r} is the name of the model (--served-model-name)")
+def lora_modules(given: Given) -> list[LoraModule]:
+    """The adapters, in their order: NAME=PATH, vLLM's JSON objects, or JSON lists of them. Raises ValueError, with the
+    flag's name, for a value that does not name one."""
+
+    def read(found: Any) -> Iterable[LoraModule]:
+        return (msgspec.convert(fields, LoraModule) for fields in (found if isinstance(found, list) else [found]))
+
+    return _checked(FLAG, "adapter", _each(FLAG, given, LoraModule, read, "`name` and `path`"))
 
 
-def _each(item: str | Mapping[str, Any]) -> Iterator[LoraModule]:
-    if isinstance(item, str) and not item.lstrip().startswith(("{", "[")):
-        name, equals, path = item.partition("=")
-        if not equals:
-            raise ValueError(f"{FLAG} {item!r}: write NAME=PATH, or a JSON object with `name` and `path`")
-        yield LoraModule(name, path)
-        return
-    try:
-        found = msgspec.json.decode(item) if isinstance(item, str) else item
-        objects = found if isinstance(found, list) else [found]
-        yield from (msgspec.convert(fields, LoraModule) for fields in objects)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"{FLAG} {shown(item)}: {error}") from error
+def named_models(given: Given) -> list[NamedModel]:
+    """The models, in their order: NAME=PATH, or JSON objects of paths by names. Raises ValueError, with the flag's
+    name, for a value that does not name one."""
+
+    def read(found: Any) -> Iterable[NamedModel]:
+        return (NamedModel(*item) for item in msgspec.convert(found, dict[str, str]).items())
+
+    return _checked(MODELS, "model", _each(MODELS, given, NamedModel, read, "paths by their names"))
+
+
+def check_names_differ(
+    models: Sequence[NamedModel], modules: Sequence[LoraModule], served_names: Sequence[str]
+) -> None:
+    """Raises ValueError if a model has one of the names of `--model`, or an adapter one of a model's."""
+    for flag, named, names in ((MODELS, models, served_names), (FLAG, modules, served_names)):
+        for each in named:
+            if each.name in names:
+                raise ValueError(f"{flag}: {each.name!r} is the name of the model (--served-model-name)")
+    if both := {each.name for each in models} & {each.name for each in modules}:
+        raise ValueError(f"{FLAG}: {min(both)!r} is the name of a model (--models)")
+
+
+def _checked[T: (LoraModule, NamedModel)](flag: str, kind: str, found: Iterable[T]) -> list[T]:
+    named: dict[str, T] = {}
+    for each in found:
+        check_name(each.name, flag)
+        if each.name in named:
+            raise ValueError(f"{flag}: two {kind}s have the name {each.name!r}")
+        if not each.path:
+            raise ValueError(f"{flag}: the {kind} {each.name!r} has no path")
+        place(each.path, flag)
+        named[each.name] = each
+    return list(named.values())
+
+
+def _each[T](
+    flag: str, given: Given, kind: Callable[[str, str], T], read: Callable[[Any], Iterable[T]], fields: str
+) -> Iterator[T]:
+    for item in [given] if isinstance(given, str | Mapping) else given:
+        if isinstance(item, str) and not item.lstrip().startswith(("{", "[")):
+            name, equals, path = item.partition("=")
+            if not equals:
+                raise ValueError(f"{flag} {item!r}: write NAME=PATH, or a JSON object with {fields}")
+            yield kind(name, path)
+            continue
+        try:
+            yield from read(msgspec.json.decode(item) if isinstance(item, str) else item)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"{flag} {shown(item)}: {error}") from error

@@ -6,16 +6,22 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from model.inputs.paths import Place, local_path, place
-from model.loading.source import ModelSource, local_folder
+from model.loading.source import local_folder
 from scripts.flags.compatibility import LEVEL_VARIABLE, LEVELS
 from server.flag import MOST_COUNT, check_flags, flag_name, setting, values_of
-from server.settings import DEFAULT_BATCH_CONCURRENCY, MOST_BATCH_REQUESTS, GenerationDefaults, TlsFiles
+from server.settings import (
+    DEFAULT_BATCH_CONCURRENCY,
+    MOST_BATCH_REQUESTS,
+    GenerationDefaults,
+    GenerationRules,
+    TlsFiles,
+)
 from server.text.reasoning import REASONING_FORMATS
 from server.text.tool_calls.formats import FORMATS
 
@@ -117,24 +123,21 @@ def batch_concurrency(args: argparse.Namespace) -> int:
     return asked
 
 
-def generation_defaults(args: argparse.Namespace, source: ModelSource) -> GenerationDefaults:
-    """The values of fields that a request leaves out. Raises ValueError for values that a request may not have."""
-    defaults = GenerationDefaults()
+def generation_rules(args: argparse.Namespace) -> GenerationRules:
+    """How the flags change the defaults of models. Raises ValueError for a folder without a file of them."""
+    replacement = None
     match args.generation_config:
-        case "vllm":
-            pass
         case "auto":
-            defaults = defaults if source.path is None else GenerationDefaults.from_folder(source.path)
+            pass
+        case "vllm":
+            replacement = GenerationDefaults()
         case folder:
             where = place(folder, "--generation-config")
             if not (where / "generation_config.json").is_file():
                 raise ValueError(f"--generation-config {folder}: there is no generation_config.json in this folder")
-            defaults = GenerationDefaults.from_folder(local_folder(where))
-    changes = args.override_generation_config
-    if changes is not None:
-        defaults = defaults.overridden(changes, where="--override-generation-config")
-    limits = [limit for limit in (defaults.max_new_tokens, args.max_output_tokens) if limit is not None]
-    return replace(defaults, max_new_tokens=min(limits, default=None))
+            replacement = GenerationDefaults.from_folder(local_folder(where))
+    changes, most = args.override_generation_config, args.max_output_tokens
+    return GenerationRules(replacement=replacement, changes=changes, most_tokens=most)
 
 
 def tls_files(args: argparse.Namespace) -> TlsFiles | None:

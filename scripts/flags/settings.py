@@ -17,7 +17,7 @@ from model.loading.source import DEMO
 from model.quantization.checkpoint_form import STORED_METHODS
 from model.quantization.forms import FORM_NAMES
 from scripts.flags.compatibility import TABLE, log_warnings
-from scripts.flags.lora import LoraModule, lora_modules
+from scripts.flags.lora import LoraModule, NamedModel, lora_modules, named_models
 from scripts.flags.parsing import KeywordParser, flag_words, json_object, parse_flags, structure
 from scripts.flags.speculation import EXAMPLE as SPECULATION_EXAMPLE
 from scripts.flags.speculation import FLAG as SPECULATION
@@ -36,8 +36,11 @@ _GROUPS = {
     "device": "The chips, their memory, and the programs for them.",
     "kv_offloading": "Where prefixes go for which the device has no pages left, and from where they come back.",
     "lora": "LoRA adapters, which requests name as their model.",
+    "models": "More models of the shape and form of --model in the same process.",
 }
-_of_model, _of_batching, _of_device, _of_offloading, _of_lora = (partial(setting, group=group) for group in _GROUPS)
+_of_model, _of_batching, _of_device, _of_offloading, _of_lora, _of_models = (
+    partial(setting, group=group) for group in _GROUPS
+)
 _KV_EVENTS_EXAMPLE = """'{"enable_kv_cache_events": true, "topic": "kv@POD@MODEL"}'"""
 # The limit of counts that have no other limit. No machine has so many. A larger number is a typing error, and would
 # cause an error of memory.
@@ -209,6 +212,21 @@ class EngineSettings:
         None, "Adapters in the host's memory. Others are read again when they are needed", unset="twice --max-loras",
         least=1, most=2**16,
     )  # fmt: skip
+    models: Sequence[str] | Mapping[str, str] | None = _of_models(
+        None, "Fine-tunes of --model, which requests name: checkpoints, or LoRA adapters, which are merged into it",
+        nargs="+", metavar="NAME=PATH",
+    )  # fmt: skip
+    models_folder: Path | None = _of_models(  # noqa: RUF009
+        None, "An unknown model of a request is the one in this folder's folder of that name", metavar="DIR",
+    )  # fmt: skip
+    max_resident_models: int | None = _of_models(
+        None, "Models whose weights are on the device at once, with --model", unset="as many as leave it half of the "
+        "K/V pages", least=1, most=2**16,
+    )  # fmt: skip
+    models_host_memory: float | None = _of_models(
+        None, "GiB of the host's memory for the weights of models that are not on the device. Others are read again",
+        unset="half of what is free", metavar="GIB", least=0, most=2**16,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_flags(self)
@@ -225,6 +243,7 @@ class EngineSettings:
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ValueError(f"{KV_EVENTS} needs a prefix cache: there are no events with --no-enable-prefix-caching")
         self._check_lora()
+        self._check_models()
 
     def _check_offloading(self) -> None:
         place(self.kv_offloading_path or "", "--kv-offloading-path")
@@ -246,9 +265,18 @@ class EngineSettings:
                 f"--max-cpu-loras {self.max_cpu_loras} must be at least --max-loras {self.max_loras}: adapters that "
                 "run are in the host's memory, too"
             )
-        if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
-            raise ValueError(f"--lora-folder {self.lora_folder}: there is no such folder on this machine")
         lora_modules(self.lora_modules or ())
+
+    def _check_models(self) -> None:
+        for name in ("max_resident_models", "models_host_memory"):
+            if getattr(self, name) is not None and not self.has_models:
+                raise ValueError(f"{flag_name(EngineSettings, name)} needs --models or --models-folder")
+        for name in ("lora_folder", "models_folder"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_dir():
+                message = f"{folder}: there is no such folder on this machine"
+                raise ValueError(f"{flag_name(EngineSettings, name)} {message}")
+        named_models(self.models or ())
 
     @property
     def weight_form(self) -> str | None:
@@ -263,6 +291,15 @@ class EngineSettings:
     @property
     def adapters(self) -> list[LoraModule]:
         return lora_modules(self.lora_modules or ())
+
+    @property
+    def has_models(self) -> bool:
+        """Whether there may be models besides `model`."""
+        return bool(self.models) or self.models_folder is not None
+
+    @property
+    def named_models(self) -> list[NamedModel]:
+        return named_models(self.models or ())
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

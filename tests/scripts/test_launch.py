@@ -14,7 +14,7 @@ from batcher.long_prompts import ANY_LENGTH, LongPrompts
 from model.loading.source import resolve
 from scripts import launch
 from scripts.building.limits import long_prompts
-from scripts.flags.lora import LoraModule
+from scripts.flags.lora import LoraModule, NamedModel
 from scripts.flags.serve import api_keys, tls_files
 from scripts.flags.settings import EngineSettings, add_engine_flags
 from scripts.lab import flag_table
@@ -333,6 +333,21 @@ def test_adapters_of_the_start_have_vllms_forms(tmp_path):
     assert EngineSettings.from_namespace(launch.parse([])).adapters == []
 
 
+def test_models_of_the_start_are_named_by_flags_by_a_file_and_by_python(tmp_path):
+    file = tmp_path / "config.yaml"
+    named = [NamedModel("a", "/x=y"), NamedModel("b", "memory://b/c")]
+    for lines in ("models: [a=/x=y, 'b=memory://b/c']", "models: {a: /x=y, b: 'memory://b/c'}"):
+        file.write_text(lines)
+        assert EngineSettings.from_namespace(launch.parse(["--config", str(file)])).named_models == named
+    flags = ["--models", "a=/x=y", '{"b": "memory://b/c"}', "--models-folder", str(tmp_path)]
+    settings = EngineSettings.from_namespace(launch.parse([*flags, "--max-resident-models", "3"]))
+    assert (settings.named_models, settings.models_folder, settings.max_resident_models) == (named, tmp_path, 3)
+    assert EngineSettings.from_keywords(models={"a": "/x=y", "b": "memory://b/c"}).named_models == named
+    assert EngineSettings.from_keywords(models_folder=str(tmp_path)).has_models
+    none = EngineSettings()
+    assert (none.named_models, none.has_models) == ([], False)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -349,9 +364,21 @@ def test_adapters_of_the_start_have_vllms_forms(tmp_path):
         (["--enable-lora", "--lora-folder", "/no/such/folder"], "--lora-folder /no/such/folder: there is no such"),
         (["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "3"], "--max-cpu-loras 3 must be at least"),
         (["--enable-lora", "--max-lora-rank", "513"], "--max-lora-rank must be at most 512"),
+        (["--models", "a"], "--models 'a': write NAME=PATH, or a JSON object with paths by their names"),
+        (["--models", "=b"], "--models: a name has 1 to 256 printable characters"),
+        (["--models", "a=b", '{"a": "c"}'], "--models: two models have the name 'a'"),
+        (["--models", "a="], "--models: the model 'a' has no path"),
+        (["--models", '{"a": 3}'], "--models"),
+        (["--models", '["a=b"]'], "--models"),
+        (["--models", "demo=b"], "--models: 'demo' is the name of the model"),
+        (["--models", "a=b", "--enable-lora", "--lora-modules", "a=c"], "'a' is the name of a model (--models)"),
+        (["--models-folder", "/no/such/folder"], "--models-folder /no/such/folder: there is no such"),
+        (["--max-resident-models", "2"], "--max-resident-models needs --models or --models-folder"),
+        (["--models-host-memory", "2"], "--models-host-memory needs --models or --models-folder"),
+        (["--models", "a=b", "--max-resident-models", "0"], "--max-resident-models must be at least 1"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
+def test_adapters_and_models_that_cannot_be_are_refused_at_the_start(flags, words, capsys):
     assert launch.main(flags) == 2
     error = capsys.readouterr().err
     assert words in error
