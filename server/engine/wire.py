@@ -372,6 +372,7 @@ class LoadedModel(msgspec.Struct, tag=True, frozen=True):
     identity: int  # the identity of its weights
     path: str
     max_model_len: int  # tokens of prompt and output of one request
+    folder: str = ""  # of its tokenizer, chat template and generation_config.json; "": those of the engine's own model
 
 
 class Adapters(msgspec.Struct, tag=True):
